@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one door to Triton: requests in, answers out, log lines, the server's life. Imported inside Triton's stub alone.
+
+A request's sender is dangerous to touch twice: asking it whether the request was cancelled after its final answer takes
+the whole server down, and one that is never answered hangs its client and the server's exit. `Call` owns it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton_python_backend_utils as pb_utils
+
+from hf_triton.errors import HfTritonError
+
+logger = logging.getLogger(__name__)
+
+
+class Call:
+    """One inference request and its one answer.
+
+    Exactly one final answer is sent, whatever happens: a second one is ignored, and a call that is dropped without one
+    answers with an error. Safe from any thread.
+    """
+
+    def __init__(self, request: pb_utils.InferenceRequest) -> None:
+        self._lock = threading.Lock()
+        self._is_answered = False
+        self._was_cancelled = False
+        self._sender = request.get_response_sender()
+        self._request = request
+
+    def inputs(self) -> dict[str, npt.NDArray[Any]]:
+        """The request's tensors by name; copies, which may outlive `execute`."""
+        return {tensor.name(): np.array(tensor.as_numpy(), copy=True) for tensor in self._request.inputs()}
+
+    def parameters(self) -> dict[str, object]:
+        """The request's parameters by name; scalars."""
+        parsed: dict[str, object] = json.loads(self._request.parameters() or "{}")
+        return parsed
+
+    def is_cancelled(self) -> bool:
+        """Whether the client gave up; after the answer, what was known then. Costs a round trip between processes."""
+        with self._lock:
+            if not self._is_answered:
+                self._was_cancelled = self._sender.is_cancelled()
+            return self._was_cancelled
+
+    def answer(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Send the one answer."""
+        self._send(pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()]))
+
+    def refuse(self, error: HfTritonError) -> None:
+        """Send an error as the one answer."""
+        code: int = getattr(pb_utils.TritonError, error.triton_code)
+        self._send(pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), code)))
+
+    def _send(self, response: pb_utils.InferenceResponse) -> None:
+        with self._lock:
+            if self._is_answered:
+                return
+            self._is_answered = True
+            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_answered", True):
+            self.refuse(HfTritonError("internal", "the request was dropped; the server's log may say why"))
+
+
+def add_missing_ports(
+    config: pb_utils.ModelConfig, ports: tuple[list[dict[str, Any]], list[dict[str, Any]]]
+) -> pb_utils.ModelConfig:
+    """Add inputs and outputs to a configuration that is being completed."""
+    inputs, outputs = ports
+    for port in inputs:
+        config.add_input(port)
+    for port in outputs:
+        config.add_output(port)
+    return config
+
+
+def parameter_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """config.pbtxt's `parameters` as plain text by key."""
+    return {key: value["string_value"] for key, value in config["parameters"].items()}
+
+
+def load_failure(error: HfTritonError) -> Exception:
+    """The exception that Triton reports as the reason why a folder is not served."""
+    return pb_utils.TritonModelException(str(error))
+
+
+def stop_server() -> None:
+    """Ask the server to finish what is running and end, so that whoever supervises it starts a fresh one.
+
+    A stub that died is never replaced, and its model stays ready on servers before 26.01: lingering would be worse.
+    """
+    logger.error("stopping the server: a model's engine cannot go on")
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
+class _TritonHandler(logging.Handler):
+    """Sends log records to the server's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if record.levelno >= logging.ERROR:
+            pb_utils.Logger.log_error(text)
+        elif record.levelno >= logging.WARNING:
+            pb_utils.Logger.log_warn(text)
+        else:
+            pb_utils.Logger.log_info(text)
+
+
+def send_logs_to_triton(model_name: str) -> None:
+    """Send hf_triton's own log lines to the server's log, each with the model's name."""
+    root = logging.getLogger("hf_triton")
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    handler = _TritonHandler()
+    handler.setFormatter(logging.Formatter(f"{model_name}: %(message)s"))
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    root.propagate = False

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a folder on disk to a tokenizer and a model on their device. Asks nobody outside.
+
+What transformers lets pass is refused here: weights that do not match the config (it fills them in at random), pickle
+files, Python code from the repository, attention code named by a downloaded config.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hf_triton.errors import CheckpointError, LoadError
+from hf_triton.generation import GenerationParameters, parse_parameters
+from hf_triton.hub import Hub
+from hf_triton.settings import ModelSettings
+from hf_triton.snapshot import purge_damaged
+
+logger = logging.getLogger(__name__)
+
+CONTEXT_NAMES: Final = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+)
+"""What model configs call the longest sequence."""
+DEFAULT_CONTEXT: Final = 32768
+STALE_BUFFERS: Final = r"(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$"
+"""Tensors that older transformers versions saved and newer ones compute; not part of a model's weights."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where Triton wants an instance."""
+
+    kind: str
+    """`CPU`, `GPU`, or `MODEL`, which the choice to us: spread over all GPUs, or the CPU where there is none."""
+    device_id: int
+
+    def device_map(self) -> Any:
+        """The placement as transformers takes it.
+
+        Raises:
+            CheckpointError: PyTorch cannot use the GPU.
+        """
+        import torch
+
+        if self.kind == "CPU" or (self.kind == "MODEL" and not torch.cuda.is_available()):
+            return {"": "cpu"}
+        if self.kind == "MODEL":
+            return "auto"
+        if not torch.cuda.is_available() or self.device_id >= torch.cuda.device_count():
+            raise CheckpointError(
+                "device_unavailable",
+                f"Triton places this model on GPU {self.device_id}, and PyTorch {torch.__version__} sees "
+                f"{torch.cuda.device_count()} GPUs: install a CUDA build, or set instance_group to KIND_CPU",
+            )
+        return {"": self.device_id}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model and what is known of it."""
+
+    tokenizer: Any
+    model: Any
+    """In eval mode, on its device."""
+    context_length: int
+    """Tokens that a prompt and its continuation may have together."""
+    vocabulary_size: int
+    """Rows of the input embedding."""
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the model reads the prompt and writes apart."""
+        return bool(self.model.config.is_encoder_decoder)
+
+    def generation_defaults(self) -> GenerationParameters:
+        """What the checkpoint's generation_config says about sampling.
+
+        A checkpoint that does not say `do_sample` is greedy, as it is in transformers, whatever temperature it holds.
+        """
+        config = self.model.generation_config
+        do_sample = bool(config.do_sample)
+        values = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k") if do_sample}
+        values |= {"do_sample": do_sample, "repetition_penalty": config.repetition_penalty}
+        return parse_parameters({name: value for name, value in values.items() if value is not None})
+
+
+def load_checkpoint(hub: Hub, settings: ModelSettings, placement: Placement) -> Checkpoint:
+    """Find and load what the settings name; a damaged cache entry is purged and fetched again, once.
+
+    Raises:
+        LoadError: One sentence with the model, the cause and the remedy.
+    """
+    folder = hub.model_folder()
+    try:
+        return _load(folder, hub, settings, placement)
+    except LoadError as error:
+        damaged = purge_damaged(folder) if hub.can_fetch_again(folder) else []
+        if not damaged:
+            raise
+        logger.warning("%s damaged in the cache (%s); fetching again", ", ".join(damaged), error.code)
+    return _load(hub.model_folder(), hub, settings, placement)
+
+
+def _load(folder: Path, hub: Hub, settings: ModelSettings, placement: Placement) -> Checkpoint:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    config = _load_config(folder, settings)
+    tokenizer = _load_tokenizer(hub.tokenizer_folder() or folder, settings)
+    model = _load_model(folder, config, settings, placement)
+    model.eval()
+    vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
+    if len(tokenizer) > vocabulary_size:
+        logger.warning("the tokenizer knows %d tokens and the model %d", len(tokenizer), vocabulary_size)
+    return Checkpoint(tokenizer, model, context_length(config, settings.max_context_length), vocabulary_size)
+
+
+def context_length(config: Any, limit: int | None) -> int:
+    """Tokens that fit the model: what its config says, `limit` where that is less, and 32768 where nothing is said."""
+    text_config = config.get_text_config()
+    sizes = [size for name in CONTEXT_NAMES if isinstance(size := getattr(text_config, name, None), int) and size > 0]
+    known = sizes[0] if sizes else DEFAULT_CONTEXT
+    return known if limit is None else min(known, limit)
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _load_config(folder: Path, settings: ModelSettings) -> Any:
+    from transformers import AutoConfig
+
+    return _explained(
+        settings,
+        "its config.json",
+        lambda: AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code, local_files_only=True),
+    )
+
+
+def _load_tokenizer(folder: Path, settings: ModelSettings) -> Any:
+    from transformers import AutoTokenizer
+
+    return _explained(
+        settings,
+        "its tokenizer",
+        lambda: AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=settings.trust_remote_code, local_files_only=True
+        ),
+    )
+
+
+def _load_model(folder: Path, config: Any, settings: ModelSettings, placement: Placement) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    device_map = placement.device_map()
+    if settings.load_format == "dummy":
+        load = _dummy_loader(auto_class, config, settings, device_map)
+        return _explained(settings, "a model of its config", lambda: _with_attention(settings, load))
+    arguments: dict[str, Any] = {
+        "config": config,
+        "dtype": settings.dtype,
+        "device_map": device_map,
+        "trust_remote_code": settings.trust_remote_code,
+        "local_files_only": True,
+        "use_safetensors": None if settings.allow_pickle else True,
+        "ignore_mismatched_sizes": True,  # they are refused below, in words of our own
+        "output_loading_info": True,
+    }
+    if settings.quantization_config:
+        arguments["quantization_config"] = dict(settings.quantization_config)
+    model, info = _explained(
+        settings,
+        "its weights",
+        lambda: _with_attention(
+            settings, lambda attention: auto_class.from_pretrained(folder, attn_implementation=attention, **arguments)
+        ),
+    )
+    check_weights(settings, info)
+    return model
+
+
+def _dummy_loader(auto_class: Any, config: Any, settings: ModelSettings, device_map: Any) -> Callable[[str], Any]:
+    """Random weights through the loader's own path, so that they are placed as real ones would be."""
+
+    def load(attention: str) -> Any:
+        import torch
+
+        kind = auto_class._model_mapping[type(config)]
+        dtype = config.dtype or torch.float32 if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        return kind.from_pretrained(
+            None, config=config, state_dict={}, dtype=dtype, device_map=device_map, attn_implementation=attention
+        )
+
+    return load
+
+
+def _with_attention(settings: ModelSettings, load: Callable[[str], Any]) -> Any:
+    """Load with the attention code that the settings name; `auto` tries sdpa, then eager."""
+    if settings.attn_implementation != "auto":
+        return load(settings.attn_implementation)
+    try:
+        return load("sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return load("eager")
+
+
+def check_weights(settings: ModelSettings, info: Any) -> None:
+    """Refuse a checkpoint whose tensors are not those of the model.
+
+    Args:
+        settings: To name the model, and whether more tensors than the model's are allowed.
+        info: transformers' loading info: `missing_keys`, `unexpected_keys`, `mismatched_keys`, `error_msgs`.
+
+    Raises:
+        CheckpointError: Tensors are missing, have other shapes, or there are more of them.
+    """
+    extra = [name for name in info["unexpected_keys"] if not re.search(STALE_BUFFERS, name)]
+    shapes = [f"{name} is {list(found)} and must be {list(wanted)}" for name, found, wanted in info["mismatched_keys"]]
+    faults = [
+        _fault("missing", info["missing_keys"]),
+        _fault("of a wrong shape", shapes),
+        _fault("not the model's", () if settings.allow_extra_weights else extra),
+        _fault("unreadable", info.get("error_msgs") or ()),
+    ]
+    found = "; ".join(filter(None, faults))
+    if found:
+        hint = (
+            ", or set allow_extra_weights to true if they may be left out"
+            if extra and len(faults[2]) == len(found)
+            else ""
+        )
+        raise CheckpointError(
+            "weights_mismatch",
+            f"the tensors of {settings.huggingface_model} (revision {settings.revision}) do not match its config.json: "
+            f"{found}: use a complete checkpoint of this architecture{hint}",
+        )
+
+
+def _fault(what: str, names: Collection[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} {what} ({shown})"
+
+
+def _explained(settings: ModelSettings, part: str, load: Callable[[], Any]) -> Any:
+    """Load a part; say in one sentence why where it fails."""
+    try:
+        return load()
+    except LoadError:
+        raise
+    except Exception as error:
+        raise _explain(settings, part, error) from error
+
+
+def _explain(settings: ModelSettings, part: str, error: Exception) -> CheckpointError:
+    name, text = settings.huggingface_model, " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return CheckpointError(
+            "needs_trust_remote_code",
+            f"{name} brings its own Python code: read it, and set trust_remote_code to true in config.pbtxt to run it",
+        )
+    if "does not recognize this architecture" in text or "Unrecognized configuration class" in text:
+        import transformers
+
+        return CheckpointError(
+            "unsupported_model",
+            f"transformers {transformers.__version__} has no text generation model for {part} of {name}: build "
+            "the image with a newer transformers (--build-arg TRANSFORMERS=...)",
+        )
+    if isinstance(error, ImportError):
+        return CheckpointError(
+            "checkpoint_invalid", f"{part} of {name} needs a Python package that is missing: {text[:300]}"
+        )
+    return CheckpointError(
+        "checkpoint_invalid", f"{part} of {name} cannot be loaded ({type(error).__name__}: {text[:300]})"
+    )

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `hf-triton serve`. Speaks to the server as any client would; nothing imports this."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from hf_triton import __version__
+from hf_triton.cli.serve import serve
+from hf_triton.errors import HfTritonError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hf-triton")
+def cli() -> None:
+    """Serve Hugging Face models on Triton Inference Server: a model is a folder."""
+
+
+cli.add_command(serve)
+
+
+def main() -> None:
+    """Run the command; our own errors are one line on standard error, and exit code 1."""
+    try:
+        cli()
+    except HfTritonError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton serve`: a tritonserver in the foreground, with the demo model where no repository is given."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import click
+
+import hf_triton
+from hf_triton.server import TritonServer, busy_ports
+
+DEMO_NAME = "demo"
+DEMO_CONFIG = """backend: "python"
+parameters {{ key: "huggingface_model" value {{ string_value: "{checkpoint}" }} }}
+parameters {{ key: "max_output_length" value {{ string_value: "64" }} }}
+instance_group [ {{ kind: KIND_CPU }} ]
+"""
+DEMO_MODEL = "from hf_triton import TritonPythonModel as TritonPythonModel\n"
+
+CURLS = """
+Ready. Try, in another terminal:
+
+  curl -X POST localhost:{port}/v2/models/{name}/generate -d '{{"text_input":"How can you be"}}'
+  curl -X POST localhost:{port}/v2/models/{name}/infer \\
+    -d '{{"inputs":[{{"name":"text_input","datatype":"BYTES","shape":[1],"data":["I am going"]}}]}}'
+
+Ctrl+C stops the server.
+"""
+
+
+@click.command()
+@click.argument("model_repository", type=click.Path(exists=True, file_okay=False, path_type=Path), required=False)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--http-port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option("--grpc-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
+@click.option("--metrics-port", type=click.IntRange(1, 65535), default=8002, show_default=True)
+@click.option("--load-timeout", type=click.FloatRange(1), default=7200, show_default=True, help="Seconds, downloads too.")
+@click.option("--verbose", is_flag=True, help="Show the server's own log.")
+def serve(
+    model_repository: Path | None,
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    metrics_port: int,
+    load_timeout: float,
+    verbose: bool,
+) -> None:
+    """Serve the folders in MODEL_REPOSITORY; without one, the small demo model that comes with hf_triton."""
+    ports = (http_port, grpc_port, metrics_port)
+    busy = busy_ports(ports)
+    if busy:
+        raise click.UsageError(
+            f"port {', '.join(map(str, busy))} is in use: stop what listens there, or choose others with --http-port, "
+            "--grpc-port and --metrics-port (make serve HTTP_PORT=... GRPC_PORT=... METRICS_PORT=...)"
+        )
+    show_log = verbose or model_repository is not None
+    with _repository(model_repository) as repository, _stopped_by_signals() as stop:
+        server = TritonServer(
+            repository,
+            ports=ports,
+            host=host,
+            ready_timeout_s=load_timeout,
+            log=sys.stderr.fileno() if show_log else None,
+        )
+        click.echo("Starting tritonserver; loading models takes a few seconds.")
+        try:
+            with server:
+                click.echo(CURLS.format(port=http_port, name=_first_model(repository)))
+                while server.is_running() and not stop:
+                    time.sleep(0.1)
+                ended_by_itself = not stop
+                if not ended_by_itself:
+                    click.echo("Stopping: requests in flight are finished first.")
+        except _Stopped:
+            ended_by_itself = False
+    click.echo("Stopped.")
+    if ended_by_itself:
+        raise click.ClickException("tritonserver ended by itself; its log says why (--verbose shows it)")
+
+
+class _Stopped(BaseException):
+    """A signal came while the server was starting."""
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[list[int]]:
+    """Note SIGINT and SIGTERM in a list instead of dying of them; the second one while nothing is up yet interrupts."""
+    received: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _repository(given: Path | None) -> Iterator[Path]:
+    """The repository to serve; without one, a temporary one with the demo folder in it."""
+    if given is not None:
+        yield given
+        return
+    checkpoint = Path(hf_triton.__file__).parent / "demo"
+    with tempfile.TemporaryDirectory(prefix="hf_triton_demo_") as root:
+        folder = Path(root) / DEMO_NAME
+        (folder / "1").mkdir(parents=True)
+        (folder / "config.pbtxt").write_text(DEMO_CONFIG.format(checkpoint=checkpoint))
+        (folder / "1" / "model.py").write_text(DEMO_MODEL)
+        yield Path(root)
+
+
+def _first_model(repository: Path) -> str:
+    names = sorted(path.name for path in repository.iterdir() if (path / "1").is_dir())
+    return names[0] if names else "NAME"

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain engine: `model.generate`, a padded batch at a time, in a thread of its own.
+
+It runs every architecture that transformers generates with, and only puts those prompts into one batch that cannot
+change each other's text: what a batch shares (sampling settings, a seed, sometimes the length) is in `_batch_key`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hf_triton.engine.interface import Completion, Outcome, Sequence
+from hf_triton.engine.probe import Sharing
+from hf_triton.errors import CancelledError, GenerationError, HfTritonError, UnavailableError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig
+
+logger = logging.getLogger(__name__)
+
+CANCEL_POLL_S = 0.1  # asking Triton costs a round trip between processes: not at every token
+
+
+class BatchEngine:
+    """Padded batches of `model.generate`.
+
+    Args:
+        model: A transformers model that generates, in eval mode, on its device.
+        max_rows: The most sequences in a batch, `num_return_sequences` counted.
+        sharing: Which prompts may share a batch with this model: `padded` ones of any length, those of `equal_length`,
+            or none, each `alone` (see `probe_sharing`).
+        on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
+    """
+
+    def __init__(
+        self, model: Any, *, max_rows: int, sharing: Sharing, on_fatal: Callable[[], None] = lambda: None
+    ) -> None:
+        self._model = model
+        self._max_rows = max_rows
+        self._sharing = sharing
+        self._on_fatal = on_fatal
+        self._eos_ids = _eos_ids(model)
+        self._vocabulary_size = model.get_input_embeddings().weight.shape[0]
+        self._history_counts = _has_history_processors(model.generation_config)
+        self._waiting: deque[Sequence] = deque()
+        self._wake = threading.Condition()
+        self._closing = threading.Event()
+        self._failed = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="hf_triton-engine", daemon=True)
+        self._thread.start()
+
+    # --- the interface -----------------------------------------------------------------------------------------------
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence and return at once."""
+        with self._wake:
+            refusal = self._refusal()
+            if refusal is None:
+                self._waiting.append(sequence)
+                self._wake.notify()
+        if refusal is not None:
+            _finish(sequence, refusal)
+
+    def is_healthy(self) -> bool:
+        """Whether the engine can still run sequences."""
+        return self._refusal() is None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Finish everything with an error and end the thread."""
+        self._closing.set()
+        with self._wake:
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _refusal(self) -> HfTritonError | None:
+        if self._failed.is_set():
+            return UnavailableError(
+                "engine_failed", "the engine stopped after a fatal error, and the server is restarting"
+            )
+        if self._closing.is_set():
+            return UnavailableError("shutting_down", "the model is being unloaded: send the request again later")
+        return None
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        batch: list[Sequence] = []
+        try:
+            while batch := self._take():
+                self._run(batch)
+        except BaseException:  # the thread's last resort: whatever it was, nobody may be left waiting
+            logger.exception("the engine failed and stops")
+            self._failed.set()
+        self._answer_everyone(batch)
+        if self._failed.is_set():
+            self._on_fatal()
+
+    def _take(self) -> list[Sequence]:
+        """Wait for work; the oldest sequence, and those behind it that may share its batch. Empty: close."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._waiting or self._closing.is_set())
+            if self._closing.is_set():
+                return []
+            key = self._batch_key(self._waiting[0])
+            batch: list[Sequence] = []
+            others, rows = deque[Sequence](), 0
+            for sequence in self._waiting:
+                rows_after = rows + sequence.plan.num_return_sequences
+                if self._batch_key(sequence) == key and (not batch or rows_after <= self._max_rows):
+                    batch.append(sequence)
+                    rows = rows_after
+                else:
+                    others.append(sequence)
+            self._waiting = others
+            return batch
+
+    def _batch_key(self, sequence: Sequence) -> Hashable:
+        """Equal keys may share a batch: `generate` takes one setting for all rows, and one random stream."""
+        plan = sequence.plan
+        # Penalties look at the padding too, so rows of unequal length would feel each other's.
+        looks_back = plan.repetition_penalty != 1.0 or self._history_counts
+        length = len(sequence.prompt_ids) if looks_back or self._sharing == "equal_length" else None
+        alone = id(sequence) if plan.seed is not None or self._sharing == "alone" else None
+        sampling = (plan.temperature, plan.top_p, plan.top_k, plan.num_return_sequences) if plan.do_sample else None
+        return (sampling, plan.repetition_penalty, length, alone)
+
+    def _answer_everyone(self, running: list[Sequence]) -> None:
+        with self._wake:
+            waiting = [*running, *self._waiting]
+            self._waiting.clear()
+            refusal = self._refusal() or UnavailableError("shutting_down", "the model is being unloaded")
+        for sequence in waiting:
+            _finish(sequence, refusal)
+
+    # --- one batch ---------------------------------------------------------------------------------------------------
+
+    def _run(self, batch: list[Sequence]) -> None:
+        """Generate for a batch; where that fails, for smaller ones, so that only the guilty are refused."""
+        size = len(batch)
+        while batch:
+            if self._attempt(batch[:size]):
+                del batch[:size]
+            else:
+                size = (size + 1) // 2
+
+    def _attempt(self, batch: list[Sequence]) -> bool:
+        """Whether every sequence of the batch has its outcome now; a batch of one always has."""
+        try:
+            outcomes = self._generate(batch)
+        except Exception as error:
+            if _is_fatal(error):
+                raise
+            if len(batch) > 1:
+                logger.warning("a batch of %d sequences failed (%s); trying smaller ones", len(batch), _kind(error))
+                return False
+            outcomes = [_error_outcome(error)]
+        for sequence, outcome in zip(batch, outcomes, strict=True):
+            _finish(sequence, outcome)
+        return True
+
+    def _generate(self, batch: list[Sequence]) -> list[Outcome]:
+        import torch
+
+        device = self._model.get_input_embeddings().weight.device
+        seed = batch[0].plan.seed
+        generators = [device] if device.type == "cuda" else []
+        with torch.inference_mode(), torch.random.fork_rng(generators, enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            if self._sharing == "alone":  # not even a prompt's own sequences may sit side by side
+                return _gather([self._forward([single])[0] for single in _singles(batch[0])])
+            return self._forward(batch)
+
+    def _forward(self, batch: list[Sequence]) -> list[Outcome]:
+        from transformers import StoppingCriteriaList
+
+        device = self._model.get_input_embeddings().weight.device
+        input_ids, attention_mask = left_pad([sequence.prompt_ids for sequence in batch], self._pad_id(), device)
+        limits = _RowLimits(batch, self._closing)
+        output = self._model.generate(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            generation_config=self._generation_config(batch),
+            stopping_criteria=StoppingCriteriaList([limits]),
+        )
+        start = 1 if self._model.config.is_encoder_decoder else input_ids.shape[1]
+        return limits.outcomes(output[:, start:].tolist(), self._eos_ids)
+
+    def _generation_config(self, batch: list[Sequence]) -> GenerationConfig:
+        from transformers import GenerationConfig
+
+        plan = batch[0].plan
+        sampling = {"temperature": plan.temperature, "top_p": plan.top_p, "top_k": plan.top_k} if plan.do_sample else {}
+        return GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=max(sequence.plan.max_new_tokens for sequence in batch),
+            do_sample=plan.do_sample,
+            num_beams=1,
+            num_return_sequences=plan.num_return_sequences,
+            repetition_penalty=plan.repetition_penalty,
+            pad_token_id=self._pad_id(),
+            **sampling,
+        )
+
+    def _pad_id(self) -> int:
+        """Any id of the vocabulary does, the mask hides it. An end-of-sequence id would do no harm either."""
+        configured = self._model.generation_config.pad_token_id
+        return configured if isinstance(configured, int) and 0 <= configured < self._vocabulary_size else 0
+
+
+class _RowLimits:
+    """`generate`'s stopping rule: each row ends at its own `max_new_tokens`, or when its request was cancelled."""
+
+    def __init__(self, batch: list[Sequence], closing: threading.Event) -> None:
+        self._batch = batch
+        self._closing = closing
+        self._num_steps = 0
+        self._next_poll_s = 0.0
+        self._is_cancelled = [False] * len(batch)
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        """Which rows are done, `[rows]` bool."""
+        import torch
+
+        self._num_steps += 1
+        if time.monotonic() >= self._next_poll_s:
+            self._poll()
+        done = [
+            self._num_steps >= sequence.plan.max_new_tokens or is_cancelled
+            for sequence, is_cancelled in zip(self._batch, self._is_cancelled, strict=True)
+            for _ in range(sequence.plan.num_return_sequences)
+        ]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+
+    def _poll(self) -> None:
+        closing = self._closing.is_set()
+        self._is_cancelled = [
+            was or closing or sequence.is_cancelled()
+            for was, sequence in zip(self._is_cancelled, self._batch, strict=True)
+        ]
+        self._next_poll_s = time.monotonic() + CANCEL_POLL_S
+
+    def outcomes(self, rows: list[list[int]], eos_ids: frozenset[int]) -> list[Outcome]:
+        """Each sequence's part of `generate`'s output, `[rows, steps]`, cut where the sequence ended."""
+        outcomes: list[Outcome] = []
+        for sequence, is_cancelled in zip(self._batch, self._is_cancelled, strict=True):
+            count = sequence.plan.num_return_sequences
+            own, rows = rows[:count], rows[count:]
+            if not is_cancelled:
+                outcomes.append([_cut(row, sequence.plan.max_new_tokens, eos_ids) for row in own])
+            elif self._closing.is_set():
+                outcomes.append(
+                    UnavailableError("shutting_down", "the model is being unloaded: send the request again later")
+                )
+            else:
+                outcomes.append(CancelledError())
+        return outcomes
+
+
+def _cut(row: list[int], max_new_tokens: int, eos_ids: frozenset[int]) -> Completion:
+    """A row ends before its first end-of-sequence token, or at its own length: its batch may have run longer."""
+    row = row[:max_new_tokens]
+    end = next((index for index, token_id in enumerate(row) if token_id in eos_ids), None)
+    return Completion(row, "length") if end is None else Completion(row[:end], "stop")
+
+
+def left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts as `input_ids` and `attention_mask`, both `[rows, longest]` int64 on `device`, padded at the left."""
+    import torch
+
+    longest = max(map(len, prompts))
+    ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def _singles(sequence: Sequence) -> list[Sequence]:
+    """A sequence that wants n completions as n that want one."""
+    single = replace(sequence, plan=replace(sequence.plan, num_return_sequences=1))
+    return [single] * sequence.plan.num_return_sequences
+
+
+def _gather(outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes of `_singles` as one: all completions, or the first error."""
+    completions: list[Completion] = []
+    for outcome in outcomes:
+        if isinstance(outcome, HfTritonError):
+            return [outcome]
+        completions += outcome
+    return [completions]
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    eos = model.generation_config.eos_token_id
+    return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+
+def _has_history_processors(config: Any) -> bool:
+    """Whether the checkpoint's own defaults make `generate` look back at the tokens of a row, padding included."""
+    return any(getattr(config, name, None) for name in ("no_repeat_ngram_size", "min_length", "bad_words_ids"))
+
+
+def _finish(sequence: Sequence, outcome: Outcome) -> None:
+    try:
+        sequence.on_finish(outcome)
+    except Exception:  # one listener's mistake must not end the loop that serves the others
+        logger.exception("delivering a sequence failed")
+
+
+def _is_fatal(error: Exception) -> bool:
+    """A CUDA error other than out of memory poisons the device's context for good."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+
+
+def _error_outcome(error: Exception) -> HfTritonError:
+    import torch
+
+    is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in str(error)
+    if is_memory:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        logger.warning("out of memory on one sequence")
+        return UnavailableError(
+            "out_of_memory", "the device has too little memory: ask for fewer tokens or a shorter prompt"
+        )
+    logger.error("the model failed on one sequence (%s)", _kind(error), exc_info=error)
+    return GenerationError("generation_failed", "the model failed on this request; the server's log says how")
+
+
+def _kind(error: Exception) -> str:
+    return type(error).__name__

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error hf_triton raises on purpose.
+
+* HfTritonError              INTERNAL     500
+  + LoadError                             a model folder cannot be served; the message is one sentence with the remedy
+    - SettingsError                       config.pbtxt or the environment holds an unusable value
+    - HubError                            the checkpoint cannot be had
+    - CheckpointError                     the checkpoint is there, and is not usable
+  + RequestError             INVALID_ARG  400; one request is malformed, nobody else is touched
+  + UnavailableError         UNAVAILABLE  503; the request is fine, the model cannot take it now
+  + CancelledError           CANCELLED    499 in spirit; the client gave the request up
+  + GenerationError          INTERNAL     500; the model failed on this request
+  + ServerError                           tritonserver cannot be found or started
+
+A message reads `code: sentence`. The code is a stable word to program against, because Triton's `/generate` endpoint
+answers 400 whatever the error is. CODES lists them all.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+TritonCode = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
+
+CODES: dict[str, str] = {
+    "invalid_input": "`text_input` is missing, empty, too long in bytes, not UTF-8, or of the wrong type or shape",
+    "invalid_parameter": "a parameter has the wrong type or an impossible value, or contradicts another one",
+    "unknown_parameter": "no parameter has this name",
+    "context_exceeded": "the prompt, or the prompt and the tokens asked for, do not fit the model's context",
+    "out_of_memory": "the device has too little memory for this request",
+    "shutting_down": "the model is being unloaded, or the server is stopping",
+    "engine_failed": "the engine has stopped after a fatal error; the server is restarting or needs to be",
+    "cancelled": "the client cancelled the request",
+    "generation_failed": "the model raised an error on this request; the server's log has it",
+    "internal": "a fault in hf_triton itself; the server's log has it",
+    "invalid_setting": "a setting in config.pbtxt or the environment is unknown, unusable or contradicts another one",
+    "hub_auth": "the Hub refuses the access token, or wants one",
+    "hub_gated": "the model is gated and this access token has no access to it",
+    "hub_not_found": "no such repository, or it is private and there is no access token",
+    "hub_revision_not_found": "the repository has no such revision",
+    "hub_rate_limited": "the Hub answers 429",
+    "hub_unavailable": "the Hub answers 5xx or cannot be reached",
+    "hub_timeout": "the download did not finish before its deadline, or stalled",
+    "hub_incomplete": "a download broke off, or its checksum is wrong, twice in a row",
+    "offline_and_not_cached": "HF_HUB_OFFLINE is set and no cache has the whole model",
+    "disk_full": "the cache folder has too little room",
+    "cache_not_writable": "the model must be downloaded and no cache folder is writable",
+    "path_not_found": "`huggingface_model` looks like a local path, and there is no such folder",
+    "weights_not_safe": "the repository has pickle weights only, and `allow_pickle` is off",
+    "needs_trust_remote_code": "the repository brings its own Python code, and `trust_remote_code` is off",
+    "unsupported_model": "the installed transformers does not know this architecture",
+    "checkpoint_incomplete": "files are missing from the checkpoint",
+    "weights_mismatch": "the checkpoint's tensors do not match its config",
+    "checkpoint_invalid": "the checkpoint cannot be loaded",
+    "device_unavailable": "the device that Triton or the folder asks for is not there",
+    "server_not_found": "no tritonserver is installed",
+    "server_failed": "tritonserver did not start, or ended",
+}
+"""Every code and what it means; the README's table is made from this."""
+
+
+class HfTritonError(Exception):
+    """Base of every error of ours; `str()` is the whole message, code included."""
+
+    triton_code: ClassVar[TritonCode] = "INTERNAL"
+
+    def __init__(self, code: str, sentence: str) -> None:
+        super().__init__(f"{code}: {sentence}")
+        self.code = code
+        self.sentence = sentence
+
+
+class LoadError(HfTritonError):
+    """The model folder cannot be served; other folders are not touched."""
+
+
+class SettingsError(LoadError, ValueError):
+    """config.pbtxt or the environment holds an unusable value."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__("invalid_setting", sentence)
+
+
+class HubError(LoadError):
+    """The checkpoint cannot be had."""
+
+
+class CheckpointError(LoadError):
+    """The checkpoint is there, and is not usable."""
+
+
+class RequestError(HfTritonError, ValueError):
+    """The request is malformed; the client must change it."""
+
+    triton_code = "INVALID_ARG"
+
+
+class UnavailableError(HfTritonError):
+    """The request is fine; the model cannot take it now."""
+
+    triton_code = "UNAVAILABLE"
+
+
+class CancelledError(HfTritonError):
+    """The client gave the request up."""
+
+    triton_code = "CANCELLED"
+
+    def __init__(self) -> None:
+        super().__init__("cancelled", "the client cancelled the request")
+
+
+class GenerationError(HfTritonError):
+    """The model failed on this request, and nothing of the failure may be shown."""
+
+
+class ServerError(HfTritonError):
+    """The server binary cannot be found or started."""
+
+
+def clip(value: object, limit: int = 60) -> str:
+    """Show a client's value in a message, cut to `limit` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

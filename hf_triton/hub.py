@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a model's name to a folder on disk: caches first, Hub second. Loads nothing and reads no weights.
+
+Transformers 5 ignores TRANSFORMERS_CACHE, and every system has its own name for the access token: settled here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+from hf_triton.download import Job, encode
+from hf_triton.errors import CheckpointError, HubError
+from hf_triton.settings import ModelSettings
+from hf_triton.snapshot import missing_files
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLES: Final = ("TRANSFORMERS_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+"""Variables that name a cache folder, in the order they are looked at; then comes `hub` in HF_HOME."""
+TOKEN_VARIABLES: Final = (
+    "HF_TOKEN",
+    "HF_TOKEN_PATH",
+    "PRIVATE_REPO_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "HUGGINGFACEHUB_API_TOKEN",
+)
+"""Variables that hold an access token (HF_TOKEN_PATH: the file of one), the first that is set winning."""
+FOLDER_CACHE: Final = "hf_cache"
+"""The cache inside a model folder, which survives the container together with the model repository."""
+LOG_INTERVAL_S: Final = 10.0
+PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A repository, and what of it is needed."""
+
+    name: str
+    """Name on the Hub, or a folder."""
+    revision: str
+    wants_weights: bool
+    wants_tokenizer: bool
+    allows_pickle: bool
+    wants_code: bool
+
+    def missing_in(self, folder: Path) -> list[str]:
+        """The files that `folder` lacks."""
+        return missing_files(
+            folder,
+            wants_weights=self.wants_weights,
+            wants_tokenizer=self.wants_tokenizer,
+            allows_pickle=self.allows_pickle,
+        )
+
+
+class Hub:
+    """Finds checkpoints for one model folder.
+
+    Args:
+        model_folder: The folder with config.pbtxt: relative paths start there, and its `hf_cache` is the last cache.
+        settings: Cache folder, revisions, deadlines.
+        environment: Where cache and token variables are read.
+    """
+
+    def __init__(self, model_folder: Path, settings: ModelSettings, environment: Mapping[str, str]) -> None:
+        self._model_folder = model_folder
+        self._settings = settings
+        self._environment = environment
+
+    def model_folder(self) -> Path:
+        """The folder with the model's files, downloaded if no cache has them all.
+
+        Raises:
+            HubError: It cannot be had.
+            CheckpointError: It lacks files.
+        """
+        settings = self._settings
+        return self._find(
+            Wanted(
+                settings.huggingface_model,
+                settings.revision,
+                wants_weights=settings.load_format == "auto",
+                wants_tokenizer=settings.tokenizer is None,
+                allows_pickle=settings.allow_pickle,
+                wants_code=settings.trust_remote_code,
+            )
+        )
+
+    def tokenizer_folder(self) -> Path | None:
+        """The folder of a separate tokenizer; None where the model's own is used."""
+        settings = self._settings
+        if settings.tokenizer is None:
+            return None
+        return self._find(
+            Wanted(
+                settings.tokenizer,
+                settings.tokenizer_revision,
+                wants_weights=False,
+                wants_tokenizer=True,
+                allows_pickle=False,
+                wants_code=settings.trust_remote_code,
+            )
+        )
+
+    def _find(self, wanted: Wanted) -> Path:
+        if wanted.name.startswith(("/", "./", "../")):
+            return self._local(wanted)
+        for cache in self.caches():
+            folder = _cached_snapshot(wanted, cache)
+            if folder is not None and not wanted.missing_in(folder):
+                logger.info("%s: taken from the cache %s", wanted.name, cache)
+                return folder
+        if is_offline(self._environment):
+            looked = ", ".join(map(str, self.caches()))
+            raise HubError(
+                "offline_and_not_cached",
+                f"{wanted.name} (revision {wanted.revision}) is in no cache, and HF_HUB_OFFLINE forbids a download: "
+                f"unset it once, or mount a cache that has the model; looked in {looked}",
+            )
+        return self._download(wanted, self._writable_cache(wanted))
+
+    def _local(self, wanted: Wanted) -> Path:
+        folder = (self._model_folder / wanted.name).resolve()
+        if not folder.is_dir():
+            raise HubError(
+                "path_not_found", f"there is no folder {folder} for '{wanted.name}': correct huggingface_model"
+            )
+        missing = wanted.missing_in(folder)
+        if missing:
+            pickled = missing == ["model.safetensors"] and any(folder.glob("*.bin"))
+            hint = "; it has pickle weights, which are read only with allow_pickle true" if pickled else ""
+            raise CheckpointError("checkpoint_incomplete", f"{folder} has no {', '.join(missing)}{hint}")
+        logger.info("%s: taken from the folder %s", wanted.name, folder)
+        return folder
+
+    def can_fetch_again(self, folder: Path) -> bool:
+        """Whether a damaged file of this snapshot can be removed and downloaded again."""
+        is_cached = any(cache in folder.parents for cache in self.caches())
+        return is_cached and not is_offline(self._environment) and os.access(folder, os.W_OK)
+
+    # --- caches ------------------------------------------------------------------------------------------------------
+
+    def caches(self) -> list[Path]:
+        """Every folder a checkpoint may be cached in, in the order they are looked at."""
+        standard = [self._standard_cache()]
+        return list(dict.fromkeys([*self._chosen_caches(), *standard, self._model_folder / FOLDER_CACHE]))
+
+    def _chosen_caches(self) -> list[Path]:
+        """The caches that somebody asked for by name."""
+        named = [self._environment.get(variable) for variable in CACHE_VARIABLES]
+        chosen = [Path(os.path.expandvars(text)).expanduser() for text in named if text]
+        if self._settings.cache_dir is not None:
+            chosen.insert(0, self._model_folder / Path(self._settings.cache_dir).expanduser())
+        if self._environment.get("HF_HOME"):
+            chosen.append(self._standard_cache())
+        return chosen
+
+    def _standard_cache(self) -> Path:
+        """`hub` in HF_HOME, where the Hub's own client caches."""
+        home = self._environment.get("HF_HOME")
+        if not home:
+            home = os.path.join(self._environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+        return Path(os.path.expandvars(home)).expanduser() / "hub"
+
+    def _writable_cache(self, wanted: Wanted) -> Path:
+        """Where a download goes: the caches asked for by name, or the standard one if it exists, else `hf_cache`.
+
+        Raises:
+            HubError: None of them can be written to.
+        """
+        chosen = self._chosen_caches()
+        standard = self._standard_cache()
+        candidates = chosen or [
+            *([standard] if standard.is_dir() else []),
+            self._model_folder / FOLDER_CACHE,
+            standard,
+        ]
+        for folder in candidates:
+            if _is_writable(folder):
+                return folder
+        looked = ", ".join(map(str, dict.fromkeys(candidates)))
+        raise HubError(
+            "cache_not_writable",
+            f"{wanted.name} is in no cache and must be downloaded, but {looked} cannot be written to: set "
+            "TRANSFORMERS_CACHE to a folder that can be, or mount a cache that has the model",
+        )
+
+    # --- download ----------------------------------------------------------------------------------------------------
+
+    def access_token(self) -> str | None:
+        """The Hub's access token, by the first of `TOKEN_VARIABLES` that is set.
+
+        Two that disagree give a warning, which shows neither.
+        """
+        found = {name: token for name in TOKEN_VARIABLES if (token := self._read_token(name))}
+        if len(set(found.values())) > 1:
+            names = list(found)
+            logger.warning("%s hold different access tokens; %s is used", " and ".join(names), names[0])
+        return next(iter(found.values()), None) or _read_file(self._standard_cache().parent / "token")
+
+    def _read_token(self, variable: str) -> str | None:
+        value = self._environment.get(variable, "").strip()
+        if variable != "HF_TOKEN_PATH" or not value:
+            return value or None
+        token = _read_file(Path(value).expanduser())
+        if token is None:
+            logger.warning("HF_TOKEN_PATH names %s, which cannot be read or is empty", value)
+        return token
+
+    def _download(self, wanted: Wanted, cache: Path) -> Path:
+        logger.info("%s (revision %s): downloading to %s", wanted.name, wanted.revision, cache)
+        job = Job(
+            wanted.name,
+            wanted.revision,
+            str(cache),
+            wants_weights=wanted.wants_weights,
+            allows_pickle=wanted.allows_pickle,
+            wants_code=wanted.wants_code,
+        )
+        started = time.monotonic()
+        folder = self._run(job)
+        missing = wanted.missing_in(folder)
+        if missing:
+            raise CheckpointError("checkpoint_incomplete", f"{wanted.name} has no {', '.join(missing[:3])} on the Hub")
+        logger.info("%s: downloaded in %.1f s", wanted.name, time.monotonic() - started)
+        return folder
+
+    def _run(self, job: Job) -> Path:
+        """Run the download process within its deadlines."""
+        with _child(job, self._child_environment()) as process:
+            events = _events(process)
+            deadline = time.monotonic() + self._settings.download_timeout_s
+            last_byte = last_log = time.monotonic()
+            num_bytes = 0
+            while True:
+                now = time.monotonic()
+                patience = min(deadline, last_byte + self._settings.download_stall_timeout_s) - now
+                if patience <= 0:
+                    raise self._too_slow(job, stalled=now < deadline, num_bytes=num_bytes)
+                event = _next(events, patience)
+                if event is None:
+                    continue
+                if "snapshot" in event:
+                    return Path(event["snapshot"])
+                if "code" in event:
+                    kind = HubError if event["code"] not in ("checkpoint_incomplete",) else CheckpointError
+                    raise kind(event["code"], event["sentence"])
+                if event["num_bytes"] > num_bytes:
+                    num_bytes, last_byte = event["num_bytes"], time.monotonic()
+                if now - last_log >= LOG_INTERVAL_S:
+                    last_log = now
+                    logger.info("%s: %.2f of %.2f GB", job.model, num_bytes / 1e9, event["total_bytes"] / 1e9)
+
+    def _too_slow(self, job: Job, *, stalled: bool, num_bytes: int) -> HubError:
+        settings, gigabytes = self._settings, num_bytes / 1e9
+        which, limit_s = (
+            ("sent no byte for", settings.download_stall_timeout_s)
+            if stalled
+            else ("was not done after", settings.download_timeout_s)
+        )
+        name = "download_stall_timeout_s" if stalled else "download_timeout_s"
+        return HubError(
+            "hub_timeout",
+            f"the Hub {which} {limit_s:g} s while {job.model} was downloaded ({gigabytes:.2f} GB had come): check "
+            f"the network and HF_ENDPOINT, or raise {name}; the next start goes on from there",
+        )
+
+    def _child_environment(self) -> dict[str, str]:
+        """The download's environment: the one token that was chosen, and no other."""
+        environment = {key: value for key, value in self._environment.items() if key not in TOKEN_VARIABLES}
+        token = self.access_token()
+        if token is not None:
+            environment["HF_TOKEN"] = token
+        return environment | {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "0"}
+
+
+def is_offline(environment: Mapping[str, str]) -> bool:
+    """Whether the Hub may not be asked, by the variables that its client and transformers know."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return any(environment.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in names)
+
+
+def _cached_snapshot(wanted: Wanted, cache: Path) -> Path | None:
+    """The snapshot folder of a revision in the Hub client's cache layout, complete or not."""
+    repository = cache / ("models--" + wanted.name.replace("/", "--"))
+    commit: str | None = wanted.revision
+    if not re.fullmatch(r"[0-9a-f]{40}", wanted.revision):
+        commit = _read_file(repository / "refs" / wanted.revision)
+    folder = repository / "snapshots" / commit if commit else None
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def _read_file(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether a folder can be written to, or be made."""
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+# --- the download process --------------------------------------------------------------------------------------------
+
+
+class _child:  # noqa: N801  a context manager, used like a function
+    """The download as a process that does not outlive this one, nor its deadline."""
+
+    def __init__(self, job: Job, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hf_triton.download"],
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # the client's own words; ours come as events
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(encode(job))
+
+    def __enter__(self) -> subprocess.Popen[bytes]:
+        return self._process
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _events(process: subprocess.Popen[bytes]) -> queue.Queue[dict[str, Any]]:
+    """The events of the process, read by a thread so that waiting for one can end."""
+    events: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def read(stdout: IO[bytes]) -> None:
+        for line in _json_lines(stdout):
+            events.put(line)
+        events.put({"code": "hub_unavailable", "sentence": "the download process ended without a word"})
+
+    assert process.stdout is not None
+    threading.Thread(target=read, args=(process.stdout,), name="hf_triton-download", daemon=True).start()
+    return events
+
+
+def _json_lines(stdout: IO[bytes]) -> Iterator[dict[str, Any]]:
+    for line in stdout:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def _next(events: queue.Queue[dict[str, Any]], timeout_s: float) -> dict[str, Any] | None:
+    try:
+        return events.get(timeout=timeout_s)
+    except queue.Empty:
+        return None
