@@ -275,16 +275,21 @@ class TritonServer:
             The exit code, None where the server never ran.
         """
         process = self.process
-        if process is not None:
-            if process.poll() is None:
+        try:
+            if process is not None and process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(grace_s)
+        finally:
+            self._clean_up()
+        return None if process is None else process.returncode
+
+    def _clean_up(self) -> None:
+        if self.process is not None:
             # Python stubs outlive a server that was killed: take the whole group down.
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
-        return None if process is None else process.returncode

@@ -10,11 +10,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import click
 
 import hf_triton
+from hf_triton.errors import ServerError
 from hf_triton.server import TritonServer, busy_ports
 
 DEMO_NAME = "demo"
@@ -42,7 +42,9 @@ Ctrl+C stops the server.
 @click.option("--http-port", type=click.IntRange(1, 65535), default=8000, show_default=True)
 @click.option("--grpc-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
 @click.option("--metrics-port", type=click.IntRange(1, 65535), default=8002, show_default=True)
-@click.option("--load-timeout", type=click.FloatRange(1), default=7200, show_default=True, help="Seconds, downloads too.")
+@click.option(
+    "--load-timeout", type=click.FloatRange(1), default=7200, show_default=True, help="Seconds, downloads too."
+)
 @click.option("--verbose", is_flag=True, help="Show the server's own log.")
 def serve(
     model_repository: Path | None,
@@ -62,7 +64,9 @@ def serve(
             "--grpc-port and --metrics-port (make serve HTTP_PORT=... GRPC_PORT=... METRICS_PORT=...)"
         )
     show_log = verbose or model_repository is not None
-    with _repository(model_repository) as repository, _stopped_by_signals() as stop:
+    for number in (signal.SIGINT, signal.SIGTERM):  # a supervisor's stop is Ctrl+C to us; a shell's `&` ignores SIGINT
+        signal.signal(number, signal.default_int_handler)
+    with _repository(model_repository) as repository:
         server = TritonServer(
             repository,
             ports=ports,
@@ -71,39 +75,20 @@ def serve(
             log=sys.stderr.fileno() if show_log else None,
         )
         click.echo("Starting tritonserver; loading models takes a few seconds.")
-        try:
-            with server:
-                click.echo(CURLS.format(port=http_port, name=_first_model(repository)))
-                while server.is_running() and not stop:
-                    time.sleep(0.1)
-                ended_by_itself = not stop
-                if not ended_by_itself:
-                    click.echo("Stopping: requests in flight are finished first.")
-        except _Stopped:
-            ended_by_itself = False
+        with contextlib.suppress(KeyboardInterrupt), server:
+            click.echo(CURLS.format(port=http_port, name=_first_model(repository)))
+            _wait(server)
     click.echo("Stopped.")
-    if ended_by_itself:
-        raise click.ClickException("tritonserver ended by itself; its log says why (--verbose shows it)")
 
 
-class _Stopped(BaseException):
-    """A signal came while the server was starting."""
-
-
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM in a list instead of dying of them; the second one while nothing is up yet interrupts."""
-    received: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        received.append(number)
-
-    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+def _wait(server: TritonServer) -> None:
     try:
-        yield received
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        while server.is_running():
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        click.echo("Stopping: requests in flight are finished first; Ctrl+C again stops at once.")
+        raise
+    raise ServerError("server_failed", f"tritonserver ended by itself; its log ends:\n{server.log_tail()}")
 
 
 @contextlib.contextmanager

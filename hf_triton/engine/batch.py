@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_triton.engine.interface import Completion, Outcome, Sequence
+from hf_triton.engine.padding import pad
 from hf_triton.engine.probe import Sharing
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, UnavailableError
 
@@ -183,7 +184,9 @@ class BatchEngine:
         from transformers import StoppingCriteriaList
 
         device = self._model.get_input_embeddings().weight.device
-        input_ids, attention_mask = left_pad([sequence.prompt_ids for sequence in batch], self._pad_id(), device)
+        prompts = [sequence.prompt_ids for sequence in batch]
+        is_encoder_decoder = self._model.config.is_encoder_decoder
+        input_ids, attention_mask = pad(prompts, self._pad_id(), device, at_left=not is_encoder_decoder)
         limits = _RowLimits(batch, self._closing)
         output = self._model.generate(
             input_ids=input_ids,
@@ -191,7 +194,7 @@ class BatchEngine:
             generation_config=self._generation_config(batch),
             stopping_criteria=StoppingCriteriaList([limits]),
         )
-        start = 1 if self._model.config.is_encoder_decoder else input_ids.shape[1]
+        start = 1 if is_encoder_decoder else input_ids.shape[1]
         return limits.outcomes(output[:, start:].tolist(), self._eos_ids)
 
     def _generation_config(self, batch: list[Sequence]) -> GenerationConfig:
@@ -269,16 +272,6 @@ def _cut(row: list[int], max_new_tokens: int, eos_ids: frozenset[int]) -> Comple
     row = row[:max_new_tokens]
     end = next((index for index, token_id in enumerate(row) if token_id in eos_ids), None)
     return Completion(row, "length") if end is None else Completion(row[:end], "stop")
-
-
-def left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts as `input_ids` and `attention_mask`, both `[rows, longest]` int64 on `device`, padded at the left."""
-    import torch
-
-    longest = max(map(len, prompts))
-    ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def _singles(sequence: Sequence) -> list[Sequence]:

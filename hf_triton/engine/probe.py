@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
+from hf_triton.engine.padding import pad
+
 if TYPE_CHECKING:
     import torch
 
@@ -54,9 +56,8 @@ def _logits(model: Any, prompts: list[list[int]]) -> torch.Tensor:
     """`[steps, rows, vocabulary]` float32 on the CPU."""
     import torch
 
-    from hf_triton.engine.batch import left_pad
-
-    input_ids, attention_mask = left_pad(prompts, 0, model.get_input_embeddings().weight.device)
+    device = model.get_input_embeddings().weight.device
+    input_ids, attention_mask = pad(prompts, 0, device, at_left=not model.config.is_encoder_decoder)
     with torch.inference_mode():
         output = model.generate(
             input_ids=input_ids,

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make help` lists what can be done. Everything happens in .venv; nothing needs root, a GPU, the Hub or a container,
+# but for `make test-container`.
+
+# The server's Python stub needs numpy below 2, which has wheels for Python 3.11 and 3.12.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do command -v $$p && break; done)
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+# A model repository of your own; without one, the demo model is served.
+MODELS ?=
+TESTS ?= tests
+
+BIN := .venv/bin
+SETUP := .venv/.set-up
+PERF_ANALYZER := .venv/perf_analyzer/.set-up
+
+.PHONY: help setup serve test check format docs test-container clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(SETUP) ## Make .venv with everything in it
+
+$(SETUP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 12) else \
+	  f"Python 3.11 or 3.12 is needed, $(PYTHON) is {v[0]}.{v[1]}: install one, and say make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+serve: $(SETUP) ## Serve the demo model, or the folders in MODELS=...
+	@exec $(BIN)/hf-triton serve $(MODELS) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+
+test: $(SETUP) $(PERF_ANALYZER) ## Run the tests; TESTS=tests/unit for some of them
+	$(BIN)/pytest -m "not container" $(TESTS)
+
+# perf_analyzer comes in an older client wheel, and finds two libraries in the server's wheel.
+$(PERF_ANALYZER): $(SETUP)
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/perf_analyzer tritonclient==2.51.0
+	@libs=$$($(BIN)/python -c 'import pathlib, pytriton; print(pathlib.Path(pytriton.__file__).parents[1] / "nvidia_pytriton.libs")'); \
+	  ln -sf $$libs/libb64-*.so.0d .venv/perf_analyzer/bin/libb64.so.0d; \
+	  ln -sf $$libs/libcudart-*.so.12* .venv/perf_analyzer/bin/libcudart.so.12
+	@touch $@
+
+check: $(SETUP) ## Check format, lint, types and the arrows between modules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(SETUP) ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(SETUP) ## Write the generated parts of README.md again
+	$(BIN)/python scripts/render_docs.py
+
+test-container: $(SETUP) ## Build the container image on a stand-in base and try it (podman or docker)
+	tests/container/setup.sh
+	REQUIRE_CONTAINER=1 $(BIN)/pytest -m container tests/container
+
+clean: ## Remove .venv and caches
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

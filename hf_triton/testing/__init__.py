@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a test of a served model needs: a real server, tiny checkpoints, a Hub on this machine, and ways to break them.
+
+Nothing here reaches the network or needs a GPU:
+
+    import os, subprocess, sys
+    from pathlib import Path
+
+    from hf_triton.testing import LoopbackHub, build_tiny_checkpoint
+
+    def test_first_download_survives_a_busy_hub(tmp_path: Path) -> None:
+        checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "falcon")
+        with LoopbackHub() as hub:
+            hub.add("tiiuae/falcon-7b", checkpoint)
+            hub.fail(status=503, times=2, path="config.json")
+            environment = os.environ | hub.environment() | {"HF_HOME": str(tmp_path / "hf")}
+            download = "import huggingface_hub as h; h.snapshot_download('tiiuae/falcon-7b')"
+            subprocess.run([sys.executable, "-c", download], env=environment, check=True)
+
+torch and transformers are imported when a checkpoint is built, not before.
+"""
+
+from hf_triton.server import TritonServer
+from hf_triton.testing.checkpoints import ARCHITECTURES, build_tiny_checkpoint
+from hf_triton.testing.damage import add_tensor, drop_tensor, flip_bit, reshape_tensor, truncate
+from hf_triton.testing.hub import HubRequest, LoopbackHub
+
+__all__ = [
+    "ARCHITECTURES",
+    "HubRequest",
+    "LoopbackHub",
+    "TritonServer",
+    "add_tensor",
+    "build_tiny_checkpoint",
+    "drop_tensor",
+    "flip_bit",
+    "reshape_tensor",
+    "truncate",
+]

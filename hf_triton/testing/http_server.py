@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An HTTP/1.1 server on 127.0.0.1 that can be told to misbehave, and that stops promptly even so.
+
+It takes its answers from a function and knows nothing about the Hub. Faults come in two kinds: those that replace an
+answer (`fail`, `page`, `drop`, `hang`) and those that spoil the body of one (`truncate`, `corrupt`, `slow`).
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+_CHUNK_BYTES = 1 << 16
+_SLOW_STEP_S = 0.05
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+FaultKind = Literal["fail", "page", "drop", "hang", "truncate", "corrupt", "slow"]
+_REPLACING: frozenset[FaultKind] = frozenset({"fail", "page", "drop", "hang"})
+_SPOILING: frozenset[FaultKind] = frozenset({"truncate", "corrupt", "slow"})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What to send back: `body` in memory, or the file at `body_path`, which may be asked for in ranges."""
+
+    status: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    body_path: Path | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way to misbehave, on the requests it matches."""
+
+    kind: FaultKind
+    path: str | None = None
+    """Matches requests whose unquoted path contains this; None matches every request."""
+    times: int | None = None
+    """How many requests it spoils, at least 1; None is all of them."""
+    answer: Answer | None = None
+    """For `fail` and `page`: what is sent instead."""
+    amount: int | None = None
+    """For `truncate`: bytes sent. For `corrupt`: offset of the flipped byte, None for the middle. For `slow`: bytes
+    per second."""
+
+
+class FaultBoard:
+    """The faults that are still to come; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._faults: list[Fault] = []
+
+    def arm(self, fault: Fault) -> None:
+        with self._lock:
+            self._faults.append(fault)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._faults.clear()
+
+    def take(self, kinds: frozenset[FaultKind], target: str) -> Fault | None:
+        """The oldest matching fault, which is then used up by one."""
+        path = unquote(urlsplit(target).path)
+        with self._lock:
+            for place, fault in enumerate(self._faults):
+                if fault.kind in kinds and (fault.path is None or fault.path in path):
+                    self._use_up(place, fault)
+                    return fault
+        return None
+
+    def _use_up(self, place: int, fault: Fault) -> None:
+        if fault.times == 1:
+            del self._faults[place]
+        elif fault.times is not None:
+            self._faults[place] = replace(fault, times=fault.times - 1)
+
+
+Application = Callable[[str, str, str | None], Answer]
+"""From method, target (path and query as sent) and `Authorization` header to an answer."""
+
+
+class LoopbackServer(ThreadingHTTPServer):
+    """Serves an application from a thread per connection, from construction until `stop`."""
+
+    daemon_threads = False  # `stop` waits for every handler, so that no thread or socket outlives a test
+    request_queue_size = 64
+
+    def __init__(self, application: Application, faults: FaultBoard) -> None:
+        self.application = application
+        self.faults = faults
+        self.is_stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.02,), name="loopback-server")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close every connection, answered or not, and wait for their threads."""
+        self.is_stopping.set()
+        self.shutdown()
+        with self._lock:
+            for connection in self._connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        self.server_close()
+        self._thread.join()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client that went away is no news
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: LoopbackServer
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        answer = self.server.application(self.command, self.path, self.headers.get("Authorization"))
+        fault = self.server.faults.take(_REPLACING, self.path)
+        if fault is None:
+            self._send(answer)
+        elif fault.answer is not None:
+            self._send(fault.answer)
+        else:
+            if fault.kind == "hang":
+                self.server.is_stopping.wait()
+            self.close_connection = True
+
+    do_HEAD = do_GET  # noqa: N815 - the base class looks for this name
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: the requests are on record."""
+
+    def _send(self, answer: Answer) -> None:
+        size_bytes = len(answer.body) if answer.body_path is None else answer.body_path.stat().st_size
+        status, headers, start, stop = answer.status, dict(answer.headers), 0, size_bytes
+        if answer.body_path is not None and "Range" in self.headers:
+            status, start, stop = _parse_range(self.headers["Range"], size_bytes)
+            if status != HTTPStatus.OK:
+                shown = f"{start}-{stop - 1}" if stop > start else "*"
+                headers["Content-Range"] = f"bytes {shown}/{size_bytes}"
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(stop - start)}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD" or stop == start:
+            return
+        fault = self.server.faults.take(_SPOILING, self.path) if status < 300 else None
+        self._send_body(_read_chunks(answer, start, stop), size_bytes, fault)
+
+    def _send_body(self, chunks: Iterator[tuple[int, bytes]], size_bytes: int, fault: Fault | None) -> None:
+        num_sent = 0
+        for offset, chunk in chunks:
+            if fault is None:
+                self.wfile.write(chunk)
+            elif fault.kind == "corrupt":
+                place = size_bytes // 2 if fault.amount is None else fault.amount
+                self.wfile.write(_flip_byte(chunk, place - offset))
+            elif fault.kind == "slow":
+                self._write_slowly(chunk, fault.amount or 1)
+            else:
+                limit_bytes = fault.amount or 0
+                self.wfile.write(chunk[: limit_bytes - num_sent])
+                num_sent += len(chunk)
+                if num_sent >= limit_bytes:
+                    self.close_connection = True
+                    return
+
+    def _write_slowly(self, chunk: bytes, bytes_per_s: int) -> None:
+        step_bytes = max(1, int(bytes_per_s * _SLOW_STEP_S))
+        for begin in range(0, len(chunk), step_bytes):
+            piece = chunk[begin : begin + step_bytes]
+            self.wfile.write(piece)
+            if self.server.is_stopping.wait(len(piece) / bytes_per_s):
+                raise ConnectionAbortedError("the server is stopping")
+
+
+def _parse_range(header: str, size_bytes: int) -> tuple[int, int, int]:
+    """Status, first byte and byte after the last; a header of another form is ignored, as RFC 9110 allows."""
+    match = _RANGE.fullmatch(header.strip())
+    if match is None or not any(match.groups()):
+        return HTTPStatus.OK, 0, size_bytes
+    first, last = match.groups()
+    if not first:
+        return HTTPStatus.PARTIAL_CONTENT, max(0, size_bytes - int(last)), size_bytes
+    start, stop = int(first), min(size_bytes, int(last) + 1 if last else size_bytes)
+    if start >= stop:
+        return HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, 0, 0
+    return HTTPStatus.PARTIAL_CONTENT, start, stop
+
+
+def _read_chunks(answer: Answer, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """The body's bytes with their offsets in it."""
+    if answer.body_path is None:
+        yield start, answer.body[start:stop]
+        return
+    with answer.body_path.open("rb") as file:
+        file.seek(start)
+        while start < stop and (chunk := file.read(min(_CHUNK_BYTES, stop - start))):
+            yield start, chunk
+            start += len(chunk)
+
+
+def _flip_byte(chunk: bytes, place: int) -> bytes:
+    if not 0 <= place < len(chunk):
+        return chunk
+    return chunk[:place] + bytes([chunk[place] ^ 0xFF]) + chunk[place + 1 :]

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Hub answers: its paths, status codes and error headers, as the Python client relies on them.
+
+This module knows nothing about sockets or injected faults. Xet is left out, so large files take the LFS route: a
+redirect to a signed URL on another host name, where the access token is not needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from hf_triton.testing.http_server import Answer
+from hf_triton.testing.repositories import Commit, HubFile, Repository, list_tree
+
+_REPO = r"(?P<repo>[^/]+(?:/[^/]+)??)"
+_REVISION = r"(?P<revision>[^/]+)"
+_ROUTES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(rf"/cdn/{_REPO}/(?P<revision>[0-9a-f]{{40}})/(?P<name>.+)"), "_answer_cdn"),
+    (re.compile(r"/api/whoami-v2"), "_answer_whoami"),
+    (re.compile(rf"/api/models/{_REPO}/revision/{_REVISION}"), "_answer_info"),
+    (re.compile(rf"/api/models/{_REPO}/tree/{_REVISION}(?:/(?P<under>.+))?"), "_answer_tree"),
+    (re.compile(rf"/api/models/{_REPO}/refs"), "_answer_refs"),
+    (re.compile(rf"/api/models/{_REPO}/auth-check"), "_answer_auth_check"),
+    (re.compile(rf"/api/models/{_REPO}"), "_answer_info"),
+    (re.compile(rf"/{_REPO}/resolve/{_REVISION}/(?P<name>.+)"), "_answer_file"),
+)
+_NO_TOKEN = "Invalid username or password."
+_BAD_TOKEN = "Invalid credentials in Authorization header"
+
+_Query = Mapping[str, list[str]]
+
+
+def refuse(
+    status: int, message: str, error_code: str | None = None, headers: Mapping[str, str] | None = None
+) -> Answer:
+    """An error in the Hub's form; the client picks its exception by `error_code`, before the status."""
+    told = dict(headers or {}) | {"X-Error-Message": message, "Content-Type": "application/json; charset=utf-8"}
+    if error_code is not None:
+        told["X-Error-Code"] = error_code
+    return Answer(status, told, json.dumps({"error": message}).encode())
+
+
+class _RefusedError(Exception):
+    """Ends the handling of a request early, with the arguments of `refuse`."""
+
+
+@dataclass
+class HubProtocol:
+    """Answers requests about the repositories it is given."""
+
+    access_token: str
+    """Opens every repository."""
+    stranger_token: str
+    """Valid, but has no access to gated repositories."""
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    """By id. Entries are replaced whole, never edited, so other threads may set them at any time."""
+    _signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+
+    def knows(self, token: str | None) -> bool:
+        return token in (self.access_token, self.stranger_token)
+
+    def answer(self, target: str, token: str | None, port: int) -> Answer:
+        """Answer a GET or HEAD.
+
+        Args:
+            target: Path and query, as sent.
+            token: The bearer token, if there was one.
+            port: Of this server, for redirects.
+        """
+        url = urlsplit(target)
+        for pattern, name in _ROUTES:
+            if match := pattern.fullmatch(url.path):
+                groups = {key: unquote(value) for key, value in match.groupdict().items() if value is not None}
+                request = _Request(groups, parse_qs(url.query), token, port)
+                try:
+                    answer: Answer = getattr(self, name)(request)
+                except _RefusedError as refused:
+                    return refuse(*refused.args)
+                return answer
+        return refuse(404, "Sorry, we can't find the page you are looking for.")
+
+    def _answer_whoami(self, request: _Request) -> Answer:
+        self._check_token(request.token)
+        if request.token is None:
+            raise _RefusedError(401, _NO_TOKEN)
+        name = "member" if request.token == self.access_token else "stranger"
+        return _json({"type": "user", "id": name, "name": name, "fullname": name, "orgs": []})
+
+    def _answer_info(self, request: _Request) -> Answer:
+        repository, commit = self._find(request)
+        return _json(repository.describe(commit, with_blobs=request.is_set("blobs")))
+
+    def _answer_refs(self, request: _Request) -> Answer:
+        repository, _ = self._find(request)
+        return _json(repository.list_refs())
+
+    def _answer_tree(self, request: _Request) -> Answer:
+        _, commit = self._find(request)
+        entries = list_tree(commit, request.groups.get("under", ""), request.is_set("recursive"))
+        if entries is None:
+            raise _RefusedError(404, f"{request.groups['under']!a} does not exist", "EntryNotFound")
+        return _json(entries)
+
+    def _answer_auth_check(self, request: _Request) -> Answer:
+        repository, _ = self._find(request)
+        self._check_gate(repository, request.token)
+        return _json({"status": "ok"})
+
+    def _answer_file(self, request: _Request) -> Answer:
+        repository, commit = self._find(request)
+        self._check_gate(repository, request.token)
+        of_commit = {"X-Repo-Commit": commit.sha}
+        file = commit.files.get(request.groups["name"])
+        if file is None:
+            raise _RefusedError(404, "Entry not found", "EntryNotFound", of_commit)
+        if file.sha256 is None:
+            return _file_answer(file, of_commit)
+        headers = {
+            "Location": self._sign(repository, commit, file, request.port),
+            "X-Linked-ETag": f'"{file.etag}"',
+            "X-Linked-Size": str(file.size_bytes),
+        }
+        return Answer(302, of_commit | headers, b"Found. Redirecting.")
+
+    def _answer_cdn(self, request: _Request) -> Answer:
+        repository = self.repositories.get(request.groups["repo"])
+        commit = repository.history.get(request.groups["revision"]) if repository else None
+        file = commit.files.get(request.groups["name"]) if commit else None
+        if repository is None or commit is None or file is None:
+            raise _RefusedError(404, "Not found")
+        expected = parse_qs(urlsplit(self._sign(repository, commit, file, request.port)).query)
+        if request.query.get("Signature") != expected["Signature"]:
+            raise _RefusedError(403, "The signature does not match.")
+        return _file_answer(file, {})
+
+    def _sign(self, repository: Repository, commit: Commit, file: HubFile, port: int) -> str:
+        """Where an LFS file can be had without a token. Another host name than the endpoint's, as a CDN has."""
+        path = f"/cdn/{repository.repo_id}/{commit.sha}/{quote(file.name)}"
+        signature = hmac.new(self._signing_key, path.encode(), hashlib.sha256).hexdigest()
+        return f"http://localhost:{port}{path}?Expires=4102444800&Signature={signature}"
+
+    def _find(self, request: _Request) -> tuple[Repository, Commit]:
+        self._check_token(request.token)
+        repository = self.repositories.get(request.groups["repo"])
+        if repository is None:
+            if request.token is None:  # the Hub tells whether a repository exists only to those who are logged in
+                raise _RefusedError(401, _NO_TOKEN, "RepoNotFound")
+            raise _RefusedError(404, "Repository not found", "RepoNotFound")
+        commit = repository.find_commit(request.groups.get("revision", "main"))
+        if commit is None:
+            raise _RefusedError(404, f"Invalid rev id: {request.groups['revision']!a}", "RevisionNotFound")
+        return repository, commit
+
+    def _check_token(self, token: str | None) -> None:
+        if token is not None and not self.knows(token):
+            raise _RefusedError(401, _BAD_TOKEN)
+
+    def _check_gate(self, repository: Repository, token: str | None) -> None:
+        if not repository.is_gated or token == self.access_token:
+            return
+        restricted = f"Access to model {repository.repo_id} is restricted"
+        if token is None:
+            message = f"{restricted}. You must have access to it and be authenticated to access it. Please log in."
+            raise _RefusedError(401, message, "GatedRepo")
+        raise _RefusedError(403, f"{restricted} and you are not in the authorized list.", "GatedRepo")
+
+
+@dataclass(frozen=True)
+class _Request:
+    groups: Mapping[str, str]
+    """What the route's pattern captured, unquoted."""
+    query: _Query
+    token: str | None
+    port: int
+
+    def is_set(self, name: str) -> bool:
+        return self.query.get(name, ["false"])[-1].lower() in ("true", "1")
+
+
+def _json(content: Any) -> Answer:
+    return Answer(200, {"Content-Type": "application/json; charset=utf-8"}, json.dumps(content).encode())
+
+
+def _file_answer(file: HubFile, headers: Mapping[str, str]) -> Answer:
+    about = {"ETag": f'"{file.etag}"', "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+    return Answer(200, dict(headers) | about, body_path=file.path)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small HTTP client for the tests: a status and a body, whatever they are; no connection is left open."""
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from hf_triton.testing import TritonServer
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    body: str
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> str:
+        return str(self.json()["error"])
+
+
+def post(server: TritonServer, path: str, body: object, timeout_s: float = 60.0) -> Reply:
+    """POST JSON (or bytes as they are)."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return _send(urllib.request.Request(server.http_url + path, data=data), timeout_s)
+
+
+def get(server: TritonServer, path: str) -> Reply:
+    return _send(urllib.request.Request(server.http_url + path), 10.0)
+
+
+def generate(server: TritonServer, model: str, text: object, timeout_s: float = 60.0, **fields: object) -> Reply:
+    """POST /generate with top-level keys."""
+    return post(server, f"/v2/models/{model}/generate", {"text_input": text, **fields}, timeout_s)
+
+
+def infer(
+    server: TritonServer,
+    model: str,
+    texts: list[str],
+    shape: list[int] | None = None,
+    parameters: dict[str, object] | None = None,
+    timeout_s: float = 60.0,
+) -> Reply:
+    """POST /infer with one BYTES tensor."""
+    tensor = {"name": "text_input", "datatype": "BYTES", "shape": shape or [len(texts)], "data": texts}
+    body: dict[str, object] = {"inputs": [tensor]}
+    if parameters is not None:
+        body["parameters"] = parameters
+    return post(server, f"/v2/models/{model}/infer", body, timeout_s)
+
+
+def _send(request: urllib.request.Request, timeout_s: float) -> Reply:
+    request.add_header("Connection", "close")  # an idle connection holds Triton's exit for 30 s
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return Reply(answer.status, answer.read().decode())
+    except urllib.error.HTTPError as error:
+        with error:
+            return Reply(error.code, error.read().decode())

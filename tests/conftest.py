@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every test starts without the developer's Hub settings, and caches nowhere but in a temporary folder."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOREIGN = ("HF_", "TRANSFORMERS_", "HUGGING_FACE_", "HUGGINGFACE", "PRIVATE_REPO_TOKEN", "XDG_CACHE_HOME")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Take the developer's Hub settings out of the environment, and put the Hub's home into a temporary folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(FOREIGN):
+                patch.delenv(name)
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf_home")))
+        patch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")  # tiny models, few cores
+        yield
+
+
+@pytest.fixture(scope="session")
+def make_folder() -> Callable[..., Path]:
+    """Make a model folder: `make_folder(repository, "mine", huggingface_model=..., config="max_batch_size: 8")`."""
+
+    def make(repository: Path, name: str, *, config: str = "", **settings: object) -> Path:
+        folder = repository / name
+        (folder / "1").mkdir(parents=True)
+        shutil.copy(ROOT / "falcon7b" / "1" / "model.py", folder / "1" / "model.py")
+        lines = ['backend: "python"', config]
+        for key, value in settings.items():
+            text = str(value).replace("\\", "\\\\").replace('"', '\\"')
+            lines.append(f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}')
+        (folder / "config.pbtxt").write_text("\n".join(lines) + "\n")
+        return folder
+
+    return make
