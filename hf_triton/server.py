@@ -165,8 +165,8 @@ class TritonServer:
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> TritonServer:
-        self.start()
         try:
+            self.start()
             self.wait_until_started()
         except BaseException:
             self.stop()

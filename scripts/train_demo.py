@@ -375,10 +375,11 @@ def build_noise(rng: random.Random) -> str:
 
 
 def example_from_sentence(rng: random.Random) -> Example:
-    text = build_sentence(rng)
-    if rng.random() < 0.88:
+    text, kind = build_sentence(rng), rng.random()
+    if kind < 0.7:
         return Example("", text)
-    cut = rng.randrange(1, len(text))  # also within a word or after a space
+    spaces = [place + 1 for place, character in enumerate(text[:-1]) if character == " "]
+    cut = rng.choice(spaces) if spaces and kind < 0.85 else rng.randrange(1, len(text))  # after a space, or anywhere
     return Example(lower_some(rng, text[:cut]), text[cut:])
 
 

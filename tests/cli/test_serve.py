@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton serve` as a person uses it: the lines it prints work, and Ctrl+C leaves nothing behind."""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hf_triton.server import free_ports
+
+COMMAND = Path(sys.executable).with_name("hf-triton")
+STOP_LIMIT_S = 20.0
+
+
+class Serving:
+    """A `hf-triton serve` process and what it has printed."""
+
+    def __init__(self, *arguments: str, output: Path) -> None:
+        self.http_port, grpc, metrics = free_ports(3)
+        self._output = output
+        ports = [f"--http-port={self.http_port}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [COMMAND, "serve", *arguments, *ports], stdout=file, stderr=file, start_new_session=True
+            )
+
+    def wait_for(self, text: str, limit_s: float = 120.0) -> str:
+        deadline = time.monotonic() + limit_s
+        while text not in self.output():
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.1)
+        return self.output()
+
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def descendants(self) -> list[int]:
+        """Every process below this one, whatever group or session it is in."""
+        return _descendants(self.process.pid)
+
+
+def _descendants(pid: int) -> list[int]:
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[1]) == pid:
+            children.append(int(stat.parent.name))
+    return children + [each for child in children for each in _descendants(child)]
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    process = Serving(output=tmp_path / "output")
+    yield process
+    process.process.kill()
+    process.process.wait()
+
+
+def wait_until_gone(pids: list[int], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
+
+
+def curl_lines(output: str) -> list[list[str]]:
+    joined = re.sub(r"\\\n\s*", "", output)
+    return [shlex.split(line) for line in joined.splitlines() if line.strip().startswith("curl ")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_the_printed_lines_work_and_a_signal_leaves_nothing_behind(serving: Serving, number: int) -> None:
+    lines = curl_lines(serving.wait_for("Ctrl+C stops the server"))
+    assert len(lines) == 2
+    for line in lines:
+        answer = subprocess.run([*line, "--silent"], capture_output=True, text=True, check=True).stdout
+        assert re.search(r'"(How can you be|I am going) [a-z ,\']+', answer), answer
+    family = serving.descendants()
+    assert len(family) >= 2  # tritonserver and its Python stub
+    started = time.monotonic()
+    os.kill(serving.process.pid, number)
+    assert serving.process.wait(timeout=STOP_LIMIT_S) == 0, serving.output()
+    assert time.monotonic() - started < STOP_LIMIT_S
+    assert [pid for pid in family if Path(f"/proc/{pid}").exists()] == []
+    assert serving.output().endswith("Stopped.\n")
+
+
+def test_ctrl_c_while_starting_leaves_nothing_behind(serving: Serving) -> None:
+    serving.wait_for("Starting tritonserver")
+    while not (family := serving.descendants()):
+        time.sleep(0.05)
+    os.kill(serving.process.pid, signal.SIGINT)
+    assert serving.process.wait(timeout=60) == 0, serving.output()
+    wait_until_gone(family)
+
+
+def test_the_death_of_the_command_ends_the_server(serving: Serving) -> None:
+    serving.wait_for("Ctrl+C stops the server")
+    family = serving.descendants()
+    serving.process.kill()
+    wait_until_gone(family)
+
+
+def test_a_busy_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = subprocess.run([COMMAND, "serve", f"--http-port={port}"], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert f"port {port} is in use" in result.stderr
+
+
+def test_a_server_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)]
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    bad = tmp_path / "tritonserver"
+    bad.write_text("#!/bin/sh\necho out of order >&2\nexit 3\n")
+    bad.chmod(0o755)
+    result = subprocess.run([COMMAND, "serve", str(tmp_path), *ports], capture_output=True, text=True, env=environment)
+    assert result.returncode == 1
+    assert "server_failed: tritonserver ended while starting" in result.stderr

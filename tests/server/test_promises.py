@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exactly one final answer for every request: after faults inside, cancels, unload, SIGTERM, a fatal error."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.client import Reply, generate, get, infer, post
+
+# The engine knows token ids only, so a request says by its length which fault it wants.
+FAILS, IS_FATAL, IS_SLOW, IS_DROPPED = 13, 17, 19, 23
+FAULTY_MODEL = f"""
+import time
+
+import hf_triton
+
+
+class TritonPythonModel(hf_triton.TritonPythonModel):
+    def _start(self, settings, args):
+        super()._start(settings, args)
+        engine = self._task._engine
+        forward = engine._forward
+
+        def faulty(batch):
+            lengths = {{sequence.plan.max_new_tokens for sequence in batch}}
+            if {FAILS} in lengths:
+                raise RuntimeError("boom at /secret/path.py")
+            if {IS_FATAL} in lengths:
+                time.sleep(1)
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            if {IS_SLOW} in lengths:
+                time.sleep(2)
+            return forward(batch)
+
+        engine._forward = faulty
+
+    def _submit(self, call):
+        if call.parameters().get("max_new_tokens") != {IS_DROPPED}:
+            super()._submit(call)
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Path:
+    root = tmp_path_factory.mktemp("repository")
+    checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
+    folder = make_folder(root, "faulty", huggingface_model=checkpoint)
+    (folder / "1" / "model.py").write_text(FAULTY_MODEL)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[TritonServer]:
+    arguments = ["--model-control-mode=explicit", "--load-model=faulty"]
+    with TritonServer(repository, arguments=arguments) as running:
+        assert running.is_model_ready("faulty"), running.log_tail()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def canary(server: TritonServer) -> str:
+    reply = generate(server, "faulty", "The canary sings", max_new_tokens=8)
+    assert reply.status == 200, reply.body
+    return reply.body
+
+
+@pytest.fixture(autouse=True)
+def _still_sings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test on the shared server, the same prompt has the same answer."""
+    yield
+    if "server" in request.fixturenames:
+        server, canary = request.getfixturevalue("server"), request.getfixturevalue("canary")
+        assert generate(server, "faulty", "The canary sings", max_new_tokens=8).body == canary
+
+
+def in_background(call: Callable[[], Reply], count: int = 1) -> list[Future[Reply]]:
+    """Call `count` times at once in threads that are not waited for."""
+    pool = ThreadPoolExecutor(count)
+    futures = [pool.submit(call) for _ in range(count)]
+    pool.shutdown(wait=False)
+    return futures
+
+
+@pytest.mark.usefixtures("canary")
+def test_a_failing_request_is_refused_alone_and_shows_nothing_of_the_failure(server: TritonServer) -> None:
+    alone = infer(server, "faulty", ["one good prompt"], parameters={"max_new_tokens": 6}).body
+    good = in_background(lambda: infer(server, "faulty", ["one good prompt"], parameters={"max_new_tokens": 6}), 6)
+    bad = in_background(lambda: infer(server, "faulty", ["a bad one"], parameters={"max_new_tokens": FAILS}), 3)
+    assert {future.result().body for future in good} == {alone}
+    for future in bad:
+        reply = future.result()
+        assert (reply.status, reply.error) == (
+            500,
+            "generation_failed: the model failed on this request; the server's log says how",
+        )
+
+
+@pytest.mark.usefixtures("canary")
+def test_a_dropped_request_is_answered_at_once(server: TritonServer) -> None:
+    started = time.monotonic()
+    reply = infer(server, "faulty", ["lost"], parameters={"max_new_tokens": IS_DROPPED})
+    assert reply.status == 500
+    assert reply.error.startswith("internal: ")
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.usefixtures("canary")
+def test_cancelled_requests_leave_the_server_and_the_others_alone(server: TritonServer) -> None:
+    client = grpcclient.InferenceServerClient(server.grpc_url)
+    tensor = grpcclient.InferInput("text_input", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([b"give me up"], dtype=np.object_))
+    ends = threading.Semaphore(0)
+    errors: list[InferenceServerException | None] = []
+
+    def end(result: object, error: InferenceServerException | None) -> None:
+        errors.append(error)
+        ends.release()
+
+    try:
+        for round_number in range(30):  # at different points of a request's life, its end included
+            parameters = {"max_new_tokens": 40}
+            handle = client.async_infer("faulty", [tensor], end, parameters=parameters)
+            time.sleep(0.003 * (round_number % 10))
+            handle.cancel()
+        for _ in range(30):
+            assert ends.acquire(timeout=30)
+    finally:
+        client.close()
+    assert server.is_running()
+    assert any(error is not None and "CANCELLED" in str(error.status()) for error in errors)
+
+
+@pytest.mark.usefixtures("canary")
+def test_unloading_answers_what_is_in_flight(server: TritonServer) -> None:
+    running = in_background(lambda: generate(server, "faulty", "slow", max_new_tokens=IS_SLOW), 3)
+    time.sleep(0.7)
+    assert post(server, "/v2/repository/models/faulty/unload", {}).status == 200
+    assert [future.result(timeout=60).status for future in running] == [200, 200, 200]
+    assert generate(server, "faulty", "gone", max_new_tokens=4).status in (400, 404, 503)
+    assert post(server, "/v2/repository/models/faulty/load", {}, timeout_s=120).status == 200
+    assert get(server, "/v2/models/faulty/ready").status == 200
+
+
+def test_sigterm_answers_what_is_in_flight(repository: Path) -> None:
+    with TritonServer(repository, arguments=["--model-control-mode=explicit", "--load-model=faulty"]) as server:
+        running = in_background(lambda: generate(server, "faulty", "slow", max_new_tokens=IS_SLOW), 3)
+        time.sleep(0.7)
+        assert server.process is not None
+        server.process.send_signal(signal.SIGTERM)
+        assert [future.result(timeout=60).status for future in running] == [200, 200, 200]
+        assert server.process.wait(timeout=60) == 0
+
+
+def test_a_fatal_error_answers_everyone_and_stops_the_server(repository: Path) -> None:
+    arguments = ["--model-control-mode=explicit", "--load-model=faulty", "--exit-timeout-secs=10"]
+    with TritonServer(repository, arguments=arguments) as server:
+        ask = {"max_new_tokens": IS_FATAL}
+        guilty = in_background(lambda: infer(server, "faulty", ["poison"], parameters=ask))
+        time.sleep(0.5)
+        waiting = in_background(lambda: infer(server, "faulty", ["wait"], parameters={"max_new_tokens": 4}), 4)
+        replies = [future.result(timeout=60) for future in [*guilty, *waiting]]
+        assert [reply.status for reply in replies] == [503] * 5
+        assert {reply.error.split(":")[0] for reply in replies} == {"engine_failed"}
+        assert server.process is not None
+        server.process.wait(timeout=60)
