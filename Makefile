@@ -2,8 +2,9 @@
 # `make help` lists what can be done. Everything happens in .venv; nothing needs root, a GPU, the Hub or a container,
 # but for `make test-container`.
 
-# The server's Python stub needs numpy below 2, which has wheels for Python 3.11 and 3.12.
-PYTHON ?= $(shell for p in python3.12 python3.11 python3; do command -v $$p && break; done)
+# The server's Python stub needs numpy below 2, which has wheels for Python 3.11 and 3.12: the first that runs.
+IS_FIT := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(IS_FIT)' 2>/dev/null && echo $$p && break; done)
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
@@ -23,8 +24,8 @@ help: ## List the targets
 setup: $(SETUP) ## Make .venv with everything in it
 
 $(SETUP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 12) else \
-	  f"Python 3.11 or 3.12 is needed, $(PYTHON) is {v[0]}.{v[1]}: install one, and say make PYTHON=python3.12")'
+	@$(or $(PYTHON),false) -c '$(IS_FIT)' 2>/dev/null || \
+	  { echo "Python 3.11 or 3.12 is needed: install one, or say which: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -44,11 +45,12 @@ $(PERF_ANALYZER): $(SETUP)
 	  ln -sf $$libs/libcudart-*.so.12* .venv/perf_analyzer/bin/libcudart.so.12
 	@touch $@
 
-check: $(SETUP) ## Check format, lint, types and the arrows between modules
+check: $(SETUP) ## Check format, lint, types, the arrows between modules, and the Dockerfile
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
 
 format: $(SETUP) ## Format the code
 	$(BIN)/ruff format .

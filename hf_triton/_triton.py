@@ -7,10 +7,14 @@ the whole server down, and one that is never answered hangs its client and the s
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import locale
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -104,6 +108,15 @@ def stop_server() -> None:
     """
     logger.error("stopping the server: a model's engine cannot go on")
     os.kill(os.getppid(), signal.SIGTERM)
+
+
+def speak_utf8() -> None:
+    """Make UTF-8 the encoding of files and prints: Triton starts its Python in ASCII, whatever the locale says."""
+    with contextlib.suppress(locale.Error):  # a system without it keeps its own
+        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 class _TritonHandler(logging.Handler):

@@ -67,6 +67,7 @@ class TritonPythonModel:
         """
         from hf_triton import _triton
 
+        _triton.speak_utf8()
         _triton.send_logs_to_triton(args["model_name"])
         config = json.loads(args["model_config"])
         self._output_names = [port["name"] for port in config["output"]]

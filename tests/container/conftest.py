@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures that build the image on a stand-in for NVIDIA's and run it as the README says, with podman or docker.
+
+Where there is no container engine the tests are skipped, unless REQUIRE_CONTAINER=1 says that they must run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_triton.server import busy_ports, free_ports
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+IMAGE = "hf-triton-test"
+READY_TIMEOUT_S = 90
+STOP_TIMEOUT_S = 60
+NO_ENGINE = 3
+
+
+@dataclass(frozen=True)
+class Engine:
+    """podman or docker, with the environment it needs here."""
+
+    name: str
+    environment: dict[str, str]
+    base_image: str
+
+    def __call__(self, *arguments: str, timeout_s: float = 60) -> str:
+        """Run a command of the engine and return what it printed."""
+        command = [self.name, *arguments]
+        environment = os.environ | self.environment
+        result = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        assert result.returncode == 0, f"{shlex.join(command)} exited with {result.returncode}\n{tail(result.stderr)}"
+        return result.stdout
+
+    def build(self, tag: str, **arguments: str) -> str:
+        """Build the repository's Dockerfile on the stand-in and return the image's name."""
+        pairs = {"BASE_IMAGE": self.base_image} | arguments
+        options = [word for name, value in pairs.items() for word in ("--build-arg", f"{name}={value}")]
+        self("build", "--network=host", "--tag", tag, *options, ".", timeout_s=500)
+        return tag
+
+
+class Container:
+    """A container that runs in the foreground, as the user's would, with its output in a file."""
+
+    def __init__(self, engine: Engine, name: str, command: list[str], log: Path, ports: Sequence[int]) -> None:
+        self.engine, self.name, self.ports = engine, name, list(ports)
+        self._log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, env=os.environ | engine.environment, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def log(self) -> str:
+        """Everything that the container has printed."""
+        return self._log.read_text(errors="replace")
+
+    def wait_until_ready(self) -> None:
+        """Return when every model is ready; show the log when the server ends first."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the container exited with {self.process.returncode}\n{tail(self.log)}"
+            # The log tells that it is this server that answers, should another hold the port.
+            if "Started HTTPService" in self.log:
+                with contextlib.suppress(OSError), urllib.request.urlopen(self._url("/v2/health/ready"), timeout=5):
+                    return
+            time.sleep(0.2)
+        pytest.fail(f"not ready after {READY_TIMEOUT_S} s\n{tail(self.log)}")
+
+    def generate(self, model: str, text: str, **parameters: Any) -> str:
+        """Ask /generate, and return the text that comes back."""
+        body = json.dumps({"text_input": text, "parameters": parameters}).encode()
+        request = urllib.request.Request(self._url(f"/v2/models/{model}/generate"), body)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return str(json.load(response)["text_output"])
+        except urllib.error.HTTPError as error:
+            pytest.fail(f"{model} answered {error.code}: {error.read().decode()}")
+
+    def execute(self, *command: str) -> str:
+        """Run a command inside and return what it printed."""
+        return self.engine("exec", self.name, *command)
+
+    def stop(self) -> int:
+        """Ask the container to end, as `docker stop` does, and return its exit code."""
+        self.engine("stop", "-t", str(STOP_TIMEOUT_S), self.name, timeout_s=STOP_TIMEOUT_S + 10)
+        return self.process.wait(timeout=10)
+
+    def remove(self) -> None:
+        """Leave nothing behind, whatever state the container is in."""
+        if self.process.poll() is None:
+            self.engine("kill", self.name)
+            self.process.wait(timeout=30)
+
+    def _url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}{path}"
+
+
+def tail(text: str, num_lines: int = 40) -> str:
+    return "\n".join(text.splitlines()[-num_lines:])
+
+
+@pytest.fixture(scope="session")
+def engine() -> Engine:
+    result = subprocess.run([sys.executable, HERE / "stand_in_base.py"], capture_output=True, text=True, check=False)
+    if result.returncode == NO_ENGINE and os.environ.get("REQUIRE_CONTAINER") != "1":
+        pytest.skip(result.stderr.strip())
+    if result.returncode != 0:
+        pytest.fail(tail(result.stderr), pytrace=False)
+    found = json.loads(result.stdout)
+    return Engine(found["engine"], found["environment"], found["image"])
+
+
+@pytest.fixture(scope="session")
+def image(engine: Engine) -> str:
+    return engine.build(IMAGE)
+
+
+@pytest.fixture
+def start(engine: Engine, image: str, refused: str, tmp_path: Path) -> Iterator[Callable[..., Container]]:
+    """Starts containers by a `docker run` line of the README: `start(line, folder, "-e", "NAME=value")`."""
+    with contextlib.ExitStack() as stack:
+
+        def start(line: str, folder: Path, *options: str) -> Container:
+            name = f"{IMAGE}-{secrets.token_hex(4)}"
+            ports, more = _choose_ports()
+            run, arguments = _translate(line.replace(refused, ""), folder)
+            command = [engine.name, *run, "--name", name, *options, *_limits(engine), image, *arguments, *more]
+            container = Container(engine, name, command, tmp_path / f"{name}.log", ports)
+            stack.callback(container.remove)
+            return container
+
+        yield start
+
+
+def _choose_ports() -> tuple[Sequence[int], list[str]]:
+    """Triton's usual ports, which the README's lines use, or free ones and the arguments that say so."""
+    usual = (8000, 8001, 8002)
+    if not busy_ports(usual):
+        return usual, []
+    ports = free_ports(3)
+    names = ("--http-port", "--grpc-port", "--metrics-port")
+    return ports, [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
+
+
+def _translate(line: str, folder: Path) -> tuple[list[str], list[str]]:
+    """A `docker run` line as words before and after the image, without what needs a GPU or a terminal."""
+    line = re.sub(r" --gpus all| -it", "", line.replace("${PWD}", str(folder)))
+    before, after = line.removeprefix("docker ").split(" triton_transformer_server", maxsplit=1)
+    return shlex.split(before), shlex.split(after)
+
+
+def _limits(engine: Engine) -> list[str]:
+    """podman asks for more open files and processes than a confined root may give, unless told a number."""
+    if engine.name != "podman":
+        return []
+    files = min(20000, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    return ["--ulimit", f"nofile={files}:{files}", "--ulimit", "nproc=30000:30000"]
+
+
+@pytest.fixture(scope="session")
+def refused(engine: Engine, image: str) -> str:
+    """The part of the README's line that this machine does not allow, if any; locked memory matters for GPUs only."""
+    option = "--ulimit memlock=-1"
+    try:
+        engine("run", "--rm", *option.split(), *_limits(engine), image, "true")
+    except AssertionError:
+        return option
+    return ""

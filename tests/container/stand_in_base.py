@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build a small stand-in for NVIDIA's Triton image, so that the real Dockerfile can be built and run by a test.
+
+NVIDIA's image is 20 GB and lies in a registry that a test machine may not reach. The stand-in is Debian with the
+tritonserver of the nvidia-pytriton wheel, laid out as in NVIDIA's image: /opt/tritonserver on PATH, the user
+triton-server with number 1000 and no home, an entrypoint that executes its arguments, a Python that pip may change.
+
+It also carries this machine's pip settings and, where pip is told of a folder of wheels, the torch wheel in it: a
+machine without a GPU keeps the CPU build there.
+
+    python tests/container/stand_in_base.py     prints {"engine": ..., "environment": ..., "image": ...}
+
+Exits with 3 when there is no container engine to talk to.
+"""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SUITE, PYTHON = "bookworm", "3.11"  # Debian's suite, and the version of its python3
+PACKAGES = ["ca-certificates", "curl", f"libpython{PYTHON}", "python3", "python3-pip"]
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+WHEELS = "/opt/wheels"
+NO_ENGINE = 3
+
+ENTRYPOINT = """\
+#!/bin/bash
+echo "== Stand-in for NVIDIA's Triton image =="
+exec "${@:-/bin/bash}"
+"""
+
+DOCKERFILE = f"""\
+FROM scratch
+ADD root.tar /
+ENV PATH=/opt/tritonserver/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+COPY nvidia_pytriton.libs /nvidia_pytriton.libs
+COPY tritonserver /opt/tritonserver
+COPY wheels {WHEELS}
+COPY entrypoint.sh /opt/nvidia/nvidia_entrypoint.sh
+COPY pip.conf /etc/pip.conf
+COPY certificates.crt {CERTIFICATES}
+RUN useradd --uid 1000 --no-create-home triton-server
+ENV PIP_BREAK_SYSTEM_PACKAGES=1
+WORKDIR /opt/tritonserver
+ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh"]
+"""
+
+
+def find_engine() -> tuple[str, dict[str, str]]:
+    """The container engine that answers, and the environment it needs.
+
+    CONTAINER_ENGINE names one. Otherwise root asks podman first, which needs no daemon; others ask docker first, whose
+    containers may use every user number.
+    """
+    is_root = os.geteuid() == 0
+    # HEALTHCHECK exists in Docker's image format alone.
+    environments: dict[str, dict[str, str]] = {"podman": {"BUILDAH_FORMAT": "docker"}, "docker": {}}
+    if is_root:
+        environments["podman"]["CONTAINERS_CONF"] = str(HERE / "containers.conf")
+    wanted = os.environ.get("CONTAINER_ENGINE")
+    for engine in [wanted] if wanted else sorted(environments, reverse=is_root):
+        if shutil.which(engine) and _succeeds([engine, "info"], environments.get(engine, {})):
+            return engine, environments[engine]
+    sys.exit(_no_engine())
+
+
+def _no_engine() -> int:
+    print("neither podman nor docker answers; tests/container/setup.sh installs podman on Debian", file=sys.stderr)
+    return NO_ENGINE
+
+
+def _succeeds(command: list[str], environment: Mapping[str, str]) -> bool:
+    result = subprocess.run(command, env=os.environ | environment, capture_output=True, check=False)
+    return result.returncode == 0
+
+
+def pip_settings() -> dict[str, str]:
+    """pip's own settings on this machine: configuration files, overridden by the environment."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    pairs = (line.partition("=")[::2] for line in lines)
+    settings = {name: value.strip("'\"") for name, value in pairs}
+    from_files = {name.removeprefix("global."): value for name, value in settings.items() if name.startswith("global.")}
+    from_environment = {name.removeprefix(":env:."): value for name, value in settings.items() if ":env:" in name}
+    return from_files | from_environment
+
+
+def torch_wheels(settings: Mapping[str, str]) -> list[Path]:
+    """The torch wheels in the folders that pip looks into."""
+    folders = [Path(word.removeprefix("file://")) for word in settings.get("find-links", "").split()]
+    tag = PYTHON.replace(".", "")
+    return sorted(wheel for folder in folders for wheel in folder.glob(f"torch-*cp{tag}-*.whl"))
+
+
+def settings_inside(settings: Mapping[str, str]) -> dict[str, str]:
+    """The settings as they hold in the image, where this machine's folders do not exist."""
+    inside = {name: value for name, value in settings.items() if name not in ("find-links", "cert", "cache-dir")}
+    for name in ("index-url", "extra-index-url"):
+        inside[name] = " ".join(word for word in inside.get(name, "").split() if not word.startswith("file:"))
+    return {name: value for name, value in inside.items() if value} | {"cert": CERTIFICATES, "find-links": WHEELS}
+
+
+def certificates(settings: Mapping[str, str]) -> Path:
+    """The certificates that this machine trusts, a proxy's own among them."""
+    return Path(settings.get("cert") or os.environ.get("SSL_CERT_FILE") or CERTIFICATES)
+
+
+def image_tag(settings: Mapping[str, str]) -> str:
+    """A name that changes with whatever the image is made of."""
+    parts = [
+        Path(__file__).read_bytes(),
+        importlib.metadata.version("nvidia-pytriton").encode(),
+        json.dumps(settings, sort_keys=True).encode(),
+        *(wheel.name.encode() for wheel in torch_wheels(settings)),
+        certificates(settings).read_bytes(),
+    ]
+    return "hf-triton-stand-in:" + hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
+
+
+def lay_out_context(context: Path, settings: Mapping[str, str]) -> None:
+    """Put everything that the image is made of into one folder."""
+    _make_debian(context / "root.tar")
+    _copy_tritonserver(context)
+    (context / "wheels").mkdir()
+    for wheel in torch_wheels(settings):
+        shutil.copy(wheel, context / "wheels")
+    configuration = configparser.RawConfigParser()
+    configuration["global"] = settings_inside(settings)
+    with (context / "pip.conf").open("w") as file:
+        configuration.write(file)
+    shutil.copy(certificates(settings), context / "certificates.crt")
+    (context / "entrypoint.sh").write_text(ENTRYPOINT)
+    (context / "entrypoint.sh").chmod(0o755)
+    (context / "Dockerfile").write_text(DOCKERFILE)
+
+
+def _make_debian(archive: Path) -> None:
+    command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, str(archive)]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+def _copy_tritonserver(context: Path) -> None:
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or spec.origin is None:
+        sys.exit("the nvidia-pytriton wheel is not installed; run `make setup`")
+    package = Path(spec.origin).parent
+    shutil.copytree(package.parent / "nvidia_pytriton.libs", context / "nvidia_pytriton.libs")
+    source, target = package / "tritonserver", context / "tritonserver"
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("python_backend_stubs", "__pycache__"))
+    stub = shutil.copy(
+        source / "python_backend_stubs" / PYTHON / "triton_python_backend_stub", target / "backends" / "python"
+    )
+    for binary in (target / "bin" / "tritonserver", Path(stub)):
+        binary.chmod(0o755)
+
+
+def main() -> None:
+    engine, environment = find_engine()
+    settings = pip_settings()
+    image = image_tag(settings)
+    if not _succeeds([engine, "image", "inspect", image], environment):
+        with tempfile.TemporaryDirectory() as context:
+            lay_out_context(Path(context), settings)
+            build = [engine, "build", "--tag", image, context]
+            subprocess.run(build, env=os.environ | environment, check=True, stdout=sys.stderr)
+    print(json.dumps({"engine": engine, "environment": environment, "image": image}))
+
+
+if __name__ == "__main__":
+    main()

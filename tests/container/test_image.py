@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image does what the README says: its `docker build` and `docker run` lines, against a Hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_triton.testing import LoopbackHub, build_tiny_checkpoint
+
+pytestmark = [pytest.mark.container, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+FALCON, LLAMA = "tiiuae/falcon-7b", "meta-llama/Llama-2-7b-hf"
+PROMPT = "I am going é 中"
+
+BUILD = "docker build -t triton_transformer_server ."
+RUN = (
+    "docker run --gpus all -it --rm --net=host --shm-size=1G --ulimit memlock=-1 --ulimit stack=67108864"
+    " -v ${PWD}/model_repository:/opt/tritonserver/model_repository"
+    " triton_transformer_server tritonserver --model-repository=model_repository"
+)
+MOUNT_CACHE = "-v ${HOME}/.cache/huggingface:/root/.cache/huggingface"
+MOUNT_ONE = (
+    "-v ${HOME}/.cache/huggingface/hub/models--tiiuae--falcon-7b:/root/.cache/huggingface/hub/models--tiiuae--falcon-7b"
+)
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with LoopbackHub() as hub:
+        # Room for a text that takes seconds to write, and no token that would end it early.
+        falcon = build_tiny_checkpoint(folder / "falcon", "falcon", max_position_embeddings=4096, eos_token_id=None)
+        hub.add(FALCON, falcon)
+        hub.add(LLAMA, build_tiny_checkpoint(folder / "llama", "llama"), gated=True)
+        yield hub
+
+
+@pytest.fixture(autouse=True)
+def _forget_requests(hub: LoopbackHub) -> None:
+    hub.requests.clear()
+
+
+def copy_model(name: str, folder: Path, *, is_writable: bool = True) -> Path:
+    """`cp -r NAME model_repository/`, writable for the container's user or for nobody but its owner."""
+    model = folder / "model_repository" / name
+    shutil.copytree(ROOT / name, model, ignore=shutil.ignore_patterns("__pycache__", "hf_cache"))
+    model.chmod(0o777 if is_writable else 0o755)
+    for parent in (model.parent, folder):
+        parent.chmod(0o755)
+    return model
+
+
+def to_hub(hub: LoopbackHub, **variables: str) -> list[str]:
+    """The options that send a container to the Hub on this machine, and set further variables."""
+    pairs = hub.environment() | variables
+    return [word for name, value in pairs.items() for word in ("-e", f"{name}={value}")]
+
+
+def downloads(hub: LoopbackHub) -> list[str]:
+    return [request.path for request in hub.requests if request.method == "GET" and "/api/" not in request.path]
+
+
+def test_readme_shows_these_lines() -> None:
+    readme = re.sub(r"\s*\\\n\s*", " ", (ROOT / "README.md").read_text())
+    for line in (BUILD, RUN, MOUNT_CACHE):
+        assert line in readme
+
+
+def test_tutorial(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
+    model = copy_model("falcon7b", tmp_path)
+
+    container = start(RUN, tmp_path, *to_hub(hub))
+    container.wait_until_ready()
+    text = container.generate("falcon7b", PROMPT)
+    assert text.startswith(PROMPT)
+    assert len(text) > len(PROMPT)
+    assert downloads(hub), "the first start has nothing to start from"
+    assert (model / "hf_cache").is_dir()
+    assert container.stop() == 0
+
+    hub.requests.clear()
+    again = start(RUN, tmp_path, *to_hub(hub))
+    again.wait_until_ready()
+    assert again.generate("falcon7b", PROMPT) == text
+    assert downloads(hub) == [], "the second start finds everything in the mounted folder"
+    assert again.stop() == 0
+
+
+def test_inside(start: Start, hub: LoopbackHub, tmp_path: Path, engine: Any, image: str) -> None:
+    copy_model("falcon7b", tmp_path)
+    container = start(RUN, tmp_path, *to_hub(hub))
+    container.wait_until_ready()
+
+    users = re.findall(r"^Uid:\t(\d+)", container.execute("sh", "-c", "cat /proc/[0-9]*/status"), re.MULTILINE)
+    assert set(users) == {"1000"}, "no process is root"
+    encodings = "import locale, sys; print(sys.getfilesystemencoding(), locale.getencoding(), sys.stdout.encoding)"
+    assert container.execute("python3", "-c", encodings).lower().split() == ["utf-8"] * 3
+    assert container.execute("pwd").strip() == "/opt/tritonserver"
+    container.execute("sh", "-c", 'touch "$HOME/.cache/writable"')
+    container.execute("pip", "check")
+    packages = {package["name"] for package in json.loads(container.execute("pip", "list", "--format=json"))}
+    assert packages.isdisjoint({"nvidia-pytriton", "pytest", "ruff", "tritonclient"})
+    if container.ports[0] == 8000:
+        check = _healthcheck(json.loads(engine("image", "inspect", image))[0])
+        assert check[0] == "CMD"
+        container.execute(*check[1:])
+
+
+def _healthcheck(image: dict[str, Any]) -> list[str]:
+    check = image.get("Healthcheck") or image["Config"]["Healthcheck"]  # podman, docker
+    return list(check["Test"])
+
+
+def test_gated_model_needs_a_token(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
+    copy_model("llama7b", tmp_path)
+
+    for token in ({}, {"PRIVATE_REPO_TOKEN": hub.stranger_token}):
+        refused = start(RUN, tmp_path, *to_hub(hub, **token))
+        assert refused.process.wait(timeout=90) != 0
+        sentence = next(line for line in refused.log.splitlines() if f"{LLAMA} is gated" in line)
+        assert "HF_TOKEN" in sentence, "it says what to do"
+        assert hub.stranger_token not in refused.log
+
+    container = start(RUN, tmp_path, *to_hub(hub, PRIVATE_REPO_TOKEN=hub.access_token))
+    container.wait_until_ready()
+    assert container.generate("llama7b", PROMPT).startswith(PROMPT)
+    assert container.stop() == 0
+    assert hub.access_token not in container.log
+
+
+def test_stop_lets_requests_finish(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
+    copy_model("falcon7b", tmp_path)
+    container = start(RUN, tmp_path, *to_hub(hub))
+    container.wait_until_ready()
+    with ThreadPoolExecutor() as client:
+        answer = client.submit(container.generate, "falcon7b", PROMPT, max_new_tokens=1500)
+        time.sleep(0.3)
+        assert not answer.done(), "the request must be in flight when the server is told to stop"
+        assert container.stop() == 0
+        assert answer.result(timeout=10).startswith(PROMPT)
+
+
+def test_folder_of_another_user(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
+    model = copy_model("falcon7b", tmp_path, is_writable=False)
+    container = start(RUN, tmp_path, *to_hub(hub))
+    container.wait_until_ready()
+    assert container.generate("falcon7b", PROMPT).startswith(PROMPT)
+    assert container.execute("ls", "/home/triton-server/.cache/huggingface/hub").strip()
+    assert not (model / "hf_cache").exists()
+
+
+def test_any_user_and_no_rights(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
+    model = copy_model("falcon7b", tmp_path)
+    hardened = ["--user", "4321:4321", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"]
+    container = start(RUN, tmp_path, *to_hub(hub), *hardened, "--security-opt", "no-new-privileges")
+    container.wait_until_ready()
+    assert container.generate("falcon7b", PROMPT).startswith(PROMPT)
+    assert container.execute("id", "-u").strip() == "4321"
+    assert (model / "hf_cache").is_dir()
+
+
+@pytest.mark.parametrize("option", [MOUNT_CACHE, MOUNT_ONE], ids=["everything", "one model"])
+def test_mounted_cache(option: str, start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
+    copy_model("falcon7b", tmp_path, is_writable=False)
+    cache = tmp_path / ".cache" / "huggingface"
+    download = [sys.executable, "-c", f"import huggingface_hub as h; h.snapshot_download({FALCON!r})"]
+    subprocess.run(download, env=os.environ | hub.environment() | {"HF_HOME": str(cache)}, check=True)
+    hub.requests.clear()
+
+    mount = option.replace("${HOME}", str(tmp_path)).split()
+    container = start(RUN, tmp_path, *to_hub(hub), *mount)
+    container.wait_until_ready()
+    assert container.generate("falcon7b", PROMPT).startswith(PROMPT)
+    assert downloads(hub) == []
+
+
+def test_another_transformers(engine: Any, image: str) -> None:
+    other = engine.build(f"{image}-transformers", TRANSFORMERS="transformers==5.22.0")
+    show = "import importlib.metadata as m; print(*map(m.version, ('transformers', 'torch', 'numpy')))"
+    versions = {tag: engine("run", "--rm", tag, "python3", "-c", show).split()[-3:] for tag in (image, other)}
+    assert versions[other][0] == "5.22.0"
+    assert versions[image][0] != "5.22.0"
+    assert versions[image][1:] == versions[other][1:]
