@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,9 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
-from hf_triton.errors import HfTritonError
+from hf_triton.errors import HfTritonError, RequestError
 
 logger = logging.getLogger(__name__)
+
+SERVER_POLL_S = 1.0
 
 
 class Call:
@@ -47,8 +50,15 @@ class Call:
         return {tensor.name(): np.array(tensor.as_numpy(), copy=True) for tensor in self._request.inputs()}
 
     def parameters(self) -> dict[str, object]:
-        """The request's parameters by name; scalars."""
-        parsed: dict[str, object] = json.loads(self._request.parameters() or "{}")
+        """The request's parameters by name; scalars.
+
+        Raises:
+            RequestError: A name or a text among them is not UTF-8.
+        """
+        try:
+            parsed: dict[str, object] = json.loads(self._request.parameters() or "{}")
+        except UnicodeDecodeError:
+            raise RequestError("invalid_parameter", "a parameter's name or value is not valid UTF-8") from None
         return parsed
 
     def is_cancelled(self) -> bool:
@@ -99,6 +109,18 @@ def parameter_texts(config: Mapping[str, Any]) -> dict[str, str]:
 def load_failure(error: HfTritonError) -> Exception:
     """The exception that Triton reports as the reason why a folder is not served."""
     return pb_utils.TritonModelException(str(error))
+
+
+def end_with_server() -> None:
+    """End this process when the server is gone: a stub whose server was killed can live on, and keep its GPU memory."""
+    server = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == server:
+            time.sleep(SERVER_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="hf_triton-server-watch", daemon=True).start()
 
 
 def stop_server() -> None:

@@ -100,30 +100,45 @@ def load_checkpoint(hub: Hub, settings: ModelSettings, placement: Placement) -> 
     Raises:
         LoadError: One sentence with the model, the cause and the remedy.
     """
-    folder = hub.model_folder()
+    folders = _find(hub)
+    before = _stamps(folders)
     try:
-        return _load(folder, hub, settings, placement)
+        return _load(*folders, settings, placement)
     except LoadError as error:
-        damaged = purge_damaged(folder) if hub.can_fetch_again(folder) else []
-        if not damaged:
+        damaged = [name for folder in set(folders) if hub.can_fetch_again(folder) for name in purge_damaged(folder)]
+        if not damaged and _stamps(folders) == before:  # another instance of the model may have mended them
             raise
-        logger.warning("%s damaged in the cache (%s); fetching again", ", ".join(damaged), error.code)
-    return _load(hub.model_folder(), hub, settings, placement)
+        logger.warning("%s damaged in the cache (%s); fetching again", ", ".join(damaged) or "files", error.code)
+    return _load(*_find(hub), settings, placement)
 
 
-def _load(folder: Path, hub: Hub, settings: ModelSettings, placement: Placement) -> Checkpoint:
+def _find(hub: Hub) -> tuple[Path, Path]:
+    """The folders of the model and of its tokenizer; often the same."""
+    folder = hub.model_folder()
+    return folder, hub.tokenizer_folder() or folder
+
+
+def _stamps(folders: tuple[Path, ...]) -> list[int]:
+    """When files were last added to the folders, or removed."""
+    return [folder.stat().st_mtime_ns for folder in folders]
+
+
+def _load(folder: Path, tokenizer_folder: Path, settings: ModelSettings, placement: Placement) -> Checkpoint:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = _load_config(folder, settings)
-    tokenizer = _load_tokenizer(hub.tokenizer_folder() or folder, settings)
+    _check_generation_config(folder, settings)
+    tokenizer = _load_tokenizer(tokenizer_folder, settings)
     model = _load_model(folder, config, settings, placement)
     model.eval()
     vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) > vocabulary_size:
         logger.warning("the tokenizer knows %d tokens and the model %d", len(tokenizer), vocabulary_size)
-    return Checkpoint(tokenizer, model, context_length(config, settings.max_context_length), vocabulary_size)
+    checkpoint = Checkpoint(tokenizer, model, context_length(config, settings.max_context_length), vocabulary_size)
+    _explained(settings, "generation_config.json", checkpoint.generation_defaults)
+    return checkpoint
 
 
 def context_length(config: Any, limit: int | None) -> int:
@@ -142,9 +157,17 @@ def _load_config(folder: Path, settings: ModelSettings) -> Any:
 
     return _explained(
         settings,
-        "its config.json",
+        "config.json",
         lambda: AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code, local_files_only=True),
     )
+
+
+def _check_generation_config(folder: Path, settings: ModelSettings) -> None:
+    """Refuse a generation_config.json that cannot be read; transformers would go on without it."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").exists():
+        _explained(settings, "generation_config.json", lambda: GenerationConfig.from_pretrained(folder))
 
 
 def _load_tokenizer(folder: Path, settings: ModelSettings) -> Any:
@@ -152,7 +175,7 @@ def _load_tokenizer(folder: Path, settings: ModelSettings) -> Any:
 
     return _explained(
         settings,
-        "its tokenizer",
+        f"the tokenizer {settings.tokenizer}" if settings.tokenizer else "the tokenizer",
         lambda: AutoTokenizer.from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code, local_files_only=True
         ),
@@ -166,7 +189,7 @@ def _load_model(folder: Path, config: Any, settings: ModelSettings, placement: P
     device_map = placement.device_map()
     if settings.load_format == "dummy":
         load = _dummy_loader(auto_class, config, settings, device_map)
-        return _explained(settings, "a model of its config", lambda: _with_attention(settings, load))
+        return _explained(settings, "the model", lambda: _with_attention(settings, load))
     arguments: dict[str, Any] = {
         "config": config,
         "dtype": settings.dtype,
@@ -181,7 +204,7 @@ def _load_model(folder: Path, config: Any, settings: ModelSettings, placement: P
         arguments["quantization_config"] = dict(settings.quantization_config)
     model, info = _explained(
         settings,
-        "its weights",
+        "the weights",
         lambda: _with_attention(
             settings, lambda attention: auto_class.from_pretrained(folder, attn_implementation=attention, **arguments)
         ),
@@ -274,17 +297,31 @@ def _explain(settings: ModelSettings, part: str, error: Exception) -> Checkpoint
             f"{name} brings its own Python code: read it, and set trust_remote_code to true in config.pbtxt to run it",
         )
     if "does not recognize this architecture" in text or "Unrecognized configuration class" in text:
-        import transformers
-
+        return _unsupported(name)
+    if "weights_only" in text:
         return CheckpointError(
-            "unsupported_model",
-            f"transformers {transformers.__version__} has no text generation model for {part} of {name}: build "
-            "the image with a newer transformers (--build-arg TRANSFORMERS=...)",
+            "weights_not_safe",
+            f"the pickle weights of {name} hold more than tensors, which could run code when they are read: do not use "
+            "them; find safetensors",
         )
     if isinstance(error, ImportError):
         return CheckpointError(
-            "checkpoint_invalid", f"{part} of {name} needs a Python package that is missing: {text[:300]}"
+            "checkpoint_invalid",
+            f"{part} of {name} cannot be loaded without a Python package ({text[:300]}): install it, or leave out the "
+            "setting that asks for it",
         )
     return CheckpointError(
-        "checkpoint_invalid", f"{part} of {name} cannot be loaded ({type(error).__name__}: {text[:300]})"
+        "checkpoint_invalid",
+        f"{part} of {name} cannot be loaded ({type(error).__name__}: {text[:300]}): fetch the checkpoint again, or "
+        "choose another revision",
+    )
+
+
+def _unsupported(name: str) -> CheckpointError:
+    import transformers
+
+    return CheckpointError(
+        "unsupported_model",
+        f"transformers {transformers.__version__} has no text generation model of the kind of {name}: choose another "
+        "model, or build the image with a newer transformers (--build-arg TRANSFORMERS=...)",
     )

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from hf_triton.errors import clip
 
+MAX_NAME = 60  # characters of an unknown name to compare: a client's may have megabytes, and comparing takes seconds
 TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a JSON object"}
 
 
@@ -78,7 +79,7 @@ def _limit_words(constraint: object) -> str:
 def suggest(name: str, known: Iterable[str]) -> str:
     """`, did you mean 'top_p'?` where a known name is close, else the whole list."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name[:MAX_NAME], names, n=1, cutoff=0.6)
     return f", did you mean '{close[0]}'?" if close else f"; known are {', '.join(names)}"
 
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one step that talks to the Hub: fetch what a model needs into a cache folder, and check it.
 
-Runs as a process of its own (`python -m hf_triton.download`, started by `hub.py`), because the Hub's client can wait
-for ever on a Hub that accepts and never answers, and a process can be stopped at its deadline. It reads a `Job` as JSON
-on standard input, writes a line of JSON to standard output for every event, and finds its access token in HF_TOKEN.
+Runs as a process of its own (`python -m hf_triton.download`, started by `download_process.py`), because the Hub's
+client can wait for ever on a Hub that accepts and never answers, and a process can be stopped at its deadline. It reads
+a `Job` as JSON on standard input, writes a line of JSON to standard output for every event, and finds its access token
+in HF_TOKEN.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
 import fnmatch
 import json
 import logging
@@ -24,13 +25,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from hf_triton.errors import CheckpointError, HfTritonError, HubError
+from hf_triton.errors import CheckpointError, HubError
+from hf_triton.hub_failures import Failure, explain, is_transient, one_line, status_of
 from hf_triton.snapshot import PICKLE, SAFETENSORS, is_sound, missing_weights, weight_files
 
 PROGRESS_INTERVAL_S: Final = 1.0
 NUM_WORKERS: Final = 4
 NUM_TRIES: Final = 4
-TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+MAX_SMALL_BYTES: Final = 32 << 20
+"""Files up to this size are checked even where they were cached before."""
+STALE_AFTER_S: Final = 3600.0
+CHUNK_BYTES: Final = 256 << 10
+"""How often the client tells its progress; its own 10 MB look like a stall on a slow line."""
 SMALL_FILES: Final = (
     "*.json",
     "*.txt",
@@ -61,6 +67,8 @@ USUAL_FILES: Final = (
 
 T = TypeVar("T")
 
+logger = logging.getLogger("hf_triton.download")  # this module's name is another when it is run
+
 
 @dataclass(frozen=True)
 class Job:
@@ -74,6 +82,8 @@ class Job:
     allows_pickle: bool
     wants_code: bool
     """Whether the repository's Python files are fetched too."""
+    setting: str = "huggingface_model"
+    """The setting that names the model, for messages."""
 
 
 def run(job: Job, report: Callable[[Mapping[str, Any]], None]) -> Path:
@@ -81,7 +91,7 @@ def run(job: Job, report: Callable[[Mapping[str, Any]], None]) -> Path:
 
     Args:
         job: What to fetch.
-        report: Takes `{"num_bytes": so far, "total_bytes": in all, or None}` about once a second.
+        report: Takes an event about once a second: `{"num_bytes": so far, "total_bytes": in all so far}`.
 
     Returns:
         The snapshot folder.
@@ -93,16 +103,14 @@ def run(job: Job, report: Callable[[Mapping[str, Any]], None]) -> Path:
     fetch = _Fetch(job, report)
     commit, sizes = fetch.list_files()
     small = [name for name in sizes if _matches(name, SMALL_FILES + (CODE_FILES if job.wants_code else ()))]
-    fetch.check_room(sizes, small)
+    fetch.check_room(sizes, small, commit)
     snapshot = fetch.fetch(small, commit)
     if job.wants_weights:
         names = weight_files(snapshot, sizes, job.allows_pickle)
         _require_weights(job, names, sizes)
-        fetch.check_room(sizes, names)
+        fetch.check_room(sizes, names, commit)
         fetch.fetch(names, commit)
-        missing = missing_weights(snapshot, job.allows_pickle)
-        if missing:
-            raise CheckpointError("checkpoint_incomplete", f"{job.model} has no {', '.join(missing[:3])}")
+        _require(job, missing_weights(snapshot, job.allows_pickle))
     return snapshot
 
 
@@ -110,28 +118,40 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
 
 
+def _require(job: Job, missing: list[str]) -> None:
+    if missing:
+        raise CheckpointError(
+            "checkpoint_incomplete",
+            f"{job.model} (revision {job.revision}) has no {', '.join(missing[:3])} on the Hub: set {job.setting} to a "
+            "complete model in the form of transformers",
+        )
+
+
 def _require_weights(job: Job, names: list[str], available: Iterable[str]) -> None:
     if names:
         return
     pickles = [name for name in available if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-    if pickles:
+    if pickles and not job.allows_pickle:
         raise HubError(
             "weights_not_safe",
             f"{job.model} has pickle weights only ({pickles[0]}), which can run code when they are read: choose a "
             "revision with safetensors, or set allow_pickle to true if you trust the repository",
         )
-    raise CheckpointError("checkpoint_incomplete", f"{job.model} has no weights that transformers can read")
+    _require(job, ["weights that transformers can read"])
 
 
 class _Fetch:
     """The real Hub client, with retries, room and checksums looked after."""
 
     def __init__(self, job: Job, report: Callable[[Mapping[str, Any]], None]) -> None:
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi, constants
 
+        constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES
         self._job = job
         self._api = HfApi()
         self._progress = _Progress(report)
+        self._mending = threading.Lock()
+        self._repository = Path(job.cache_dir) / ("models--" + job.model.replace("/", "--"))
 
     def list_files(self) -> tuple[str, dict[str, int | None]]:
         """The commit behind the revision, and its files with their sizes in bytes."""
@@ -145,16 +165,18 @@ class _Fetch:
             tree = _retry(lambda: list(self._api.list_repo_tree(job.model, recursive=True, revision=commit)))
             return commit, {each.path: each.size for each in tree if hasattr(each, "size")}
         except HfHubHTTPError as error:
-            if error.response is None or error.response.status_code != 404:
+            if status_of(error) != 404:
                 raise
         # A mirror that serves files and no listing.
         return commit, dict.fromkeys([each.rfilename for each in info.siblings or []] or USUAL_FILES)
 
-    def check_room(self, sizes: Mapping[str, int | None], names: Iterable[str]) -> None:
-        """Refuse a download that the disk has no room for, before it begins."""
-        wanted = sum(sizes.get(name) or 0 for name in names)
+    def check_room(self, sizes: Mapping[str, int | None], names: Iterable[str], commit: str) -> None:
+        """Refuse a download that the disk has no room for, before it begins; files that are there already are free."""
+        snapshot = self._repository / "snapshots" / commit
+        wanted = sum(sizes.get(name) or 0 for name in names if not (snapshot / name).exists())
         folder = Path(self._job.cache_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        remove_stale(self._repository)
         free = shutil.disk_usage(folder).free
         if wanted > free:
             raise HubError(
@@ -167,10 +189,13 @@ class _Fetch:
         """Fetch files and check the new ones; the snapshot folder they are in."""
         names = list(names)
         self._note_revision(names, commit)
-        with ThreadPoolExecutor(NUM_WORKERS) as pool:
+        pool = ThreadPoolExecutor(NUM_WORKERS)
+        try:
             paths = [path for path in pool.map(lambda name: self._fetch_checked(name, commit), names) if path]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # one file's failure is told before the others are done
         if not paths:
-            raise CheckpointError("checkpoint_incomplete", f"{self._job.model} has none of the files of a model")
+            _require(self._job, ["file of a model"])
         return paths[0]
 
     def _note_revision(self, names: list[str], commit: str) -> None:
@@ -180,34 +205,51 @@ class _Fetch:
 
     def _fetch_checked(self, name: str, commit: str) -> Path | None:
         path = self._download(name, commit)
-        if path is None or not self._progress.take_new(name) or is_sound(path):
-            return path and _snapshot_of(path, name)
-        path.resolve().unlink()
-        path.unlink(missing_ok=True)
-        path = self._download(name, commit)
-        if path is None or not is_sound(path):
-            raise HubError(
-                "hub_incomplete",
-                f"{name} of {self._job.model} arrived damaged twice (its checksum is wrong): look for a proxy or "
-                "mirror that alters files, and start again",
-            )
-        return _snapshot_of(path, name)
+        if path is not None and self._is_worth_a_check(path, name) and self._is_damaged(path):
+            path = self._fetch_again(path, name, commit)
+        return path and _snapshot_of(path, name)
+
+    def _fetch_again(self, path: Path, name: str, commit: str) -> Path | None:
+        with self._mending:  # one at a time, because files of the same content share a blob
+            if self._is_damaged(path):
+                path.resolve().unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+            again = self._download(name, commit)
+            if again is not None and self._is_damaged(again):
+                raise HubError(
+                    "hub_incomplete",
+                    f"{name} of {self._job.model} arrived damaged twice (its checksum is wrong): look for a proxy or "
+                    "mirror that alters files, and start again",
+                )
+            return again
+
+    def _is_worth_a_check(self, path: Path, name: str) -> bool:
+        """Whether the file is new; of what was cached before, small files alone are looked at."""
+        return self._progress.is_new(name) or not path.exists() or path.stat().st_size < MAX_SMALL_BYTES
+
+    def _is_damaged(self, path: Path) -> bool:
+        try:
+            return not is_sound(path, self._progress.note_check)
+        except FileNotFoundError:  # its blob was another file's too, and was removed
+            return True
 
     def _download(self, name: str, revision: str) -> Path | None:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
-        try:
-            path = hf_hub_download(
+        def download() -> str:
+            return hf_hub_download(
                 self._job.model,
                 name,
                 revision=revision,
                 cache_dir=self._job.cache_dir,
                 tqdm_class=self._progress.bar_class(name),
             )
+
+        try:
+            return Path(_retry(download))
         except RemoteEntryNotFoundError:
             return None
-        return Path(path)
 
 
 def _snapshot_of(path: Path, name: str) -> Path:
@@ -218,21 +260,25 @@ def _gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB"
 
 
-def _retry(call: Callable[[], T]) -> T:
-    """Call, again after a pause where the Hub is busy or cannot be reached."""
-    from huggingface_hub.errors import HfHubHTTPError
+def remove_stale(repository: Path) -> None:
+    """Remove the parts of files that downloads left which were killed; the client begins a file afresh each time."""
+    for part in repository.glob("blobs/*.incomplete"):
+        with contextlib.suppress(OSError):  # another process may have finished or removed it
+            if time.time() - part.stat().st_mtime > STALE_AFTER_S:
+                part.unlink()
 
-    for attempt in range(NUM_TRIES):
+
+def _retry(call: Callable[[], T]) -> T:
+    """Call, again after a pause where the Hub is busy or a connection was lost."""
+    for attempt in range(NUM_TRIES - 1):
         try:
             return call()
-        except HfHubHTTPError as error:
-            if attempt == NUM_TRIES - 1 or error.response is None or error.response.status_code not in TRANSIENT:
+        except Exception as error:
+            if not is_transient(error):
                 raise
-        except OSError:
-            if attempt == NUM_TRIES - 1:
-                raise
+            logger.warning("%s; trying again", Failure(error, has_token=False).describe())
         time.sleep(2**attempt / 2)
-    raise AssertionError("not reached")
+    return call()
 
 
 class _Progress:
@@ -246,21 +292,28 @@ class _Progress:
         self._new: set[str] = set()
         self._lock = threading.Lock()
 
-    def take_new(self, name: str) -> bool:
-        """Whether the file came over the network since it was asked last."""
+    def is_new(self, name: str) -> bool:
+        """Whether the file came over the network."""
         with self._lock:
-            was_new = name in self._new
-            self._new.discard(name)
-            return was_new
+            return name in self._new
+
+    def note_check(self) -> None:
+        """Show a sign of life while a checksum is computed, which takes minutes for a large file."""
+        with self._lock:
+            self._report_sometimes(is_checking=True)
 
     def _add(self, name: str, num_bytes: int, total_bytes: int = 0) -> None:
         with self._lock:
             self._new.add(name)
             self._num_bytes += num_bytes
             self._total_bytes += total_bytes
-            if time.monotonic() - self._reported_at >= PROGRESS_INTERVAL_S:
-                self._reported_at = time.monotonic()
-                self._report({"num_bytes": self._num_bytes, "total_bytes": self._total_bytes})
+            self._report_sometimes(is_checking=False)
+
+    def _report_sometimes(self, *, is_checking: bool) -> None:
+        if time.monotonic() - self._reported_at >= PROGRESS_INTERVAL_S:
+            self._reported_at = time.monotonic()
+            so_far = {"num_bytes": self._num_bytes, "total_bytes": self._total_bytes}
+            self._report(so_far | {"is_checking": is_checking})
 
     def bar_class(self, name: str) -> type[Any]:
         """A tqdm class, which is how the client tells its progress."""
@@ -281,100 +334,30 @@ class _Progress:
         return Bar
 
 
-def explain(error: BaseException, job: Job, environment: Mapping[str, str]) -> HfTritonError:
-    """Say in one sentence what an error of the Hub's client means and what to do.
+class _Teller(logging.Handler):
+    """Sends the warnings of the Hub's client, about retries and waits, to the process that reads our events."""
 
-    Args:
-        error: What the client raised; its causes are looked at too.
-        job: What was being fetched.
-        environment: To know whether there is an access token.
-    """
-    from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    def __init__(self, report: Callable[[Mapping[str, Any]], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = report
 
-    chain = list(_causes(error))
-    ours = next((each for each in chain if isinstance(each, HfTritonError)), None)
-    if ours is not None:
-        return ours
-    model, page = job.model, f"{constants.ENDPOINT}/{job.model}"
-    has_token = bool(environment.get("HF_TOKEN"))
-    status = next((status for each in chain if (status := _status(each))), None)
-    system = next((each.errno for each in chain if isinstance(each, OSError) and each.errno), None)
-    if any(isinstance(each, GatedRepoError) for each in chain):
-        remedy = (
-            "accept its terms there with the account that HF_TOKEN belongs to"
-            if has_token
-            else ("accept its terms there and set HF_TOKEN to an access token of that account")
-        )
-        return HubError("hub_gated", f"{model} is gated, and this server has no access to it: open {page}, {remedy}")
-    if any(isinstance(each, RevisionNotFoundError) for each in chain):
-        return HubError(
-            "hub_revision_not_found",
-            f"{model} has no revision '{job.revision}': see {page}, and correct the setting revision",
-        )
-    if status in (401, 403) and has_token and not any(isinstance(each, RepositoryNotFoundError) for each in chain):
-        return HubError(
-            "hub_auth", f"the Hub refuses the access token in HF_TOKEN for {model} ({status}): make a new one"
-        )
-    if any(isinstance(each, RepositoryNotFoundError) for each in chain) or status in (401, 404):
-        remedy = (
-            "whether the access token in HF_TOKEN may read it"
-            if has_token
-            else ("set HF_TOKEN to an access token if it is private")
-        )
-        return HubError(
-            "hub_not_found",
-            f"there is no model {model} at {page}, or it is private: check huggingface_model, and {remedy}",
-        )
-    if status == 403:
-        return HubError(
-            "hub_auth", f"the Hub forbids {model} ({page}): set HF_TOKEN to an access token that may read it"
-        )
-    if status == 429:
-        return HubError(
-            "hub_rate_limited",
-            f"the Hub answers 429 (too many requests) for {model}: wait some minutes, or set HF_TOKEN for more",
-        )
-    if system == errno.ENOSPC:
-        return HubError(
-            "disk_full", f"{job.cache_dir} has no room left for {model}: make room, or set TRANSFORMERS_CACHE"
-        )
-    if system in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return HubError(
-            "cache_not_writable",
-            f"{job.cache_dir} cannot be written to: set TRANSFORMERS_CACHE to a folder that can be",
-        )
-    cause = f"answers {status}" if status else f"cannot be reached ({type(chain[-1]).__name__})"
-    return HubError(
-        "hub_unavailable",
-        f"{model} is not in any cache, and the Hub at {constants.ENDPOINT} {cause}: check the network, HF_ENDPOINT and "
-        "HTTPS_PROXY, or copy the model into the cache",
-    )
-
-
-def _causes(error: BaseException) -> Iterable[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
-
-
-def _status(error: BaseException) -> int | None:
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None)
-    return status if isinstance(status, int) and status >= 400 else None
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell({"warning": one_line(record.getMessage())})
 
 
 def main() -> int:
     """Do the job on standard input; the last line says where the files are, or what went wrong."""
     job = Job(**json.load(sys.stdin))
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     out = sys.stdout
     sys.stdout = sys.stderr
 
     def report(event: Mapping[str, Any]) -> None:
-        print(json.dumps(event), file=out, flush=True)
+        out.write(json.dumps(event) + "\n")  # in one piece, because several threads report
+        out.flush()
 
+    for name in ("huggingface_hub", logger.name):
+        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).addHandler(_Teller(report))
     try:
         report({"snapshot": str(run(job, report))})
     except Exception as error:

@@ -18,6 +18,8 @@ answers 400 whatever the error is. CODES lists them all.
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import ClassVar, Literal
 
 TritonCode = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
@@ -116,6 +118,13 @@ class GenerationError(HfTritonError):
 
 class ServerError(HfTritonError):
     """The server binary cannot be found or started."""
+
+
+def where(error: BaseException) -> str:
+    """An exception's type and the places it came through, without its message, which may quote what a client sent."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = " < ".join(f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in reversed(frames))
+    return f"{type(error).__name__} in {places}"
 
 
 def clip(value: object, limit: int = 60) -> str:

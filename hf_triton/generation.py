@@ -15,7 +15,7 @@ import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from hf_triton.declare import problems, suggest
-from hf_triton.errors import RequestError
+from hf_triton.errors import RequestError, clip
 
 ALIASES: Final[Mapping[str, str]] = {
     "max_tokens": "max_new_tokens",
@@ -58,7 +58,7 @@ class GenerationParameters(BaseModel):
     """Makes a drawn text repeatable: the same prompt, parameters and seed give the same text, whatever else the
     server does at the time."""
 
-    repetition_penalty: Annotated[float, annotated_types.Gt(0), annotated_types.Le(100)] | None = None
+    repetition_penalty: Annotated[float, annotated_types.Ge(0.01), annotated_types.Le(100)] | None = None
     """Divides (> 1) or multiplies (< 1) the scores of tokens that the prompt or the text already holds. 1 is off.
     CTRL, Keskar et al. 2019, section 4.1."""
 
@@ -99,14 +99,15 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
     Raises:
         RequestError: A name is unknown, two names mean the same, or a value is impossible.
     """
-    named: dict[str, object] = {}
-    for given, value in values.items():
+    spellings: dict[str, str] = {}
+    for given in values:
         name = ALIASES.get(given, given)
         if name not in GenerationParameters.model_fields:
             raise unknown_parameter(given)
-        if name in named:
-            raise RequestError("invalid_parameter", f"{name} is given twice, once as an alias: leave one out")
-        named[name] = value
+        if name in spellings:
+            raise RequestError("invalid_parameter", f"{spellings[name]} and {given} mean the same: leave one out")
+        spellings[name] = given
+    named = {name: values[given] for name, given in spellings.items()}
     try:
         return GenerationParameters.model_validate(named)
     except ValidationError as error:
@@ -117,7 +118,7 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
 def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
     """The refusal of a parameter that nobody declared."""
     known = [*GenerationParameters.model_fields, *ALIASES, *also]
-    return RequestError("unknown_parameter", f"there is no parameter '{name[:60]}'{suggest(name, known)}")
+    return RequestError("unknown_parameter", f"there is no parameter {clip(name)}{suggest(name, known)}")
 
 
 @dataclass(frozen=True)

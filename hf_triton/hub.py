@@ -6,26 +6,20 @@ Transformers 5 ignores TRANSFORMERS_CACHE, and every system has its own name for
 
 from __future__ import annotations
 
-import ctypes
-import json
 import logging
 import os
-import queue
 import re
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Final
 
-from hf_triton.download import Job, encode
+from hf_triton.download import Job
+from hf_triton.download_process import Patience, download
 from hf_triton.errors import CheckpointError, HubError
 from hf_triton.settings import ModelSettings
-from hf_triton.snapshot import missing_files
+from hf_triton.snapshot import missing_files, missing_weights
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +35,8 @@ TOKEN_VARIABLES: Final = (
 """Variables that hold an access token (HF_TOKEN_PATH: the file of one), the first that is set winning."""
 FOLDER_CACHE: Final = "hf_cache"
 """The cache inside a model folder, which survives the container together with the model repository."""
-LOG_INTERVAL_S: Final = 10.0
-PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+OFFLINE_VARIABLES: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+"""Variables that forbid to ask the Hub, as its client and transformers know them."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +46,10 @@ class Wanted:
     name: str
     """Name on the Hub, or a folder."""
     revision: str
+    setting: str
+    """The setting that names it."""
+    wants_model: bool
+    """Whether it is needed for the model, not for its tokenizer alone."""
     wants_weights: bool
     wants_tokenizer: bool
     allows_pickle: bool
@@ -61,10 +59,17 @@ class Wanted:
         """The files that `folder` lacks."""
         return missing_files(
             folder,
+            wants_model=self.wants_model,
             wants_weights=self.wants_weights,
             wants_tokenizer=self.wants_tokenizer,
             allows_pickle=self.allows_pickle,
+            wants_code=self.wants_code,
         )
+
+    def has_only_pickle(self, folder: Path) -> bool:
+        """Whether `folder` has weights, and of the kind alone that may not be read."""
+        is_wanting = self.wants_weights and bool(missing_weights(folder, self.allows_pickle))
+        return is_wanting and not missing_weights(folder, allows_pickle=True)
 
 
 class Hub:
@@ -93,6 +98,8 @@ class Hub:
             Wanted(
                 settings.huggingface_model,
                 settings.revision,
+                "huggingface_model",
+                wants_model=True,
                 wants_weights=settings.load_format == "auto",
                 wants_tokenizer=settings.tokenizer is None,
                 allows_pickle=settings.allow_pickle,
@@ -109,6 +116,8 @@ class Hub:
             Wanted(
                 settings.tokenizer,
                 settings.tokenizer_revision,
+                "tokenizer",
+                wants_model=False,
                 wants_weights=False,
                 wants_tokenizer=True,
                 allows_pickle=False,
@@ -119,38 +128,47 @@ class Hub:
     def _find(self, wanted: Wanted) -> Path:
         if wanted.name.startswith(("/", "./", "../")):
             return self._local(wanted)
+        lacking = []
         for cache in self.caches():
             folder = _cached_snapshot(wanted, cache)
-            if folder is not None and not wanted.missing_in(folder):
+            missing = [] if folder is None else wanted.missing_in(folder)
+            if folder is not None and not missing:
                 logger.info("%s: taken from the cache %s", wanted.name, cache)
                 return folder
+            lacking.append(f"{cache} (without {', '.join(missing[:3])})" if missing else str(cache))
         if is_offline(self._environment):
-            looked = ", ".join(map(str, self.caches()))
             raise HubError(
                 "offline_and_not_cached",
-                f"{wanted.name} (revision {wanted.revision}) is in no cache, and HF_HUB_OFFLINE forbids a download: "
-                f"unset it once, or mount a cache that has the model; looked in {looked}",
+                f"{wanted.name} (revision {wanted.revision}) is complete in no cache, and HF_HUB_OFFLINE forbids a "
+                f"download: unset it once, or mount a cache that has the model; looked in {', '.join(lacking)}",
             )
         return self._download(wanted, self._writable_cache(wanted))
 
     def _local(self, wanted: Wanted) -> Path:
         folder = (self._model_folder / wanted.name).resolve()
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise HubError(
-                "path_not_found", f"there is no folder {folder} for '{wanted.name}': correct huggingface_model"
+                "path_not_found", f"there is no folder {folder} for '{wanted.name}': correct {wanted.setting}"
             )
         missing = wanted.missing_in(folder)
+        if missing and wanted.has_only_pickle(folder):
+            raise CheckpointError(
+                "weights_not_safe",
+                f"{folder} has pickle weights only, which can run code when they are read: convert them to "
+                "safetensors, or set allow_pickle to true if you trust them",
+            )
         if missing:
-            pickled = missing == ["model.safetensors"] and any(folder.glob("*.bin"))
-            hint = "; it has pickle weights, which are read only with allow_pickle true" if pickled else ""
-            raise CheckpointError("checkpoint_incomplete", f"{folder} has no {', '.join(missing)}{hint}")
+            raise CheckpointError(
+                "checkpoint_incomplete", f"{folder} has no {', '.join(missing[:3])}: copy the whole checkpoint there"
+            )
         logger.info("%s: taken from the folder %s", wanted.name, folder)
         return folder
 
     def can_fetch_again(self, folder: Path) -> bool:
         """Whether a damaged file of this snapshot can be removed and downloaded again."""
-        is_cached = any(cache in folder.parents for cache in self.caches())
-        return is_cached and not is_offline(self._environment) and os.access(folder, os.W_OK)
+        if is_offline(self._environment) or not any(cache in folder.parents for cache in self.caches()):
+            return False
+        return all(os.access(each, os.W_OK) for each in (folder, folder.parents[1] / "blobs"))
 
     # --- caches ------------------------------------------------------------------------------------------------------
 
@@ -185,7 +203,7 @@ class Hub:
         chosen = self._chosen_caches()
         standard = self._standard_cache()
         candidates = chosen or [
-            *([standard] if standard.is_dir() else []),
+            *([standard] if os.path.isdir(standard) else []),
             self._model_folder / FOLDER_CACHE,
             standard,
         ]
@@ -230,54 +248,20 @@ class Hub:
             wants_weights=wanted.wants_weights,
             allows_pickle=wanted.allows_pickle,
             wants_code=wanted.wants_code,
+            setting=wanted.setting,
         )
         started = time.monotonic()
-        folder = self._run(job)
+        patience = Patience(self._settings.download_timeout_s, self._settings.download_stall_timeout_s)
+        folder = download(job, self._child_environment(), patience)
         missing = wanted.missing_in(folder)
         if missing:
-            raise CheckpointError("checkpoint_incomplete", f"{wanted.name} has no {', '.join(missing[:3])} on the Hub")
+            raise CheckpointError(
+                "checkpoint_incomplete",
+                f"{wanted.name} (revision {wanted.revision}) has no {', '.join(missing[:3])} on the Hub: set "
+                f"{wanted.setting} to a complete model in the form of transformers",
+            )
         logger.info("%s: downloaded in %.1f s", wanted.name, time.monotonic() - started)
         return folder
-
-    def _run(self, job: Job) -> Path:
-        """Run the download process within its deadlines."""
-        with _child(job, self._child_environment()) as process:
-            events = _events(process)
-            deadline = time.monotonic() + self._settings.download_timeout_s
-            last_byte = last_log = time.monotonic()
-            num_bytes = 0
-            while True:
-                now = time.monotonic()
-                patience = min(deadline, last_byte + self._settings.download_stall_timeout_s) - now
-                if patience <= 0:
-                    raise self._too_slow(job, stalled=now < deadline, num_bytes=num_bytes)
-                event = _next(events, patience)
-                if event is None:
-                    continue
-                if "snapshot" in event:
-                    return Path(event["snapshot"])
-                if "code" in event:
-                    kind = HubError if event["code"] not in ("checkpoint_incomplete",) else CheckpointError
-                    raise kind(event["code"], event["sentence"])
-                if event["num_bytes"] > num_bytes:
-                    num_bytes, last_byte = event["num_bytes"], time.monotonic()
-                if now - last_log >= LOG_INTERVAL_S:
-                    last_log = now
-                    logger.info("%s: %.2f of %.2f GB", job.model, num_bytes / 1e9, event["total_bytes"] / 1e9)
-
-    def _too_slow(self, job: Job, *, stalled: bool, num_bytes: int) -> HubError:
-        settings, gigabytes = self._settings, num_bytes / 1e9
-        which, limit_s = (
-            ("sent no byte for", settings.download_stall_timeout_s)
-            if stalled
-            else ("was not done after", settings.download_timeout_s)
-        )
-        name = "download_stall_timeout_s" if stalled else "download_timeout_s"
-        return HubError(
-            "hub_timeout",
-            f"the Hub {which} {limit_s:g} s while {job.model} was downloaded ({gigabytes:.2f} GB had come): check "
-            f"the network and HF_ENDPOINT, or raise {name}; the next start goes on from there",
-        )
 
     def _child_environment(self) -> dict[str, str]:
         """The download's environment: the one token that was chosen, and no other."""
@@ -290,8 +274,7 @@ class Hub:
 
 def is_offline(environment: Mapping[str, str]) -> bool:
     """Whether the Hub may not be asked, by the variables that its client and transformers know."""
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    return any(environment.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in names)
+    return any(environment.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in OFFLINE_VARIABLES)
 
 
 def _cached_snapshot(wanted: Wanted, cache: Path) -> Path | None:
@@ -301,7 +284,7 @@ def _cached_snapshot(wanted: Wanted, cache: Path) -> Path | None:
     if not re.fullmatch(r"[0-9a-f]{40}", wanted.revision):
         commit = _read_file(repository / "refs" / wanted.revision)
     folder = repository / "snapshots" / commit if commit else None
-    return folder if folder is not None and folder.is_dir() else None
+    return folder if folder is not None and os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK) else None
 
 
 def _read_file(path: Path) -> str | None:
@@ -313,68 +296,5 @@ def _read_file(path: Path) -> str | None:
 
 def _is_writable(folder: Path) -> bool:
     """Whether a folder can be written to, or be made."""
-    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-
-
-# --- the download process --------------------------------------------------------------------------------------------
-
-
-class _child:  # noqa: N801  a context manager, used like a function
-    """The download as a process that does not outlive this one, nor its deadline."""
-
-    def __init__(self, job: Job, environment: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "hf_triton.download"],
-            env=dict(environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # the client's own words; ours come as events
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-        assert self._process.stdin is not None
-        with self._process.stdin as stdin:
-            stdin.write(encode(job))
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        return self._process
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _events(process: subprocess.Popen[bytes]) -> queue.Queue[dict[str, Any]]:
-    """The events of the process, read by a thread so that waiting for one can end."""
-    events: queue.Queue[dict[str, Any]] = queue.Queue()
-
-    def read(stdout: IO[bytes]) -> None:
-        for line in _json_lines(stdout):
-            events.put(line)
-        events.put({"code": "hub_unavailable", "sentence": "the download process ended without a word"})
-
-    assert process.stdout is not None
-    threading.Thread(target=read, args=(process.stdout,), name="hf_triton-download", daemon=True).start()
-    return events
-
-
-def _json_lines(stdout: IO[bytes]) -> Iterator[dict[str, Any]]:
-    for line in stdout:
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
-
-
-def _next(events: queue.Queue[dict[str, Any]], timeout_s: float) -> dict[str, Any] | None:
-    try:
-        return events.get(timeout=timeout_s)
-    except queue.Empty:
-        return None
+    existing = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
+    return os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)

@@ -8,11 +8,16 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_triton import wire
-from hf_triton.errors import HfTritonError
+from hf_triton.errors import HfTritonError, where
 from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
+
+BYTES_PER_TOKEN = 16  # more than any text has on average; only a bound on what is tokenized at all
+
+if TYPE_CHECKING:
+    from hf_triton.tasks.text_generation import TextGeneration
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +41,10 @@ class TritonPythonModel:
     """
 
     settings_class: ClassVar[type[ModelSettings]] = ModelSettings
+
+    _task: TextGeneration
+    _output_names: list[str]
+    _limits: wire.Limits
 
     @classmethod
     def auto_complete_config(cls, auto_complete_model_config: Any) -> Any:
@@ -68,6 +77,7 @@ class TritonPythonModel:
         from hf_triton import _triton
 
         _triton.speak_utf8()
+        _triton.end_with_server()
         _triton.send_logs_to_triton(args["model_name"])
         config = json.loads(args["model_config"])
         self._output_names = [port["name"] for port in config["output"]]
@@ -96,8 +106,8 @@ class TritonPythonModel:
                 self._submit(call)
             except HfTritonError as error:
                 call.refuse(error)
-            except Exception:
-                logger.exception("taking a request failed")
+            except Exception as error:
+                logger.error("taking a request failed: %s", where(error))
                 call.refuse(HfTritonError("internal", "the request could not be taken; the server's log says why"))
 
     def finalize(self) -> None:
@@ -125,11 +135,12 @@ class TritonPythonModel:
         hub = Hub(Path(args["model_repository"]), settings, os.environ)
         placement = Placement(args["model_instance_kind"], int(args["model_instance_device_id"]))
         checkpoint = load_checkpoint(hub, settings, placement)
-        self._max_prompt_bytes = settings.max_prompt_bytes or 16 * checkpoint.context_length
+        max_prompt_bytes = settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length
+        self._limits = wire.Limits(settings.max_prompts, max_prompt_bytes)
         self._task = build_text_generation(checkpoint, settings, on_fatal=_triton.stop_server)
 
     def _submit(self, call: Any) -> None:
-        request = wire.parse_request(call.inputs(), call.parameters(), self._max_prompt_bytes)
+        request = wire.parse_request(call.inputs(), call.parameters(), self._limits)
 
         def answer(result: list[str] | HfTritonError) -> None:
             if isinstance(result, HfTritonError):

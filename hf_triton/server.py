@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ from hf_triton.errors import ServerError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal a child gets when its parent dies
 STOP_GRACE_S = 30.0
+STACK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -119,12 +121,19 @@ def busy_ports(ports: Sequence[int]) -> list[int]:
     return [port for port in ports if is_busy(port)]
 
 
-def _die_with_parent() -> None:
+def _prepare_process() -> None:
+    """Runs in the new process before tritonserver does."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # Triton's HTTP library copies a form body, which is what `curl -d` sends, to the stack (libevhtp issue 118).
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    wanted = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
 
 
 class TritonServer:
     """A tritonserver process as a context manager.
+
+    The server is told to stop when the thread that started it ends: a killed test or command leaves none behind.
 
     Args:
         model_repository: The folder of model folders.
@@ -195,7 +204,7 @@ class TritonServer:
                 stdout=own_log if self._log is None else self._log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl+C reaches us alone, and we stop the server in good order
-                preexec_fn=_die_with_parent,
+                preexec_fn=_prepare_process,
             )
 
     def command(self, installation: Installation) -> list[str]:

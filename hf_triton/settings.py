@@ -92,6 +92,9 @@ class ModelSettings(BaseModel):
     """Bytes that one prompt may have, checked before it is tokenized, because a tokenizer takes seconds for a
     megabyte. By default 16 times the context."""
 
+    max_prompts: Count = 1024
+    """Prompts that one request may hold."""
+
     max_batch_rows: Annotated[int, annotated_types.Ge(1), annotated_types.Le(4096)] = 32
     """Texts that the engine generates at a time; the others wait."""
 

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from hf_triton.errors import RequestError
+
+REPLACEMENT: Final = "\ufffd"
+MAX_CUT_TOKENS: Final = 3  # UTF-8 needs four bytes at most, so an incomplete character has at most three
 
 
 class TextCodec:
@@ -58,5 +61,19 @@ class TextCodec:
         return self._decode(token_ids)
 
     def _decode(self, ids: list[int]) -> str:
+        """Tokens as text; a character that is cut off at the end becomes U+FFFD and harms nothing before it.
+
+        Sentencepiece tokenizers with bytes (Llama 2) decode a whole run of them to U+FFFD where its last character is
+        incomplete.
+        """
+        text = self._decode_once(ids)
+        if text.endswith(REPLACEMENT):
+            for num_cut in range(1, min(MAX_CUT_TOKENS, len(ids)) + 1):
+                whole = self._decode_once(ids[:-num_cut])
+                if not whole.endswith(REPLACEMENT):
+                    return text if text.startswith(whole) else whole + REPLACEMENT
+        return text
+
+    def _decode_once(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text

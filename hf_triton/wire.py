@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hf_triton.declare import problems
+from hf_triton.declare import problems, suggest
 from hf_triton.errors import RequestError, SettingsError
 from hf_triton.generation import ALIASES, GenerationParameters, parse_parameters, unknown_parameter
 
@@ -24,10 +24,18 @@ PROMPT: Final = "text_input"
 TEXT: Final = "text_output"
 TEXT_OLD: Final = "text"
 """The tutorial's older name of the output; filled too where config.pbtxt declares it."""
-TRITONS_OWN: Final = ("id", "triton_", "sequence_")
-"""Parameters that Triton adds to a request, or their beginnings: `/generate` gives the request's id as one."""
+TRITONS_OWN: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
+"""Parameters that `/generate` passes on though they are Triton's own, as are those that begin with `triton_`."""
+
+WHOLE_NUMBERS: Final = tuple(f"TYPE_{sign}{bits}" for sign in ("INT", "UINT") for bits in (64, 32, 16, 8))
+TENSOR_TYPES: Final[Mapping[type, tuple[str, ...]]] = {
+    bool: ("TYPE_BOOL",),
+    int: WHOLE_NUMBERS,
+    float: ("TYPE_FP32", "TYPE_FP64", "TYPE_FP16", *WHOLE_NUMBERS),
+}
 
 Array = npt.NDArray[Any]
+Parsed = TypeVar("Parsed")
 
 
 class RequestOptions(BaseModel):
@@ -44,6 +52,15 @@ PARAMETERS: Final[Mapping[str, type[BaseModel]]] = {
     name: model for model in (RequestOptions, GenerationParameters) for name in model.model_fields
 }
 """Every request parameter and where it is declared."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may hold."""
+
+    max_prompts: int
+    max_prompt_bytes: int
+    """Bytes of the longest prompt."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +92,7 @@ def missing_ports(
     inputs: list[dict[str, Any]] = [{"name": PROMPT, "data_type": "TYPE_STRING", "dims": [1 if is_batched else -1]}]
     if parameters_as_inputs:
         inputs += [
-            {"name": name, "data_type": _triton_type(model, name), "dims": [1], "optional": True}
-            for name, model in PARAMETERS.items()
+            {"name": name, "data_type": _triton_types(name)[0], "dims": [1], "optional": True} for name in PARAMETERS
         ]
     outputs = [{"name": TEXT, "data_type": "TYPE_STRING", "dims": [-1]}] if TEXT_OLD not in declared else []
     return [port for port in inputs if port["name"] not in declared], [
@@ -84,10 +100,10 @@ def missing_ports(
     ]
 
 
-def _triton_type(model: type[BaseModel], name: str) -> str:
-    annotation = typing.get_args(model.model_fields[name].annotation)[0]
-    plain = typing.get_args(annotation)[0] if typing.get_args(annotation) else annotation
-    return {bool: "TYPE_BOOL", int: "TYPE_INT64", float: "TYPE_FP32"}[plain]
+def _triton_types(name: str) -> tuple[str, ...]:
+    """The tensor types that hold a parameter's value, the one we declare first."""
+    annotation = typing.get_args(PARAMETERS[name].model_fields[name].annotation)[0]
+    return TENSOR_TYPES[typing.get_args(annotation)[0] if typing.get_args(annotation) else annotation]
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -97,14 +113,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         SettingsError: An input or output is unknown or of a wrong type, or the response cache would mix requests up.
     """
     for port in config["input"]:
-        name = port["name"]
-        if name != PROMPT and ALIASES.get(name, name) not in PARAMETERS:
-            known = ", ".join([PROMPT, *PARAMETERS, *ALIASES])
-            raise SettingsError(
-                f"config.pbtxt declares the input '{name}', which no request parameter has; known are {known}"
-            )
-        if name == PROMPT and port["data_type"] != "TYPE_STRING":
-            raise SettingsError(f"config.pbtxt declares {PROMPT} as {port['data_type']}; it must be TYPE_STRING")
+        _check_input(port["name"], port["data_type"])
     for port in config["output"]:
         if port["name"] not in (TEXT, TEXT_OLD) or port["data_type"] != "TYPE_STRING":
             raise SettingsError(
@@ -118,19 +127,29 @@ def check_config(config: Mapping[str, Any]) -> None:
         )
 
 
+def _check_input(name: str, data_type: str) -> None:
+    parameter = ALIASES.get(name, name)
+    if name != PROMPT and parameter not in PARAMETERS:
+        raise SettingsError(
+            f"config.pbtxt declares the input '{name}', and there is no such request parameter"
+            f"{suggest(name, [PROMPT, *PARAMETERS, *ALIASES])}"
+        )
+    types = ("TYPE_STRING",) if name == PROMPT else _triton_types(parameter)
+    if data_type not in types:
+        raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {' or '.join(types)}")
+
+
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
-def parse_request(
-    inputs: Mapping[str, Array], parameters: Mapping[str, object], max_prompt_bytes: int
-) -> GenerationRequest:
+def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits) -> GenerationRequest:
     """Check one request.
 
     Args:
         inputs: Tensors by name. `text_input` holds UTF-8 `bytes` and has shape `[n]`, or `[batch, n]`; a parameter's
             tensor holds one value, or one for each prompt.
         parameters: The request's parameters, by name or alias.
-        max_prompt_bytes: The longest prompt to accept, in bytes.
+        limits: How much to accept.
 
     Raises:
         RequestError: The message names what is wrong and what would do.
@@ -138,34 +157,36 @@ def parse_request(
     if PROMPT not in inputs:
         raise RequestError("invalid_input", f"{PROMPT} is missing")
     array = inputs[PROMPT]
-    prompts = decode_texts(array, max_prompt_bytes)
+    prompts = decode_texts(array, limits)
     rows = _rows_of_parameters(inputs, parameters, len(prompts))
-    options = [_parse_options(row) for row in rows]
+    options = _parse_rows(_parse_options, rows)
     if any(each != options[0] for each in options):
         raise RequestError("invalid_parameter", "exclude_input_in_output must be the same for all rows of a request")
-    generation = (
-        [parse_parameters(_without_options(row)) for row in rows]
-        if _differ(rows)
-        else ([parse_parameters(_without_options(rows[0]))] * len(rows))
-    )
+    generation = _parse_rows(lambda row: parse_parameters(_without_options(row)), rows)
     if len({each.num_return_sequences for each in generation}) > 1:
         raise RequestError("invalid_parameter", "num_return_sequences must be the same for all rows of a request")
     return GenerationRequest(prompts, generation, options[0].exclude_input_in_output, tuple(array.shape))
 
 
-def decode_texts(array: Array, max_bytes: int) -> list[str]:
+def decode_texts(array: Array, limits: Limits) -> list[str]:
     """Read a BYTES tensor as text, row by row.
 
     Args:
         array: Any shape, taken in C order; each element is UTF-8 `bytes`.
-        max_bytes: The longest element to accept.
+        limits: How much to accept.
 
     Raises:
-        RequestError: There is no element, or one is too long or not valid UTF-8; the message names its row.
+        RequestError: There is no element or too many, or one is too long or not valid UTF-8; the message names its row.
     """
     if array.size == 0:
         raise RequestError("invalid_input", f"{PROMPT} holds no prompt, its shape is {list(array.shape)}")
-    return [_decode_text(row, element, max_bytes) for row, element in enumerate(array.ravel())]
+    if array.size > limits.max_prompts:
+        raise RequestError(
+            "invalid_input",
+            f"{PROMPT} holds {array.size} prompts, and a request may have {limits.max_prompts} (setting max_prompts): "
+            "send several requests",
+        )
+    return [_decode_text(row, element, limits.max_prompt_bytes) for row, element in enumerate(array.ravel())]
 
 
 def _decode_text(row: int, element: bytes, max_bytes: int) -> str:
@@ -188,7 +209,7 @@ def _rows_of_parameters(
     inputs: Mapping[str, Array], parameters: Mapping[str, object], num_rows: int
 ) -> list[dict[str, object]]:
     """What each prompt asks for, from request parameters and parameter tensors alike."""
-    shared = {name: value for name, value in parameters.items() if not name.startswith(TRITONS_OWN)}
+    shared = {name: value for name, value in parameters.items() if not _is_tritons_own(name)}
     for name in shared:
         if ALIASES.get(name, name) not in PARAMETERS:
             raise unknown_parameter(name, (*RequestOptions.model_fields, PROMPT))
@@ -203,6 +224,10 @@ def _rows_of_parameters(
         for row, value in zip(rows, _values(name, array, num_rows), strict=True):
             row[name] = value
     return rows
+
+
+def _is_tritons_own(name: str) -> bool:
+    return name in TRITONS_OWN or name.startswith("triton_")
 
 
 def _values(name: str, array: Array, num_rows: int) -> list[object]:
@@ -222,8 +247,17 @@ def _plain_value(value: Any) -> object:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _differ(rows: Sequence[Mapping[str, object]]) -> bool:
-    return any(row != rows[0] for row in rows[1:])
+def _parse_rows(parse: Callable[[Mapping[str, object]], Parsed], rows: Sequence[Mapping[str, object]]) -> list[Parsed]:
+    """Parse what each prompt asks for, once where all ask for the same; the refusal of one row names it."""
+    if all(row == rows[0] for row in rows[1:]):
+        return [parse(rows[0])] * len(rows)
+    parsed = []
+    for number, row in enumerate(rows):
+        try:
+            parsed.append(parse(row))
+        except RequestError as error:
+            raise RequestError(error.code, f"{error.sentence} (row {number})") from None
+    return parsed
 
 
 def _without_options(row: Mapping[str, object]) -> dict[str, object]:
@@ -248,7 +282,7 @@ def encode_texts(texts: Iterable[str], shape: tuple[int, ...]) -> Array:
         shape: The shape of `text_input`; the last dimension grows by the number of texts for each prompt.
 
     Returns:
-        dtype object, elements UTF-8 `bytes`. Code points that UTF-8 cannot hold become U+FFFD.
+        dtype object, elements UTF-8 `bytes`. Code points that UTF-8 cannot hold become `?`.
     """
     elements = [text.encode("utf-8", errors="replace") for text in texts]
     array = np.empty(len(elements), dtype=np.object_)

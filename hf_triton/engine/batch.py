@@ -26,6 +26,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HISTORY_PROCESSORS = (
+    "no_repeat_ngram_size",
+    "min_length",
+    "bad_words_ids",
+    "sequence_bias",
+    "encoder_no_repeat_ngram_size",
+)
+"""Settings of a checkpoint's generation_config that look back at the tokens of a row."""
+MEMORY_WORDS = (  # of errors that are not an OutOfMemoryError: the CPU's (Linux, Windows), CUDA's outside the allocator
+    "can't allocate memory",
+    "not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 CANCEL_POLL_S = 0.1  # asking Triton costs a round trip between processes: not at every token
 
 
@@ -50,6 +64,7 @@ class BatchEngine:
         self._eos_ids = _eos_ids(model)
         self._vocabulary_size = model.get_input_embeddings().weight.shape[0]
         self._history_counts = _has_history_processors(model.generation_config)
+        self._length_counts = model.generation_config.forced_eos_token_id is not None
         self._waiting: deque[Sequence] = deque()
         self._wake = threading.Condition()
         self._closing = threading.Event()
@@ -130,8 +145,10 @@ class BatchEngine:
         looks_back = plan.repetition_penalty != 1.0 or self._history_counts
         length = len(sequence.prompt_ids) if looks_back or self._sharing == "equal_length" else None
         alone = id(sequence) if plan.seed is not None or self._sharing == "alone" else None
+        # BART's checkpoints force an end at the last step of the batch, which must be the last of every row.
+        last_step = plan.max_new_tokens if self._length_counts else None
         sampling = (plan.temperature, plan.top_p, plan.top_k, plan.num_return_sequences) if plan.do_sample else None
-        return (sampling, plan.repetition_penalty, length, alone)
+        return (sampling, plan.repetition_penalty, length, last_step, alone)
 
     def _answer_everyone(self, running: list[Sequence]) -> None:
         with self._wake:
@@ -209,6 +226,7 @@ class BatchEngine:
             num_return_sequences=plan.num_return_sequences,
             repetition_penalty=plan.repetition_penalty,
             pad_token_id=self._pad_id(),
+            return_dict_in_generate=False,
             **sampling,
         )
 
@@ -297,7 +315,8 @@ def _eos_ids(model: Any) -> frozenset[int]:
 
 def _has_history_processors(config: Any) -> bool:
     """Whether the checkpoint's own defaults make `generate` look back at the tokens of a row, padding included."""
-    return any(getattr(config, name, None) for name in ("no_repeat_ngram_size", "min_length", "bad_words_ids"))
+    has_penalty = getattr(config, "encoder_repetition_penalty", None) not in (None, 1.0)
+    return has_penalty or any(getattr(config, name, None) for name in HISTORY_PROCESSORS)
 
 
 def _finish(sequence: Sequence, outcome: Outcome) -> None:
@@ -307,20 +326,25 @@ def _finish(sequence: Sequence, outcome: Outcome) -> None:
         logger.exception("delivering a sequence failed")
 
 
+def _is_memory(error: Exception) -> bool:
+    import torch
+
+    is_named_so = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_named_so or any(words in str(error) for words in MEMORY_WORDS)
+
+
 def _is_fatal(error: Exception) -> bool:
     """A CUDA error other than out of memory poisons the device's context for good."""
     import torch
 
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+    is_device_error = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+    return is_device_error and not _is_memory(error)
 
 
 def _error_outcome(error: Exception) -> HfTritonError:
     import torch
 
-    is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in str(error)
-    if is_memory:
+    if _is_memory(error):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         logger.warning("out of memory on one sequence")

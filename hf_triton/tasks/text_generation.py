@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hf_triton.engine.interface import Engine, Outcome, Sequence
-from hf_triton.errors import HfTritonError, RequestError, UnavailableError
+from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
 from hf_triton.generation import GenerationParameters, SamplingPlan, parse_parameters, settle
 from hf_triton.settings import ModelSettings
 from hf_triton.text import TextCodec
@@ -98,8 +98,8 @@ class TextGeneration:
         except HfTritonError as error:
             answer(error)
             return
-        except Exception:
-            logger.exception("preparing a request failed")
+        except Exception as error:
+            logger.error("preparing a request failed: %s", where(error))
             answer(HfTritonError("internal", "the request could not be prepared; the server's log says why"))
             return
         for row, (ids, plan) in enumerate(zip(prompts, plans, strict=True)):
@@ -136,8 +136,8 @@ class TextGeneration:
             answer(self._texts(request, prompts, outcomes))
         except HfTritonError as error:
             answer(error)
-        except Exception:
-            logger.exception("putting an answer together failed")
+        except Exception as error:
+            logger.error("putting an answer together failed: %s", where(error))
             answer(HfTritonError("internal", "the answer could not be put together; the server's log says why"))
 
     def _texts(self, request: GenerationRequest, prompts: list[list[int]], outcomes: list[Outcome]) -> list[str]:

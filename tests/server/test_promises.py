@@ -172,3 +172,32 @@ def test_a_fatal_error_answers_everyone_and_stops_the_server(repository: Path) -
         assert {reply.error.split(":")[0] for reply in replies} == {"engine_failed"}
         assert server.process is not None
         server.process.wait(timeout=60)
+
+
+def test_a_killed_server_takes_its_stub_along(repository: Path) -> None:
+    with TritonServer(repository, arguments=["--model-control-mode=explicit", "--load-model=faulty"]) as server:
+        assert server.process is not None
+        stubs = _children(server.process.pid)
+        assert stubs
+        server.process.kill()
+        server.process.wait()
+        deadline = time.monotonic() + 15
+        while any(_is_running(stub) for stub in stubs):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def _status(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X", "0"]
+
+
+def _children(pid: int) -> list[int]:
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [each for each in pids if _status(each)[1] == str(pid)]
+
+
+def _is_running(pid: int) -> bool:
+    return _status(pid)[0] not in "XZ"

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading a checkpoint in process: what is taken, and what is refused, in one sentence with the remedy."""
+
+import json
+import logging
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from hf_triton.checkpoint import Checkpoint, Placement, context_length, load_checkpoint
+from hf_triton.errors import CODES, CheckpointError, LoadError
+from hf_triton.hub import Hub
+from hf_triton.settings import ModelSettings
+from hf_triton.testing import (
+    LoopbackHub,
+    add_tensor,
+    build_tiny_checkpoint,
+    drop_tensor,
+    flip_bit,
+    reshape_tensor,
+    truncate,
+)
+
+WEIGHT = "model.layers.0.mlp.down_proj.weight"
+CPU = Placement("CPU", 0)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("pristine"), "llama")
+
+
+@pytest.fixture
+def checkpoint(pristine: Path, tmp_path: Path) -> Path:
+    """A checkpoint to break."""
+    return shutil.copytree(pristine, tmp_path / "org--model")
+
+
+def load(checkpoint: Path, **settings: Any) -> Checkpoint:
+    chosen = ModelSettings(huggingface_model=str(checkpoint), **settings)
+    return load_checkpoint(Hub(checkpoint, chosen, {}), chosen, CPU)
+
+
+def reason(checkpoint: Path, **settings: Any) -> LoadError:
+    with pytest.raises(LoadError) as raised:
+        load(checkpoint, **settings)
+    assert raised.value.code in CODES
+    assert checkpoint.name in raised.value.sentence
+    assert "\n" not in raised.value.sentence
+    return raised.value
+
+
+def edit(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def use_pickle(checkpoint: Path, content: object = None) -> None:
+    weights = checkpoint / "model.safetensors"
+    tensors = load_file(weights) if content is None else content
+    torch.save(tensors, checkpoint / "pytorch_model.bin")
+    weights.unlink()
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: drop_tensor(folder, WEIGHT), f"1 missing ({WEIGHT}): use a complete checkpoint"),
+        (lambda folder: reshape_tensor(folder, WEIGHT), f"({WEIGHT} is [63, 128] and must be [64, 128])"),
+        (
+            lambda folder: add_tensor(folder, "vision.weight"),
+            "1 not the model's (vision.weight): use a complete checkpoint of this architecture, or set "
+            "allow_extra_weights to true",
+        ),
+        (lambda folder: edit(folder / "config.json", num_hidden_layers=3), "9 missing (model.layers.2."),
+        (lambda folder: edit(folder / "config.json", num_hidden_layers=1), "9 not the model's (model.layers.1."),
+        (lambda folder: edit(folder / "config.json", vocab_size=500), "lm_head.weight is [384, 64] and must be [500"),
+    ],
+    ids=["missing", "shape", "extra", "layer too few", "layer too many", "vocabulary"],
+)
+def test_tensors_that_are_not_the_models_are_refused(
+    checkpoint: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    damage(checkpoint)
+    refused = reason(checkpoint)
+    assert refused.code == "weights_mismatch"
+    assert words in refused.sentence
+
+
+def test_extra_tensors_may_be_allowed_and_other_faults_may_not(checkpoint: Path) -> None:
+    add_tensor(checkpoint, "vision.weight")
+    load(checkpoint, allow_extra_weights=True)
+    reshape_tensor(checkpoint, WEIGHT)
+    assert "allow_extra_weights" not in reason(checkpoint, allow_extra_weights=True).sentence
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.attn.masked_bias"])
+def test_buffers_that_older_versions_saved_are_no_fault(checkpoint: Path, name: str) -> None:
+    add_tensor(checkpoint, name)
+    load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda weights: truncate(weights),
+        lambda weights: flip_bit(weights, 0),
+        lambda weights: weights.write_bytes(b""),
+        lambda weights: weights.write_bytes(b"<!doctype html>" * 100),
+    ],
+    ids=["truncated", "header", "empty", "page"],
+)
+def test_weights_that_cannot_be_read(checkpoint: Path, damage: Callable[[Path], object]) -> None:
+    damage(checkpoint / "model.safetensors")
+    refused = reason(checkpoint)
+    assert refused.code == "checkpoint_invalid"
+    assert "the weights of" in refused.sentence
+    assert "fetch the checkpoint again" in refused.sentence
+
+
+# --- code that a download brings -------------------------------------------------------------------------------------
+
+
+def test_pickle_is_refused_unless_allowed(checkpoint: Path) -> None:
+    use_pickle(checkpoint)
+    refused = reason(checkpoint)
+    assert refused.code == "weights_not_safe"
+    assert "set allow_pickle to true" in refused.sentence
+    assert load(checkpoint, allow_pickle=True).vocabulary_size == 384
+
+
+class Malicious:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_allowed_pickle_still_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
+    use_pickle(checkpoint, {WEIGHT: Malicious(tmp_path / "made")})
+    refused = reason(checkpoint, allow_pickle=True)
+    assert refused.code == "weights_not_safe"
+    assert "do not use them" in refused.sentence
+    assert not (tmp_path / "made").exists()
+    pickle.loads(pickle.dumps(Malicious(tmp_path / "made")))
+    assert (tmp_path / "made").exists()  # it would have worked
+
+
+def bring_code(checkpoint: Path, code: str) -> None:
+    edit(checkpoint / "config.json", model_type="mine", auto_map={"AutoConfig": "configuration_mine.Mine"})
+    (checkpoint / "configuration_mine.py").write_text(code)
+
+
+def test_code_is_not_run_unless_trusted(checkpoint: Path, tmp_path: Path) -> None:
+    bring_code(checkpoint, f"import os; os.mkdir({str(tmp_path / 'made')!r})\nraise RuntimeError('was run')")
+    refused = reason(checkpoint)
+    assert refused.code == "needs_trust_remote_code"
+    assert "set trust_remote_code to true" in refused.sentence
+    assert not (tmp_path / "made").exists()
+    assert "RuntimeError: was run" in reason(checkpoint, trust_remote_code=True).sentence
+    assert (tmp_path / "made").exists()
+
+
+def test_trusted_code_that_is_not_there_is_named(checkpoint: Path) -> None:
+    bring_code(checkpoint, "")
+    (checkpoint / "configuration_mine.py").unlink()
+    assert "has no configuration_mine.py" in reason(checkpoint, trust_remote_code=True).sentence
+
+
+def test_attention_code_named_by_the_config_is_ignored(checkpoint: Path) -> None:
+    edit(checkpoint / "config.json", attn_implementation="evil/kernel", _attn_implementation="evil/kernel")
+    assert load(checkpoint).model.config._attn_implementation == "sdpa"
+
+
+def test_attention_code_named_by_the_settings_is_used(checkpoint: Path) -> None:
+    assert load(checkpoint, attn_implementation="eager").model.config._attn_implementation == "eager"
+
+
+def test_a_model_without_sdpa_gets_eager(tmp_path: Path) -> None:
+    checkpoint = build_tiny_checkpoint(tmp_path / "org--model", "mpt")
+    assert load(checkpoint).model.config._attn_implementation == "eager"
+
+
+# --- configs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "words"),
+    [
+        ({"model_type": "brandnew"}, "unsupported_model", "build the image with a newer transformers"),
+        ({"model_type": "vit"}, "unsupported_model", "choose another model"),
+        ({}, "checkpoint_invalid", "config.json of"),
+        ({"model_type": "llama", "hidden_size": "big"}, "checkpoint_invalid", "hidden_size"),
+        ([1], "checkpoint_invalid", "config.json of"),
+    ],
+)
+def test_unusable_configs(checkpoint: Path, config: object, code: str, words: str) -> None:
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    refused = reason(checkpoint)
+    assert refused.code == code
+    assert words in refused.sentence
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_broken_json_names_its_file(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).write_text("{")
+    refused = reason(checkpoint)
+    assert refused.code == "checkpoint_invalid"
+    assert name.removesuffix(".json") in refused.sentence
+    assert "fetch the checkpoint again" in refused.sentence
+
+
+def test_generation_defaults_are_read_and_checked(checkpoint: Path) -> None:
+    edit(checkpoint / "generation_config.json", do_sample=True, temperature=0.5, top_k=7)
+    defaults = load(checkpoint).generation_defaults()
+    assert (defaults.do_sample, defaults.temperature, defaults.top_k) == (True, 0.5, 7)
+    edit(checkpoint / "generation_config.json", temperature=-3.0)
+    assert "temperature" in reason(checkpoint).sentence
+
+
+def test_sampling_numbers_without_do_sample_are_greedy(checkpoint: Path) -> None:
+    edit(checkpoint / "generation_config.json", temperature=0.5)
+    defaults = load(checkpoint).generation_defaults()
+    assert not defaults.do_sample
+    assert defaults.temperature is None
+
+
+@pytest.mark.parametrize(
+    ("config", "limit", "expected"),
+    [
+        ({"max_position_embeddings": 256}, None, 256),
+        ({"max_position_embeddings": 256}, 100, 100),
+        ({"max_position_embeddings": 256}, 1000, 256),
+        ({"n_positions": 64}, None, 64),
+        ({"max_seq_len": 0, "seq_length": None}, None, 32768),
+        ({}, 100, 100),
+    ],
+)
+def test_context_length(config: dict[str, object], limit: int | None, expected: int) -> None:
+    text_config = SimpleNamespace(**config)
+    assert context_length(SimpleNamespace(get_text_config=lambda: text_config), limit) == expected
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_random_weights_need_no_weight_files(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    loaded = load(checkpoint, load_format="dummy")
+    assert not any(parameter.is_meta for parameter in loaded.model.parameters())
+    assert loaded.model.lm_head.weight.std() > 0
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_dtype(checkpoint: Path, load_format: str) -> None:
+    assert load(checkpoint, load_format=load_format).model.dtype == torch.float32
+    assert load(checkpoint, load_format=load_format, dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+def test_the_checkpoints_own_dtype_is_kept(tmp_path: Path) -> None:
+    checkpoint = build_tiny_checkpoint(tmp_path / "org--model", "llama", dtype="bfloat16")
+    for load_format in ("auto", "dummy"):
+        assert load(checkpoint, load_format=load_format).model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_separate_tokenizer(checkpoint: Path, tmp_path: Path, load_format: str) -> None:
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.move(checkpoint / name, other / name)
+    edit(other / "tokenizer_config.json", eos_token="<pad>")
+    assert "has no tokenizer.json" in reason(checkpoint).sentence
+    assert load(checkpoint, load_format=load_format, tokenizer=str(other)).tokenizer.eos_token == "<pad>"
+    (other / "tokenizer.json").write_text("{")
+    assert f"the tokenizer {other} of" in reason(checkpoint, load_format=load_format, tokenizer=str(other)).sentence
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_is_a_warning(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(checkpoint)
+    assert not caplog.records
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(checkpoint)
+    loaded = load(checkpoint)
+    assert loaded.vocabulary_size == 384
+    assert "the tokenizer knows 385 tokens and the model 384" in caplog.text
+
+
+def test_a_quantization_config_is_passed_on(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    real = transformers.AutoModelForCausalLM.from_pretrained
+
+    def record(*arguments: Any, **named: Any) -> Any:
+        given.append(named.pop("quantization_config", None))
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", record)
+    wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    load(checkpoint, quantization_config=wanted)
+    load(checkpoint)
+    assert given == [wanted, None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "install it"),
+        ({"quantization_config": {"quant_method": "nobodys"}}, "nobodys"),
+        ({"attn_implementation": "flash_attention_2"}, "install it, or leave out the setting"),
+    ],
+)
+def test_packages_that_are_missing(checkpoint: Path, settings: dict[str, Any], words: str) -> None:
+    refused = reason(checkpoint, **settings)
+    assert refused.code == "checkpoint_invalid"
+    assert words in refused.sentence
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_said(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match="set instance_group to KIND_CPU") as raised:
+        Placement("GPU", 3).device_map()
+    assert raised.value.code == "device_unavailable"
+    assert Placement("MODEL", 0).device_map() == {"": "cpu"}
+
+
+# --- damaged caches --------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_file_of_a_cached_tokenizer_is_fetched_again(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ModelSettings(huggingface_model=str(checkpoint), tokenizer="org/tokenizer")
+    with LoopbackHub() as loopback, caplog.at_level(logging.WARNING, "hf_triton"):
+        loopback.add("org/tokenizer", checkpoint)
+        hub = Hub(checkpoint, settings, loopback.environment() | {"HF_HOME": str(tmp_path / "home")})
+        load_checkpoint(hub, settings, CPU)
+        folder = hub.tokenizer_folder()
+        assert folder is not None
+        (folder / "tokenizer.json").write_text("{")
+        load_checkpoint(hub, settings, CPU)
+    assert "tokenizer.json damaged in the cache (checkpoint_invalid); fetching again" in caplog.text
+
+
+def test_damage_that_is_on_the_hub_too_is_not_fetched_for_ever(checkpoint: Path, tmp_path: Path) -> None:
+    truncate(checkpoint / "model.safetensors")
+    settings = ModelSettings(huggingface_model="org/model")
+    with LoopbackHub() as loopback:
+        loopback.add("org/model", checkpoint)
+        hub = Hub(tmp_path, settings, loopback.environment() | {"HF_HOME": str(tmp_path / "home")})
+        with pytest.raises(CheckpointError, match="the weights of org/model cannot be loaded"):
+            load_checkpoint(hub, settings, CPU)
+        downloads = [each for each in loopback.requests if each.method == "GET" and "/cdn/" in each.path]
+    assert len(downloads) == 1

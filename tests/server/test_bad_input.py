@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client may send that is wrong: each is refused at once in words of its own, and nobody else feels it."""
+
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hf_triton.errors import CODES
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.client import Reply, generate, get, infer, post
+from tests.server.bad_requests import BAD_REQUEST, REQUESTS, TENSORS, with_tensor
+from tests.server.doors import (
+    PLAIN,
+    TYPED,
+    Answer,
+    Door,
+    over_client,
+    over_grpc,
+    pack,
+    prompts,
+    tensor,
+    to_generate,
+    to_infer_binary,
+    to_infer_inputs,
+)
+
+CONTEXT_TOKENS = 256
+HUGE_BYTES = 50_000_000
+ANSWER_S = 10.0
+"""For 50 MB on a busy machine; a tokenizer needs minutes for them."""
+CANARY = "The canary sings"
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Path:
+    root = tmp_path_factory.mktemp("repository")
+    checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
+    common = {"huggingface_model": checkpoint, "max_output_length": 8}
+    make_folder(root, PLAIN, **common)
+    make_folder(root, TYPED, config="max_batch_size: 8", parameters_as_inputs="true", **common)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[TritonServer]:
+    with TritonServer(repository) as running:
+        assert running.is_model_ready(PLAIN), running.log_tail()
+        assert running.is_model_ready(TYPED), running.log_tail()
+        yield running
+
+
+@dataclass(frozen=True)
+class Health:
+    is_live: bool
+    is_ready: bool
+    are_models_ready: tuple[bool, bool]
+    songs: tuple[str, str]
+    stubs: frozenset[int]
+
+
+def take_health(server: TritonServer) -> Health:
+    models = (PLAIN, TYPED)
+    return Health(
+        server.is_live(),
+        get(server, "/v2/health/ready").status == 200,
+        (server.is_model_ready(PLAIN), server.is_model_ready(TYPED)),
+        (generate(server, models[0], CANARY).body, generate(server, models[1], CANARY).body),
+        find_stubs(server),
+    )
+
+
+def find_stubs(server: TritonServer) -> frozenset[int]:
+    """The process ids of the server's Python stubs."""
+    assert server.process is not None
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            command = (folder / "cmdline").read_bytes()
+        except OSError:  # it ended meanwhile
+            continue
+        if int(parent) == server.process.pid and b"triton_python_backend_stub" in command:
+            found.add(int(folder.name))
+    return frozenset(found)
+
+
+@pytest.fixture(scope="module")
+def healthy(server: TritonServer) -> Health:
+    health = take_health(server)
+    assert health.is_live
+    assert health.is_ready
+    assert health.are_models_ready == (True, True)
+    assert len(health.stubs) == 2
+    return health
+
+
+@pytest.fixture(autouse=True)
+def _unharmed(server: TritonServer, healthy: Health) -> Iterator[None]:
+    """After every test: live, ready, the same greedy text byte for byte, and the same processes."""
+    yield
+    assert take_health(server) == healthy
+
+
+def assert_refused(answer: Answer, statuses: Sequence[int | str], sentence: str, server: TritonServer) -> None:
+    """`sentence` is a pattern that the answer must hold, or all of it where it begins with one of our codes."""
+    assert answer.status in statuses, answer
+    assert_discreet(answer.text, server)
+    if sentence.partition(":")[0] in CODES:
+        assert re.fullmatch(sentence, answer.text, re.DOTALL), answer
+    else:
+        assert re.search(sentence, answer.text), answer
+
+
+def assert_discreet(text: str, server: TritonServer) -> None:
+    """Nothing of the server's inside is shown."""
+    inside = ("Traceback", 'File "', ".py", sys.prefix, str(Path(__file__).parents[2]), str(server.model_repository))
+    assert [word for word in inside if word in text] == []
+
+
+# --- wrong requests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", REQUESTS)
+def test_a_wrong_request_is_refused(server: TritonServer, case: str) -> None:
+    ask, statuses, sentence = REQUESTS[case]
+    assert_refused(ask(server), statuses, sentence, server)
+
+
+NOT_UTF8: dict[str, Door] = {
+    "a name": to_generate(b'{"text_input": "x", "\xff": 1}'),
+    "a value": to_generate(b'{"text_input": "x", "seed": "\xff"}'),
+    "the request's id": to_generate(b'{"text_input": "x", "id": "\xff"}'),
+}
+
+
+@pytest.mark.parametrize("case", NOT_UTF8)
+def test_a_parameter_that_is_no_utf8_is_the_clients_mistake(server: TritonServer, case: str) -> None:
+    assert_refused(NOT_UTF8[case](server), BAD_REQUEST, "invalid_parameter: .*UTF-8.*", server)
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_a_wrong_parameter_tensor_is_refused(server: TritonServer, case: str) -> None:
+    ask, statuses, sentence = TENSORS[case]
+    assert_refused(ask(server), statuses, sentence, server)
+
+
+# --- parameters: every impossible value, through every door ----------------------------------------------------------
+
+ALLOWED = {
+    "max_new_tokens": "an integer >= 1 and <= 1048576",
+    "do_sample": "true or false",
+    "temperature": "a number >= 0 and <= 100",
+    "top_p": "a number > 0 and <= 1",
+    "top_k": "an integer >= -1 and <= 2147483647",
+    "seed": "an integer >= 0 and <= 9223372036854775807",
+    "repetition_penalty": "a number >= 0.01 and <= 100",
+    "num_return_sequences": "an integer >= 1 and <= 64",
+    "exclude_input_in_output": "true or false",
+}
+IMPOSSIBLE: dict[str, list[object]] = {
+    "max_new_tokens": ["5", "", 5.0, True, 0, -5, 1048577, 2147483648, 4294967301, 2**63 - 1, 2**63, 1e300],
+    "do_sample": ["true", 1, 0, 1.0],
+    "temperature": ["1", True, -1, -1e-9, 100.5, 1e300, float("nan"), float("inf"), float("-inf")],
+    "top_p": ["0.5", True, 0, -0.1, 1.01, 2, float("nan")],
+    "top_k": ["5", True, 1.5, -2, 2147483648, 4294967301],
+    "seed": ["1", True, 1.5, -1, 2**63],
+    "repetition_penalty": ["1", True, 0, -1, 1e-40, 101, float("inf"), float("nan")],
+    "num_return_sequences": ["2", True, 2.0, 0, -1, 65, 2147483648],
+    "exclude_input_in_output": ["yes", 1],
+}
+PAIRS = [pytest.param(name, value, id=f"{name}={value!r}") for name, values in IMPOSSIBLE.items() for value in values]
+
+
+def doors_for_parameter(name: str, value: object) -> dict[str, Door]:
+    """Every way to say a parameter that can carry this value."""
+    doors = {
+        "generate": to_generate({"text_input": "x", name: value}),
+        "generate, in `parameters`": to_generate({"text_input": "x", "parameters": {name: value}}),
+        "infer": to_infer_inputs(tensor(), parameters={name: value}),
+        "infer, with inputs of that name": to_infer_inputs(tensor(shape=[1, 1]), model=TYPED, parameters={name: value}),
+    }
+    if isinstance(value, str) or (isinstance(value, int) and value < 2**63):
+        doors["gRPC"] = over_client(PLAIN, {"text_input": prompts(b"x")}, {name: value})
+    array = as_tensor(name, value)
+    if array is not None:
+        doors["gRPC, as a tensor"] = over_client(
+            TYPED, {"text_input": prompts(b"x", is_batch=True), name: array.reshape(1, 1)}
+        )
+    return doors
+
+
+def as_tensor(name: str, value: object) -> Any:
+    """The value in the tensor type that the parameter is declared with; None where it cannot hold it."""
+    if isinstance(value, bool | str):
+        return None
+    if ALLOWED[name].startswith("a number"):
+        with np.errstate(over="ignore"):
+            return np.float32(value)
+    is_whole = ALLOWED[name].startswith("an integer") and isinstance(value, int) and value < 2**63
+    return np.int64(value) if is_whole else None
+
+
+@pytest.mark.parametrize(("name", "value"), PAIRS)
+def test_an_impossible_value_is_refused_at_every_door(server: TritonServer, name: str, value: object) -> None:
+    for door, ask in doors_for_parameter(name, value).items():
+        answer = ask(server)
+        statuses = ["INVALID_ARGUMENT"] if door.startswith("gRPC") else [400]
+        assert_refused(answer, statuses, rf"invalid_parameter: {name} must be {ALLOWED[name]}, got \S+", server)
+
+
+NOT_SCALARS = [None, [5], {"a": 5}]
+
+
+@pytest.mark.parametrize("value", NOT_SCALARS, ids=["null", "list", "object"])
+@pytest.mark.parametrize("name", ["max_new_tokens", "temperature", "nonsense"])
+def test_a_parameter_that_is_no_scalar_is_refused_by_triton(server: TritonServer, name: str, value: object) -> None:
+    for ask in (
+        to_generate({"text_input": "x", name: value}),
+        to_generate({"text_input": "x", "parameters": {name: value}}),
+        to_infer_inputs(tensor(), parameters={name: value}),
+    ):
+        assert_refused(ask(server), BAD_REQUEST, f"parameter '{name}' has invalid type", server)
+
+
+NO_SUCH = {
+    "max_token": r", did you mean 'max_tokens'\?",
+    "temprature": r", did you mean 'temperature'\?",
+    "Temperature": r", did you mean 'temperature'\?",
+    "topp": r", did you mean 'top_p'\?",
+    "max_length": r", did you mean 'max_tokens'\?",
+    "repetition_penality": r", did you mean 'repetition_penalty'\?",
+    "exclude_input_in_outputs": r", did you mean 'exclude_input_in_output'\?",
+    "text_inputs": r", did you mean 'text_input'\?",
+    "custom_generate": "; known are .*",
+    "assistant_model": "; known are .*",
+    "trust_remote_code": "; known are .*",
+    "logits_processor": "; known are .*",
+    "use_cache": "; known are .*",
+    "stream": "; known are .*",
+    "timeout": "; known are .*",
+    "priority": "; known are .*",
+    "identity": "; known are .*",
+    "sequence_length": "; known are .*",
+    "nonsense": "; known are .*",
+    "": "; known are .*",
+    "ключ": "; known are .*",
+}
+TRITONS_OWN_AT_INFER = ("timeout", "priority")
+
+
+@pytest.mark.parametrize("name", NO_SUCH)
+def test_an_unknown_parameter_is_refused_at_every_door(server: TritonServer, name: str) -> None:
+    doors = [to_generate({"text_input": "x", name: 5}), to_generate({"text_input": "x", "parameters": {name: 5}})]
+    if name not in TRITONS_OWN_AT_INFER:
+        doors += [
+            to_infer_inputs(tensor(), parameters={name: 5}),
+            to_infer_inputs(tensor(shape=[1, 1]), model=TYPED, parameters={name: 5}),
+            over_client(PLAIN, {"text_input": prompts(b"x")}, {name: 5}),
+        ]
+    for ask in doors:
+        sentence = rf"unknown_parameter: there is no parameter '{name}'{NO_SUCH[name]}"
+        assert_refused(ask(server), (400, "INVALID_ARGUMENT"), sentence, server)
+
+
+NONSENSE_TOGETHER: dict[str, tuple[dict[str, object], str]] = {
+    "a name and its alias": (
+        {"max_new_tokens": 5, "max_tokens": 5},
+        "max_(new_)?tokens and max_(new_)?tokens mean the same: leave one out",
+    ),
+    "two aliases": (
+        {"max_completion_tokens": 5, "max_tokens": 5},
+        "max_(completion_)?tokens and max_(completion_)?tokens mean the same: leave one out",
+    ),
+    "n and num_return_sequences": (
+        {"n": 2, "num_return_sequences": 2},
+        "(n|num_return_sequences) and (n|num_return_sequences) mean the same: leave one out",
+    ),
+    "an alias out of range": ({"max_tokens": 0}, "max_new_tokens must be an integer >= 1 and <= 1048576, got 0"),
+    "greedy with a temperature": (
+        {"do_sample": False, "temperature": 0.7},
+        "temperature has no effect with do_sample false: leave one of them out",
+    ),
+    "greedy with top_p": (
+        {"do_sample": False, "top_p": 0.5},
+        "top_p has no effect with do_sample false: leave one of them out",
+    ),
+    "greedy with top_k": (
+        {"do_sample": False, "top_k": 5},
+        "top_k has no effect with do_sample false: leave one of them out",
+    ),
+    "sampling at temperature 0": (
+        {"do_sample": True, "temperature": 0},
+        "temperature 0 means greedy and contradicts do_sample true: leave one of them out",
+    ),
+    "many texts without sampling": (
+        {"num_return_sequences": 4},
+        "num_return_sequences 4 would give 4 equal texts without sampling: set a temperature",
+    ),
+    "two mistakes": ({"top_p": 2, "seed": -1}, "top_p must be .*, got 2; seed must be .*, got -1"),
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE_TOGETHER)
+def test_parameters_that_contradict_each_other_are_refused(server: TritonServer, case: str) -> None:
+    parameters, sentence = NONSENSE_TOGETHER[case]
+    for ask in (
+        to_generate({"text_input": "x", **parameters}),
+        to_generate({"text_input": "x", "parameters": parameters}),
+        to_infer_inputs(tensor(), parameters=parameters),
+    ):
+        assert_refused(ask(server), BAD_REQUEST, f"invalid_parameter: {sentence}", server)
+
+
+# --- lengths ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_and_new_tokens_may_fill_the_context_and_no_more(server: TritonServer) -> None:
+    assert generate(server, PLAIN, "x", max_new_tokens=CONTEXT_TOKENS - 2).status == 200
+    for ask in (
+        to_generate({"text_input": "x", "max_new_tokens": CONTEXT_TOKENS - 1}),
+        to_infer_inputs(tensor(), parameters={"max_tokens": CONTEXT_TOKENS - 1}),
+        over_client(PLAIN, {"text_input": prompts(b"x")}, {"max_new_tokens": CONTEXT_TOKENS - 1}),
+        with_tensor("max_new_tokens", "INT64", [CONTEXT_TOKENS - 1]),
+    ):
+        sentence = (
+            "context_exceeded: text_input row 0 has 2 tokens, which leaves room for max_new_tokens <= 254 in the "
+            "context of 256, got 255"
+        )
+        assert_refused(ask(server), (400, "INVALID_ARGUMENT"), sentence, server)
+
+
+def test_a_prompt_may_fill_the_context_but_for_one_token(server: TritonServer) -> None:
+    longest = "x" * (CONTEXT_TOKENS - 2)  # and the token that begins every prompt
+    reply = generate(server, PLAIN, longest)
+    assert reply.status == 200
+    assert len(reply.json()["text_output"]) > len(longest)
+    sentence = (
+        "context_exceeded: text_input row 1 has 256 tokens, and the context of 256 must hold the prompt and at least "
+        "one new token"
+    )
+    answer = to_infer_inputs(tensor(shape=[2], data=["x", longest + "x"]))(server)
+    assert_refused(answer, BAD_REQUEST, sentence, server)
+
+
+HUGE = b"a" * HUGE_BYTES
+TOO_LONG = r"context_exceeded: text_input row 0 has 50000000 bytes, more than the 4096 that are accepted \(.*\)"
+HUGE_REQUESTS: dict[str, tuple[Callable[[], Door], str]] = {
+    "prompt, generate": (lambda: to_generate(b'{"text_input": "' + HUGE + b'"}'), TOO_LONG),
+    "prompt, infer": (lambda: to_infer_binary(HUGE), TOO_LONG),
+    "prompt, gRPC": (lambda: over_grpc([pack(HUGE)]), TOO_LONG),
+    "value": (
+        lambda: to_generate(b'{"text_input": "x", "seed": "' + HUGE + b'"}'),
+        r"invalid_parameter: seed must be .*, got 'a{10,60}\.\.\.",
+    ),
+    "name": (
+        lambda: to_generate(b'{"text_input": "x", "' + HUGE + b'": 1}'),
+        r"unknown_parameter: there is no parameter 'a{10,60}\.\.\.; known are .*",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HUGE_REQUESTS)
+def test_50_megabytes_are_refused_before_anyone_works_on_them(server: TritonServer, case: str) -> None:
+    build, sentence = HUGE_REQUESTS[case]
+    ask = build()
+    started = time.monotonic()
+    answer = ask(server)
+    assert time.monotonic() - started < ANSWER_S
+    assert_refused(answer, (400, "INVALID_ARGUMENT"), sentence, server)
+
+
+# --- the border of what is right -------------------------------------------------------------------------------------
+
+FINE: dict[str, dict[str, object]] = {
+    "the request's id": {"id": "r1"},
+    "Triton's own parameters": {"sequence_id": 5, "sequence_start": True, "triton_x": 1},
+    "greedy, said four times": {"do_sample": False, "temperature": 0, "top_p": 1.0, "top_k": 0},
+    "a whole number for a temperature": {"temperature": 2},
+    "a temperature that is almost 0": {"temperature": 1e-46},
+    "the smallest top_p": {"top_p": 1e-9, "temperature": 100},
+    "top_k off": {"top_k": -1},
+    "the largest seed": {"seed": 2**63 - 1, "temperature": 1.0},
+    "the weakest penalty, sampled": {"repetition_penalty": 0.01, "temperature": 0.001},
+    "the strongest penalty, sampled": {"repetition_penalty": 100, "temperature": 1.0},
+    "as many texts as there may be": {"num_return_sequences": 64, "temperature": 1.0, "max_new_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+@pytest.mark.parametrize("model", [PLAIN, TYPED])
+def test_what_is_at_the_border_is_answered(server: TritonServer, model: str, case: str) -> None:
+    reply = generate(server, model, "x", **FINE[case])
+    assert reply.status == 200, reply.body
+
+
+TEXTS = ["", " ", "a\0b", "\x1b[0m", "\u202eabc", "\u2028", "🙂 🏳️\u200d🌈", "e\u0301", "<s></s>x", "\ufeffx", "\\ud800"]
+
+
+def test_any_text_that_is_utf8_comes_back_as_it_was(server: TritonServer) -> None:
+    reply = infer(server, PLAIN, TEXTS)
+    assert reply.status == 200
+    outputs = reply.json()["outputs"][0]["data"]
+    assert [output[: len(text)] for output, text in zip(outputs, TEXTS, strict=True)] == TEXTS
+
+
+# --- together --------------------------------------------------------------------------------------------------------
+
+
+def test_good_requests_among_bad_ones_get_their_own_answers(server: TritonServer) -> None:
+    def ask(number: int) -> Reply:
+        return infer(server, PLAIN, [f"Story {number % 12}:"], parameters={"max_new_tokens": 4 + number % 12})
+
+    alone = [ask(number).body for number in range(12)]
+    bad = [REQUESTS["no UTF-8"], REQUESTS["empty batch"], REQUESTS["cut off"], REQUESTS["gRPC: text cut off"]]
+    bad += [TENSORS["one bad row"], TENSORS["NaN"], REQUESTS["one bad row among good ones"]]
+    with ThreadPoolExecutor(12) as pool:
+        good_replies, bad_answers = [], []
+        for number in range(96):
+            good_replies.append(pool.submit(ask, number))
+            bad_answers.append(pool.submit(bad[number % len(bad)][0], server))
+        assert [future.result().body for future in good_replies] == alone * 8
+        for number, future in enumerate(bad_answers):
+            _, statuses, sentence = bad[number % len(bad)]
+            assert_refused(future.result(), statuses, sentence, server)
+
+
+SEEDS = [
+    b'{"text_input": "x", "max_new_tokens": 3, "temperature": 0.5, "parameters": {"seed": 1}}',
+    b'{"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]}], "parameters": {"n": 1}}',
+]
+FUZZ_S, FUZZ_REQUESTS = 6.0, 3000
+
+
+def test_random_bytes_do_no_harm(server: TritonServer) -> None:
+    dice = random.Random(20)
+    deadline = time.monotonic() + FUZZ_S
+    for number in range(FUZZ_REQUESTS):
+        body = bytearray(dice.randbytes(dice.randrange(200)) if number % 4 == 0 else SEEDS[number // 4 % 2])
+        for _ in range(dice.randrange(4)):
+            body[dice.randrange(len(body) + 1) : dice.randrange(len(body) + 1)] = dice.randbytes(dice.randrange(3))
+        route = dice.choice(["generate", "infer"])
+        model = dice.choice([PLAIN, TYPED])
+        reply = post(server, f"/v2/models/{model}/{route}", bytes(body))
+        assert reply.status in (200, 400, 500), bytes(body)
+        assert_discreet(reply.body, server)
+        if time.monotonic() > deadline:
+            break

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVIDIA's own clients, all four and the stream, give the text that transformers gives.
+
+Every client is closed before the server stops: an open HTTP connection holds its exit for 30 s.
+"""
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.grpc.aio as grpcaio
+import tritonclient.http as httpclient
+import tritonclient.http.aio as httpaio
+from tritonclient.utils import InferenceServerException
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.reference import Reference, load_reference
+
+TIMEOUT_S = 60.0
+TEXTS = ["I am going", "你好 🙂", "nul\0byte", "", " the sea "]
+NUM_TOKENS = 6
+PARAMETERS = {"max_new_tokens": NUM_TOKENS, "repetition_penalty": 1.5, "exclude_input_in_output": False}
+BAD = {"max_new_tokens": 0}
+BATCHED = "max_batch_size: 8 dynamic_batching { }"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoint: Path, make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    root = tmp_path_factory.mktemp("repository")
+    make_folder(root, "flat", huggingface_model=checkpoint)
+    make_folder(root, "batched", huggingface_model=checkpoint, config=BATCHED)
+    with TritonServer(root) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def wanted(checkpoint: Path) -> list[str]:
+    reference: Reference = load_reference(checkpoint)
+    return [reference.text(text, NUM_TOKENS, repetition_penalty=1.5) for text in TEXTS]
+
+
+def inputs_of(module: Any, texts: list[str], model: str = "flat") -> list[Any]:
+    shape = [len(texts)] if model == "flat" else [len(texts), 1]
+    tensor = module.InferInput("text_input", shape, "BYTES")
+    tensor.set_data_from_numpy(np.array([text.encode() for text in texts], dtype=object).reshape(shape))
+    return [tensor]
+
+
+def texts_of(result: Any) -> list[str]:
+    return [element.decode() for element in result.as_numpy("text_output").ravel()]
+
+
+def http_url(server: TritonServer) -> str:
+    return f"{server.host}:{server.http_port}"
+
+
+# --- the four clients ------------------------------------------------------------------------------------------------
+
+
+def ask_http(server: TritonServer, texts: list[str], parameters: dict[str, Any], model: str) -> list[str]:
+    with httpclient.InferenceServerClient(http_url(server), network_timeout=TIMEOUT_S) as client:
+        return texts_of(client.infer(model, inputs_of(httpclient, texts, model), parameters=parameters))
+
+
+def ask_http_async(server: TritonServer, texts: list[str], parameters: dict[str, Any], model: str) -> list[str]:
+    with httpclient.InferenceServerClient(http_url(server), network_timeout=TIMEOUT_S) as client:
+        pending = client.async_infer(model, inputs_of(httpclient, texts, model), parameters=parameters)
+        return texts_of(pending.get_result())
+
+
+def ask_http_aio(server: TritonServer, texts: list[str], parameters: dict[str, Any], model: str) -> list[str]:
+    async def ask() -> list[str]:
+        async with httpaio.InferenceServerClient(http_url(server)) as client:
+            return texts_of(await client.infer(model, inputs_of(httpaio, texts, model), parameters=parameters))
+
+    return asyncio.run(ask())
+
+
+def ask_grpc(server: TritonServer, texts: list[str], parameters: dict[str, Any], model: str) -> list[str]:
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        return texts_of(client.infer(model, inputs_of(grpcclient, texts, model), parameters=parameters))
+
+
+def take(answers: "queue.Queue[tuple[Any, Any]]") -> list[str]:
+    result, error = answers.get(timeout=TIMEOUT_S)
+    if error is not None:
+        raise error
+    return texts_of(result)
+
+
+def ask_grpc_async(server: TritonServer, texts: list[str], parameters: dict[str, Any], model: str) -> list[str]:
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.async_infer(
+            model,
+            inputs_of(grpcclient, texts, model),
+            lambda result, error: answers.put((result, error)),
+            parameters=parameters,
+        )
+        return take(answers)
+
+
+def ask_grpc_stream(server: TritonServer, texts: list[str], parameters: dict[str, Any], model: str) -> list[str]:
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer(model, inputs_of(grpcclient, texts, model), parameters=parameters)
+        client.stop_stream()
+        assert answers.qsize() == 1, "one answer"
+        return take(answers)
+
+
+def ask_grpc_aio(server: TritonServer, texts: list[str], parameters: dict[str, Any], model: str) -> list[str]:
+    async def ask() -> list[str]:
+        async with grpcaio.InferenceServerClient(server.grpc_url) as client:
+            return texts_of(await client.infer(model, inputs_of(grpcaio, texts, model), parameters=parameters))
+
+    return asyncio.run(ask())
+
+
+def ask_grpc_aio_stream(server: TritonServer, texts: list[str], parameters: dict[str, Any], model: str) -> list[str]:
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {"model_name": model, "inputs": inputs_of(grpcaio, texts, model), "parameters": parameters}
+
+    async def ask() -> list[str]:
+        async with grpcaio.InferenceServerClient(server.grpc_url) as client:
+            answers = [each async for each in client.stream_infer(requests())]
+        ((result, error),) = answers
+        if error is not None:
+            raise error
+        return texts_of(result)
+
+    return asyncio.run(ask())
+
+
+CLIENTS: dict[str, Callable[..., list[str]]] = {
+    "http": ask_http,
+    "http, async": ask_http_async,
+    "http.aio": ask_http_aio,
+    "grpc": ask_grpc,
+    "grpc, async": ask_grpc_async,
+    "grpc, stream": ask_grpc_stream,
+    "grpc.aio": ask_grpc_aio,
+    "grpc.aio, stream": ask_grpc_aio_stream,
+}
+
+
+@pytest.mark.parametrize("model", ["flat", "batched"])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_every_client_gets_transformers_own_text(
+    client: str, model: str, server: TritonServer, wanted: list[str]
+) -> None:
+    assert CLIENTS[client](server, TEXTS, PARAMETERS, model) == wanted
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_every_client_gets_a_refusal_in_words(client: str, server: TritonServer) -> None:
+    with pytest.raises(InferenceServerException, match="max_new_tokens must be an integer >= 1"):
+        CLIENTS[client](server, TEXTS, BAD, "flat")
+
+
+# --- many at once ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["flat", "batched"])
+def test_one_grpc_client_from_many_threads(model: str, server: TritonServer, wanted: list[str]) -> None:
+    with grpcclient.InferenceServerClient(server.grpc_url) as client, ThreadPoolExecutor(8) as pool:
+
+        def ask(text: str) -> list[str]:
+            return texts_of(client.infer(model, inputs_of(grpcclient, [text], model), parameters=PARAMETERS))
+
+        assert list(pool.map(ask, TEXTS * 6)) == [[text] for text in wanted * 6]
+
+
+@pytest.mark.parametrize("module", [httpaio, grpcaio], ids=["http.aio", "grpc.aio"])
+def test_many_at_once_in_one_event_loop(module: Any, server: TritonServer, wanted: list[str]) -> None:
+    async def ask_all() -> list[list[str]]:
+        url = http_url(server) if module is httpaio else server.grpc_url
+        async with module.InferenceServerClient(url) as client:
+            calls = [client.infer("flat", inputs_of(module, [text]), parameters=PARAMETERS) for text in TEXTS * 6]
+            return [texts_of(result) for result in await asyncio.gather(*calls)]
+
+    assert asyncio.run(ask_all()) == [[text] for text in wanted * 6]
+
+
+def test_one_stream_carries_many_requests_each_answered_by_its_id(server: TritonServer, wanted: list[str]) -> None:
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for number, text in enumerate(TEXTS * 4):
+            client.async_stream_infer(
+                "flat", inputs_of(grpcclient, [text]), request_id=str(number), parameters=PARAMETERS
+            )
+        client.stop_stream()
+    by_id = {}
+    while not answers.empty():
+        result, error = answers.get()
+        assert error is None, error
+        by_id[int(result.get_response().id)] = texts_of(result)
+    assert [by_id[number] for number in range(len(TEXTS) * 4)] == [[text] for text in wanted * 4]
+
+
+def test_http_async_infer_keeps_each_answer_with_its_question(server: TritonServer, wanted: list[str]) -> None:
+    with httpclient.InferenceServerClient(http_url(server), concurrency=8, network_timeout=TIMEOUT_S) as client:
+        pending = [
+            client.async_infer("flat", inputs_of(httpclient, [text]), parameters=PARAMETERS) for text in TEXTS * 4
+        ]
+        assert [texts_of(each.get_result()) for each in pending] == [[text] for text in wanted * 4]
+
+
+@pytest.mark.parametrize("is_binary", [True, False], ids=["binary", "json"])
+def test_http_tensors_in_both_forms(is_binary: bool, server: TritonServer, wanted: list[str]) -> None:
+    tensor = httpclient.InferInput("text_input", [len(TEXTS)], "BYTES")
+    tensor.set_data_from_numpy(np.array([text.encode() for text in TEXTS], dtype=object), binary_data=is_binary)
+    output = httpclient.InferRequestedOutput("text_output", binary_data=is_binary)
+    with httpclient.InferenceServerClient(http_url(server), network_timeout=TIMEOUT_S) as client:
+        result = client.infer("flat", [tensor], outputs=[output], parameters=PARAMETERS)
+    found = [each if isinstance(each, str) else each.decode() for each in result.as_numpy("text_output").ravel()]
+    assert found == wanted

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder whose checkpoint cannot be had says why and what would do, and does not touch the others."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_triton.errors import CODES
+from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint, reshape_tensor
+from tests.client import generate, post
+
+Arm = Callable[[LoopbackHub, str], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A folder that must fail."""
+
+    name: str
+    code: str
+    remedy: str
+    arm: Arm | None = None
+    """What goes wrong on the Hub, given the repository's name."""
+    checkpoint: str | None = "good"
+    """Which files the Hub has; None: no such repository."""
+    is_gated: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = (
+    Case("absent", "hub_not_found", "correct huggingface_model, or set HF_TOKEN", checkpoint=None),
+    Case("refused", "hub_not_found", "set HF_TOKEN to another token", lambda hub, repo: hub.fail(401, path=repo)),
+    Case("gated", "hub_gated", "accept its terms at", is_gated=True),
+    Case("forbidden", "hub_gated", "accept its terms at", lambda hub, repo: hub.fail(403, path=repo)),
+    Case("no-revision", "hub_revision_not_found", "set revision to it", settings={"revision": "v9"}),
+    Case("busy", "hub_rate_limited", "wait some minutes", lambda hub, repo: hub.fail(429, path=repo)),
+    Case("down", "hub_unavailable", "answers 503: try again later", lambda hub, repo: hub.fail(503, path=repo)),
+    Case("portal", "hub_unavailable", "check the network", lambda hub, repo: hub.captive_portal(path=repo)),
+    Case("portal-file", "hub_unavailable", "HF_ENDPOINT", lambda hub, repo: hub.captive_portal(path=f"{repo}/resolve")),
+    Case("dropped", "hub_unavailable", "check the network", lambda hub, repo: hub.drop(path=repo)),
+    Case(
+        "hanging",
+        "hub_timeout",
+        "raise download_timeout_s",
+        lambda hub, repo: hub.hang(path=repo),
+        settings={"download_timeout_s": 5},
+    ),
+    Case(
+        "stalled",
+        "hub_timeout",
+        "raise download_stall_timeout_s",
+        lambda hub, repo: hub.hang(path=f"/cdn/{repo}"),
+        settings={"download_stall_timeout_s": 8},
+    ),
+    Case(
+        "truncated",
+        "hub_incomplete",
+        "check the network",
+        lambda hub, repo: hub.truncate(f"/cdn/{repo}", after_bytes=1000),
+    ),
+    Case("corrupted", "hub_incomplete", "look for a proxy", lambda hub, repo: hub.corrupt(f"/cdn/{repo}")),
+    Case("pickle", "weights_not_safe", "set allow_pickle to true", checkpoint="pickle"),
+    Case("no-weights", "checkpoint_incomplete", "set huggingface_model to a complete model", checkpoint="no-weights"),
+    Case("misshaped", "weights_mismatch", "use a complete checkpoint", checkpoint="misshaped"),
+    Case("no-folder", "path_not_found", "correct huggingface_model", settings={"huggingface_model": "./absent"}),
+    Case("no-name", "hub_not_found", "namespace/name, or to a folder", settings={"huggingface_model": "my model"}),
+)
+
+
+def repo_of(case: str) -> str:
+    return f"org/{case}-7b"  # none is the beginning of another, so that a fault meets one alone
+
+
+def build_checkpoints(root: Path) -> dict[str, Path]:
+    good = build_tiny_checkpoint(root / "good", "falcon")
+    folders = {"good": good} | {
+        name: shutil.copytree(good, root / name) for name in ("pickle", "no-weights", "misshaped")
+    }
+    (folders["pickle"] / "model.safetensors").rename(folders["pickle"] / "pytorch_model.bin")
+    (folders["no-weights"] / "model.safetensors").unlink()
+    reshape_tensor(folders["misshaped"], "transformer.h.0.mlp.dense_4h_to_h.weight")
+    return folders
+
+
+def make_trouble(hub: LoopbackHub, checkpoints: dict[str, Path]) -> None:
+    for case in CASES:
+        if case.checkpoint is not None:
+            hub.add(repo_of(case.name), checkpoints[case.checkpoint], gated=case.is_gated)
+        if case.arm is not None:
+            case.arm(hub, repo_of(case.name))
+    hub.add(repo_of("recovers"), checkpoints["good"])
+    hub.fail(503, path=repo_of("recovers"), times=2)
+    hub.truncate(f"/cdn/{repo_of('recovers')}", after_bytes=100_000, times=1)
+    hub.corrupt(f"/cdn/{repo_of('recovers')}", times=1)
+
+
+@dataclass(frozen=True)
+class Scene:
+    hub: LoopbackHub
+    server: TritonServer
+    states: dict[str, dict[str, str]]
+    """The index's entry by folder."""
+    started_in_s: float
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[Scene]:
+    root = tmp_path_factory.mktemp("hub_errors")
+    checkpoints, repository = build_checkpoints(root), root / "repository"
+    for case in CASES:
+        make_folder(repository, case.name, **({"huggingface_model": repo_of(case.name)} | case.settings))
+    make_folder(repository, "recovers", huggingface_model=repo_of("recovers"))
+    make_folder(repository, "healthy", huggingface_model=checkpoints["good"])
+    with LoopbackHub() as hub:
+        make_trouble(hub, checkpoints)
+        environment = hub.environment() | {"HF_HOME": str(root / "home"), "HF_TOKEN": hub.stranger_token}
+        started = time.monotonic()
+        with TritonServer(repository, environment=environment, ready_timeout_s=200) as server:
+            index = post(server, "/v2/repository/index", {}).json()
+            yield Scene(hub, server, {each["name"]: each for each in index}, time.monotonic() - started)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_failing_folder_says_why_and_what_would_do(scene: Scene, case: Case) -> None:
+    state = scene.states[case.name]
+    name = case.settings.get("huggingface_model", repo_of(case.name))
+    assert state["state"] == "UNAVAILABLE"
+    assert f"{case.code}: " in state["reason"]
+    assert case.code in CODES
+    assert name in state["reason"]
+    assert case.remedy in state["reason"]
+
+
+def test_the_code_comes_first(scene: Scene) -> None:
+    for case in CASES:
+        reason = scene.states[case.name]["reason"].removeprefix("Internal: TritonModelException: ")  # Triton's own
+        assert reason.startswith(f"{case.code}: ")
+
+
+def test_no_reason_holds_a_traceback(scene: Scene) -> None:
+    for state in scene.states.values():
+        assert "Traceback" not in state.get("reason", "")
+        assert "\n" not in state.get("reason", "").split("\n\nAt:")[0]
+
+
+def test_the_other_folders_answer(scene: Scene) -> None:
+    assert scene.states["healthy"]["state"] == "READY"
+    reply = generate(scene.server, "healthy", "The old harbour", max_new_tokens=8)
+    assert reply.status == 200, reply.body
+
+
+def test_a_hub_in_passing_trouble_is_waited_for(scene: Scene) -> None:
+    assert scene.states["recovers"]["state"] == "READY", scene.states["recovers"]
+    answers = [
+        generate(scene.server, name, "The old harbour", max_new_tokens=8).json()["text_output"]
+        for name in ("recovers", "healthy")
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_everything_ends_in_a_bounded_time(scene: Scene) -> None:
+    assert scene.started_in_s < 150
+
+
+def test_a_failed_folder_can_be_asked_and_shows_nothing_inside(scene: Scene) -> None:
+    for case in CASES[:3]:
+        reply = generate(scene.server, case.name, "The old harbour")
+        assert reply.status in (400, 404)
+        assert "Traceback" not in reply.body
+        assert scene.hub.stranger_token not in reply.body
+
+
+def test_the_access_token_is_nowhere(scene: Scene) -> None:
+    token = scene.hub.stranger_token
+    assert any(request.had_valid_token for request in scene.hub.requests)
+    assert token not in scene.server.read_log()
+    assert token not in str(scene.states)
+
+
+def test_the_log_has_every_reason(scene: Scene) -> None:
+    log = scene.server.read_log()
+    for case in CASES:
+        assert f"{case.code}: " in log
+        assert case.remedy in log

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any model is a copied folder with one edited line: what it answers is transformers' own text for that prompt."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
+from tests.client import generate, infer
+from tests.reference import Reference, load_reference
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMED = {"opt": "facebook/opt-125m", "gpt_neox": "EleutherAI/pythia-70m", "qwen3": "Qwen/Qwen3-0.6B"}
+"""Served by the Hub under these names; the others are folders on disk."""
+ARCHITECTURES = (*NAMED, "mamba", "t5")
+PROMPTS = ["I am going", "x", "Where does the river go after the bridge?", "Der Zug fährt", "🙂", "3, 14"]
+MAX_NEW_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return cache(lambda architecture: build_tiny_checkpoint(root / architecture, architecture))
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    repository = tmp_path_factory.mktemp("repository")
+    with LoopbackHub() as hub:
+        for architecture, name in NAMED.items():
+            hub.add(name, checkpoint(architecture))
+        for architecture in ARCHITECTURES:
+            copy_folder(repository / architecture, NAMED.get(architecture, str(checkpoint(architecture))))
+        environment = hub.environment() | {"HF_HOME": str(tmp_path_factory.mktemp("home"))}
+        with TritonServer(repository, environment=environment) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], Reference]:
+    return cache(lambda architecture: load_reference(checkpoint(architecture)))
+
+
+def copy_folder(folder: Path, model: str) -> None:
+    shutil.copytree(ROOT / "falcon7b", folder)
+    config = folder / "config.pbtxt"
+    before = config.read_text()
+    after = before.replace("tiiuae/falcon-7b", model)
+    assert sum(old != new for old, new in zip(before.split("\n"), after.split("\n"), strict=True)) == 1
+    config.write_text(after)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_texts_are_transformers_own(
+    architecture: str, server: TritonServer, reference: Callable[[str], Reference]
+) -> None:
+    assert server.is_model_ready(architecture), server.log_tail()
+    wanted = [reference(architecture).text(prompt, MAX_NEW_TOKENS) for prompt in PROMPTS]
+    assert len(set(wanted)) == len(PROMPTS)
+    together = infer(server, architecture, PROMPTS, parameters={"max_new_tokens": MAX_NEW_TOKENS}).json()
+    assert together["outputs"][0]["data"] == wanted
+    alone = [generate(server, architecture, prompt, max_new_tokens=MAX_NEW_TOKENS).json() for prompt in PROMPTS]
+    assert [each["text_output"] for each in alone] == wanted
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_answer_begins_with_the_prompt_but_for_an_encoder_decoders(architecture: str, server: TritonServer) -> None:
+    for excludes in (True, False):
+        answer = generate(server, architecture, "I am going", max_new_tokens=8, exclude_input_in_output=excludes).json()
+        begins = answer["text_output"].startswith("I am going")
+        assert begins == (not excludes and architecture != "t5")
+
+
+def test_all_at_once_each_its_own(server: TritonServer, reference: Callable[[str], Reference]) -> None:
+    questions = [(architecture, prompt) for prompt in PROMPTS for architecture in ARCHITECTURES]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda each: generate(server, *each, max_new_tokens=6).json(), questions))
+    assert [each["text_output"] for each in answers] == [reference(name).text(text, 6) for name, text in questions]
+
+
+def test_an_encoder_decoder_writes_as_much_as_it_is_asked_whatever_it_read(server: TritonServer) -> None:
+    """Its prompt and its answer do not share the context."""
+    long = "the river goes to the sea " * 30
+    assert generate(server, "t5", long, max_new_tokens=100).status == 200

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors: `code: sentence`, every code known and every class with a place among gRPC's words."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import hf_triton
+from hf_triton import errors
+from hf_triton.errors import CODES, HfTritonError, LoadError, RequestError, SettingsError, clip
+
+SOURCES = sorted(Path(hf_triton.__file__).parent.rglob("*.py"))
+
+
+def codes_in(source: Path) -> set[str]:
+    """The codes of the errors that a file raises: the first of two arguments, the second a sentence."""
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    calls = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call)]
+    first = [call.args[0] for call in calls if getattr(call.func, "id", "") in classes and len(call.args) == 2]
+    return {node.value for node in first if isinstance(node, ast.Constant)}
+
+
+def test_a_message_is_a_code_and_a_sentence() -> None:
+    error = RequestError("invalid_input", "text_input is missing")
+    assert str(error) == "invalid_input: text_input is missing"
+    assert (error.code, error.sentence) == ("invalid_input", "text_input is missing")
+
+
+def test_every_code_in_the_source_has_a_meaning() -> None:
+    raised = set().union(*(codes_in(source) for source in SOURCES))
+    assert len(raised) > 10
+    assert raised - set(CODES) == set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [
+        (errors.RequestError, "INVALID_ARG"),
+        (errors.UnavailableError, "UNAVAILABLE"),
+        (errors.CancelledError, "CANCELLED"),
+        (errors.GenerationError, "INTERNAL"),
+        (errors.HfTritonError, "INTERNAL"),
+    ],
+)
+def test_each_kind_has_a_triton_code(kind: type[HfTritonError], word: str) -> None:
+    assert kind.triton_code == word
+
+
+def test_the_tree_in_the_docstring_names_every_class() -> None:
+    classes = [name for name, value in vars(errors).items() if isinstance(value, type) and name.endswith("Error")]
+    assert [name for name in classes if name not in str(errors.__doc__)] == []
+
+
+def test_settings_errors_can_be_caught_as_what_they_are() -> None:
+    error = SettingsError("there is no setting 'x'")
+    assert isinstance(error, LoadError)
+    assert isinstance(error, ValueError)
+    assert str(error) == "invalid_setting: there is no setting 'x'"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(5, "5"), ("a", "'a'"), ("a" * 100, "'" + "a" * 56 + "..."), ("a\nb", r"'a\nb'"), (None, "None")],
+    ids=["number", "text", "long text", "line break", "nothing"],
+)
+def test_clip_shows_a_value_and_never_more_than_sixty_characters(value: object, shown: str) -> None:
+    assert clip(value) == shown
+    assert len(clip(value)) <= 60

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`import hf_triton` is light: what takes seconds or exists in one place only comes when a model is loaded."""
+
+import subprocess
+import sys
+
+import pytest
+
+LISTS_MODULES = "import sys, {module}; print('\\n'.join(sys.modules))"
+HEAVY = {"torch", "transformers", "accelerate", "safetensors", "triton_python_backend_utils", "tritonclient", "triton"}
+
+
+@pytest.mark.parametrize("module", ["hf_triton", "hf_triton.cli", "hf_triton.testing", "hf_triton.wire"])
+def test_importing_loads_nothing_heavy(module: str) -> None:
+    command = [sys.executable, "-c", LISTS_MODULES.format(module=module)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert module in listed
+    assert HEAVY & set(listed) == set()

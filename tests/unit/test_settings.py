@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: config.pbtxt before the environment before the default, and nothing unusable is let through."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from hf_triton.errors import SettingsError
+from hf_triton.settings import ENVIRONMENT_PREFIX, TRITONS_OWN, LoadedSettings, ModelSettings, load_settings
+
+MODEL = {"huggingface_model": "tiiuae/falcon-7b"}
+
+
+def load(environment: dict[str, str] | None = None, **parameters: str) -> LoadedSettings:
+    return load_settings(MODEL | parameters, environment or {})
+
+
+def refusal(environment: dict[str, str] | None = None, **parameters: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(environment, **parameters)
+    return caught.value.sentence
+
+
+# --- where a setting comes from --------------------------------------------------------------------------------------
+
+
+def test_config_pbtxt_comes_before_the_environment_and_that_before_the_default() -> None:
+    environment = {"HF_TRITON_MAX_OUTPUT_LENGTH": "20", "HF_TRITON_DTYPE": "float16"}
+    loaded = load(environment, max_output_length="30")
+    assert (loaded.settings.max_output_length, loaded.settings.dtype, loaded.settings.revision) == (
+        30,
+        "float16",
+        "main",
+    )
+    assert loaded.sources["max_output_length"] == "config.pbtxt"
+    assert loaded.sources["dtype"] == "HF_TRITON_DTYPE"
+    assert loaded.sources["revision"] == "default"
+
+
+def test_every_setting_has_a_source_and_a_line() -> None:
+    loaded = load({"HF_TRITON_MAX_BATCH_ROWS": "4"})
+    names = list(ModelSettings.model_fields)
+    assert list(loaded.sources) == names
+    lines = loaded.describe()
+    assert [line.split(" ")[0] for line in lines] == names
+    assert "max_batch_rows           = 4  (HF_TRITON_MAX_BATCH_ROWS)" in lines
+    assert lines[0].endswith("= tiiuae/falcon-7b  (config.pbtxt)")
+    assert any(line.endswith("= -  (default)") for line in lines)
+
+
+@pytest.mark.parametrize("name", ModelSettings.model_fields)
+def test_every_setting_can_come_from_the_environment(name: str) -> None:
+    examples = {"huggingface_model": "a/b", "load_format": "auto", "dtype": "auto", "attn_implementation": "sdpa"}
+    field = ModelSettings.model_fields[name]
+    text = examples.get(name) or {bool: "true", dict[str, Any]: "{}"}.get(field.annotation, "7")
+    variable = ENVIRONMENT_PREFIX + name.upper()
+    loaded = load_settings({} if name == "huggingface_model" else MODEL, {variable: text})
+    assert loaded.sources[name] == variable
+
+
+def test_the_process_environment_may_hold_anything_else() -> None:
+    assert load({"HF_TOKEN": "hf_secret", "PATH": "/bin", "hf_triton_dtype": "x"}).settings == load().settings
+
+
+@pytest.mark.parametrize("name", sorted(TRITONS_OWN))
+def test_tritons_own_parameters_are_passed_over(name: str) -> None:
+    assert load(**{name: "yes"}).settings == load().settings
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("trust_remote_code", "true", True),
+        ("trust_remote_code", "False", False),
+        ("allow_pickle", "1", True),
+        ("max_output_length", "64", 64),
+        ("max_output_length", " 64 ", 64),
+        ("download_timeout_s", "1.5", 1.5),
+        ("max_context_length", "2048", 2048),
+        ("quantization_config", '{"quant_method": "bitsandbytes"}', {"quant_method": "bitsandbytes"}),
+        ("quantization_config", "", {}),
+        ("generation_defaults", '{"temperature": 0.7, "n": 2}', {"temperature": 0.7, "n": 2}),
+        ("huggingface_model", "./weights", "./weights"),
+    ],
+)
+def test_texts_are_read_as_their_setting_wants(name: str, text: str, value: object) -> None:
+    assert getattr(load(**{name: text}).settings, name) == value
+
+
+REFUSED: dict[str, tuple[dict[str, str], str]] = {
+    "a typo": ({"dtpye": "float16"}, "there is no setting 'dtpye' (from config.pbtxt), did you mean 'dtype'?"),
+    "nothing like it": ({"zzz": "1"}, "there is no setting 'zzz' (from config.pbtxt); known are allow_extra_weights, "),
+    "no boolean": ({"allow_pickle": "maybe"}, "allow_pickle must be true or false, got 'maybe' (from config.pbtxt)"),
+    "no number": (
+        {"max_output_length": "many"},
+        "max_output_length must be an integer >= 1 and <= 2147483647, got 'many'",
+    ),
+    "a fraction": ({"max_output_length": "1.5"}, "max_output_length must be an integer"),
+    "zero": (
+        {"max_batch_rows": "0"},
+        "max_batch_rows must be an integer >= 1 and <= 4096, got '0' (from config.pbtxt)",
+    ),
+    "not finite": ({"download_timeout_s": "inf"}, "download_timeout_s must be a number > 0 and <= 604800, got 'inf'"),
+    "NaN": ({"download_timeout_s": "nan"}, "download_timeout_s must be a number"),
+    "no choice": ({"dtype": "float64"}, "dtype must be one of `auto`, `float32`, `float16`, `bfloat16`, got 'float64'"),
+    "empty": ({"huggingface_model": ""}, "huggingface_model must be a text that is not empty, got ''"),
+    "no JSON": ({"quantization_config": "{4bit"}, "quantization_config must be a JSON object, got '{4bit'"),
+    "a JSON list": ({"quantization_config": "[]"}, "quantization_config must be a JSON object, got []"),
+    "an unknown default": (
+        {"generation_defaults": '{"temprature": 1}'},
+        "generation_defaults: there is no parameter 'temprature', did you mean 'temperature'? (from config.pbtxt)",
+    ),
+    "an impossible default": (
+        {"generation_defaults": '{"top_p": 2}'},
+        "generation_defaults: top_p must be a number > 0 and <= 1, got 2 (from config.pbtxt)",
+    ),
+    "dummy and quantized": (
+        {"load_format": "dummy", "quantization_config": '{"quant_method": "x"}'},
+        "quantization_config needs real weights: leave it out, or set load_format to auto",
+    ),
+    "two mistakes": ({"dtype": "x", "max_batch_rows": "0"}, "(from config.pbtxt); max_batch_rows must be"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_unusable_setting_is_refused(case: str) -> None:
+    parameters, words = REFUSED[case]
+    assert words in refusal(**parameters)
+
+
+def test_a_refusal_names_the_variable_that_it_came_from() -> None:
+    assert refusal({"HF_TRITON_DTYPE": "int3"}).endswith("got 'int3' (from HF_TRITON_DTYPE)")
+
+
+def test_a_variable_behind_which_is_no_setting_is_refused() -> None:
+    sentence = refusal({"HF_TRITON_DTPYE": "float16"})
+    assert "the environment variable HF_TRITON_DTPYE, did you mean 'HF_TRITON_DTYPE'?" in sentence
+
+
+def test_a_missing_model_comes_with_the_line_to_add() -> None:
+    with pytest.raises(SettingsError, match=r'add parameters \{ key: "huggingface_model" value'):
+        load_settings({}, {})
+
+
+@pytest.mark.parametrize("name", ["hf_token", "HF_TOKEN", "access_token", "api_key", "password", "private_repo_token"])
+def test_a_secret_is_refused_and_not_repeated(name: str) -> None:
+    sentence = refusal(**{name: "hf_canary"})
+    assert "would be shown to every client" in sentence
+    assert "HF_TOKEN_PATH" in sentence
+    assert "hf_canary" not in sentence
+
+
+def test_the_refusal_of_a_value_is_short() -> None:
+    assert len(refusal(dtype="x" * 100_000)) < 300
+
+
+# --- the declarations ------------------------------------------------------------------------------------------------
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load().settings.dtype = "float16"
+
+
+def test_the_defaults_are_valid_and_safe() -> None:
+    settings = load().settings
+    assert ModelSettings.model_validate(json.loads(settings.model_dump_json())) == settings
+    assert not settings.trust_remote_code
+    assert not settings.allow_pickle
+    assert not settings.allow_extra_weights
+
+
+def test_a_subclass_adds_settings_of_its_own() -> None:
+    class Mine(ModelSettings):
+        greeting: str = "hello"
+        """What to say first."""
+
+    assert load_settings(MODEL, {"HF_TRITON_GREETING": "hi"}, Mine).settings.model_dump()["greeting"] == "hi"
+    with pytest.raises(SettingsError, match="did you mean 'greeting'"):
+        load_settings(MODEL | {"greetin": "hi"}, {}, Mine)

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors and parameters in, a checked request out, and texts back into tensors."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hf_triton.errors import RequestError, SettingsError
+from hf_triton.generation import ALIASES, GenerationParameters
+from hf_triton.wire import (
+    PARAMETERS,
+    PROMPT,
+    TEXT,
+    TEXT_OLD,
+    GenerationRequest,
+    Limits,
+    check_config,
+    decode_texts,
+    encode_texts,
+    missing_ports,
+    parse_request,
+)
+
+MAX_BYTES = 100
+LIMITS = Limits(max_prompts=600, max_prompt_bytes=MAX_BYTES)
+
+
+def texts(*elements: bytes, shape: tuple[int, ...] | None = None) -> Any:
+    array = np.empty(len(elements), dtype=np.object_)
+    array[:] = elements
+    return array if shape is None else array.reshape(shape)
+
+
+def parse(*elements: bytes, shape: tuple[int, ...] | None = None, **parameters: object) -> GenerationRequest:
+    return parse_request({PROMPT: texts(*elements, shape=shape)}, parameters, LIMITS)
+
+
+def parse_tensors(num_prompts: int, parameters: dict[str, object] | None = None, **arrays: Any) -> GenerationRequest:
+    return parse_request({PROMPT: texts(*[b"x"] * num_prompts), **arrays}, parameters or {}, LIMITS)
+
+
+def port(name: str, data_type: str = "TYPE_STRING") -> dict[str, object]:
+    return {"name": name, "data_type": data_type, "dims": [-1]}
+
+
+def config(*inputs: dict[str, object], outputs: Any = (), max_batch_size: int = 0, **more: object) -> dict[str, Any]:
+    return {"input": list(inputs), "output": list(outputs), "max_batch_size": max_batch_size, **more}
+
+
+# --- the configuration -----------------------------------------------------------------------------------------------
+
+
+def test_an_empty_configuration_gets_one_input_and_one_output() -> None:
+    inputs, outputs = missing_ports(config(), parameters_as_inputs=False)
+    assert inputs == [{"name": PROMPT, "data_type": "TYPE_STRING", "dims": [-1]}]
+    assert outputs == [{"name": TEXT, "data_type": "TYPE_STRING", "dims": [-1]}]
+
+
+def test_a_batched_prompt_is_one_text_a_row() -> None:
+    inputs, _ = missing_ports(config(max_batch_size=8), parameters_as_inputs=False)
+    assert inputs[0]["dims"] == [1]
+
+
+def test_what_config_pbtxt_declares_is_left_alone() -> None:
+    declared = config(port(PROMPT), port("seed", "TYPE_INT32"), outputs=[port(TEXT)])
+    inputs, outputs = missing_ports(declared, parameters_as_inputs=True)
+    assert {each["name"] for each in inputs} == set(PARAMETERS) - {"seed"}
+    assert outputs == []
+
+
+def test_the_tutorials_output_name_takes_the_place_of_ours() -> None:
+    assert missing_ports(config(outputs=[port(TEXT_OLD)]), parameters_as_inputs=False)[1] == []
+
+
+def test_parameters_as_inputs_are_optional_and_typed() -> None:
+    inputs, _ = missing_ports(config(), parameters_as_inputs=True)
+    types = {each["name"]: each["data_type"] for each in inputs if each["name"] != PROMPT}
+    assert types == {
+        "exclude_input_in_output": "TYPE_BOOL",
+        "max_new_tokens": "TYPE_INT64",
+        "do_sample": "TYPE_BOOL",
+        "temperature": "TYPE_FP32",
+        "top_p": "TYPE_FP32",
+        "top_k": "TYPE_INT64",
+        "seed": "TYPE_INT64",
+        "repetition_penalty": "TYPE_FP32",
+        "num_return_sequences": "TYPE_INT64",
+    }
+    assert all(each["optional"] and each["dims"] == [1] for each in inputs if each["name"] != PROMPT)
+
+
+@pytest.mark.parametrize("parameters_as_inputs", [True, False])
+@pytest.mark.parametrize("max_batch_size", [0, 8])
+def test_what_is_added_passes_the_check(max_batch_size: int, parameters_as_inputs: bool) -> None:
+    inputs, outputs = missing_ports(config(max_batch_size=max_batch_size), parameters_as_inputs)
+    check_config(config(*inputs, outputs=outputs))
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_an_input_may_have_an_aliases_name(name: str) -> None:
+    check_config(config(port(PROMPT), port(name, "TYPE_INT32"), outputs=[port(TEXT), port(TEXT_OLD)]))
+
+
+REFUSED_CONFIGS = {
+    "an input that nobody knows": (
+        config(port("prompt")),
+        "config.pbtxt declares the input 'prompt', and there is no such request parameter; known are ",
+    ),
+    "a typo": (config(port("temprature", "TYPE_FP32")), "did you mean 'temperature'?"),
+    "a prompt of numbers": (
+        config(port(PROMPT, "TYPE_INT32")),
+        "declares text_input as TYPE_INT32; it must be TYPE_ST",
+    ),
+    "a temperature as text": (
+        config(port("temperature")),
+        "config.pbtxt declares temperature as TYPE_STRING; it must be TYPE_FP32 or TYPE_FP64 or ",
+    ),
+    "a number of tokens as a fraction": (config(port("max_tokens", "TYPE_FP32")), "it must be TYPE_INT64 or "),
+    "do_sample as a number": (config(port("do_sample", "TYPE_INT32")), "it must be TYPE_BOOL"),
+    "an output that nobody knows": (config(outputs=[port("logits")]), "the outputs are text_output and text"),
+    "an output of numbers": (config(outputs=[port(TEXT, "TYPE_FP32")]), "'text_output' as TYPE_FP32"),
+    "the response cache": (config(response_cache={"enable": True}), "response_cache is on, but Triton's cache ignores"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_CONFIGS)
+def test_a_configuration_that_could_not_be_served_is_refused(case: str) -> None:
+    refused, words = REFUSED_CONFIGS[case]
+    with pytest.raises(SettingsError) as caught:
+        check_config(refused)
+    assert words in str(caught.value)
+
+
+def test_a_response_cache_that_is_off_is_fine() -> None:
+    check_config(config(response_cache={"enable": False}))
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 2)], ids=str)
+def test_prompts_are_read_in_row_order_and_the_shape_is_kept(shape: tuple[int, ...]) -> None:
+    request = parse(b"one", "zwei ☕".encode(), shape=shape)
+    assert request.prompts == ["one", "zwei ☕"]
+    assert request.shape == shape
+    assert request.parameters == [GenerationParameters()] * 2
+    assert request.exclude_input_in_output is None
+
+
+def test_parameters_hold_for_all_prompts() -> None:
+    request = parse(b"a", b"b", max_tokens=3, temperature=0.5, exclude_input_in_output=True)
+    assert request.parameters == [GenerationParameters(max_new_tokens=3, temperature=0.5)] * 2
+    assert request.exclude_input_in_output is True
+
+
+@pytest.mark.parametrize("name", ["id", "sequence_id", "sequence_start", "sequence_end", "triton_final_response"])
+def test_tritons_own_parameters_are_passed_over(name: str) -> None:
+    assert parse(b"a", **{name: "x"}).parameters == [GenerationParameters()]
+
+
+@pytest.mark.parametrize("name", ["identity", "ids", "sequence_length", "triton", "text_input", "custom_generate"])
+def test_what_only_looks_like_tritons_own_is_refused(name: str) -> None:
+    with pytest.raises(RequestError, match="unknown_parameter: there is no parameter"):
+        parse(b"a", **{name: 1})
+
+
+def test_a_tensor_holds_one_value_for_all() -> None:
+    request = parse_tensors(3, max_new_tokens=np.array([5]))
+    assert [each.max_new_tokens for each in request.parameters] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=str)
+def test_a_tensor_holds_one_value_for_each_prompt(shape: tuple[int, ...]) -> None:
+    request = parse_tensors(2, max_new_tokens=np.array([5, 6]).reshape(shape), seed=np.array([1]))
+    assert [(each.max_new_tokens, each.seed) for each in request.parameters] == [(5, 1), (6, 1)]
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_a_tensors_number_is_the_number_that_was_written(kind: Any) -> None:
+    request = parse_tensors(1, temperature=np.array([0.7], kind), top_p=np.array([0.1], kind))
+    assert request.parameters == parse(b"x", temperature=0.7, top_p=0.1).parameters
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint32, np.uint64, np.int8])
+def test_whole_numbers_come_in_any_width(kind: Any) -> None:
+    assert parse_tensors(1, max_new_tokens=np.array([7], kind)).parameters[0].max_new_tokens == 7
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
+    "no prompt": ({}, {}, "invalid_input: text_input is missing"),
+    "an empty prompt tensor": (
+        {PROMPT: texts(shape=(0,))},
+        {},
+        "invalid_input: text_input holds no prompt, its shape is [0]",
+    ),
+    "an empty batch": (
+        {PROMPT: texts(shape=(0, 1))},
+        {},
+        "invalid_input: text_input holds no prompt, its shape is [0, 1]",
+    ),
+    "too many values": (
+        {PROMPT: texts(b"x"), "seed": np.array([1, 2])},
+        {},
+        "invalid_parameter: seed has 2 values for 1 prompts: give one, or one for each prompt",
+    ),
+    "too few values": (
+        {PROMPT: texts(b"x", b"y", b"z"), "seed": np.array([1, 2])},
+        {},
+        "invalid_parameter: seed has 2 values for 3 prompts: give one, or one for each prompt",
+    ),
+    "no value": (
+        {PROMPT: texts(b"x"), "seed": np.array([], np.int64)},
+        {},
+        "invalid_parameter: seed has 0 values for 1 prompts: give one, or one for each prompt",
+    ),
+    "NaN": (
+        {PROMPT: texts(b"x"), "temperature": np.array([np.nan], np.float32)},
+        {},
+        "invalid_parameter: temperature must be a number >= 0 and <= 100, got nan",
+    ),
+    "one bad row": (
+        {PROMPT: texts(b"x", b"y"), "top_k": np.array([5, -7])},
+        {},
+        "invalid_parameter: top_k must be an integer >= -1 and <= 2147483647, got -7 (row 1)",
+    ),
+    "all rows bad alike": (
+        {PROMPT: texts(b"x", b"y"), "top_k": np.array([-7])},
+        {},
+        "invalid_parameter: top_k must be an integer >= -1 and <= 2147483647, got -7",
+    ),
+    "a tensor and a parameter": (
+        {PROMPT: texts(b"x"), "seed": np.array([1])},
+        {"seed": 1},
+        "invalid_parameter: seed is given twice, as an input and as a parameter: leave one out",
+    ),
+    "a tensor and an alias": (
+        {PROMPT: texts(b"x"), "max_new_tokens": np.array([1])},
+        {"max_tokens": 1},
+        "invalid_parameter: max_tokens and max_new_tokens mean the same: leave one out",
+    ),
+    "an option of a wrong type": (
+        {PROMPT: texts(b"x")},
+        {"exclude_input_in_output": "yes"},
+        "invalid_parameter: exclude_input_in_output must be true or false, got 'yes'",
+    ),
+    "options that differ": (
+        {PROMPT: texts(b"x", b"y"), "exclude_input_in_output": np.array([True, False])},
+        {},
+        "invalid_parameter: exclude_input_in_output must be the same for all rows of a request",
+    ),
+    "numbers of texts that differ": (
+        {PROMPT: texts(b"x", b"y"), "num_return_sequences": np.array([1, 2])},
+        {},
+        "invalid_parameter: num_return_sequences must be the same for all rows of a request",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_request_is_refused(case: str) -> None:
+    inputs, parameters, message = REFUSED[case]
+    with pytest.raises(RequestError) as caught:
+        parse_request(inputs, parameters, LIMITS)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("element", "found"),
+    [
+        (b"a\xff", "byte 0xff at offset 1"),
+        (b"\xc0\x80", "byte 0xc0 at offset 0"),
+        (b"\xed\xa0\x80", "byte 0xed at offset 0"),
+        ("☕".encode()[:2], "byte 0xe2 at offset 0"),
+        (b"\xf4\x90\x80\x80", "byte 0xf4 at offset 0"),
+    ],
+    ids=["stray byte", "overlong", "surrogate", "cut off", "beyond Unicode"],
+)
+def test_what_is_no_utf8_is_refused_by_row_and_place(element: bytes, found: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode_texts(texts(b"good", element), LIMITS)
+    assert str(caught.value) == f"invalid_input: text_input row 1 is not valid UTF-8: {found}"
+
+
+def test_a_prompt_may_have_just_as_many_bytes_as_are_accepted() -> None:
+    assert decode_texts(texts(b"a" * MAX_BYTES), LIMITS) == ["a" * MAX_BYTES]
+    with pytest.raises(RequestError, match="context_exceeded: text_input row 0 has 101 bytes, more than the 100"):
+        decode_texts(texts(b"a" * (MAX_BYTES + 1)), LIMITS)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "per_prompt", "expected"),
+    [
+        ((2,), 1, (2,)),
+        ((2, 1), 1, (2, 1)),
+        ((2, 1), 3, (2, 3)),
+        ((2, 2), 3, (2, 6)),
+        ((2,), 3, (6,)),
+        ((1, 1), 1, (1, 1)),
+    ],
+    ids=str,
+)
+def test_an_answer_follows_the_prompts_shape(
+    shape: tuple[int, ...], per_prompt: int, expected: tuple[int, ...]
+) -> None:
+    num_texts = int(np.prod(shape)) * per_prompt
+    array = encode_texts([f"text {number}" for number in range(num_texts)], shape)
+    assert array.shape == expected
+    assert array.dtype == np.object_
+    assert array.ravel().tolist() == [f"text {number}".encode() for number in range(num_texts)]
+
+
+def test_an_answer_is_always_utf8() -> None:
+    assert encode_texts(["a\ud800b", "☕"], (2,)).tolist() == [b"a?b", "☕".encode()]
+
+
+def test_every_parameter_is_declared_once_and_reaches_its_model() -> None:
+    assert len(PARAMETERS) == len(GenerationParameters.model_fields) + 1
+    assert set(ALIASES.values()) <= set(PARAMETERS)
+    assert set(ALIASES) & set(PARAMETERS) == set()
+
+
+def test_the_number_of_prompts_is_bounded() -> None:
+    limits = Limits(max_prompts=3, max_prompt_bytes=MAX_BYTES)
+    assert decode_texts(texts(b"a", b"b", b"c"), limits) == ["a", "b", "c"]
+    with pytest.raises(RequestError, match=r"invalid_input: text_input holds 4 prompts, and a request may have 3"):
+        decode_texts(texts(b"a", b"b", b"c", b"d"), limits)
