@@ -8,17 +8,18 @@ change each other's text: what a batch shares (sampling settings, a seed, someti
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hf_triton.engine.faults import error_outcome, is_fatal, kind
 from hf_triton.engine.interface import Completion, Outcome, Sequence
 from hf_triton.engine.padding import pad
 from hf_triton.engine.probe import Sharing
-from hf_triton.errors import CancelledError, GenerationError, HfTritonError, UnavailableError
+from hf_triton.engine.thread import EngineThread, finish
+from hf_triton.errors import CancelledError, HfTritonError
 
 if TYPE_CHECKING:
     import torch
@@ -34,16 +35,10 @@ HISTORY_PROCESSORS = (
     "encoder_no_repeat_ngram_size",
 )
 """Settings of a checkpoint's generation_config that look back at the tokens of a row."""
-MEMORY_WORDS = (  # of errors that are not an OutOfMemoryError: the CPU's (Linux, Windows), CUDA's outside the allocator
-    "can't allocate memory",
-    "not enough memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
 CANCEL_POLL_S = 0.1  # asking Triton costs a round trip between processes: not at every token
 
 
-class BatchEngine:
+class BatchEngine(EngineThread):
     """Padded batches of `model.generate`.
 
     Args:
@@ -57,74 +52,27 @@ class BatchEngine:
     def __init__(
         self, model: Any, *, max_rows: int, sharing: Sharing, on_fatal: Callable[[], None] = lambda: None
     ) -> None:
+        super().__init__(on_fatal)
         self._model = model
         self._max_rows = max_rows
         self._sharing = sharing
-        self._on_fatal = on_fatal
         self._eos_ids = _eos_ids(model)
         self._vocabulary_size = model.get_input_embeddings().weight.shape[0]
         self._history_counts = _has_history_processors(model.generation_config)
         self._length_counts = model.generation_config.forced_eos_token_id is not None
-        self._waiting: deque[Sequence] = deque()
-        self._wake = threading.Condition()
-        self._closing = threading.Event()
-        self._failed = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="hf_triton-engine", daemon=True)
+        self._batch: list[Sequence] = []
         self._thread.start()
 
-    # --- the interface -----------------------------------------------------------------------------------------------
+    def _turn(self) -> None:
+        self._batch = self._take()
+        self._run(self._batch)
 
-    def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence and return at once."""
-        with self._wake:
-            refusal = self._refusal()
-            if refusal is None:
-                self._waiting.append(sequence)
-                self._wake.notify()
-        if refusal is not None:
-            _finish(sequence, refusal)
-
-    def is_healthy(self) -> bool:
-        """Whether the engine can still run sequences."""
-        return self._refusal() is None and self._thread.is_alive()
-
-    def close(self) -> None:
-        """Finish everything with an error and end the thread."""
-        self._closing.set()
-        with self._wake:
-            self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _refusal(self) -> HfTritonError | None:
-        if self._failed.is_set():
-            return UnavailableError(
-                "engine_failed", "the engine stopped after a fatal error, and the server is restarting"
-            )
-        if self._closing.is_set():
-            return UnavailableError("shutting_down", "the model is being unloaded: send the request again later")
-        return None
-
-    # --- the loop ----------------------------------------------------------------------------------------------------
-
-    def _loop(self) -> None:
-        batch: list[Sequence] = []
-        try:
-            while batch := self._take():
-                self._run(batch)
-        except BaseException:  # the thread's last resort: whatever it was, nobody may be left waiting
-            logger.exception("the engine failed and stops")
-            self._failed.set()
-        self._answer_everyone(batch)
-        if self._failed.is_set():
-            self._on_fatal()
+    def _unfinished(self) -> list[Sequence]:
+        return self._batch
 
     def _take(self) -> list[Sequence]:
-        """Wait for work; the oldest sequence, and those behind it that may share its batch. Empty: close."""
+        """The oldest sequence, and those behind it that may share its batch."""
         with self._wake:
-            self._wake.wait_for(lambda: self._waiting or self._closing.is_set())
-            if self._closing.is_set():
-                return []
             key = self._batch_key(self._waiting[0])
             batch: list[Sequence] = []
             others, rows = deque[Sequence](), 0
@@ -150,14 +98,6 @@ class BatchEngine:
         sampling = (plan.temperature, plan.top_p, plan.top_k, plan.num_return_sequences) if plan.do_sample else None
         return (sampling, plan.repetition_penalty, length, last_step, alone)
 
-    def _answer_everyone(self, running: list[Sequence]) -> None:
-        with self._wake:
-            waiting = [*running, *self._waiting]
-            self._waiting.clear()
-            refusal = self._refusal() or UnavailableError("shutting_down", "the model is being unloaded")
-        for sequence in waiting:
-            _finish(sequence, refusal)
-
     # --- one batch ---------------------------------------------------------------------------------------------------
 
     def _run(self, batch: list[Sequence]) -> None:
@@ -174,14 +114,14 @@ class BatchEngine:
         try:
             outcomes = self._generate(batch)
         except Exception as error:
-            if _is_fatal(error):
+            if is_fatal(error):
                 raise
             if len(batch) > 1:
-                logger.warning("a batch of %d sequences failed (%s); trying smaller ones", len(batch), _kind(error))
+                logger.warning("a batch of %d sequences failed (%s); trying smaller ones", len(batch), kind(error))
                 return False
-            outcomes = [_error_outcome(error)]
+            outcomes = [error_outcome(error)]
         for sequence, outcome in zip(batch, outcomes, strict=True):
-            _finish(sequence, outcome)
+            finish(sequence, outcome)
         return True
 
     def _generate(self, batch: list[Sequence]) -> list[Outcome]:
@@ -204,7 +144,7 @@ class BatchEngine:
         prompts = [sequence.prompt_ids for sequence in batch]
         is_encoder_decoder = self._model.config.is_encoder_decoder
         input_ids, attention_mask = pad(prompts, self._pad_id(), device, at_left=not is_encoder_decoder)
-        limits = _RowLimits(batch, self._closing)
+        limits = _RowLimits(batch, self.refusal)
         output = self._model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -239,9 +179,9 @@ class BatchEngine:
 class _RowLimits:
     """`generate`'s stopping rule: each row ends at its own `max_new_tokens`, or when its request was cancelled."""
 
-    def __init__(self, batch: list[Sequence], closing: threading.Event) -> None:
+    def __init__(self, batch: list[Sequence], refusal: Callable[[], HfTritonError | None]) -> None:
         self._batch = batch
-        self._closing = closing
+        self._refusal = refusal
         self._num_steps = 0
         self._next_poll_s = 0.0
         self._is_cancelled = [False] * len(batch)
@@ -261,7 +201,7 @@ class _RowLimits:
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
     def _poll(self) -> None:
-        closing = self._closing.is_set()
+        closing = self._refusal() is not None
         self._is_cancelled = [
             was or closing or sequence.is_cancelled()
             for was, sequence in zip(self._is_cancelled, self._batch, strict=True)
@@ -274,14 +214,10 @@ class _RowLimits:
         for sequence, is_cancelled in zip(self._batch, self._is_cancelled, strict=True):
             count = sequence.plan.num_return_sequences
             own, rows = rows[:count], rows[count:]
-            if not is_cancelled:
-                outcomes.append([_cut(row, sequence.plan.max_new_tokens, eos_ids) for row in own])
-            elif self._closing.is_set():
-                outcomes.append(
-                    UnavailableError("shutting_down", "the model is being unloaded: send the request again later")
-                )
+            if is_cancelled:
+                outcomes.append(self._refusal() or CancelledError())
             else:
-                outcomes.append(CancelledError())
+                outcomes.append([_cut(row, sequence.plan.max_new_tokens, eos_ids) for row in own])
         return outcomes
 
 
@@ -317,43 +253,3 @@ def _has_history_processors(config: Any) -> bool:
     """Whether the checkpoint's own defaults make `generate` look back at the tokens of a row, padding included."""
     has_penalty = getattr(config, "encoder_repetition_penalty", None) not in (None, 1.0)
     return has_penalty or any(getattr(config, name, None) for name in HISTORY_PROCESSORS)
-
-
-def _finish(sequence: Sequence, outcome: Outcome) -> None:
-    try:
-        sequence.on_finish(outcome)
-    except Exception:  # one listener's mistake must not end the loop that serves the others
-        logger.exception("delivering a sequence failed")
-
-
-def _is_memory(error: Exception) -> bool:
-    import torch
-
-    is_named_so = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return is_named_so or any(words in str(error) for words in MEMORY_WORDS)
-
-
-def _is_fatal(error: Exception) -> bool:
-    """A CUDA error other than out of memory poisons the device's context for good."""
-    import torch
-
-    is_device_error = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
-    return is_device_error and not _is_memory(error)
-
-
-def _error_outcome(error: Exception) -> HfTritonError:
-    import torch
-
-    if _is_memory(error):
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        logger.warning("out of memory on one sequence")
-        return UnavailableError(
-            "out_of_memory", "the device has too little memory: ask for fewer tokens or a shorter prompt"
-        )
-    logger.error("the model failed on one sequence (%s)", _kind(error), exc_info=error)
-    return GenerationError("generation_failed", "the model failed on this request; the server's log says how")
-
-
-def _kind(error: Exception) -> str:
-    return type(error).__name__

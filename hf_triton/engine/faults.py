@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's exception means for the request it hit, and for the engine."""
+
+from __future__ import annotations
+
+import logging
+
+from hf_triton.errors import GenerationError, HfTritonError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+MEMORY_WORDS = (  # of errors that are not an OutOfMemoryError: the CPU's (Linux, Windows), CUDA's outside the allocator
+    "can't allocate memory",
+    "not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def is_memory(error: Exception) -> bool:
+    """Whether the device has run out of memory."""
+    import torch
+
+    is_named_so = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_named_so or any(words in str(error) for words in MEMORY_WORDS)
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether the device is lost: a CUDA error other than out of memory poisons its context for good."""
+    import torch
+
+    is_device_error = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+    return is_device_error and not is_memory(error)
+
+
+def error_outcome(error: Exception) -> HfTritonError:
+    """What to answer to the one sequence that the model failed on."""
+    import torch
+
+    if is_memory(error):
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        logger.warning("out of memory on one sequence")
+        return UnavailableError(
+            "out_of_memory", "the device has too little memory: ask for fewer tokens or a shorter prompt"
+        )
+    logger.error("the model failed on one sequence (%s)", kind(error), exc_info=error)
+    return GenerationError("generation_failed", "the model failed on this request; the server's log says how")
+
+
+def kind(error: Exception) -> str:
+    """An exception's type, for the log."""
+    return type(error).__name__
