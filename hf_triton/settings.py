@@ -92,6 +92,10 @@ class ModelSettings(BaseModel):
     """Bytes that one prompt may have, checked before it is tokenized, because a tokenizer takes seconds for a
     megabyte. By default 16 times the context."""
 
+    engine: Literal["auto", "rolling", "batch"] = "auto"
+    """What runs the model. `rolling`: prompts join the running batch and leave it at any step. `batch`: `generate`, a
+    padded batch at a time. `auto` tries at load whether rolling gives what `generate` gives."""
+
     max_prompts: Count = 1024
     """Prompts that one request may hold."""
 

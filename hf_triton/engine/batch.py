@@ -67,6 +67,9 @@ class BatchEngine(EngineThread):
         self._batch = self._take()
         self._run(self._batch)
 
+    def _is_busy(self) -> bool:
+        return bool(self._batch)
+
     def _unfinished(self) -> list[Sequence]:
         return self._batch
 

@@ -39,6 +39,39 @@ def probe_sharing(model: Any) -> Sharing:
         return "alone"
 
 
+def probe_rolling(model: Any) -> bool:
+    """Whether a prompt that joins a running row has the logits that it has alone in `generate`."""
+    try:
+        return _agree(model, _logits(model, [_prompt(model, *PROMPTS[0])]), _rolling_logits(model))
+    except Exception as error:  # no key/value cache, or one of another kind
+        logger.info("rolling rows were tried and failed (%s)", type(error).__name__)
+        return False
+
+
+def _rolling_logits(model: Any) -> torch.Tensor:
+    """The logits of a short prompt's first two tokens beside a longer one, `[2, 1, vocabulary]` float32 on the CPU."""
+    import torch
+
+    from hf_triton.engine.cache import KeyValueRows
+    from hf_triton.engine.rolling import Forward
+
+    short, _, long = (_prompt(model, *place) for place in PROMPTS)
+    forward, steps = Forward(model), []
+    rows = KeyValueRows(forward.device)
+    with torch.inference_mode():
+        for prompt in (long, short):
+            prefilled, logits = forward.prefill(prompt)
+            rows.add(prefilled, 0, len(prompt))
+            steps.append(logits)
+            rows.make_column()
+            newest = [[int(each[0].argmax())] for each in steps]
+            stepped = forward(
+                torch.tensor(newest, device=forward.device), rows.attention_mask(1), rows.cache, rows.lengths()
+            )
+            rows.clock += 1
+    return torch.stack([steps[1], stepped[1:]]).float().cpu()
+
+
 def _agree(model: Any, alone: torch.Tensor, beside: torch.Tensor) -> bool:
     """Whether row 0 is the same in both, `[steps, rows, vocabulary]`, up to the rounding of the model's dtype."""
     steps = min(len(alone), len(beside))

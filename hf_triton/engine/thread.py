@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from hf_triton.engine.interface import Outcome, Sequence
 from hf_triton.errors import HfTritonError, UnavailableError
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class EngineThread:
     """Queues sequences and calls `_turn` in a thread of its own, until it is closed or fails.
 
-    A subclass writes `_turn` and `_unfinished`, takes sequences from `_waiting` under the lock `_wake`, and starts
-    `_thread` when it is ready to.
+    A subclass writes `_turn`, `_is_busy` and `_unfinished`, takes sequences from `_waiting` under the lock `_wake`, and
+    starts `_thread` when it is ready to.
 
     Args:
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
@@ -33,11 +33,15 @@ class EngineThread:
         self._thread = threading.Thread(target=self._loop, name="hf_triton-engine", daemon=True)
 
     def _turn(self) -> None:
-        """Do a piece of work. Called when a sequence is waiting or unfinished."""
+        """Do a piece of work. Called when a sequence waits, or the engine is busy."""
         raise NotImplementedError
 
-    def _unfinished(self) -> Iterable[Sequence]:
-        """The sequences that were taken from the queue and have no outcome yet."""
+    def _is_busy(self) -> bool:
+        """Whether sequences were taken from the queue and have no outcome yet."""
+        raise NotImplementedError
+
+    def _unfinished(self) -> list[Sequence]:
+        """Those sequences."""
         raise NotImplementedError
 
     # --- the interface -----------------------------------------------------------------------------------------------
@@ -89,9 +93,7 @@ class EngineThread:
 
     def _wait_for_work(self) -> bool:
         with self._wake:
-            self._wake.wait_for(
-                lambda: self._waiting or self._closing.is_set() or any(True for _ in self._unfinished())
-            )
+            self._wake.wait_for(lambda: self._waiting or self._is_busy() or self._closing.is_set())
         return not self._closing.is_set()
 
     def _answer_everyone(self) -> None:

@@ -168,13 +168,10 @@ def build_text_generation(
         settings: The folder's.
         on_fatal: Called after the engine has failed for good.
     """
-    from hf_triton.engine.batch import BatchEngine
-    from hf_triton.engine.probe import probe_sharing
+    from hf_triton.engine.choose import build_engine
 
-    sharing = probe_sharing(checkpoint.model)
-    logger.info("engine batch: up to %d rows at a time, prompts share a batch: %s", settings.max_batch_rows, sharing)
     return TextGeneration(
-        BatchEngine(checkpoint.model, max_rows=settings.max_batch_rows, sharing=sharing, on_fatal=on_fatal),
+        build_engine(checkpoint.model, settings.engine, max_rows=settings.max_batch_rows, on_fatal=on_fatal),
         TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size),
         context_length=checkpoint.context_length,
         is_encoder_decoder=checkpoint.is_encoder_decoder,

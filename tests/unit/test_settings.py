@@ -52,7 +52,13 @@ def test_every_setting_has_a_source_and_a_line() -> None:
 
 @pytest.mark.parametrize("name", ModelSettings.model_fields)
 def test_every_setting_can_come_from_the_environment(name: str) -> None:
-    examples = {"huggingface_model": "a/b", "load_format": "auto", "dtype": "auto", "attn_implementation": "sdpa"}
+    examples = {
+        "huggingface_model": "a/b",
+        "load_format": "auto",
+        "dtype": "auto",
+        "engine": "auto",
+        "attn_implementation": "sdpa",
+    }
     field = ModelSettings.model_fields[name]
     text = examples.get(name) or {bool: "true", dict[str, Any]: "{}"}.get(field.annotation, "7")
     variable = ENVIRONMENT_PREFIX + name.upper()

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rolling engine alone: it writes what `generate` writes, whoever joins, leaves, fails or gives up meanwhile."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_triton.engine import rolling
+from hf_triton.engine.choose import build_engine
+from hf_triton.engine.interface import Completion, Outcome, Sequence
+from hf_triton.engine.rolling import RollingEngine
+from hf_triton.errors import CancelledError, GenerationError, UnavailableError
+from hf_triton.generation import SamplingPlan
+from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
+
+NOT_ROLLING = ("t5", "bart", "mamba", "rwkv")
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    models: dict[str, Any] = {}
+
+    def load(architecture: str) -> Any:
+        if architecture not in models:
+            folder: Path = tmp_path_factory.mktemp("checkpoints") / architecture
+            build_tiny_checkpoint(folder, architecture, eos_token_id=None)
+            auto = AutoModelForCausalLM if architecture not in ("t5", "bart") else _seq2seq()
+            models[architecture] = auto.from_pretrained(folder).eval()
+        return models[architecture]
+
+    return load
+
+
+def _seq2seq() -> Any:
+    from transformers import AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM
+
+
+class Client:
+    """Submits to an engine and collects outcomes; a second outcome for one sequence fails."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._lock = threading.Condition()
+        self._outcomes: dict[int, Outcome] = {}
+        self._count = 0
+
+    def submit(self, prompt: list[int], plan: SamplingPlan, is_cancelled: Callable[[], bool] = lambda: False) -> int:
+        number = self._count
+        self._count += 1
+
+        def finish(outcome: Outcome) -> None:
+            with self._lock:
+                assert number not in self._outcomes, "a second outcome"
+                self._outcomes[number] = outcome
+                self._lock.notify_all()
+
+        self._engine.submit(Sequence(prompt, plan, finish, is_cancelled))
+        return number
+
+    def outcomes(self) -> list[Outcome]:
+        with self._lock:
+            assert self._lock.wait_for(lambda: len(self._outcomes) == self._count, WAIT_S), "somebody was not answered"
+            return [self._outcomes[number] for number in range(self._count)]
+
+    def ask(self, prompt: list[int], plan: SamplingPlan) -> Outcome:
+        self.submit(prompt, plan)
+        return self.outcomes()[-1]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., RollingEngine]]:
+    engines: list[RollingEngine] = []
+
+    def start(model: Any, **options: Any) -> RollingEngine:
+        engines.append(RollingEngine(model, **{"max_rows": 7, **options}))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def prompts(count: int, seed: int, longest: int = 60) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(3, 380) for _ in range(source.randrange(1, longest))] for _ in range(count)]
+
+
+def token_ids(outcome: Outcome) -> list[list[int]]:
+    assert isinstance(outcome, list), outcome
+    return [completion.token_ids for completion in outcome]
+
+
+def reference(model: Any, prompt: list[int], plan: SamplingPlan) -> list[int]:
+    """What transformers writes, greedy and alone."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=plan.max_new_tokens,
+        do_sample=False,
+        repetition_penalty=plan.repetition_penalty,
+        pad_token_id=0,
+    )
+    return list(output[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in NOT_ROLLING])
+def test_greedy_text_is_that_of_generate_in_any_company(
+    architecture: str, load: Callable[[str], Any], start: Callable[..., RollingEngine]
+) -> None:
+    model, source = load(architecture), random.Random(5)
+    client = Client(start(model))
+    plans = []
+    for prompt in prompts(60, seed=1):
+        penalty = source.choice([1.0, 1.0, 1.3])
+        plans.append((prompt, SamplingPlan(source.randrange(1, 40), repetition_penalty=penalty)))
+        client.submit(*plans[-1])
+        time.sleep(source.choice([0, 0, 0.003]))  # so that they join and leave at odd times
+    for (prompt, plan), outcome in zip(plans, client.outcomes(), strict=True):
+        assert token_ids(outcome) == [reference(model, prompt, plan)]
+
+
+def test_a_seed_gives_the_same_texts_alone_and_in_company(
+    load: Callable[[str], Any], start: Callable[..., RollingEngine]
+) -> None:
+    model, source = load("llama"), random.Random(6)
+    company, alone = Client(start(model)), Client(start(model))
+    items = [
+        (
+            prompt,
+            SamplingPlan(
+                source.randrange(1, 30),
+                do_sample=True,
+                temperature=source.choice([0.5, 1.0, 2.0]),
+                top_p=source.choice([0.5, 0.9, 1.0]),
+                top_k=source.choice([0, 5, 50]),
+                seed=source.randrange(99),
+                num_return_sequences=source.choice([1, 2, 3]),
+            ),
+        )
+        for prompt in prompts(40, seed=2)
+    ]
+    for item in items:
+        company.submit(*item)
+    for item, outcome in zip(items, company.outcomes(), strict=True):
+        texts = token_ids(outcome)
+        assert len(texts) == item[1].num_return_sequences
+        assert token_ids(alone.ask(*item)) == texts
+    several = next(token_ids(outcome) for outcome in company.outcomes() if len(token_ids(outcome)) == 3)
+    assert len({tuple(text) for text in several}) > 1
+
+
+def test_long_prompts_are_read_in_pieces_and_running_texts_go_on(
+    load: Callable[[str], Any], start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rolling, "PREFILL_TOKENS", 16)
+    model = load("llama")
+    client = Client(start(model))
+    items = [(prompt, SamplingPlan(20)) for prompt in prompts(20, seed=3, longest=100)]
+    for item in items:
+        client.submit(*item)
+    for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
+        assert token_ids(outcome) == [reference(model, prompt, plan)]
+
+
+def test_eos_ends_a_text_and_is_not_part_of_it(load: Callable[[str], Any], start: Callable[..., RollingEngine]) -> None:
+    model = load("llama")
+    prompt, plan = [5, 6, 7], SamplingPlan(20)
+    whole = reference(model, prompt, plan)
+    engine = start(model)
+    engine._eos_ids = frozenset([whole[4]])
+    end = whole.index(whole[4])
+    assert Client(engine).ask(prompt, plan) == [Completion(whole[:end], "stop")]
+
+
+class Faulty:
+    """The engine's forward, which fails when `is_hit` says so."""
+
+    def __init__(self, engine: RollingEngine, is_hit: Callable[[int, list[int]], bool], error: Exception) -> None:
+        self._forward, self._is_hit, self._error = engine._forward, is_hit, error
+        self.device = self._forward.device
+        self.num_hits = 0
+        engine._forward = self  # type: ignore[assignment]
+
+    def __call__(self, input_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        if self._is_hit(len(input_ids), input_ids.flatten().tolist()):
+            self.num_hits += 1
+            raise self._error
+        return self._forward(input_ids, *others)
+
+
+POISON = 377
+
+
+def test_only_the_guilty_is_refused(load: Callable[[str], Any], start: Callable[..., RollingEngine]) -> None:
+    model = load("llama")
+    engine = start(model)
+    faulty = Faulty(engine, lambda _, ids: POISON in ids, RuntimeError("boom"))
+    client = Client(engine)
+    clean = [[each for each in prompt if each != POISON] + [4] for prompt in prompts(12, seed=4)]
+    plans = [SamplingPlan(1 + index) for index in range(12)]
+    for index, (prompt, plan) in enumerate(zip(clean, plans, strict=True)):
+        client.submit([POISON, *prompt] if index == 6 else prompt, plan)
+    outcomes = client.outcomes()
+    assert faulty.num_hits > 0
+    for index, (prompt, plan) in enumerate(zip(clean, plans, strict=True)):
+        wanted = reference(model, prompt, plan)
+        if index == 6 or POISON in wanted[:-1]:
+            assert isinstance(outcomes[index], GenerationError)
+        else:
+            assert token_ids(outcomes[index]) == [wanted]
+    assert engine.is_healthy()
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_out_of_memory_changes_nobodys_text(
+    limit: int, load: Callable[[str], Any], start: Callable[..., RollingEngine]
+) -> None:
+    model = load("falcon")
+    engine = start(model)
+    faulty = Faulty(engine, lambda num_rows, _: num_rows > limit, torch.OutOfMemoryError("CUDA out of memory"))
+    client = Client(engine)
+    items = [(prompt, SamplingPlan(1 + index % 17)) for index, prompt in enumerate(prompts(20, seed=5))]
+    for item in items:
+        client.submit(*item)
+    for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
+        assert token_ids(outcome) == [reference(model, prompt, plan)]
+    assert faulty.num_hits > 0
+
+
+def test_a_prompt_that_never_fits_is_refused_and_the_next_one_runs(
+    load: Callable[[str], Any], start: Callable[..., RollingEngine]
+) -> None:
+    model = load("llama")
+    engine = start(model)
+    Faulty(engine, lambda _, ids: len(ids) > 50, torch.OutOfMemoryError("CUDA out of memory"))
+    client = Client(engine)
+    refused = client.ask(list(range(3, 70)), SamplingPlan(4))
+    assert isinstance(refused, UnavailableError)
+    assert refused.code == "out_of_memory"
+    assert token_ids(client.ask([5, 6], SamplingPlan(4))) == [reference(model, [5, 6], SamplingPlan(4))]
+
+
+def test_a_fatal_error_answers_everyone(load: Callable[[str], Any]) -> None:
+    ended = threading.Event()
+    engine = RollingEngine(load("llama"), max_rows=3, on_fatal=ended.set)
+    Faulty(engine, lambda num_rows, _: num_rows == 3, RuntimeError("CUDA error: device-side assert triggered"))
+    client = Client(engine)
+    for prompt in prompts(9, seed=6):
+        client.submit(prompt, SamplingPlan(30))
+    assert {getattr(outcome, "code", outcome) for outcome in client.outcomes()} == {"engine_failed"}
+    assert ended.wait(WAIT_S)
+    assert not engine.is_healthy()
+    late = client.ask([5], SamplingPlan(1))
+    assert isinstance(late, UnavailableError)
+
+
+def test_cancelled_texts_leave_and_the_others_go_on(
+    load: Callable[[str], Any], start: Callable[..., RollingEngine]
+) -> None:
+    model = load("llama")
+    client = Client(start(model, max_rows=4))
+    given_up = threading.Event()
+    for prompt in prompts(6, seed=7):
+        client.submit(prompt, SamplingPlan(190), given_up.is_set)
+    kept = [(prompt, SamplingPlan(150)) for prompt in prompts(3, seed=8)]
+    for item in kept:
+        client.submit(*item)
+    time.sleep(0.15)
+    given_up.set()
+    outcomes = client.outcomes()
+    assert any(isinstance(outcome, CancelledError) for outcome in outcomes[:6])
+    for (prompt, plan), outcome in zip(kept, outcomes[6:], strict=True):
+        assert token_ids(outcome) == [reference(model, prompt, plan)]
+
+
+def test_closing_answers_everyone(load: Callable[[str], Any]) -> None:
+    engine = RollingEngine(load("llama"), max_rows=2)
+    client = Client(engine)
+    for prompt in prompts(8, seed=9):
+        client.submit(prompt, SamplingPlan(190))
+    engine.close()
+    codes = {getattr(outcome, "code", "done") for outcome in client.outcomes()}
+    assert "shutting_down" in codes
+    assert codes <= {"shutting_down", "done"}
+
+
+def test_an_idle_engine_holds_no_rows(load: Callable[[str], Any], start: Callable[..., RollingEngine]) -> None:
+    engine = start(load("llama"))
+    Client(engine).ask([5, 6, 7], SamplingPlan(30))
+    deadline = time.monotonic() + WAIT_S
+    while engine._memory.cache.layers:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_engine_is_chosen_by_trying(architecture: str, load: Callable[[str], Any]) -> None:
+    engine = build_engine(load(architecture), "auto", max_rows=4, on_fatal=lambda: None)
+    engine.close()
+    assert isinstance(engine, RollingEngine) is (architecture not in NOT_ROLLING)
