@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.errors import CheckpointError, LoadError
+from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.generation import GenerationParameters, parse_parameters
 from hf_triton.hub import Hub
 from hf_triton.settings import ModelSettings
@@ -41,7 +41,7 @@ class Placement:
     """Where Triton wants an instance."""
 
     kind: str
-    """`CPU`, `GPU`, or `MODEL`, which the choice to us: spread over all GPUs, or the CPU where there is none."""
+    """`CPU`, `GPU`, or `MODEL`, which leaves the choice to us: spread over all GPUs, or the CPU where there is none."""
     device_id: int
 
     def device_map(self) -> Any:
@@ -138,15 +138,28 @@ def _load(folder: Path, tokenizer_folder: Path, settings: ModelSettings, placeme
         logger.warning("the tokenizer knows %d tokens and the model %d", len(tokenizer), vocabulary_size)
     checkpoint = Checkpoint(tokenizer, model, context_length(config, settings.max_context_length), vocabulary_size)
     _explained(settings, "generation_config.json", checkpoint.generation_defaults)
+    logger.info(
+        "%s in %s on %s, attention %s, context of %d tokens",
+        type(model).__name__,
+        str(model.dtype).removeprefix("torch."),
+        model.device,
+        model.config._attn_implementation,
+        checkpoint.context_length,
+    )
     return checkpoint
 
 
 def context_length(config: Any, limit: int | None) -> int:
-    """Tokens that fit the model: what its config says, `limit` where that is less, and 32768 where nothing is said."""
+    """Tokens that fit the model: `limit`, which may not be more than its config says; without, that, or 32768.
+
+    Raises:
+        SettingsError: The limit is more than the model can take.
+    """
     text_config = config.get_text_config()
     sizes = [size for name in CONTEXT_NAMES if isinstance(size := getattr(text_config, name, None), int) and size > 0]
-    known = sizes[0] if sizes else DEFAULT_CONTEXT
-    return known if limit is None else min(known, limit)
+    if limit is not None and sizes and limit > sizes[0]:
+        raise SettingsError(f"max_context_length must be <= {sizes[0]}, the model's own context, got {limit}")
+    return limit or next(iter(sizes), DEFAULT_CONTEXT)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

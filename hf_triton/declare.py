@@ -21,7 +21,14 @@ from pydantic.fields import FieldInfo
 from hf_triton.errors import clip
 
 MAX_NAME = 60  # characters of an unknown name to compare: a client's may have megabytes, and comparing takes seconds
-TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a JSON object"}
+TYPE_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    dict: "a JSON object",
+    list: "a JSON array",
+}
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from typing import ClassVar, Literal
 TritonCode = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
 
 CODES: dict[str, str] = {
-    "invalid_input": "`text_input` is missing, empty, too long in bytes, not UTF-8, or of the wrong type or shape",
+    "invalid_input": "`text_input` holds no prompt, too many, one that is not UTF-8, or one without any token",
     "invalid_parameter": "a parameter has the wrong type or an impossible value, or contradicts another one",
     "unknown_parameter": "no parameter has this name",
-    "context_exceeded": "the prompt, or the prompt and the tokens asked for, do not fit the model's context",
+    "context_exceeded": "the prompt, by its bytes or with the tokens asked for, does not fit the model's context",
     "out_of_memory": "the device has too little memory for this request",
     "shutting_down": "the model is being unloaded, or the server is stopping",
     "engine_failed": "the engine has stopped after a fatal error; the server is restarting or needs to be",

@@ -14,12 +14,13 @@ from hf_triton import wire
 from hf_triton.errors import HfTritonError, where
 from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
 
-BYTES_PER_TOKEN = 16  # more than any text has on average; only a bound on what is tokenized at all
-
 if TYPE_CHECKING:
+    from hf_triton._triton import Call  # exists inside Triton's Python process alone: imported where Triton calls
     from hf_triton.tasks.text_generation import TextGeneration
 
 logger = logging.getLogger(__name__)
+
+BYTES_PER_TOKEN = 16  # more than any text has on average; only a bound on what is tokenized at all
 
 
 class TritonPythonModel:
@@ -37,10 +38,13 @@ class TritonPythonModel:
 
     Attributes:
         settings_class: The settings that config.pbtxt may hold. A subclass of `ModelSettings` adds to them or changes
-            their defaults.
+            their defaults; a field is declared as those in `settings.py` are.
+        settings: The folder's settings, from `initialize` on.
     """
 
     settings_class: ClassVar[type[ModelSettings]] = ModelSettings
+
+    settings: ModelSettings
 
     _task: TextGeneration
     _output_names: list[str]
@@ -86,6 +90,7 @@ class TritonPythonModel:
             loaded = self._load_settings(config)
             for line in loaded.describe():
                 logger.info(line)
+            self.settings = loaded.settings
             self._start(loaded.settings, args)
         except HfTritonError as error:
             raise _triton.load_failure(error) from None
@@ -139,7 +144,7 @@ class TritonPythonModel:
         self._limits = wire.Limits(settings.max_prompts, max_prompt_bytes)
         self._task = build_text_generation(checkpoint, settings, on_fatal=_triton.stop_server)
 
-    def _submit(self, call: Any) -> None:
+    def _submit(self, call: Call) -> None:
         request = wire.parse_request(call.inputs(), call.parameters(), self._limits)
 
         def answer(result: list[str] | HfTritonError) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import json
 import os
 import resource
 import shutil
@@ -43,6 +44,23 @@ class Installation:
     binary: Path
     backend_directory: Path | None
     """Where `python/` with the backend and its stub lies; None where the server knows by itself."""
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """A folder as the server sees it."""
+
+    name: str
+    state: str
+    """Triton's: `READY`, `LOADING`, `UNLOADING` or `UNAVAILABLE`."""
+    reason: str
+    """Why it is not served; Triton's words around ours."""
+
+    @property
+    def sentence(self) -> str:
+        """The reason without Triton's words: `code: sentence`."""
+        text = self.reason.partition("TritonModelException: ")[2] or self.reason
+        return text.partition("\n")[0]
 
 
 def find_tritonserver(scratch: Path) -> Installation:
@@ -167,6 +185,7 @@ class TritonServer:
         self.metrics_url = f"http://{host}:{metrics}/metrics"
         self._arguments = list(arguments)
         self._environment = server_environment(environment)
+        self._shm_prefix = f"hf_triton_{os.getpid()}_{http}"
         self._ready_timeout_s = ready_timeout_s
         self._exit_on_error = exit_on_error
         self._log = log
@@ -199,7 +218,7 @@ class TritonServer:
         with (scratch / "log").open("wb") as own_log:
             self.process = subprocess.Popen(
                 self.command(installation),
-                env=self._environment,
+                env=self._environment | {"TMPDIR": str(scratch)},  # what Triton leaves there goes with it
                 stdin=subprocess.DEVNULL,
                 stdout=own_log if self._log is None else self._log,
                 stderr=subprocess.STDOUT,
@@ -214,7 +233,7 @@ class TritonServer:
             str(installation.binary),
             f"--model-repository={self.model_repository}",
             *([f"--backend-directory={backend}"] if backend else []),
-            f"--backend-config=python,shm-region-prefix-name=hf_triton_{os.getpid()}_{self.http_port}",
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             f"--exit-on-error={str(self._exit_on_error).lower()}",
             f"--http-address={self.host}",
             f"--http-port={self.http_port}",
@@ -267,6 +286,14 @@ class TritonServer:
         except OSError:
             return 0
 
+    def models(self) -> list[ModelState]:
+        """What became of every folder, by name; those that load again and again included."""
+        request = urllib.request.Request(f"{self.http_url}/v2/repository/index", data=b"{}", method="POST")
+        request.add_header("Connection", "close")
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            entries = json.load(answer)
+        return [ModelState(each["name"], each.get("state", "UNAVAILABLE"), each.get("reason", "")) for each in entries]
+
     def read_log(self) -> str:
         """What the server and its models have printed so far; empty where `log` was given."""
         if self._scratch is None:
@@ -299,6 +326,8 @@ class TritonServer:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):  # a killed server leaves its regions
+            region.unlink(missing_ok=True)
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None

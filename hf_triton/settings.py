@@ -8,6 +8,7 @@ Knows neither Triton nor the Hub. A setting comes from config.pbtxt's `parameter
 from __future__ import annotations
 
 import json
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Self
@@ -204,16 +205,16 @@ def _refuse_unknown(parameters: Mapping[str, str], environment: Mapping[str, str
     for variable in environment:
         if variable.startswith(ENVIRONMENT_PREFIX) and _field_name(variable, fields) is None:
             known = [ENVIRONMENT_PREFIX + name.upper() for name in fields]
-            raise SettingsError(
-                f"there is no setting behind the environment variable {variable}{suggest(variable, known)}"
-            )
+            hint = suggest(variable, known)
+            if "did you mean" in hint:  # any other may be a setting of another folder's own
+                raise SettingsError(f"there is no setting behind the environment variable {variable}{hint}")
 
 
 def _parse(text: str, annotation: Any) -> Any:
     """Read a setting's text as its type; what cannot be read is left for the check to refuse."""
     if annotation is bool:
         return parse_boolean(text)
-    if annotation == dict[str, Any]:
+    if typing.get_origin(annotation) in (dict, list):
         try:
             return json.loads(text) if text.strip() else {}
         except json.JSONDecodeError:

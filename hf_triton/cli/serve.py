@@ -15,7 +15,7 @@ import click
 
 import hf_triton
 from hf_triton.errors import ServerError
-from hf_triton.server import TritonServer, busy_ports
+from hf_triton.server import ModelState, TritonServer, busy_ports
 
 DEMO_NAME = "demo"
 DEMO_CONFIG = """backend: "python"
@@ -26,7 +26,7 @@ instance_group [ {{ kind: KIND_CPU }} ]
 DEMO_MODEL = "from hf_triton import TritonPythonModel as TritonPythonModel\n"
 
 CURLS = """
-Ready. Try, in another terminal:
+Try, in another terminal:
 
   curl -X POST localhost:{port}/v2/models/{name}/generate -d '{{"text_input":"How can you be"}}'
   curl -X POST localhost:{port}/v2/models/{name}/infer \\
@@ -43,7 +43,11 @@ Ctrl+C stops the server.
 @click.option("--grpc-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
 @click.option("--metrics-port", type=click.IntRange(1, 65535), default=8002, show_default=True)
 @click.option(
-    "--load-timeout", type=click.FloatRange(1), default=7200, show_default=True, help="Seconds, downloads too."
+    "--load-timeout",
+    type=click.FloatRange(1),
+    default=7200,
+    show_default=True,
+    help="Seconds for loading, downloads included.",
 )
 @click.option("--verbose", is_flag=True, help="Show the server's own log.")
 def serve(
@@ -60,9 +64,11 @@ def serve(
     busy = busy_ports(ports)
     if busy:
         raise click.UsageError(
-            f"port {', '.join(map(str, busy))} is in use: stop what listens there, or choose others with --http-port, "
+            f"port {' and '.join(map(str, busy))} in use: stop what listens there, or choose others with --http-port, "
             "--grpc-port and --metrics-port (make serve HTTP_PORT=... GRPC_PORT=... METRICS_PORT=...)"
         )
+    if model_repository is not None:
+        _check_folders(model_repository)
     show_log = verbose or model_repository is not None
     for number in (signal.SIGINT, signal.SIGTERM):  # a supervisor's stop is Ctrl+C to us; a shell's `&` ignores SIGINT
         signal.signal(number, signal.default_int_handler)
@@ -74,11 +80,43 @@ def serve(
             ready_timeout_s=load_timeout,
             log=sys.stderr.fileno() if show_log else None,
         )
-        click.echo("Starting tritonserver; loading models takes a few seconds.")
+        click.echo("Starting tritonserver and loading models; a model that is not cached is downloaded first.")
         with contextlib.suppress(KeyboardInterrupt), server:
-            click.echo(CURLS.format(port=http_port, name=_first_model(repository)))
+            _show(server.models(), http_port)
             _wait(server)
     click.echo("Stopped.")
+
+
+def _check_folders(repository: Path) -> None:
+    """Refuse what tritonserver would wait for without an end: a version folder without its model.py."""
+    for version in sorted(repository.glob("*/[0-9]*/")):
+        is_ours = 'backend: "python"' in _text(version.parent / "config.pbtxt")
+        if is_ours and not (version / "model.py").exists():
+            raise click.UsageError(
+                f"{version.parent.name} has no {version.name}/model.py: copy one from a model folder"
+            )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _show(models: list[ModelState], http_port: int) -> None:
+    """Say which folders are served and why the others are not.
+
+    Raises:
+        ServerError: None is served.
+    """
+    ready = sorted(model.name for model in models if model.state == "READY")
+    for model in models:
+        if model.name not in ready:
+            click.echo(f"Not served: {model.name}: {model.sentence}", err=True)
+    if not ready:
+        raise ServerError(
+            "server_failed", "no model is served: correct what is said above, and look at the log above it"
+        )
+    click.echo(f"Ready: {', '.join(ready)}.")
+    click.echo(CURLS.format(port=http_port, name=ready[0]))
 
 
 def _wait(server: TritonServer) -> None:
@@ -104,8 +142,3 @@ def _repository(given: Path | None) -> Iterator[Path]:
         (folder / "config.pbtxt").write_text(DEMO_CONFIG.format(checkpoint=checkpoint))
         (folder / "1" / "model.py").write_text(DEMO_MODEL)
         yield Path(root)
-
-
-def _first_model(repository: Path) -> str:
-    names = sorted(path.name for path in repository.iterdir() if (path / "1").is_dir())
-    return names[0] if names else "NAME"

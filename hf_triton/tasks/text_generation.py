@@ -42,6 +42,7 @@ class TextGeneration:
             answer does not contain the prompt.
         defaults: The folder's and the checkpoint's parameters, the first that says something winning.
         max_output_length: New tokens where nobody says how many.
+        max_rows: Texts that one prompt may ask for.
         excludes_prompt: Whether the answer leaves the prompt out where the request does not say.
     """
 
@@ -54,6 +55,7 @@ class TextGeneration:
         is_encoder_decoder: bool,
         defaults: tuple[GenerationParameters, ...],
         max_output_length: int,
+        max_rows: int,
         excludes_prompt: bool,
     ) -> None:
         self._engine = engine
@@ -62,6 +64,7 @@ class TextGeneration:
         self._is_encoder_decoder = is_encoder_decoder
         self._defaults = defaults
         self._max_output_length = max_output_length
+        self._max_rows = max_rows
         self._excludes_prompt = excludes_prompt
         self._tokenizers = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="hf_triton-tokenizer")
 
@@ -126,7 +129,14 @@ class TextGeneration:
                 f"in the context of {self._context_length}, got {asked}",
             )
         fallback = GenerationParameters(max_new_tokens=min(self._max_output_length, room))
-        return settle(parameters, *self._defaults, fallback)
+        plan = settle(parameters, *self._defaults, fallback)
+        if plan.num_return_sequences > self._max_rows:
+            raise RequestError(
+                "invalid_parameter",
+                f"num_return_sequences must be <= {self._max_rows} here (setting max_batch_rows), "
+                f"got {plan.num_return_sequences}",
+            )
+        return plan
 
     def _finish(
         self, request: GenerationRequest, prompts: list[list[int]], answer: Answer, outcomes: list[Outcome]
@@ -177,6 +187,7 @@ def build_text_generation(
         is_encoder_decoder=checkpoint.is_encoder_decoder,
         defaults=(parse_parameters(settings.generation_defaults), checkpoint.generation_defaults()),
         max_output_length=settings.max_output_length,
+        max_rows=settings.max_batch_rows,
         excludes_prompt=settings.exclude_input_in_output,
     )
 

@@ -10,6 +10,7 @@ This module knows nothing about Triton or the Hub.
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -169,7 +170,7 @@ ARCHITECTURES: tuple[str, ...] = tuple(_ARCHITECTURES)
 
 
 def build_tiny_checkpoint(
-    folder: Path,
+    folder: str | os.PathLike[str],
     architecture: str = "llama",
     *,
     seed: int = 0,
@@ -209,6 +210,7 @@ def build_tiny_checkpoint(
     if not safe_serialization and max_shard_size is not None:
         raise ValueError("max_shard_size needs safe_serialization=True: pickled weights are written as one file")
 
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model = _build_model(declared, seed, dtype, overrides)
     with _progress_bars_off():

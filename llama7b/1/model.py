@@ -3,4 +3,4 @@ import hf_triton
 
 
 class TritonPythonModel(hf_triton.TritonPythonModel):
-    """Llama 2 7B, with nothing of its own: config.pbtxt says which checkpoint, hf_triton/model.py does the rest."""
+    """Nothing of its own: config.pbtxt says which checkpoint, hf_triton/model.py does the rest."""

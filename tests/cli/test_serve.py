@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import hf_triton
 from hf_triton.server import free_ports
 
 COMMAND = Path(sys.executable).with_name("hf-triton")
@@ -120,7 +121,7 @@ def test_a_busy_port_is_named() -> None:
         port = taken.getsockname()[1]
         result = subprocess.run([COMMAND, "serve", f"--http-port={port}"], capture_output=True, text=True)
     assert result.returncode == 2
-    assert f"port {port} is in use" in result.stderr
+    assert f"port {port} in use" in result.stderr
 
 
 def test_a_server_that_cannot_start_is_an_error(tmp_path: Path) -> None:
@@ -132,3 +133,35 @@ def test_a_server_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     result = subprocess.run([COMMAND, "serve", str(tmp_path), *ports], capture_output=True, text=True, env=environment)
     assert result.returncode == 1
     assert "server_failed: tritonserver ended while starting" in result.stderr
+
+
+def test_folders_that_are_served_and_not_are_told_apart(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    repository = tmp_path / "repository"
+    make_folder(repository, "bad", huggingface_model="./nowhere")
+    make_folder(repository, "good", huggingface_model=Path(hf_triton.__file__).parent / "demo")
+    serving = Serving(str(repository), output=tmp_path / "output")
+    try:
+        output = serving.wait_for("Ctrl+C stops the server")
+        assert re.search(r"^Not served: bad: path_not_found: there is no folder ", output, flags=re.MULTILINE)
+        assert "Ready: good." in output
+        assert all("/models/good/" in line[3] for line in curl_lines(output))
+    finally:
+        serving.process.terminate()
+        serving.process.wait(timeout=60)
+
+
+def test_a_repository_without_a_model_that_loads_is_an_error(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    make_folder(tmp_path / "repository", "bad", huggingface_model="./nowhere")
+    serving = Serving(str(tmp_path / "repository"), output=tmp_path / "output")
+    assert serving.process.wait(timeout=120) == 1
+    assert "error: server_failed: no model is served" in serving.output()
+
+
+def test_a_folder_without_its_code_is_refused_before_the_start(
+    tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    folder = make_folder(tmp_path / "repository", "empty", huggingface_model="./x")
+    (folder / "1" / "model.py").unlink()
+    result = subprocess.run([COMMAND, "serve", tmp_path / "repository"], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "empty has no 1/model.py" in result.stderr

@@ -110,12 +110,12 @@ def test_python_blocks_run() -> None:
 def test_a_fourth_model_is_one_line(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "falcon7b", tmp_path / "falcon7b")
     (tmp_path / "model_repository").mkdir()
-    for command in commands("cp -r falcon7b/ model_repository/opt125m/", "sed "):
+    for command in commands("cp -r falcon7b/ model_repository/qwen3/", "sed "):
         subprocess.run(shlex.split(command), cwd=tmp_path, check=True)
     before = (ROOT / "falcon7b" / "config.pbtxt").read_text().splitlines()
-    after = (tmp_path / "model_repository" / "opt125m" / "config.pbtxt").read_text().splitlines()
+    after = (tmp_path / "model_repository" / "qwen3" / "config.pbtxt").read_text().splitlines()
     changed = [new for old, new in zip(before, after, strict=True) if old != new]
-    assert changed == ['parameters { key: "huggingface_model" value { string_value: "facebook/opt-125m" } }']
+    assert changed == ['parameters { key: "huggingface_model" value { string_value: "Qwen/Qwen3-0.6B" } }']
 
 
 @pytest.fixture(scope="module")

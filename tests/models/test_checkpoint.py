@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file
 
 from hf_triton.checkpoint import Checkpoint, Placement, context_length, load_checkpoint
-from hf_triton.errors import CODES, CheckpointError, LoadError
+from hf_triton.errors import CODES, CheckpointError, LoadError, SettingsError
 from hf_triton.hub import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import (
@@ -244,15 +244,21 @@ def test_sampling_numbers_without_do_sample_are_greedy(checkpoint: Path) -> None
     [
         ({"max_position_embeddings": 256}, None, 256),
         ({"max_position_embeddings": 256}, 100, 100),
-        ({"max_position_embeddings": 256}, 1000, 256),
         ({"n_positions": 64}, None, 64),
         ({"max_seq_len": 0, "seq_length": None}, None, 32768),
         ({}, 100, 100),
+        ({}, 65536, 65536),
     ],
 )
 def test_context_length(config: dict[str, object], limit: int | None, expected: int) -> None:
     text_config = SimpleNamespace(**config)
     assert context_length(SimpleNamespace(get_text_config=lambda: text_config), limit) == expected
+
+
+def test_a_context_longer_than_the_models_own_is_refused() -> None:
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(n_positions=256))
+    with pytest.raises(SettingsError, match="max_context_length must be <= 256, the model's own context, got 257"):
+        context_length(config, 257)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
