@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
-from hf_triton.errors import HfTritonError, RequestError
+from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +82,22 @@ class Call:
             if self._is_answered:
                 return
             self._is_answered = True
-            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            try:
+                self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            except Exception as error:  # the shared memory is full: a small answer may still fit
+                logger.error("an answer could not be sent: %s", where(error))
+                self._sender.send(_too_large(), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def __del__(self) -> None:
         if not getattr(self, "_is_answered", True):
             self.refuse(HfTritonError("internal", "the request was dropped; the server's log may say why"))
+
+
+def _too_large() -> pb_utils.InferenceResponse:
+    error = UnavailableError(
+        "out_of_memory", "the answer does not fit the server's shared memory: ask for less, or raise --shm-size"
+    )
+    return pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), pb_utils.TritonError.UNAVAILABLE))
 
 
 def add_missing_ports(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_triton import wire
-from hf_triton.errors import HfTritonError, where
+from hf_triton.errors import HfTritonError, SettingsError, where
 from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
 
 if TYPE_CHECKING:
@@ -94,6 +94,10 @@ class TritonPythonModel:
             self._start(loaded.settings, args)
         except HfTritonError as error:
             raise _triton.load_failure(error) from None
+        except UnicodeEncodeError as error:
+            raise _triton.load_failure(
+                SettingsError(f"the path {error.object!a} is not ASCII, and Triton's Python opens no other: rename it")
+            ) from None
 
     def execute(self, requests: list[Any]) -> None:
         """Hand every request to the engine and return at once; each is answered when its texts are there.

@@ -32,7 +32,9 @@ Count = Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)]
 class ModelSettings(BaseModel):
     """Everything a folder may set. Subclass it for settings of your own: `settings_class` of the model names it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, str_strip_whitespace=True
+    )
 
     huggingface_model: Annotated[str, annotated_types.MinLen(1)]
     """The model: its name on the Hub (`tiiuae/falcon-7b`), or a folder on disk (beginning with `/`, `./` or `../`,
@@ -41,7 +43,7 @@ class ModelSettings(BaseModel):
     revision: Annotated[str, annotated_types.MinLen(1)] = "main"
     """Branch, tag or commit on the Hub. A 40-digit commit is the only one that never changes."""
 
-    tokenizer: str | None = None
+    tokenizer: Annotated[str, annotated_types.MinLen(1)] | None = None
     """Where the tokenizer comes from when it is not the model's own: a Hub name or a folder."""
 
     tokenizer_revision: Annotated[str, annotated_types.MinLen(1)] = "main"
@@ -159,7 +161,8 @@ def load_settings(
     """
     fields = settings_class.model_fields
     _refuse_unknown(parameters, environment, fields)
-    texts = {name: text for key, text in environment.items() if (name := _field_name(key, fields))}
+    set_variables = {key: text for key, text in environment.items() if text.strip()}
+    texts = {name: text for key, text in set_variables.items() if (name := _field_name(key, fields))}
     sources = dict.fromkeys(fields, "default") | {name: ENVIRONMENT_PREFIX + name.upper() for name in texts}
     ours = {key: text for key, text in parameters.items() if key in fields}
     texts |= ours
@@ -217,6 +220,6 @@ def _parse(text: str, annotation: Any) -> Any:
     if typing.get_origin(annotation) in (dict, list):
         try:
             return json.loads(text) if text.strip() else {}
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, thousands of brackets
             return text
     return text

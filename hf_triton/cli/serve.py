@@ -90,6 +90,10 @@ def serve(
 def _check_folders(repository: Path) -> None:
     """Refuse what tritonserver would wait for without an end: a version folder without its model.py."""
     for version in sorted(repository.glob("*/[0-9]*/")):
+        if version.parent.name.split() != [version.parent.name]:
+            raise click.UsageError(
+                f"'{version.parent.name}' has a space in its name, which Triton cannot start: rename it"
+            )
         is_ours = 'backend: "python"' in _text(version.parent / "config.pbtxt")
         if is_ours and not (version / "model.py").exists():
             raise click.UsageError(

@@ -44,21 +44,30 @@ class BatchEngine(EngineThread):
     Args:
         model: A transformers model that generates, in eval mode, on its device.
         max_rows: The most sequences in a batch, `num_return_sequences` counted.
+        context_length: Tokens that a padded prompt and the longest continuation of its batch may have together.
         sharing: Which prompts may share a batch with this model: `padded` ones of any length, those of `equal_length`,
             or none, each `alone` (see `probe_sharing`).
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
     """
 
     def __init__(
-        self, model: Any, *, max_rows: int, sharing: Sharing, on_fatal: Callable[[], None] = lambda: None
+        self,
+        model: Any,
+        *,
+        max_rows: int,
+        context_length: int,
+        sharing: Sharing,
+        on_fatal: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(on_fatal)
         self._model = model
         self._max_rows = max_rows
+        self._context_length = context_length
         self._sharing = sharing
         self._eos_ids = _eos_ids(model)
         self._vocabulary_size = model.get_input_embeddings().weight.shape[0]
         self._history_counts = _has_history_processors(model.generation_config)
+        self._is_timed = model.generation_config.max_time is not None  # a limit of the whole batch
         self._length_counts = model.generation_config.forced_eos_token_id is not None
         self._batch: list[Sequence] = []
         self._thread.start()
@@ -78,16 +87,20 @@ class BatchEngine(EngineThread):
         with self._wake:
             key = self._batch_key(self._waiting[0])
             batch: list[Sequence] = []
-            others, rows = deque[Sequence](), 0
+            others = deque[Sequence]()
             for sequence in self._waiting:
-                rows_after = rows + sequence.plan.num_return_sequences
-                if self._batch_key(sequence) == key and (not batch or rows_after <= self._max_rows):
-                    batch.append(sequence)
-                    rows = rows_after
-                else:
-                    others.append(sequence)
+                fits = not batch or self._fits([*batch, sequence])
+                (batch if fits and self._batch_key(sequence) == key else others).append(sequence)
             self._waiting = others
             return batch
+
+    def _fits(self, batch: list[Sequence]) -> bool:
+        """Whether the batch has rows to spare, and none of its rows leaves the context while the longest is written."""
+        rows = sum(sequence.plan.num_return_sequences for sequence in batch)
+        longest = max(len(sequence.prompt_ids) for sequence in batch)
+        steps = max(sequence.plan.max_new_tokens for sequence in batch)
+        columns = max(longest, steps) if self._model.config.is_encoder_decoder else longest + steps
+        return rows <= self._max_rows and columns <= self._context_length
 
     def _batch_key(self, sequence: Sequence) -> Hashable:
         """Equal keys may share a batch: `generate` takes one setting for all rows, and one random stream."""
@@ -95,7 +108,7 @@ class BatchEngine(EngineThread):
         # Penalties look at the padding too, so rows of unequal length would feel each other's.
         looks_back = plan.repetition_penalty != 1.0 or self._history_counts
         length = len(sequence.prompt_ids) if looks_back or self._sharing == "equal_length" else None
-        alone = id(sequence) if plan.seed is not None or self._sharing == "alone" else None
+        alone = id(sequence) if plan.seed is not None or self._is_timed or self._sharing == "alone" else None
         # BART's checkpoints force an end at the last step of the batch, which must be the last of every row.
         last_step = plan.max_new_tokens if self._length_counts else None
         sampling = (plan.temperature, plan.top_p, plan.top_k, plan.num_return_sequences) if plan.do_sample else None

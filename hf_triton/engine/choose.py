@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from hf_triton.engine.batch import BatchEngine
 from hf_triton.engine.interface import Engine
-from hf_triton.engine.probe import probe_rolling, probe_sharing
+from hf_triton.engine.probe import Sharing, probe_rolling, probe_sharing, try_generating
 from hf_triton.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -39,22 +39,30 @@ GENERATE_ONLY: Final = (
     "remove_invalid_values",
     "renormalize_logits",
     "prompt_lookup_num_tokens",
+    "penalty_alpha",
+    "dola_layers",
+    "force_words_ids",
+    "constraints",
+    "token_healing",
 )
 """What a checkpoint's generation_config may ask for and only `model.generate` does."""
 NEUTRAL: Final[tuple[object, ...]] = (None, False, 0, 0.0, 1.0, [], {})
 
 
-def build_engine(model: Any, wanted: EngineName, *, max_rows: int, on_fatal: Callable[[], None]) -> Engine:
+def build_engine(
+    model: Any, wanted: EngineName, *, max_rows: int, context_length: int, on_fatal: Callable[[], None]
+) -> Engine:
     """Start the engine for a model.
 
     Args:
         model: In eval mode, on its device.
         wanted: `auto` takes the rolling engine where it gives what the model's own `generate` gives.
         max_rows: Texts that are written at a time.
+        context_length: Tokens that a prompt and its continuation may have together.
         on_fatal: Called after the engine has failed for good.
 
     Raises:
-        CheckpointError: `rolling` was asked for by name and cannot run this model right.
+        CheckpointError: `rolling` was asked for by name and cannot run this model right, or nothing can.
     """
     obstacle = _obstacle(model) if wanted != "batch" else "the setting engine says batch"
     if obstacle is None:
@@ -66,17 +74,35 @@ def build_engine(model: Any, wanted: EngineName, *, max_rows: int, on_fatal: Cal
         raise CheckpointError(
             "unsupported_model", f"engine rolling cannot run this model ({obstacle}): set engine to auto"
         )
-    sharing = probe_sharing(model)
+    try:
+        try_generating(model)
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            "unsupported_model",
+            f"transformers cannot generate with this model ({type(error).__name__}: {text}): look at its "
+            "generation_config.json",
+        ) from error
+    sharing: Sharing = "alone" if _shares_positions(model) else probe_sharing(model)
     logger.info("engine batch, because %s: up to %d rows, sharing a batch: %s", obstacle, max_rows, sharing)
-    return BatchEngine(model, max_rows=max_rows, sharing=sharing, on_fatal=on_fatal)
+    return BatchEngine(model, max_rows=max_rows, context_length=context_length, sharing=sharing, on_fatal=on_fatal)
 
 
 def _obstacle(model: Any) -> str | None:
     """Why the rolling engine is not for this model; None where it is."""
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
+    if _shares_positions(model):
+        return "its rotary positions change with the longest row beside it"
     config = model.generation_config
     asked = [name for name in GENERATE_ONLY if getattr(config, name, None) not in NEUTRAL]
     if asked:
         return f"its generation_config has {', '.join(asked)}"
     return None if probe_rolling(model) else "its logits in rolling rows are not those of generate"
+
+
+def _shares_positions(model: Any) -> bool:
+    """Whether transformers picks the rotary frequencies of all rows by the longest one (dynamic NTK, LongRoPE)."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    layers = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    return any(each.get("rope_type") in ("dynamic", "longrope") for each in layers)

@@ -22,6 +22,11 @@ TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
 HALF_TOLERANCE = 5e-2  # bfloat16 keeps 8 bits
 
 
+def try_generating(model: Any) -> None:
+    """Let the model write a few tokens after a short prompt, and whatever it raises pass."""
+    _logits(model, [_prompt(model, *PROMPTS[0])])
+
+
 def probe_sharing(model: Any) -> Sharing:
     """What may share a batch: how a row's logits alone compare with its logits beside another row.
 

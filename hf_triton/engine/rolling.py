@@ -151,9 +151,12 @@ class RollingEngine(EngineThread):
         if time.monotonic() < self._next_poll_s:
             return
         self._next_poll_s = time.monotonic() + CANCEL_POLL_S
-        for row in list(self._all_rows()):
-            if not row.job.is_finished and row.job.sequence.is_cancelled():
-                row.job.finish(CancelledError())
+        for job in {id(row.job): row.job for row in self._all_rows()}.values():
+            try:
+                if job.sequence.is_cancelled():
+                    job.finish(CancelledError())
+            except Exception as error:  # one request's mistake must not end the loop that serves the others
+                job.finish(error_outcome(error))
         self._ready = deque(group for group in self._ready if not group[0].job.is_finished)
         self._retire([index for index, row in enumerate(self._rows) if row.job.is_finished])
 

@@ -110,5 +110,5 @@ def finish(sequence: Sequence, outcome: Outcome) -> None:
     """Tell a sequence's listener its outcome."""
     try:
         sequence.on_finish(outcome)
-    except Exception:  # one listener's mistake must not end the loop that serves the others
+    except BaseException:  # one listener's mistake, a panic in Rust code included, must not end the loop for the others
         logger.exception("delivering a sequence failed")

@@ -101,7 +101,7 @@ class TextGeneration:
         except HfTritonError as error:
             answer(error)
             return
-        except Exception as error:
+        except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
             logger.error("preparing a request failed: %s", where(error))
             answer(HfTritonError("internal", "the request could not be prepared; the server's log says why"))
             return
@@ -146,7 +146,7 @@ class TextGeneration:
             answer(self._texts(request, prompts, outcomes))
         except HfTritonError as error:
             answer(error)
-        except Exception as error:
+        except BaseException as error:  # as above
             logger.error("putting an answer together failed: %s", where(error))
             answer(HfTritonError("internal", "the answer could not be put together; the server's log says why"))
 
@@ -180,8 +180,15 @@ def build_text_generation(
     """
     from hf_triton.engine.choose import build_engine
 
+    engine = build_engine(
+        checkpoint.model,
+        settings.engine,
+        max_rows=settings.max_batch_rows,
+        context_length=checkpoint.context_length,
+        on_fatal=on_fatal,
+    )
     return TextGeneration(
-        build_engine(checkpoint.model, settings.engine, max_rows=settings.max_batch_rows, on_fatal=on_fatal),
+        engine,
         TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size),
         context_length=checkpoint.context_length,
         is_encoder_decoder=checkpoint.is_encoder_decoder,

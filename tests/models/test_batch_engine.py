@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ class Bench:
     """An engine that is held still until its queue is filled, so that what can share a batch does."""
 
     def __init__(self, model: Any, sharing: Sharing = "padded", **arguments: Any) -> None:
-        self.engine = BatchEngine(model, **({"max_rows": 32, "sharing": sharing} | arguments))
+        self.engine = BatchEngine(model, **({"max_rows": 32, "context_length": 4096, "sharing": sharing} | arguments))
 
     def run(self, asked: list[Asked]) -> None:
         with self.engine._wake:  # the engine's thread takes nothing before all are queued
@@ -498,3 +499,12 @@ def test_a_finished_row_says_why_it_ended(llama: Any, monkeypatch: pytest.Monkey
         bench.run([stopped, cut])
     assert stopped.outcome == [Completion(ids[:end], "stop")]
     assert cut.outcome == [Completion(ids[:end], "length")]
+
+
+def test_no_row_leaves_the_context_while_the_longest_is_written(tmp_path: Path) -> None:
+    spy = Spy(load_reference(build_tiny_checkpoint(tmp_path, "gpt2", n_positions=64)).model)
+    with Bench(spy, context_length=64) as bench:
+        asked = [Asked([5] * 60, SamplingPlan(4)), Asked([6] * 4, SamplingPlan(60)), Asked([7] * 50, SamplingPlan(4))]
+        bench.run(asked)
+    assert spy.widths == [2, 1]  # the two long prompts together, the long text alone; nobody twice
+    assert all(isinstance(each.outcome, list) for each in asked)

@@ -16,7 +16,7 @@ from hf_triton.engine import rolling
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.interface import Completion, Outcome, Sequence
 from hf_triton.engine.rolling import RollingEngine
-from hf_triton.errors import CancelledError, GenerationError, UnavailableError
+from hf_triton.errors import CancelledError, CheckpointError, GenerationError, UnavailableError
 from hf_triton.generation import SamplingPlan
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 
@@ -284,6 +284,21 @@ def test_cancelled_texts_leave_and_the_others_go_on(
         assert token_ids(outcome) == [reference(model, prompt, plan)]
 
 
+def test_a_cancel_check_that_raises_refuses_its_own_text_only(
+    load: Callable[[str], Any], start: Callable[..., RollingEngine]
+) -> None:
+    def is_cancelled() -> bool:
+        raise RuntimeError("no answer from Triton")
+
+    model = load("llama")
+    client = Client(start(model))
+    client.submit([5, 6], SamplingPlan(190), is_cancelled)
+    client.submit([5, 6], SamplingPlan(150))
+    refused, kept = client.outcomes()
+    assert isinstance(refused, GenerationError)
+    assert token_ids(kept) == [reference(model, [5, 6], SamplingPlan(150))]
+
+
 def test_closing_answers_everyone(load: Callable[[str], Any]) -> None:
     engine = RollingEngine(load("llama"), max_rows=2)
     client = Client(engine)
@@ -306,6 +321,44 @@ def test_an_idle_engine_holds_no_rows(load: Callable[[str], Any], start: Callabl
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_engine_is_chosen_by_trying(architecture: str, load: Callable[[str], Any]) -> None:
-    engine = build_engine(load(architecture), "auto", max_rows=4, on_fatal=lambda: None)
+    engine = build_engine(load(architecture), "auto", max_rows=4, context_length=256, on_fatal=lambda: None)
     engine.close()
     assert isinstance(engine, RollingEngine) is (architecture not in NOT_ROLLING)
+
+
+def test_a_model_whose_positions_depend_on_its_company_runs_alone(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    build_tiny_checkpoint(tmp_path, "llama", eos_token_id=None, rope_parameters=rope, max_position_embeddings=32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    engine = build_engine(model, "auto", max_rows=8, context_length=128, on_fatal=lambda: None)
+    client = Client(engine)
+    items = [(prompt, SamplingPlan(30)) for prompt in prompts(6, seed=11, longest=50)]
+    for item in items:
+        client.submit(*item)
+    for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
+        assert token_ids(outcome) == [reference(model, prompt, plan)]
+    engine.close()
+
+
+@pytest.mark.parametrize("settings", [{"stop_strings": ["."]}, {"penalty_alpha": 0.6, "top_k": 4}], ids=str)
+def test_a_model_that_cannot_generate_is_refused_at_load(tmp_path: Path, settings: dict[str, object]) -> None:
+    build_tiny_checkpoint(tmp_path, "llama")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    model.generation_config.update(**settings)
+    with pytest.raises(CheckpointError, match=r"unsupported_model: transformers cannot generate with this model \("):
+        build_engine(model, "auto", max_rows=4, context_length=128, on_fatal=lambda: None)
+
+
+def test_a_panic_in_a_listener_ends_nobody_elses_text(
+    load: Callable[[str], Any], start: Callable[..., RollingEngine]
+) -> None:
+    class PanicError(BaseException):
+        """As the tokenizer's Rust code raises."""
+
+    def panic(_: Outcome) -> None:
+        raise PanicError
+
+    engine = start(load("llama"))
+    engine.submit(Sequence([5, 6], SamplingPlan(3), panic))
+    assert token_ids(Client(engine).ask([5, 6], SamplingPlan(3)))
+    assert engine.is_healthy()

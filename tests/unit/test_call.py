@@ -129,3 +129,17 @@ def test_an_error_keeps_its_code_and_its_words(
     make_call(request).refuse(error)
     [sent] = request.sender.sent
     assert (sent.message, sent.code) == (str(error), code)
+
+
+def test_an_answer_that_does_not_fit_becomes_a_small_error(make_call: Callable[[Request], Any]) -> None:
+    class Full(Sender):
+        def send(self, response: Any, flags: int) -> None:
+            if not hasattr(response, "message"):
+                raise RuntimeError("Failed to increase the shared memory pool size")
+            super().send(response, flags)
+
+    request = Request()
+    request.sender = Full()
+    make_call(request).answer({"text_output": np.array([b"long"], dtype=np.object_)})
+    [error] = request.sender.sent
+    assert error.message.startswith("out_of_memory: ")

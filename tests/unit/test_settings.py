@@ -189,3 +189,13 @@ def test_a_subclass_adds_settings_of_its_own() -> None:
     assert load_settings(MODEL, {"HF_TRITON_GREETING": "hi"}, Mine).settings.model_dump()["greeting"] == "hi"
     with pytest.raises(SettingsError, match="did you mean 'greeting'"):
         load_settings(MODEL | {"greetin": "hi"}, {}, Mine)
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    assert load({"HF_TRITON_TOKENIZER": " "}).sources["tokenizer"] == "default"
+
+
+@pytest.mark.parametrize("text", ["[" * 20_000, "9" * 5_000], ids=["deep", "long"])
+def test_json_that_python_cannot_read_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="generation_defaults must be a JSON object"):
+        load_settings({**MODEL, "generation_defaults": text}, {})
