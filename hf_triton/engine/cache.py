@@ -33,6 +33,8 @@ class KeyValueRows:
         self._mask = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [rows, columns], 1 from a row's start on
         self.cache = Cache(layers=[])
         """What the model's forward is given; it appends to the rows in use, at the clock."""
+        self.is_torn = False
+        """A move of the rows broke off in the middle: what they hold is lost."""
 
     def attention_mask(self, num_new: int) -> torch.Tensor:
         """`[num_rows, columns in use + num_new]` int64, 1 where a row has a token."""
@@ -121,6 +123,7 @@ class KeyValueRows:
 
     def _shift(self, by: int) -> None:
         old, new = slice(self.first, self.clock), slice(self.first + by, self.clock + by)
+        self.is_torn = True
         for layer in self._layers():
             layer.key_rows[: self.num_rows, :, new] = layer.key_rows[: self.num_rows, :, old].clone()
             layer.value_rows[: self.num_rows, :, new] = layer.value_rows[: self.num_rows, :, old].clone()
@@ -128,6 +131,7 @@ class KeyValueRows:
         self._starts = [start + by for start in self._starts]
         for row in range(self.num_rows):
             self._mark(row)
+        self.is_torn = False
 
     def _mark(self, row: int) -> None:
         start = self._starts[row]

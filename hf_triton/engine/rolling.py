@@ -176,30 +176,33 @@ class RollingEngine(EngineThread):
         )
         prefill.num_read = end
         if end == length:
-            self._prefill = None
             self._join(prefill, logits)
+            self._prefill = None
 
     def _next_prefill(self) -> _Prefill | None:
         """The oldest contexts that fit one piece together; a suspect comes alone, when nobody else runs."""
+        if any(row.is_suspect for row in self._rows):
+            return None
         groups: list[list[_Row]] = []
-        longest = 0
-        while self._ready and not any(row.is_suspect for row in self._rows):
-            group = self._ready[0]
-            num_rows = len(self._rows) + sum(map(len, groups))
-            if num_rows and num_rows + len(group) > self._row_limit:
-                break
+        longest, num_rows = 0, len(self._rows)
+        for group in self._ready:
             longest = max(longest, len(group[0].context()))
-            if group[0].is_suspect and (groups or self._rows):
+            num_rows += len(group)
+            has_company = bool(self._rows or groups)
+            is_too_much = num_rows > self._row_limit or bool(groups and longest * (len(groups) + 1) > PREFILL_TOKENS)
+            if has_company and (is_too_much or group[0].is_suspect):
                 break
-            if groups and longest * (len(groups) + 1) > PREFILL_TOKENS:
-                break
-            groups.append(self._ready.popleft())
+            groups.append(group)
             if group[0].is_suspect:
                 break
         if not groups:
             return None
-        contexts = [group[0].context() for group in groups]
-        return _Prefill(groups, *pad(contexts, 0, self._forward.device, at_left=True))
+        prefill = _Prefill(
+            groups, *pad([group[0].context() for group in groups], 0, self._forward.device, at_left=True)
+        )
+        for _ in groups:
+            self._ready.popleft()
+        return prefill
 
     def _join(self, prefill: _Prefill, logits: torch.Tensor) -> None:
         """Give every row of the prefill its first token and its place."""
@@ -258,12 +261,20 @@ class RollingEngine(EngineThread):
             if is_fatal(error):
                 raise
             rows = list(rows or self._rows_in_prefill())
+            if self._memory.is_torn:
+                rows = [*self._rows, *(row for row in self._rows_in_prefill() if row not in self._rows)]
+            if not rows:
+                raise  # not a row's fault
             others = [row for row in self._rows if row not in rows]
-            if not others and len({id(row.job) for row in rows}) == 1:
+            are_running = all(row in self._rows for row in rows)
+            num_parts = len(rows) if are_running else len({id(row.job) for row in rows})
+            if not others and num_parts == 1:
                 rows[0].job.finish(error_outcome(error))
             else:
                 logger.warning("%d rows failed together (%s) and are tried again", len(rows), kind(error))
-            self._put_back(self._to_put_back(rows, others, error))
+            self._put_back(rows if self._memory.is_torn else self._to_put_back(rows, others, error))
+            if self._memory.is_torn:
+                self._memory = KeyValueRows(self._forward.device)
 
     def _to_put_back(self, rows: list[_Row], others: list[_Row], error: Exception) -> list[_Row]:
         """Which rows leave the memory after a failure, and how many may share it from now on.
@@ -276,7 +287,8 @@ class RollingEngine(EngineThread):
                 row.is_suspect = True
             return rows
         rows.sort(key=lambda row: row.number)
-        leaving = rows[(len(rows) + 1) // 2 :] if rows[0] in self._rows else rows
+        are_running = all(row in self._rows for row in rows)
+        leaving = rows[(len(rows) + 1) // 2 :] if are_running else rows
         self._row_limit = max(1, len(rows) - len(leaving) or len(others) or len(rows) // 2)
         return [row for row in rows if row.job.is_finished or row in leaving]
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_triton.engine import rolling
+from hf_triton.engine.cache import KeyValueRows
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.interface import Completion, Outcome, Sequence
 from hf_triton.engine.rolling import RollingEngine
@@ -236,6 +237,60 @@ def test_out_of_memory_changes_nobodys_text(
     for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
         assert token_ids(outcome) == [reference(model, prompt, plan)]
     assert faulty.num_hits > 0
+
+
+@pytest.mark.parametrize("place", ["add", "_shift"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")], ids=str)
+def test_a_failure_while_rows_are_laid_in_loses_nobody(
+    place: str, error: Exception, load: Callable[[str], Any], start: Callable[..., RollingEngine]
+) -> None:
+    model = load("llama")
+    engine = start(model)
+    failures = [error] * 3
+
+    class Failing(KeyValueRows):
+        """Fails now and then in the middle of its work, as an allocation does."""
+
+    def fail(self: KeyValueRows, *arguments: Any) -> None:
+        if self.num_rows and failures:
+            self.is_torn = place == "_shift"
+            raise failures.pop()
+        getattr(KeyValueRows, place)(self, *arguments)
+
+    setattr(Failing, place, fail)
+    engine._memory = Failing(engine._forward.device)
+    client = Client(engine)
+    items = [(prompt, SamplingPlan(5 + index)) for index, prompt in enumerate(prompts(20, seed=12))]
+    for item in items:
+        client.submit(*item)
+    for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
+        assert token_ids(outcome) == [reference(model, prompt, plan)]
+    assert len(failures) < 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_faults_at_random_change_nobodys_text(
+    seed: int, load: Callable[[str], Any], start: Callable[..., RollingEngine]
+) -> None:
+    """Every failure of many rows together is survived by each of them; a row alone never fails here."""
+    model, source = load("falcon"), random.Random(seed)
+    engine = start(model)
+    kinds = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")]
+    faulty = Faulty(engine, lambda num_rows, _: num_rows > 1 and source.random() < 0.08, kinds[seed % 2])
+    client = Client(engine)
+    items = [
+        (prompt, SamplingPlan(source.randrange(1, 25), do_sample=True, seed=index, num_return_sequences=1 + index % 3))
+        for index, prompt in enumerate(prompts(30, seed=13))
+    ]
+    for item in items:
+        client.submit(*item)
+        time.sleep(source.choice([0, 0.002]))
+    outcomes = client.outcomes()
+    assert faulty.num_hits > 0
+    calm = Client(start(model))
+    for item, outcome in zip(items, outcomes, strict=True):
+        assert token_ids(calm.ask(*item)) == token_ids(outcome)
+    assert engine.is_healthy()
 
 
 def test_a_prompt_that_never_fits_is_refused_and_the_next_one_runs(
