@@ -394,7 +394,7 @@ FINE: dict[str, dict[str, object]] = {
     "the largest seed": {"seed": 2**63 - 1, "temperature": 1.0},
     "the weakest penalty, sampled": {"repetition_penalty": 0.01, "temperature": 0.001},
     "the strongest penalty, sampled": {"repetition_penalty": 100, "temperature": 1.0},
-    "as many texts as there may be": {"num_return_sequences": 64, "temperature": 1.0, "max_new_tokens": 1},
+    "as many texts as there may be": {"num_return_sequences": 32, "temperature": 1.0, "max_new_tokens": 1},
 }
 
 
