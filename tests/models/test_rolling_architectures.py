@@ -15,6 +15,7 @@ from hf_triton.engine.choose import build_engine
 from hf_triton.engine.interface import Outcome, Sequence
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
+from tests.reference import solo_ids
 
 BASE: dict[str, Any] = {
     "vocab_size": 300,
@@ -154,18 +155,6 @@ def run(engine: Any, items: list[tuple[list[int], SamplingPlan]]) -> list[Outcom
     return [outcomes[place] for place in range(len(items))]
 
 
-def reference(model: Any, prompt: list[int], plan: SamplingPlan) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=plan.max_new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return list(output[0, len(prompt) :].tolist())
-
-
 @pytest.mark.parametrize("name", [*ROLLING, *BATCH])
 def test_greedy_text_is_that_of_generate(name: str) -> None:
     model = build(*(ROLLING | BATCH)[name])
@@ -180,6 +169,6 @@ def test_greedy_text_is_that_of_generate(name: str) -> None:
         outcomes = run(engine, items)
     finally:
         engine.close()
-    wanted = [reference(model, *item) for item in items]
+    wanted = [solo_ids(model, prompt, plan.max_new_tokens, pad_token_id=0) for prompt, plan in items]
     assert [[each.token_ids for each in outcome] for outcome in outcomes] == [[ids] for ids in wanted]  # type: ignore[union-attr]
     assert len({tuple(ids[:5]) for ids in wanted}) > 12  # the text does depend on the prompt

@@ -20,6 +20,7 @@ from hf_triton.engine.rolling import RollingEngine
 from hf_triton.errors import CancelledError, CheckpointError, GenerationError, UnavailableError
 from hf_triton.generation import SamplingPlan
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
+from tests.reference import load_reference, solo_ids
 
 NOT_ROLLING = ("t5", "bart", "mamba", "rwkv")
 WAIT_S = 60.0
@@ -33,17 +34,10 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
         if architecture not in models:
             folder: Path = tmp_path_factory.mktemp("checkpoints") / architecture
             build_tiny_checkpoint(folder, architecture, eos_token_id=None)
-            auto = AutoModelForCausalLM if architecture not in ("t5", "bart") else _seq2seq()
-            models[architecture] = auto.from_pretrained(folder).eval()
+            models[architecture] = load_reference(folder).model
         return models[architecture]
 
     return load
-
-
-def _seq2seq() -> Any:
-    from transformers import AutoModelForSeq2SeqLM
-
-    return AutoModelForSeq2SeqLM
 
 
 class Client:
@@ -103,16 +97,7 @@ def token_ids(outcome: Outcome) -> list[list[int]]:
 
 def reference(model: Any, prompt: list[int], plan: SamplingPlan) -> list[int]:
     """What transformers writes, greedy and alone."""
-    ids = torch.tensor([prompt])
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=plan.max_new_tokens,
-        do_sample=False,
-        repetition_penalty=plan.repetition_penalty,
-        pad_token_id=0,
-    )
-    return list(output[0, len(prompt) :].tolist())
+    return solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in NOT_ROLLING])
@@ -198,6 +183,16 @@ class Faulty:
             self.num_hits += 1
             raise self._error
         return self._forward(input_ids, *others)
+
+
+def slow_down(engine: RollingEngine, pause_s: float = 0.005) -> None:
+    """Give every forward of a tiny model the time that a real one takes."""
+
+    def pause(*_: object) -> bool:
+        time.sleep(pause_s)
+        return False
+
+    Faulty(engine, pause, RuntimeError())
 
 
 POISON = 377
@@ -324,7 +319,9 @@ def test_cancelled_texts_leave_and_the_others_go_on(
     load: Callable[[str], Any], start: Callable[..., RollingEngine]
 ) -> None:
     model = load("llama")
-    client = Client(start(model, max_rows=4))
+    engine = start(model, max_rows=4)
+    slow_down(engine)
+    client = Client(engine)
     given_up = threading.Event()
     for prompt in prompts(6, seed=7):
         client.submit(prompt, SamplingPlan(190), given_up.is_set)
@@ -346,7 +343,9 @@ def test_a_cancel_check_that_raises_refuses_its_own_text_only(
         raise RuntimeError("no answer from Triton")
 
     model = load("llama")
-    client = Client(start(model))
+    engine = start(model)
+    slow_down(engine)
+    client = Client(engine)
     client.submit([5, 6], SamplingPlan(190), is_cancelled)
     client.submit([5, 6], SamplingPlan(150))
     refused, kept = client.outcomes()
@@ -356,6 +355,7 @@ def test_a_cancel_check_that_raises_refuses_its_own_text_only(
 
 def test_closing_answers_everyone(load: Callable[[str], Any]) -> None:
     engine = RollingEngine(load("llama"), max_rows=2)
+    slow_down(engine)
     client = Client(engine)
     for prompt in prompts(8, seed=9):
         client.submit(prompt, SamplingPlan(190))
