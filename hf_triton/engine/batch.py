@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_triton.engine.faults import error_outcome, is_fatal, kind
-from hf_triton.engine.interface import Completion, Outcome, Sequence
+from hf_triton.engine.interface import Completion, Outcome, Sequence, eos_ids
 from hf_triton.engine.padding import pad
 from hf_triton.engine.probe import Sharing
 from hf_triton.engine.thread import EngineThread, finish
@@ -64,7 +64,7 @@ class BatchEngine(EngineThread):
         self._max_rows = max_rows
         self._context_length = context_length
         self._sharing = sharing
-        self._eos_ids = _eos_ids(model)
+        self._eos_ids = eos_ids(model)
         self._vocabulary_size = model.get_input_embeddings().weight.shape[0]
         self._history_counts = _has_history_processors(model.generation_config)
         self._is_timed = model.generation_config.max_time is not None  # a limit of the whole batch
@@ -258,11 +258,6 @@ def _gather(outcomes: list[Outcome]) -> list[Outcome]:
             return [outcome]
         completions += outcome
     return [completions]
-
-
-def _eos_ids(model: Any) -> frozenset[int]:
-    eos = model.generation_config.eos_token_id
-    return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 
 def _has_history_processors(config: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from hf_triton.engine.batch import BatchEngine
 from hf_triton.engine.interface import Engine
-from hf_triton.engine.probe import Sharing, probe_rolling, probe_sharing, try_generating
+from hf_triton.engine.probe import Sharing, probe_rolling, probe_sharing
 from hf_triton.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def build_engine(
             "unsupported_model", f"engine rolling cannot run this model ({obstacle}): set engine to auto"
         )
     try:
-        try_generating(model)
+        sharing: Sharing = probe_sharing(model)
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         raise CheckpointError(
@@ -83,7 +83,8 @@ def build_engine(
             f"transformers cannot generate with this model ({type(error).__name__}: {text}): look at its "
             "generation_config.json",
         ) from error
-    sharing: Sharing = "alone" if _shares_positions(model) else probe_sharing(model)
+    if _shares_positions(model):
+        sharing = "alone"
     logger.info("engine batch, because %s: up to %d rows, sharing a batch: %s", obstacle, max_rows, sharing)
     return BatchEngine(model, max_rows=max_rows, context_length=context_length, sharing=sharing, on_fatal=on_fatal)
 

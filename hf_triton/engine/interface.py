@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from hf_triton.errors import HfTritonError
 from hf_triton.generation import SamplingPlan
@@ -38,6 +38,12 @@ class Sequence:
     """Called exactly once, in the engine's thread; what it raises is logged and goes no further."""
     is_cancelled: Callable[[], bool] = lambda: False
     """Asked now and then; true gives the sequence up."""
+
+
+def eos_ids(model: Any) -> frozenset[int]:
+    """The tokens that end a text, by the model's generation_config; none where it names none."""
+    eos = model.generation_config.eos_token_id
+    return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 
 class Engine(Protocol):

@@ -22,20 +22,16 @@ TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
 HALF_TOLERANCE = 5e-2  # bfloat16 keeps 8 bits
 
 
-def try_generating(model: Any) -> None:
-    """Let the model write a few tokens after a short prompt, and whatever it raises pass."""
-    _logits(model, [_prompt(model, *PROMPTS[0])])
-
-
 def probe_sharing(model: Any) -> Sharing:
     """What may share a batch: how a row's logits alone compare with its logits beside another row.
 
     Compares the first `NUM_STEPS` greedy steps. Recurrent models that ignore the attention mask fail with padding, and
-    transformers' RWKV fails beside any other row; they are still served right, in smaller batches.
+    transformers' RWKV fails beside any other row; they are still served right, in smaller batches. What a model raises
+    on a prompt alone passes: it cannot be served at all.
     """
     short, equal, long = (_prompt(model, *place) for place in PROMPTS)
+    alone = _logits(model, [short])
     try:
-        alone = _logits(model, [short])
         if _agree(model, alone, _logits(model, [short, long])):
             return "padded"
         return "equal_length" if _agree(model, alone, _logits(model, [short, equal])) else "alone"

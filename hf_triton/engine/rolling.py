@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_triton.engine.cache import KeyValueRows
 from hf_triton.engine.faults import error_outcome, is_fatal, is_memory, kind
-from hf_triton.engine.interface import Completion, Outcome, Sequence
+from hf_triton.engine.interface import Completion, Outcome, Sequence, eos_ids
 from hf_triton.engine.padding import pad
 from hf_triton.engine.sampling import RowSampler, pick_tokens
 from hf_triton.engine.thread import EngineThread, finish
@@ -92,14 +92,12 @@ class RollingEngine(EngineThread):
         self._max_rows = max_rows
         self._row_limit = max_rows  # less than max_rows after the memory ran out
         self._numbers = itertools.count()
-        eos = model.generation_config.eos_token_id
-        self._eos_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+        self._eos_ids = eos_ids(model)
         self._memory = KeyValueRows(self._forward.device)
         self._rows: list[_Row] = []  # in the order of the memory's rows
         self._prefill: _Prefill | None = None
-        self._ready: deque[list[_Row]] = (
-            deque()
-        )  # admitted, or put back: to be prefilled, the rows of a context together
+        # Admitted, or put back after a failure: to be prefilled, the rows of one context together.
+        self._ready: deque[list[_Row]] = deque()
         self._next_poll_s = 0.0
         self._thread.start()
 

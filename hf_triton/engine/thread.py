@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from hf_triton.engine.interface import Outcome, Sequence
-from hf_triton.errors import HfTritonError, UnavailableError
+from hf_triton.errors import HfTritonError, UnavailableError, where
 
 logger = logging.getLogger(__name__)
 
@@ -110,5 +110,5 @@ def finish(sequence: Sequence, outcome: Outcome) -> None:
     """Tell a sequence's listener its outcome."""
     try:
         sequence.on_finish(outcome)
-    except BaseException:  # one listener's mistake, a panic in Rust code included, must not end the loop for the others
-        logger.exception("delivering a sequence failed")
+    except BaseException as error:  # one listener's mistake, a panic in Rust code too, must not end the loop for others
+        logger.error("delivering a sequence failed: %s", where(error))
