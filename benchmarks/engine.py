@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rolling engine beside `model.generate`, in one process and one run: `python benchmarks/engine.py`.
+"""The rolling engine beside `model.generate` and a bare forward loop, in one process and one run: `make bench`.
 
-A Llama of 34 million random parameters (float32, eos off, so that lengths are exact). Figures are tokens per CPU second
-of this process, which a busy machine disturbs less than wall time does, and ratios to `generate` in the same run. Set
-OMP_NUM_THREADS to what the server would have.
+A Llama of 34 million random parameters (float32, eos off, so that lengths are exact). All figures are useful tokens a
+second by the clock; what counts is their ratio within a round, because machines are shared and noisy.
 
-    equal   32 requests, 32 prompt tokens, 32 new ones
-    mixed   64 requests, 8-128 prompt tokens, 8-192 new ones, in arrival order
-    single  one request of 64 new tokens, alone
+    equal   16 requests at a time, 32 prompt tokens, 32 new ones
+    mixed   64 requests, 8-128 prompt tokens, 8-192 new ones, in arrival order, 16 or 32 at a time
+    single  one request of 128 new tokens, alone
+
+`generate` runs padded batches in arrival order, each as long as its longest request. `bare` is a loop of nothing but
+the model's forward and an argmax, as many rows wide and columns long as the engine's steps were on average: what no
+engine beats. It reads no prompts; `bare, prompts` adds the time of reading each prompt by itself.
 """
 
 from __future__ import annotations
@@ -16,26 +19,33 @@ import json
 import os
 import platform
 import random
+import statistics
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_triton.engine.interface import Outcome, Sequence
+from hf_triton.engine.padding import pad
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
 
 VOCABULARY = 8192
+BARE_STEPS = 40
+CASES = (("equal", 16), ("mixed", 16), ("mixed", 32), ("single", 1))
+
 Request = tuple[list[int], int]
 """A prompt's tokens, and how many new ones to write."""
 
 
-def build_model() -> LlamaForCausalLM:
+def build_model(context_length: int = 1024) -> LlamaForCausalLM:
+    """The model of all benchmarks on a CPU."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -44,7 +54,7 @@ def build_model() -> LlamaForCausalLM:
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=4,
-        max_position_embeddings=1024,
+        max_position_embeddings=context_length,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
@@ -60,22 +70,25 @@ def build_requests() -> dict[str, list[Request]]:
 
     lengths = [8, 16, 32, 64, 128, 192]
     return {
-        "equal": [(prompt(32), 32) for _ in range(32)],
+        "equal": [(prompt(32), 32) for _ in range(16)],
         "mixed": [(prompt(source.randrange(8, 129)), source.choice(lengths)) for _ in range(64)],
-        "single": [(prompt(32), 64)],
+        "single": [(prompt(32), 128)],
     }
 
 
 def generate(model: LlamaForCausalLM, requests: list[Request], width: int) -> None:
-    """`model.generate` in padded batches, each as long as its longest request."""
+    """`model.generate` in padded batches."""
     for start in range(0, len(requests), width):
         batch = requests[start : start + width]
-        longest = max(len(prompt) for prompt, _ in batch)
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in batch])
-        steps = max(count for _, count in batch)
+        input_ids, attention_mask = pad([prompt for prompt, _ in batch], 0, torch.device("cpu"), at_left=True)
         with torch.inference_mode():
-            model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, pad_token_id=0)
+            model.generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                max_new_tokens=max(count for _, count in batch),
+                do_sample=False,
+                pad_token_id=0,
+            )
 
 
 def roll(engine: RollingEngine, requests: list[Request], width: int) -> None:
@@ -88,51 +101,139 @@ def roll(engine: RollingEngine, requests: list[Request], width: int) -> None:
 
     for prompt, count in requests:
         room.acquire()
-        engine.submit(Sequence(prompt, SamplingPlan(count), finish))
+        engine.submit([Sequence(prompt, SamplingPlan(count), finish)])
     for _ in requests:
         done.acquire()
 
 
-def tokens_per_cpu_s(work: Callable[[], None], requests: list[Request]) -> float:
-    started = time.process_time()
+class Widths:
+    """How wide the engine's steps were: stands in for its decoder."""
+
+    def __init__(self, engine: RollingEngine) -> None:
+        self._decoder = engine._decoder
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        engine._decoder = self  # type: ignore[assignment]
+
+    def step(self, memory: Any, newest: list[int]) -> torch.Tensor:
+        self.rows.append(memory.num_rows)
+        self.columns.append(memory.width)
+        return self._decoder.step(memory, newest)
+
+
+@torch.inference_mode()
+def bare_step_s(model: LlamaForCausalLM, rows: int, columns: int) -> float:
+    """Seconds of one step of a bare loop."""
+    cache = DynamicCache()
+    start = max(1, columns - BARE_STEPS // 2)
+    model(input_ids=torch.zeros(rows, start, dtype=torch.int64), past_key_values=cache, logits_to_keep=1)
+    newest = torch.zeros(rows, 1, dtype=torch.int64)
+    started = time.perf_counter()
+    for _ in range(BARE_STEPS):
+        newest = model(input_ids=newest, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    return (time.perf_counter() - started) / BARE_STEPS
+
+
+@torch.inference_mode()
+def reading_s(model: LlamaForCausalLM, requests: list[Request]) -> float:
+    """Seconds of reading every prompt by itself."""
+    started = time.perf_counter()
+    for prompt, _ in requests:
+        model(input_ids=torch.tensor([prompt]), past_key_values=DynamicCache(), logits_to_keep=1)
+    return time.perf_counter() - started
+
+
+def seconds(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
     work()
-    return sum(count for _, count in requests) / (time.process_time() - started)
+    return time.perf_counter() - started
 
 
-def measure(model: LlamaForCausalLM, name: str, requests: list[Request], width: int) -> dict[str, object]:
+def measure(model: LlamaForCausalLM, requests: list[Request], width: int) -> dict[str, float]:
+    """One round of one case: tokens a second of each way."""
     engine = RollingEngine(model, max_rows=width)
+    widths = Widths(engine)
     try:
-        reference = tokens_per_cpu_s(lambda: generate(model, requests, width), requests)
-        rolling = tokens_per_cpu_s(lambda: roll(engine, requests, width), requests)
+        generate_s = seconds(lambda: generate(model, requests, width))
+        rolling_s = seconds(lambda: roll(engine, requests, width))
     finally:
         engine.close()
+    num_tokens = sum(count for _, count in requests)
+    rows, columns = statistics.mean(widths.rows), statistics.mean(widths.columns)
+    # The engine's first token of every text comes from reading its prompt, without a step.
+    bare_s = (num_tokens - len(requests)) / rows * bare_step_s(model, round(rows), round(columns))
     return {
-        "requests": name,
-        "width": width,
-        "generate": round(reference, 1),
-        "rolling": round(rolling, 1),
-        "ratio": round(rolling / reference, 3),
+        "generate": num_tokens / generate_s,
+        "rolling": num_tokens / rolling_s,
+        "bare": num_tokens / bare_s,
+        "bare, prompts": num_tokens / (bare_s + reading_s(model, requests)),
+        "mean rows": rows,
+        "mean columns": columns,
     }
 
 
+def table(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """By case: each way's median tokens a second, and the medians of the rounds' ratios."""
+    rows: dict[str, dict[str, float]] = {}
+    for case in rounds[0]:
+        figures = [each[case] for each in rounds]
+        row = {name: statistics.median(each[name] for each in figures) for name in figures[0]}
+        for bound in ("generate", "bare", "bare, prompts"):
+            row[f"rolling / {bound}"] = statistics.median(each["rolling"] / each[bound] for each in figures)
+        row["rolling / rolling equal"] = statistics.median(
+            each[case]["rolling"] / each["equal 16"]["rolling"] for each in rounds
+        )
+        row["rolling / generate equal"] = statistics.median(
+            each[case]["rolling"] / each["equal 16"]["generate"] for each in rounds
+        )
+        rows[case] = row
+    return rows
+
+
+def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
+    """Bars of tokens a second, a group for each case."""
+    from matplotlib.figure import Figure
+
+    ways = ("generate", "rolling", "bare, prompts", "bare")
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for number, way in enumerate(ways):
+        axes.bar(
+            [place + 0.2 * number for place in range(len(rows))], [row[way] for row in rows.values()], 0.2, label=way
+        )
+    axes.set_xticks([place + 0.3 for place in range(len(rows))], list(rows))
+    axes.set_ylabel("tokens a second")
+    axes.legend()
+    figure.savefig(path)
+
+
 @click.command()
-@click.option("--rounds", default=3, show_default=True, help="Rounds; the median of the ratios is shown.")
-@click.option("--out", type=click.Path(path_type=Path), help="Where to write all figures as JSON.")
-def main(rounds: int, out: Path | None) -> None:
+@click.option("--rounds", default=5, show_default=True, help="Rounds; medians are shown.")
+@click.option("--threads", default=2, show_default=True, help="Threads of torch.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for engine.json and engine.png.")
+def main(rounds: int, threads: int, out: Path | None) -> None:
     """Measure, and print a table."""
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(threads)
     model, requests = build_model(), build_requests()
-    cases = [("equal", 16), ("mixed", 16), ("mixed", 32), ("single", 1)]
-    rows = [measure(model, name, requests[name], width) for _ in range(rounds) for name, width in cases]
-    print(f"{'requests':<10}{'width':>6}{'generate':>12}{'rolling':>12}{'ratio':>9}   (tokens per CPU second)")
-    for name, width in cases:
-        own = [row for row in rows if (row["requests"], row["width"]) == (name, width)]
-        median = sorted(own, key=lambda row: float(str(row["ratio"])))[len(own) // 2]
-        print(f"{name:<10}{width:>6}{median['generate']:>12}{median['rolling']:>12}{median['ratio']:>9}")
+    for name, width in CASES:  # warm up
+        measure(model, requests[name][:width], width)
+    figures = [
+        {f"{name} {width}": measure(model, requests[name], width) for name, width in CASES} for _ in range(rounds)
+    ]
+    rows = table(figures)
+    names = list(next(iter(rows.values())))
+    print(f"{'':26}" + "".join(f"{case:>12}" for case in rows))
+    for name in names:
+        digits = 2 if "/" in name else 1
+        print(f"{name:26}" + "".join(f"{row[name]:>12.{digits}f}" for row in rows.values()))
     if out is not None:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cpu": platform.processor()}
-        out.write_text(json.dumps({"versions": versions, "threads": torch.get_num_threads(), "rows": rows}, indent=1))
+        out.mkdir(parents=True, exist_ok=True)
+        machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": threads}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        content = {"machine": machine, "versions": versions, "medians": rows, "rounds": figures}
+        (out / "engine.json").write_text(json.dumps(content, indent=1))
+        draw(rows, out / "engine.png")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 """The one door to Triton: requests in, answers out, log lines, the server's life. Imported inside Triton's stub alone.
 
 A request's sender is dangerous to touch twice: asking it whether the request was cancelled after its final answer takes
-the whole server down, and one that is never answered hangs its client and the server's exit. `Call` owns it.
+the whole server down, and one that is never answered hangs its client and the server's exit. `Call` owns it, and asks
+from one thread for all calls, because asking is a round trip between processes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +31,7 @@ from hf_triton.errors import HfTritonError, RequestError, UnavailableError, wher
 logger = logging.getLogger(__name__)
 
 SERVER_POLL_S = 1.0
+CANCEL_POLL_S = 0.05
 
 
 class Call:
@@ -44,6 +47,7 @@ class Call:
         self._was_cancelled = False
         self._sender = request.get_response_sender()
         self._request = request
+        _cancel_watch.add(self)
 
     def inputs(self) -> dict[str, npt.NDArray[Any]]:
         """The request's tensors by name; copies, which may outlive `execute`."""
@@ -61,12 +65,21 @@ class Call:
             raise RequestError("invalid_parameter", "a parameter's name or value is not valid UTF-8") from None
         return parsed
 
+    def timeout_s(self) -> float | None:
+        """The time that the client gives the request: `timeout` (microseconds) of `/infer` and of the clients."""
+        timeout_us: int = self._request.timeout()
+        return timeout_us / 1e6 if timeout_us else None
+
     def is_cancelled(self) -> bool:
-        """Whether the client gave up; after the answer, what was known then. Costs a round trip between processes."""
+        """Whether the client gave up, as known not much longer than `CANCEL_POLL_S` ago."""
+        return self._was_cancelled
+
+    def watch(self) -> bool:
+        """Ask Triton whether the client gave up; whether there is a reason to ask again."""
         with self._lock:
             if not self._is_answered:
                 self._was_cancelled = self._sender.is_cancelled()
-            return self._was_cancelled
+            return not (self._is_answered or self._was_cancelled)
 
     def answer(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """Send the one answer."""
@@ -91,6 +104,47 @@ class Call:
     def __del__(self) -> None:
         if not getattr(self, "_is_answered", True):
             self.refuse(HfTritonError("internal", "the request was dropped; the server's log may say why"))
+
+
+class _CancelWatch:
+    """Asks Triton about every open call in turn, in a thread that sleeps while there is none. Keeps no call alive."""
+
+    def __init__(self) -> None:
+        self._open: set[weakref.ref[Call]] = set()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def add(self, call: Call) -> None:
+        """Watch a call until it is answered, cancelled or gone."""
+        with self._wake:
+            self._open.add(weakref.ref(call))
+            self._wake.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="hf_triton-cancel-watch", daemon=True)
+                self._thread.start()
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._open)
+            time.sleep(CANCEL_POLL_S)
+            with self._wake:
+                asked = list(self._open)
+            closed = {reference for reference in asked if not self._is_open(reference)}
+            with self._wake:
+                self._open -= closed
+
+    @staticmethod
+    def _is_open(reference: weakref.ref[Call]) -> bool:
+        call = reference()
+        try:
+            return call is not None and call.watch()
+        except BaseException as error:  # the thread serves the other calls too
+            logger.error("asking whether a request was cancelled failed: %s", where(error))
+            return False
+
+
+_cancel_watch = _CancelWatch()
 
 
 def _too_large() -> pb_utils.InferenceResponse:

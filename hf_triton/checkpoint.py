@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
-from hf_triton.generation import GenerationParameters, parse_parameters
+from hf_triton.generation import NEUTRAL, WARPERS, GenerationParameters, parse_parameters
 from hf_triton.hub import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.snapshot import purge_damaged
@@ -83,15 +83,15 @@ class Checkpoint:
         return bool(self.model.config.is_encoder_decoder)
 
     def generation_defaults(self) -> GenerationParameters:
-        """What the checkpoint's generation_config says about sampling.
+        """What the checkpoint's generation_config says about the choice of tokens; neutral values say nothing.
 
         A checkpoint that does not say `do_sample` is greedy, as it is in transformers, whatever temperature it holds.
         """
         config = self.model.generation_config
         do_sample = bool(config.do_sample)
-        values = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k") if do_sample}
-        values |= {"do_sample": do_sample, "repetition_penalty": config.repetition_penalty}
-        return parse_parameters({name: value for name, value in values.items() if value is not None})
+        values = {name: getattr(config, name, None) for name in NEUTRAL if do_sample or name not in WARPERS}
+        said = {name: value for name, value in values.items() if value is not None and value != NEUTRAL[name]}
+        return parse_parameters({"do_sample": do_sample, **said})
 
 
 def load_checkpoint(hub: Hub, settings: ModelSettings, placement: Placement) -> Checkpoint:

@@ -8,19 +8,23 @@ is the one place that knows how to show a field's type, range and default, so th
 from __future__ import annotations
 
 import difflib
+import json
+import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from hf_triton.errors import clip
 
 MAX_NAME = 60  # characters of an unknown name to compare: a client's may have megabytes, and comparing takes seconds
+MAX_ENTRIES = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
 TYPE_NAMES = {
     bool: "true or false",
     int: "an integer",
@@ -40,8 +44,12 @@ class Problem:
 
 
 def problems(model: type[BaseModel], error: ValidationError) -> list[Problem]:
-    """Say each of pydantic's findings in one sentence that names the field, the allowed values and the value."""
-    return [_problem(model, details) for details in error.errors(include_url=False, include_context=False)]
+    """Say in one sentence for each field what is wrong: the field, the allowed values and the value, or part of it."""
+    found: dict[str, Problem] = {}
+    for details in error.errors(include_url=False, include_context=False):
+        problem = _problem(model, details)
+        found.setdefault(problem.name, problem)
+    return list(found.values())
 
 
 def _problem(model: type[BaseModel], details: Any) -> Problem:
@@ -66,8 +74,27 @@ def _words(annotation: Any, constraints: tuple[object, ...] = ()) -> str:
         return " or ".join(_words(member) for member in arguments if member is not type(None))
     if origin is Literal:
         return "one of " + ", ".join(f"`{value}`" for value in arguments)
+    if origin is tuple:  # declared with `read_one_or_many` or `read_texts`
+        return f"{_words(arguments[0])} or a JSON array of {_length_words(constraints)} of them"
+    if origin is dict and arguments[1] is not Any:
+        name, value = map(_words, arguments)
+        return f"a JSON object of {_length_words(constraints)} entries, each name {name}, each value {value}"
+    if annotation is str and _lengths(constraints)[1] is not None:
+        return f"a text of {_length_words(constraints)} characters"
     limits = [text for constraint in constraints if (text := _limit_words(constraint))]
     return " ".join([TYPE_NAMES[origin or annotation], " and ".join(limits)]).strip()
+
+
+def _lengths(constraints: tuple[object, ...]) -> tuple[int, int | None]:
+    """The least and the most that a text or an array may hold; None: no bound."""
+    least = [each.min_length for each in constraints if isinstance(each, annotated_types.MinLen)]
+    most = [each.max_length for each in constraints if isinstance(each, annotated_types.MaxLen)]
+    return max(least, default=0), min(most, default=None)
+
+
+def _length_words(constraints: tuple[object, ...]) -> str:
+    least, most = _lengths(constraints)
+    return f"{least} to {most}" if least else f"up to {most}"
 
 
 def _limit_words(constraint: object) -> str:
@@ -94,6 +121,52 @@ def parse_boolean(text: str) -> bool | str:
     """Read the spellings of true and false; anything else is left for the type check to refuse."""
     spellings: Mapping[str, bool] = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     return spellings.get(text.strip().lower(), text)
+
+
+def read_one_or_many(value: object) -> object:
+    """Read one value, or an array of them, as a tuple; either may be a JSON text.
+
+    What cannot be read is left for the type check to refuse, here as below.
+    """
+    return _tuple(_read_json(value) if isinstance(value, str) else value)
+
+
+def read_texts(value: object) -> object:
+    """Read one text, or an array of them, as a tuple; a text that reads as a JSON array is one."""
+    return _tuple(_read_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else value)
+
+
+def read_numbered(value: object) -> object:
+    """Read an object whose names are whole numbers, which JSON writes as texts."""
+    value = _read_json(value) if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        return value
+    _check_size(value)
+    return {_read_number(name): each for name, each in value.items()}
+
+
+def _read_number(name: object) -> object:
+    """A number as JSON writes it: of "01" beside "1", one would be lost."""
+    return int(name) if isinstance(name, str) and re.fullmatch("0|[1-9][0-9]{0,18}", name) else name
+
+
+def _tuple(value: object) -> tuple[object, ...]:
+    if not isinstance(value, list | tuple):
+        return (value,)
+    _check_size(value)
+    return tuple(value)
+
+
+def _check_size(value: Sized) -> None:
+    if len(value) > MAX_ENTRIES:
+        raise PydanticCustomError("too_long", "too many entries")
+
+
+def _read_json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, thousands of brackets
+        return text
 
 
 def table(model: type[BaseModel], extra: Mapping[str, str] | None = None) -> str:

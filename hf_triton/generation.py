@@ -2,19 +2,19 @@
 """What a prompt may ask of generation: every parameter declared once, with its range, its aliases and its meaning.
 
 Knows neither tensors nor models. `GenerationParameters` is what a request or a folder says (anything may be left out);
-`SamplingPlan` is what the engine is told (nothing is left out).
+of it, `SamplingPlan` is what the engine is told and `TaskPlan` what the task does itself (nothing is left out).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Self
 
 import annotated_types
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
-from hf_triton.declare import problems, suggest
+from hf_triton.declare import MAX_ENTRIES, problems, read_numbered, read_one_or_many, read_texts, suggest
 from hf_triton.errors import RequestError, clip
 
 ALIASES: Final[Mapping[str, str]] = {
@@ -22,12 +22,22 @@ ALIASES: Final[Mapping[str, str]] = {
     "max_completion_tokens": "max_new_tokens",
     "n": "num_return_sequences",
     "random_seed": "seed",
+    "stop": "stop_strings",
+    "stop_words": "stop_strings",
 }
 """Other dialects' names for our parameters. Ours are transformers' own."""
 
 MAX_NEW_TOKENS: Final = 1_048_576
 MAX_RETURN_SEQUENCES: Final = 64
+MAX_NGRAM_SIZE: Final = 128  # looking for longer ones in a long text would hold up the other rows
+MAX_STOP_STRINGS: Final = 16
+MAX_SECONDS: Final = 86_400
 GREEDY_BELOW: Final = 1e-3  # dividing logits by less overflows float16, and the result is greedy anyway
+
+ShortText = Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(1000)]
+TokenId = Annotated[int, annotated_types.Ge(0), annotated_types.Le(2**31 - 1)]
+Penalty = Annotated[float, annotated_types.Ge(-2), annotated_types.Le(2)]
+Bias = Annotated[float, annotated_types.Ge(-100), annotated_types.Le(100)]
 
 
 class GenerationParameters(BaseModel):
@@ -41,9 +51,13 @@ class GenerationParameters(BaseModel):
     """How many tokens to generate at most. By default the folder's `max_output_length`. The prompt and these tokens
     must fit the model's context together."""
 
+    min_new_tokens: Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_NEW_TOKENS)] | None = None
+    """How many tokens to generate before an end-of-sequence token may come. Stop strings end a text all the same."""
+
     do_sample: bool | None = None
     """Whether tokens are drawn at random (true) or the likeliest is taken (false, greedy). By default true where the
-    request gives a `temperature`, `top_p` or `top_k`, else what the checkpoint's generation_config says."""
+    request gives a `temperature`, `top_p`, `top_k`, `min_p` or `typical_p`, else what the checkpoint's
+    generation_config says."""
 
     temperature: Annotated[float, annotated_types.Ge(0), annotated_types.Le(100)] | None = None
     """Flattens (> 1) or sharpens (< 1) the distribution that tokens are drawn from. 0 means greedy."""
@@ -54,6 +68,14 @@ class GenerationParameters(BaseModel):
     top_k: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(2**31 - 1)] | None = None
     """Draw from this many likeliest tokens. 0 and -1 keep all tokens."""
 
+    min_p: Annotated[float, annotated_types.Ge(0), annotated_types.Le(1)] | None = None
+    """Draw from the tokens that are at least this many times as probable as the likeliest. 0 keeps all tokens.
+    Nguyen et al. 2024."""
+
+    typical_p: Annotated[float, annotated_types.Gt(0), annotated_types.Le(1)] | None = None
+    """Draw from the tokens whose surprise is closest to what is expected, up to this probability together. 1 keeps all
+    tokens. Meister et al. 2022."""
+
     seed: Annotated[int, annotated_types.Ge(0), annotated_types.Le(2**63 - 1)] | None = None
     """Makes a drawn text repeatable: the same prompt, parameters and seed give the same text, whatever else the
     server does at the time (in float32; bfloat16 and float16 round by the shape of the batch)."""
@@ -62,18 +84,77 @@ class GenerationParameters(BaseModel):
     """Divides (> 1) or multiplies (< 1) the scores of tokens that the prompt or the text already holds. 1 is off.
     CTRL, Keskar et al. 2019, section 4.1."""
 
+    presence_penalty: Penalty | None = None
+    """Is taken off the scores of tokens that the text already holds; the prompt does not count. 0 is off."""
+
+    frequency_penalty: Penalty | None = None
+    """Is taken off the score of a token once for each time the text already holds it; the prompt does not count. 0 is
+    off."""
+
+    no_repeat_ngram_size: Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_NGRAM_SIZE)] | None = None
+    """No run of this many tokens comes twice in prompt and text. 0 is off."""
+
+    bad_words: (
+        Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_ENTRIES), BeforeValidator(read_texts)] | None
+    ) = None
+    """Texts that are not written, spelled with the tokens that the tokenizer gives them."""
+
+    logit_bias: (
+        Annotated[dict[TokenId, Bias], annotated_types.MaxLen(MAX_ENTRIES), BeforeValidator(read_numbered)] | None
+    ) = None
+    """What is added to the scores of tokens, by token id: `{"50256": -100}`."""
+
+    stop_strings: (
+        Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_STOP_STRINGS), BeforeValidator(read_texts)] | None
+    ) = None
+    """Texts that end the text where one of them appears in it. A text that reads as a JSON array is taken for one."""
+
+    ignore_eos: bool | None = None
+    """Whether the text goes on after an end-of-sequence token, to `max_new_tokens`."""
+
+    eos_token_id: (
+        Annotated[
+            tuple[TokenId, ...],
+            annotated_types.MinLen(1),
+            annotated_types.MaxLen(64),
+            BeforeValidator(read_one_or_many),
+        ]
+        | None
+    ) = None
+    """Tokens that end the text, in place of the model's own."""
+
     num_return_sequences: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_RETURN_SEQUENCES)] | None = None
     """How many texts to draw for each prompt; more than one needs sampling."""
+
+    best_of: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_RETURN_SEQUENCES)] | None = None
+    """How many texts to draw for each prompt, of which the `num_return_sequences` are kept whose tokens are likeliest
+    on average. By default just as many."""
+
+    max_time: Annotated[float, annotated_types.Gt(0), annotated_types.Le(MAX_SECONDS)] | None = None
+    """Seconds that the prompt may take, waiting included; then the text ends with what it has."""
+
+    queue_priority: Annotated[int, annotated_types.Ge(-100), annotated_types.Le(100)] | None = None
+    """Where prompts wait, the lower goes first. By default 0."""
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
         if self.do_sample is False:
-            for name in ("temperature", "top_p", "top_k"):
+            for name in WARPERS:
                 value = getattr(self, name)
                 if value is not None and value not in (NEUTRAL[name], 0, -1):
                     raise ValueError(f"{name} has no effect with do_sample false: leave one of them out")
         if self.do_sample is True and self.temperature == 0:
             raise ValueError("temperature 0 means greedy and contradicts do_sample true: leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> Self:
+        if self.max_new_tokens is not None:
+            _check_min_new_tokens(self.min_new_tokens, self.max_new_tokens)
+        if self.num_return_sequences is not None:
+            _check_best_of(self.best_of, self.num_return_sequences)
+        if self.ignore_eos and self.eos_token_id is not None:
+            raise ValueError("eos_token_id has no effect with ignore_eos true: leave one of them out")
         return self
 
     @property
@@ -83,11 +164,34 @@ class GenerationParameters(BaseModel):
             return self.do_sample
         if self.temperature is not None:
             return self.temperature >= GREEDY_BELOW
-        return True if self.top_p is not None or self.top_k is not None else None
+        return True if any(getattr(self, name) is not None for name in WARPERS) else None
 
 
-NEUTRAL: Final[Mapping[str, float]] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+WARPERS: Final = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+"""What shapes the distribution that tokens are drawn from."""
+NEUTRAL: Final[Mapping[str, float]] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
+}
 """The value of each parameter that changes nothing."""
+
+
+def _check_min_new_tokens(least: int | None, most: int) -> None:
+    if least is not None and least > most:
+        raise ValueError(f"min_new_tokens {least} is more than max_new_tokens {most}: lower one or raise the other")
+
+
+def _check_best_of(best_of: int | None, count: int) -> None:
+    if best_of is not None and best_of < count:
+        raise ValueError(f"best_of {best_of} is less than num_return_sequences {count}: raise one or lower the other")
 
 
 def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
@@ -126,15 +230,56 @@ class SamplingPlan:
     """How the engine picks tokens for one prompt, every value settled."""
 
     max_new_tokens: int
+    min_new_tokens: int = 0
+    """End-of-sequence tokens are not picked before."""
     do_sample: bool = False
     temperature: float = 1.0
     """Above 0; 1 where `do_sample` is false."""
-    top_p: float = 1.0
     top_k: int = 0
     """0 keeps all tokens."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
+    eos_ids: frozenset[int] | None = None
+    """Tokens that end a text; None: the model's own."""
     num_return_sequences: int = 1
+    best_of: int | None = None
+    """Texts to write, of which the `num_return_sequences` likeliest are kept; None: just those."""
+    logprobs: int | None = None
+    """Log probabilities of every new token and of this many likeliest; None: none at all."""
+    prompt_logprobs: int | None = None
+    """The same of every prompt token."""
+
+    @property
+    def num_rows(self) -> int:
+        """Texts that are written."""
+        return self.best_of or self.num_return_sequences
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Log probabilities that a sampler must give beside that of the token itself; None: none at all."""
+        return 0 if self.logprobs is None and self.num_rows > self.num_return_sequences else self.logprobs
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """What the task, which has the tokenizer and the clock, does itself for one prompt, every value settled."""
+
+    stop_strings: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    """To become `SamplingPlan.bad_words_ids`."""
+    max_time_s: float | None = None
+    """Waiting included; None: as long as it takes."""
+    queue_priority: int = 0
+    """The lower goes first."""
 
 
 def settle(*layers: GenerationParameters) -> SamplingPlan:
@@ -143,30 +288,94 @@ def settle(*layers: GenerationParameters) -> SamplingPlan:
     Args:
         layers: The request's, the folder's, the checkpoint's. One of them must say `max_new_tokens`.
 
+    Returns:
+        Without `bad_words_ids`, which need the tokenizer. Of the request's own `min_new_tokens` it is known that they
+        fit; those of another layer keep the text from ending before `max_new_tokens` where they are more.
+
     Raises:
         RequestError: Together they make no sense.
     """
-
-    def first(name: str, default: Any) -> Any:
-        return next((value for layer in layers if (value := getattr(layer, name)) is not None), default)
-
     do_sample = next((asked for layer in layers if (asked := layer.asks_to_sample) is not None), False)
-    temperature = float(first("temperature", 1.0))
+    temperature = float(_first(layers, "temperature", 1.0))
     if do_sample and temperature < GREEDY_BELOW:
         temperature = 1.0  # a lower layer is greedy, the layer above it asks to sample and names no temperature
-    count = int(first("num_return_sequences", 1))
-    if count > 1 and not do_sample:
-        raise RequestError(
-            "invalid_parameter",
-            f"num_return_sequences {count} would give {count} equal texts without sampling: set a temperature",
-        )
-    return SamplingPlan(
-        max_new_tokens=int(first("max_new_tokens", 1)),
+    plan = SamplingPlan(
+        max_new_tokens=int(_first(layers, "max_new_tokens", 1)),
+        min_new_tokens=int(_first(layers, "min_new_tokens", 0)),
         do_sample=do_sample,
         temperature=temperature if do_sample else 1.0,
-        top_p=float(first("top_p", 1.0)) if do_sample else 1.0,
-        top_k=max(int(first("top_k", 0)), 0) if do_sample else 0,
-        seed=first("seed", None) if do_sample else None,
-        repetition_penalty=float(first("repetition_penalty", 1.0)),
-        num_return_sequences=count,
+        top_p=float(_first(layers, "top_p", 1.0)) if do_sample else 1.0,
+        top_k=max(int(_first(layers, "top_k", 0)), 0) if do_sample else 0,
+        min_p=float(_first(layers, "min_p", 0.0)) if do_sample else 0.0,
+        typical_p=float(_first(layers, "typical_p", 1.0)) if do_sample else 1.0,
+        seed=_first(layers, "seed", None) if do_sample else None,
+        repetition_penalty=float(_first(layers, "repetition_penalty", 1.0)),
+        presence_penalty=float(_first(layers, "presence_penalty", 0.0)),
+        frequency_penalty=float(_first(layers, "frequency_penalty", 0.0)),
+        no_repeat_ngram_size=int(_first(layers, "no_repeat_ngram_size", 0)),
+        logit_bias=tuple((token_id, float(bias)) for token_id, bias in _first(layers, "logit_bias", {}).items()),
+        eos_ids=_eos_ids(layers),
+        num_return_sequences=int(_first(layers, "num_return_sequences", 1)),
+        best_of=_first(layers, "best_of", None),
     )
+    _check_plan(plan, layers[0].min_new_tokens)
+    return plan
+
+
+def settle_task(*layers: GenerationParameters) -> TaskPlan:
+    """Settle what `settle` leaves to the task, from the same layers."""
+    return TaskPlan(
+        stop_strings=_first(layers, "stop_strings", ()),
+        bad_words=_first(layers, "bad_words", ()),
+        max_time_s=_first(layers, "max_time", None),
+        queue_priority=_first(layers, "queue_priority", 0),
+    )
+
+
+def check_token_ids(plan: SamplingPlan, vocabulary_size: int) -> None:
+    """Refuse a plan that names tokens which the model does not have.
+
+    Raises:
+        RequestError: One of `logit_bias` or `eos_token_id` is beyond the vocabulary.
+    """
+    named = {"logit_bias": [token_id for token_id, _ in plan.logit_bias], "eos_token_id": plan.eos_ids or ()}
+    for name, token_ids in named.items():
+        highest = max(token_ids, default=0)
+        if highest >= vocabulary_size:
+            raise RequestError(
+                "invalid_parameter",
+                f"{name} names the token {highest}, and the model's token ids are below {vocabulary_size}",
+            )
+
+
+def _first(layers: Sequence[GenerationParameters], name: str, default: Any) -> Any:
+    return next((value for layer in layers if (value := getattr(layer, name)) is not None), default)
+
+
+def _eos_ids(layers: Sequence[GenerationParameters]) -> frozenset[int] | None:
+    """By the first layer that says anything of the end; None where that is left to the model."""
+    speaking = [layer for layer in layers if layer.ignore_eos is not None or layer.eos_token_id is not None]
+    if speaking and speaking[0].ignore_eos:
+        return frozenset()
+    token_ids = _first(layers, "eos_token_id", None)
+    return None if token_ids is None else frozenset(token_ids)
+
+
+def _check_plan(plan: SamplingPlan, least_asked: int | None) -> None:
+    """Refuse what only the layers together show.
+
+    Args:
+        plan: Of all layers.
+        least_asked: The request's own `min_new_tokens`.
+    """
+    for name, count in (("num_return_sequences", plan.num_return_sequences), ("best_of", plan.num_rows)):
+        if count > 1 and not plan.do_sample:
+            raise RequestError(
+                "invalid_parameter",
+                f"{name} {count} would give {count} equal texts without sampling: set a temperature",
+            )
+    try:
+        _check_min_new_tokens(least_asked, plan.max_new_tokens)
+        _check_best_of(plan.best_of, plan.num_return_sequences)
+    except ValueError as error:
+        raise RequestError("invalid_parameter", str(error)) from None

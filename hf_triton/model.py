@@ -158,4 +158,4 @@ class TritonPythonModel:
                 texts = wire.encode_texts(result, request.shape)
                 call.answer(dict.fromkeys(self._output_names, texts))
 
-        self._task.submit(request, answer, call.is_cancelled)
+        self._task.submit(request, answer, call.is_cancelled, call.timeout_s())

@@ -105,6 +105,23 @@ class ModelSettings(BaseModel):
     max_batch_rows: Annotated[int, annotated_types.Ge(1), annotated_types.Le(4096)] = 32
     """Texts that the engine generates at a time; the others wait."""
 
+    max_waiting_prompts: Count = 4096
+    """Prompts that may wait for a row. What comes on top is refused at once (`queue_full`, status 503), but for a
+    request that finds nobody waiting."""
+
+    max_cache_tokens: Count | None = None
+    """Tokens of key/value memory that the rolling engine may hold, padding counted. By default it takes what the device
+    has free (on a CPU within the limits of its cgroup) as it needs it, and gives it back when it has nothing to do.
+    Where the texts outgrow it, the youngest wait; a request that could never fit is refused."""
+
+    share_prefixes: bool = True
+    """Whether the rolling engine computes a beginning that several prompts have in common, such as a system prompt or
+    the turns before, only once. The time of an answer then tells whether somebody else sent the same beginning."""
+
+    decoding: Literal["auto", "eager", "cuda_graphs"] = "auto"
+    """How the rolling engine runs a step. `auto` is `cuda_graphs` on a GPU where the model can be captured, else
+    `eager`."""
+
     generation_defaults: dict[str, Any] = {}
     """Request parameters to use where a request leaves them out, as JSON: `{"temperature": 0.7, "top_p": 0.9}`."""
 

@@ -32,7 +32,10 @@ TENSOR_TYPES: Final[Mapping[type, tuple[str, ...]]] = {
     bool: ("TYPE_BOOL",),
     int: WHOLE_NUMBERS,
     float: ("TYPE_FP32", "TYPE_FP64", "TYPE_FP16", *WHOLE_NUMBERS),
+    tuple: ("TYPE_STRING",),
+    dict: ("TYPE_STRING",),
 }
+"""By a parameter's Python type; arrays and objects come as JSON texts."""
 
 Array = npt.NDArray[Any]
 Parsed = TypeVar("Parsed")
@@ -102,8 +105,9 @@ def missing_ports(
 
 def _triton_types(name: str) -> tuple[str, ...]:
     """The tensor types that hold a parameter's value, the one we declare first."""
-    annotation = typing.get_args(PARAMETERS[name].model_fields[name].annotation)[0]
-    return TENSOR_TYPES[typing.get_args(annotation)[0] if typing.get_args(annotation) else annotation]
+    declared = typing.get_args(PARAMETERS[name].model_fields[name].annotation)[0]  # of `declared | None`
+    python_type = typing.get_args(declared)[0] if typing.get_origin(declared) is typing.Annotated else declared
+    return TENSOR_TYPES[typing.get_origin(python_type) or python_type]
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -147,7 +151,7 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
 
     Args:
         inputs: Tensors by name. `text_input` holds UTF-8 `bytes` and has shape `[n]`, or `[batch, n]`; a parameter's
-            tensor holds one value, or one for each prompt.
+            tensor holds one value, or one for each prompt; a JSON text where the value is an array or an object.
         parameters: The request's parameters, by name or alias.
         limits: How much to accept.
 
@@ -201,8 +205,12 @@ def _decode_text(row: int, element: bytes, max_bytes: int) -> str:
     except UnicodeDecodeError as error:
         raise RequestError(
             "invalid_input",
-            f"{PROMPT} row {row} is not valid UTF-8: byte 0x{element[error.start]:02x} at offset {error.start}",
+            f"{PROMPT} row {row} is not valid UTF-8: {_bad_byte(element, error)}",
         ) from None
+
+
+def _bad_byte(element: bytes, error: UnicodeDecodeError) -> str:
+    return f"byte 0x{element[error.start]:02x} at offset {error.start}"
 
 
 def _rows_of_parameters(
@@ -236,15 +244,24 @@ def _values(name: str, array: Array, num_rows: int) -> list[object]:
             "invalid_parameter",
             f"{name} has {array.size} values for {num_rows} prompts: give one, or one for each prompt",
         )
-    values = [_plain_value(each) for each in array.ravel()]
+    values = [_plain_value(name, each) for each in array.ravel()]
     return values * num_rows if array.size == 1 else values
 
 
-def _plain_value(value: Any) -> object:
+def _plain_value(name: str, value: Any) -> object:
     """A tensor's element as Python's own type; an FP32 0.7 is the number 0.7, as it is in JSON."""
+    if isinstance(value, bytes):
+        return _decode_value(name, value)
     if isinstance(value, np.floating):
         return float(str(value)) if math.isfinite(value) else float(value)
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _decode_value(name: str, element: bytes) -> str:
+    try:
+        return element.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError("invalid_parameter", f"{name} is not valid UTF-8: {_bad_byte(element, error)}") from None
 
 
 def _parse_rows(parse: Callable[[Mapping[str, object]], Parsed], rows: Sequence[Mapping[str, object]]) -> list[Parsed]:

@@ -1,52 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain engine: `model.generate`, a padded batch at a time, in a thread of its own.
+"""The plain engine: `model.generate`, a batch at a time, in a thread of its own.
 
-It runs every architecture that transformers generates with, and only puts those prompts into one batch that cannot
-change each other's text: what a batch shares (sampling settings, a seed, sometimes the length) is in `_batch_key`.
+It runs every architecture that transformers generates with. `generate` does the forward passes and what the
+checkpoint's own generation_config asks for; which token comes next is decided by the same sampler that the rolling
+engine has, row by row, so that rows of different settings share a batch. Which may not is in `_batch_key`.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
-from hf_triton.engine.faults import error_outcome, is_fatal, kind
-from hf_triton.engine.interface import Completion, Outcome, Sequence, eos_ids
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from hf_triton.engine.faults import error_outcome, is_fatal, is_memory, kind
+from hf_triton.engine.interface import Sequence, eos_ids
 from hf_triton.engine.padding import pad
-from hf_triton.engine.probe import Sharing
-from hf_triton.engine.thread import EngineThread, finish
-from hf_triton.errors import CancelledError, HfTritonError
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import GenerationConfig
+from hf_triton.engine.probe import PLAIN, Sharing
+from hf_triton.engine.row import Job, Row
+from hf_triton.engine.sampling import RowSampler, pick_tokens, token_logprobs
+from hf_triton.engine.thread import EngineThread, cancellation, finish, is_late
+from hf_triton.errors import HfTritonError, RequestError
 
 logger = logging.getLogger(__name__)
 
-HISTORY_PROCESSORS = (
-    "no_repeat_ngram_size",
-    "min_length",
-    "bad_words_ids",
-    "sequence_bias",
-    "encoder_no_repeat_ngram_size",
-)
-"""Settings of a checkpoint's generation_config that look back at the tokens of a row."""
-CANCEL_POLL_S = 0.1  # asking Triton costs a round trip between processes: not at every token
+MAX_WAITING: Final = 4096
+ENCODER_HISTORY: Final = ("encoder_no_repeat_ngram_size", "encoder_repetition_penalty")
+HISTORY: Final = (*ENCODER_HISTORY, "bad_words_ids", "sequence_bias", "min_length", "forced_bos_token_id")
+"""Settings of a checkpoint's generation_config by which `generate` looks back at what a row has read, padding too."""
+EOS_SETTINGS: Final = ("bad_words_ids", "min_length", "exponential_decay_length_penalty")
+"""Those by which it looks at the end-of-sequence tokens."""
+OFF: Final[tuple[object, ...]] = (None, 0, 1.0, [], {})
 
 
 class BatchEngine(EngineThread):
-    """Padded batches of `model.generate`.
+    """Padded batches of `model.generate`; a batch runs until its last row is done, then comes the next.
+
+    The log probabilities of new tokens are of the scores that reach the sampler, after what the checkpoint's own
+    generation_config makes `generate` do to them (`suppress_tokens`, `sequence_bias`, ...).
 
     Args:
         model: A transformers model that generates, in eval mode, on its device.
-        max_rows: The most sequences in a batch, `num_return_sequences` counted.
+        max_rows: The most texts that are written at a time.
+        max_waiting: The most sequences that wait.
         context_length: Tokens that a padded prompt and the longest continuation of its batch may have together.
         sharing: Which prompts may share a batch with this model: `padded` ones of any length, those of `equal_length`,
-            or none, each `alone` (see `probe_sharing`).
+            or none, each row `alone` (see `probe_sharing`).
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
     """
 
@@ -55,212 +56,260 @@ class BatchEngine(EngineThread):
         model: Any,
         *,
         max_rows: int,
+        max_waiting: int = MAX_WAITING,
         context_length: int,
         sharing: Sharing,
         on_fatal: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(on_fatal)
+        super().__init__(max_waiting, on_fatal)
         self._model = model
         self._max_rows = max_rows
         self._context_length = context_length
         self._sharing = sharing
         self._eos_ids = eos_ids(model)
-        self._vocabulary_size = model.get_input_embeddings().weight.shape[0]
-        self._history_counts = _has_history_processors(model.generation_config)
-        self._is_timed = model.generation_config.max_time is not None  # a limit of the whole batch
-        self._length_counts = model.generation_config.forced_eos_token_id is not None
-        self._batch: list[Sequence] = []
+        self._device: torch.device = model.get_input_embeddings().weight.device
+        self._is_encoder_decoder = bool(model.config.is_encoder_decoder)
+        self._asks = _Asks(model)
+        self._pad_id = _pad_id(model)
+        self._jobs: list[Job] = []
         self._thread.start()
 
+    @torch.inference_mode()
     def _turn(self) -> None:
-        self._batch = self._take()
-        self._run(self._batch)
+        self._take_batch()
+        for job in self._jobs:
+            self._score_prompt(job)
+        self._run([row for job in self._jobs for row in job.rows])
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Queue the sequences of one request and return at once; all of them, or none."""
+        refusal = next((error for sequence in sequences if (error := self._misfit(sequence))), None)
+        if refusal is None:
+            super().submit(sequences)
+            return
+        for sequence in sequences:
+            finish(sequence, refusal)
 
     def _is_busy(self) -> bool:
-        return bool(self._batch)
+        return bool(self._unfinished())
 
     def _unfinished(self) -> list[Sequence]:
-        return self._batch
+        return [job.sequence for job in self._jobs if not job.is_finished]
 
-    def _take(self) -> list[Sequence]:
-        """The oldest sequence, and those behind it that may share its batch."""
+    def _misfit(self, sequence: Sequence) -> HfTritonError | None:
+        """Why a sequence can never run here; None where it can."""
+        if sequence.plan.prompt_logprobs is None or not self._is_encoder_decoder:
+            return None
+        return RequestError(
+            "invalid_parameter",
+            "prompt_logprobs needs a model that goes on from its prompt, and this one is an encoder-decoder: leave it "
+            "out",
+        )
+
+    # --- what shares a batch -----------------------------------------------------------------------------------------
+
+    def _take_batch(self) -> None:
+        """Make jobs of the first sequence that waits, and of those behind it that may share its batch."""
+        batch: list[Sequence] = []
+        others: list[Sequence] = []
+        num_rows = 0
         with self._wake:
-            key = self._batch_key(self._waiting[0])
-            batch: list[Sequence] = []
-            others = deque[Sequence]()
             for sequence in self._waiting:
-                fits = not batch or self._fits([*batch, sequence])
-                (batch if fits and self._batch_key(sequence) == key else others).append(sequence)
+                if not batch or (num_rows < self._max_rows and self._may_join(sequence, batch)):
+                    batch.append(sequence)
+                    num_rows += sequence.plan.num_rows
+                else:
+                    others.append(sequence)
+            self._jobs = [self._job(sequence) for sequence in batch]
             self._waiting = others
-            return batch
+
+    def _may_join(self, sequence: Sequence, batch: list[Sequence]) -> bool:
+        return self._batch_key(sequence) == self._batch_key(batch[0]) and self._fits([*batch, sequence])
+
+    def _job(self, sequence: Sequence) -> Job:
+        job = Job(sequence, self._eos_ids)
+        if self._is_encoder_decoder:  # penalties look at what the decoder has read, and that is not the prompt
+            for row in job.rows:
+                row.sampler = RowSampler(sequence.plan, row.copy, [_start_id(self._model)], job.eos_ids)
+        return job
+
+    def _batch_key(self, sequence: Sequence) -> Hashable:
+        """Equal keys may share a batch."""
+        plan, asks = sequence.plan, self._asks
+        by_length = self._sharing == "equal_length" or asks.looks_back
+        return (
+            id(sequence) if self._sharing == "alone" or asks.max_time else None,
+            len(sequence.prompt_ids) if by_length else None,
+            plan.max_new_tokens if asks.forces_end else None,
+            plan.eos_ids if asks.knows_ends else None,
+        )
 
     def _fits(self, batch: list[Sequence]) -> bool:
         """Whether the batch has rows to spare, and none of its rows leaves the context while the longest is written."""
-        rows = sum(sequence.plan.num_return_sequences for sequence in batch)
         longest = max(len(sequence.prompt_ids) for sequence in batch)
         steps = max(sequence.plan.max_new_tokens for sequence in batch)
-        columns = max(longest, steps) if self._model.config.is_encoder_decoder else longest + steps
-        return rows <= self._max_rows and columns <= self._context_length
-
-    def _batch_key(self, sequence: Sequence) -> Hashable:
-        """Equal keys may share a batch: `generate` takes one setting for all rows, and one random stream."""
-        plan = sequence.plan
-        # Penalties look at the padding too, so rows of unequal length would feel each other's.
-        looks_back = plan.repetition_penalty != 1.0 or self._history_counts
-        length = len(sequence.prompt_ids) if looks_back or self._sharing == "equal_length" else None
-        alone = id(sequence) if plan.seed is not None or self._is_timed or self._sharing == "alone" else None
-        # BART's checkpoints force an end at the last step of the batch, which must be the last of every row.
-        last_step = plan.max_new_tokens if self._length_counts else None
-        sampling = (plan.temperature, plan.top_p, plan.top_k, plan.num_return_sequences) if plan.do_sample else None
-        return (sampling, plan.repetition_penalty, length, last_step, alone)
+        columns = max(longest, steps) if self._is_encoder_decoder else longest + steps
+        rows = sum(sequence.plan.num_rows for sequence in batch)
+        return columns <= self._context_length and rows <= self._max_rows
 
     # --- one batch ---------------------------------------------------------------------------------------------------
 
-    def _run(self, batch: list[Sequence]) -> None:
-        """Generate for a batch; where that fails, for smaller ones, so that only the guilty are refused."""
-        size = len(batch)
-        while batch:
-            if self._attempt(batch[:size]):
-                del batch[:size]
-            else:
-                size = (size + 1) // 2
+    def _run(self, rows: list[Row]) -> None:
+        """Write the rows; where a part of them fails, smaller ones, so that only the guilty are refused.
 
-    def _attempt(self, batch: list[Sequence]) -> bool:
-        """Whether every sequence of the batch has its outcome now; a batch of one always has."""
+        The parts grow again as they succeed, but not beyond what the memory had no room for.
+        """
+        most = size = 1 if self._sharing == "alone" else self._max_rows  # not even a prompt's own texts side by side
+        while not self._is_over(rows):
+            rows = [row for row in rows if not row.is_done]
+            part = rows[:size]
+            try:
+                self._generate(part)
+            except Exception as error:
+                if is_fatal(error):
+                    raise
+                if len(part) == 1:
+                    part[0].job.finish(error_outcome(error))
+                    continue
+                logger.warning("a batch of %d rows failed (%s); trying smaller ones", len(part), kind(error))
+                size = (len(part) + 1) // 2
+                most = size if is_memory(error) else most
+            else:
+                size = min(2 * size, most)
+
+    def _is_over(self, rows: list[Row]) -> bool:
+        """Whether nobody waits for these rows any more, or the engine is closing. Answers those who need not wait."""
+        self._sweep_queue()
+        for job in self._jobs:
+            if job.is_finished:
+                continue
+            ending = cancellation(job.sequence)
+            if ending is not None:
+                job.finish(ending)
+            elif is_late(job.sequence):
+                job.expire()
+        return self.refusal() is not None or all(row.is_done for row in rows)
+
+    def _generate(self, rows: list[Row]) -> None:
+        """Write these rows to their ends.
+
+        Rows that have tokens already, from a batch that failed, are given the same tokens again: that way `generate`
+        counts and looks back as if nothing had happened, and their listeners and random streams notice nothing.
+        """
+        prompts = [row.job.sequence.prompt_ids for row in rows]
+        input_ids, attention_mask = pad(prompts, self._pad_id, self._device, at_left=not self._is_encoder_decoder)
+        self._model.generate(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max(row.job.sequence.plan.max_new_tokens for row in rows),
+            pad_token_id=self._pad_id,
+            logits_processor=LogitsProcessorList([_Picker(rows, self._pad_id)]),
+            stopping_criteria=StoppingCriteriaList([_Ending(rows, self._is_over)]),
+            **self._asks.arguments(rows[0].job.eos_ids),
+        )
+        if self.refusal() is None:
+            for row in rows:
+                _end(row)
+
+    def _score_prompt(self, job: Job) -> None:
+        """Find the log probabilities of the prompt's tokens, where the plan asks for them."""
+        num_top, prompt = job.sequence.plan.prompt_logprobs, job.sequence.prompt_ids
+        if num_top is None or self._is_over(job.rows):
+            return
         try:
-            outcomes = self._generate(batch)
+            logits = self._model(input_ids=torch.tensor([prompt], device=self._device), use_cache=False).logits
+            job.prompt_logprobs = token_logprobs(logits[0, :-1], prompt[1:], num_top)
         except Exception as error:
             if is_fatal(error):
                 raise
-            if len(batch) > 1:
-                logger.warning("a batch of %d sequences failed (%s); trying smaller ones", len(batch), kind(error))
-                return False
-            outcomes = [error_outcome(error)]
-        for sequence, outcome in zip(batch, outcomes, strict=True):
-            finish(sequence, outcome)
-        return True
-
-    def _generate(self, batch: list[Sequence]) -> list[Outcome]:
-        import torch
-
-        device = self._model.get_input_embeddings().weight.device
-        seed = batch[0].plan.seed
-        generators = [device] if device.type == "cuda" else []
-        with torch.inference_mode(), torch.random.fork_rng(generators, enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
-            if self._sharing == "alone":  # not even a prompt's own sequences may sit side by side
-                return _gather([self._forward([single])[0] for single in _singles(batch[0])])
-            return self._forward(batch)
-
-    def _forward(self, batch: list[Sequence]) -> list[Outcome]:
-        from transformers import StoppingCriteriaList
-
-        device = self._model.get_input_embeddings().weight.device
-        prompts = [sequence.prompt_ids for sequence in batch]
-        is_encoder_decoder = self._model.config.is_encoder_decoder
-        input_ids, attention_mask = pad(prompts, self._pad_id(), device, at_left=not is_encoder_decoder)
-        limits = _RowLimits(batch, self.refusal)
-        output = self._model.generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            generation_config=self._generation_config(batch),
-            stopping_criteria=StoppingCriteriaList([limits]),
-        )
-        start = 1 if is_encoder_decoder else input_ids.shape[1]
-        return limits.outcomes(output[:, start:].tolist(), self._eos_ids)
-
-    def _generation_config(self, batch: list[Sequence]) -> GenerationConfig:
-        from transformers import GenerationConfig
-
-        plan = batch[0].plan
-        sampling = {"temperature": plan.temperature, "top_p": plan.top_p, "top_k": plan.top_k} if plan.do_sample else {}
-        return GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=max(sequence.plan.max_new_tokens for sequence in batch),
-            do_sample=plan.do_sample,
-            num_beams=1,
-            num_return_sequences=plan.num_return_sequences,
-            repetition_penalty=plan.repetition_penalty,
-            pad_token_id=self._pad_id(),
-            return_dict_in_generate=False,
-            **sampling,
-        )
-
-    def _pad_id(self) -> int:
-        """Any id of the vocabulary does, the mask hides it. An end-of-sequence id would do no harm either."""
-        configured = self._model.generation_config.pad_token_id
-        return configured if isinstance(configured, int) and 0 <= configured < self._vocabulary_size else 0
+            job.finish(error_outcome(error))
 
 
-class _RowLimits:
-    """`generate`'s stopping rule: each row ends at its own `max_new_tokens`, or when its request was cancelled."""
+class _Asks:
+    """What a checkpoint's generation_config asks of `generate` beyond what a plan says."""
 
-    def __init__(self, batch: list[Sequence], refusal: Callable[[], HfTritonError | None]) -> None:
-        self._batch = batch
-        self._refusal = refusal
+    def __init__(self, model: Any) -> None:
+        config = model.generation_config
+
+        def has(names: tuple[str, ...]) -> bool:
+            return any(getattr(config, name, None) not in OFF for name in names)
+
+        self.looks_back = has(ENCODER_HISTORY if model.config.is_encoder_decoder else HISTORY)
+        """Rows of unequal length would feel each other's padding."""
+        self.knows_ends = has(EOS_SETTINGS)
+        """It must be told the end-of-sequence tokens of its rows; else they are our own business."""
+        self.forces_end = config.forced_eos_token_id is not None
+        """It forces an end at the last step of a batch, which must be the last of every row."""
+        self.max_time: float | None = config.max_time
+        """Seconds that a batch may take."""
+        self._has_min_new_tokens = config.min_new_tokens is not None
+
+    def arguments(self, eos_ids: frozenset[int]) -> dict[str, Any]:
+        """Arguments of `generate` for rows that end with `eos_ids`, or with different ones unless `knows_ends`."""
+        arguments = PLAIN | {"eos_token_id": sorted(eos_ids) if self.knows_ends else None}
+        return arguments | {"min_length": 0} if self._has_min_new_tokens else arguments  # as transformers has it
+
+
+class _Picker(LogitsProcessor):
+    """The last of `generate`'s processors: takes the scores, and leaves of each row only the token that comes next."""
+
+    def __init__(self, rows: list[Row], idle_id: int) -> None:
+        self._rows = rows
+        self._idle_id = idle_id
         self._num_steps = 0
-        self._next_poll_s = 0.0
-        self._is_cancelled = [False] * len(batch)
 
-    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        """Which rows are done, `[rows]` bool."""
-        import torch
-
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """0 for the row's next token, minus infinity for all others, both `[rows, vocabulary]` float32."""
+        tokens = [self._settled(row) for row in self._rows]
+        picking = [index for index, token_id in enumerate(tokens) if token_id is None]
+        if picking:
+            logits = scores if len(picking) == len(tokens) else scores[torch.tensor(picking, device=scores.device)]
+            picks = pick_tokens(logits, [self._rows[index].sampler for index in picking])
+            for index, pick in zip(picking, picks, strict=True):
+                tokens[index] = pick.token_id
+                if not self._rows[index].is_done:  # its job may have failed with another of its rows
+                    self._rows[index].take(pick)
         self._num_steps += 1
-        if time.monotonic() >= self._next_poll_s:
-            self._poll()
-        done = [
-            self._num_steps >= sequence.plan.max_new_tokens or is_cancelled
-            for sequence, is_cancelled in zip(self._batch, self._is_cancelled, strict=True)
-            for _ in range(sequence.plan.num_return_sequences)
-        ]
-        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+        chosen = torch.tensor(tokens, device=scores.device).unsqueeze(1)
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)  # type: ignore[return-value]
 
-    def _poll(self) -> None:
-        closing = self._refusal() is not None
-        self._is_cancelled = [
-            was or closing or sequence.is_cancelled()
-            for was, sequence in zip(self._is_cancelled, self._batch, strict=True)
-        ]
-        self._next_poll_s = time.monotonic() + CANCEL_POLL_S
-
-    def outcomes(self, rows: list[list[int]], eos_ids: frozenset[int]) -> list[Outcome]:
-        """Each sequence's part of `generate`'s output, `[rows, steps]`, cut where the sequence ended."""
-        outcomes: list[Outcome] = []
-        for sequence, is_cancelled in zip(self._batch, self._is_cancelled, strict=True):
-            count = sequence.plan.num_return_sequences
-            own, rows = rows[:count], rows[count:]
-            if is_cancelled:
-                outcomes.append(self._refusal() or CancelledError())
-            else:
-                outcomes.append([_cut(row, sequence.plan.max_new_tokens, eos_ids) for row in own])
-        return outcomes
+    def _settled(self, row: Row) -> int | None:
+        """The next token of a row that has it already, or needs none; None where it is to be picked."""
+        if row.is_done:
+            return self._idle_id
+        return row.token_ids[self._num_steps] if self._num_steps < len(row.token_ids) else None
 
 
-def _cut(row: list[int], max_new_tokens: int, eos_ids: frozenset[int]) -> Completion:
-    """A row ends before its first end-of-sequence token, or at its own length: its batch may have run longer."""
-    row = row[:max_new_tokens]
-    end = next((index for index, token_id in enumerate(row) if token_id in eos_ids), None)
-    return Completion(row, "length") if end is None else Completion(row[:end], "stop")
+class _Ending(StoppingCriteria):
+    """`generate`'s stopping rule: asked after every step."""
+
+    def __init__(self, rows: list[Row], is_over: Callable[[list[Row]], bool]) -> None:
+        self._rows = rows
+        self._is_over = is_over
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **_: Any) -> torch.BoolTensor:
+        """Which rows are done, `[rows]` bool."""
+        is_over = self._is_over(self._rows)
+        done = [is_over or row.is_done for row in self._rows]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
 
 
-def _singles(sequence: Sequence) -> list[Sequence]:
-    """A sequence that wants n completions as n that want one."""
-    single = replace(sequence, plan=replace(sequence.plan, num_return_sequences=1))
-    return [single] * sequence.plan.num_return_sequences
+def _end(row: Row) -> None:
+    """End a row that `generate` left unfinished: the checkpoint's `max_time` was up."""
+    if not row.is_done:
+        row.finish_reason = "deadline"
+        row.job.finish_if_complete()
 
 
-def _gather(outcomes: list[Outcome]) -> list[Outcome]:
-    """The outcomes of `_singles` as one: all completions, or the first error."""
-    completions: list[Completion] = []
-    for outcome in outcomes:
-        if isinstance(outcome, HfTritonError):
-            return [outcome]
-        completions += outcome
-    return [completions]
+def _pad_id(model: Any) -> int:
+    """Any id of the vocabulary does: the mask hides it."""
+    configured = model.generation_config.pad_token_id
+    size = model.get_input_embeddings().weight.shape[0]
+    return configured if isinstance(configured, int) and 0 <= configured < size else 0
 
 
-def _has_history_processors(config: Any) -> bool:
-    """Whether the checkpoint's own defaults make `generate` look back at the tokens of a row, padding included."""
-    has_penalty = getattr(config, "encoder_repetition_penalty", None) not in (None, 1.0)
-    return has_penalty or any(getattr(config, name, None) for name in HISTORY_PROCESSORS)
+def _start_id(model: Any) -> int:
+    """What an encoder-decoder's text begins with."""
+    config = model.generation_config
+    start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
+    return int(start)

@@ -7,19 +7,26 @@ rotary positions, alibi and sliding windows come out right with the model's own 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_triton.engine.cache_layer import RowsLayer, contents
 
 COLUMN_STEP: Final = 128
-"""Columns that the buffers grow by."""
+"""The buffers have a multiple of so many columns, and so many that no row needs any more are dropped together."""
+CUDA_SHAPE: Final = (8, 512)
+"""Rows and columns that buffers on a CUDA device begin with: those that grow throw captured graphs away."""
 
 
 class KeyValueRows:
     """Buffers `[rows, heads, columns, head_dim]` for keys and for values of every layer.
 
     Rows `[:num_rows]` and columns `[first:clock]` are in use; row i has its tokens in the columns `[starts[i]:clock]`.
+    A row is all zero before its text comes in: one that came to nan leaves none behind for the next in its place.
 
     Args:
         device: Where the buffers live.
@@ -29,29 +36,79 @@ class KeyValueRows:
         self.num_rows = 0
         self.first = 0
         self.clock = 0
-        self._starts: list[int] = []
-        self._mask = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [rows, columns], 1 from a row's start on
+        self.max_tokens: int | None = None
+        """Rows x columns that growing ahead of need respects; None: no limit."""
         self.cache = Cache(layers=[])
         """What the model's forward is given; it appends to the rows in use, at the clock."""
         self.is_torn = False
         """A move of the rows broke off in the middle: what they hold is lost."""
+        self.bucket: tuple[int, int] | None = None
+        """Rows and columns that the forward sees, see `padded_to`."""
+        self.clock_index = torch.zeros(1, dtype=torch.int64, device=device)
+        """`clock`, on the device."""
+        self._starts: list[int] = []
+        self._clear()
 
-    def attention_mask(self, num_new: int) -> torch.Tensor:
-        """`[num_rows, columns in use + num_new]` int64, 1 where a row has a token."""
-        return self._mask[: self.num_rows, self.first : self.clock + num_new]
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns that the buffers have."""
+        return self._mask.shape[0], self._mask.shape[1]
 
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        return [self.clock - start for start in self._starts]
+    @property
+    def num_tokens(self) -> int:
+        """Rows x columns that the buffers have."""
+        return self._mask.numel()
+
+    @property
+    def width(self) -> int:
+        """Columns in use."""
+        return self.clock - self.first
+
+    @property
+    def needs_growth(self) -> bool:
+        """Whether the next `make_column` enlarges the buffers."""
+        return self.clock >= self.shape[1] and not self._is_worth_moving()
+
+    def tokens_for(self, num_rows: int, num_columns: int) -> int:
+        """Rows x columns of the smallest buffers with so many in use, and with what is in use now."""
+        rows, columns = self._least(num_rows, num_columns)
+        return rows * columns
+
+    def attention_mask(self) -> torch.Tensor:
+        """`[rows, columns]` int64, 1 where a row has a token, the one of the column just made included."""
+        if self.bucket is None:
+            return self._mask[: self.num_rows, self.first : self.clock + 1]
+        return self._mask[: self.bucket[0], : self.bucket[1]]
+
+    def position_ids(self) -> torch.Tensor:
+        """`[rows, 1]` int64, tokens that each row has before its next one."""
+        return self._positions[: self.num_rows if self.bucket is None else self.bucket[0]]
+
+    @contextmanager
+    def padded_to(self, rows: int, columns: int) -> Iterator[None]:
+        """Let the forward see the buffers' first `rows` and `columns` whatever is in use: the same shapes at each step.
+
+        Rows beyond those in use have position 0 and see the newest column at least; what they compute is of no use.
+        """
+        self.bucket = rows, columns
+        try:
+            yield
+        finally:
+            self.bucket = None
 
     def add(self, prefilled: DynamicCache, row: int, length: int) -> None:
         """Lay a row of a left-padded prefill, its last `length` columns, into a new row that ends at the clock."""
-        self._make_columns_before(length)
-        self._reserve(prefilled, self.num_rows + 1, self.clock)
+        filled = contents(prefilled)
+        if not self.cache.layers:
+            self.cache.layers = [RowsLayer(self, *each) for each in filled]
+        if not self.num_rows:
+            self._set_clock(length, length)
+        self._make_room(self.num_rows + 1, length)
         start = self.clock - length
-        for layer, (keys, values) in zip(self._layers(), _contents(prefilled), strict=True):
-            layer.key_rows[self.num_rows, :, start : self.clock] = keys[row, :, -length:]
-            layer.value_rows[self.num_rows, :, start : self.clock] = values[row, :, -length:]
+        for layer, (keys, values) in zip(self._layers(), filled, strict=True):
+            for buffer, new in ((layer.key_rows, keys), (layer.value_rows, values)):
+                buffer[self.num_rows] = 0
+                buffer[self.num_rows, :, start : self.clock] = new[row, :, -length:]
         self._starts.append(start)
         self.num_rows += 1
         self.first = min(self._starts)
@@ -60,129 +117,116 @@ class KeyValueRows:
     def remove(self, row: int) -> None:
         """Free a row; the last one takes its place."""
         last = self.num_rows - 1
-        used = slice(self.first, self.clock)
         if row != last:
+            self.is_torn = True
             for layer in self._layers():
-                layer.key_rows[row, :, used] = layer.key_rows[last, :, used]
-                layer.value_rows[row, :, used] = layer.value_rows[last, :, used]
+                layer.key_rows[row, :, : self.clock] = layer.key_rows[last, :, : self.clock]
+                layer.value_rows[row, :, : self.clock] = layer.value_rows[last, :, : self.clock]
             self._starts[row] = self._starts[last]
             self._mark(row)
+            self.is_torn = False
         self._starts.pop()
         self.num_rows = last
-        self.first = min(self._starts, default=0)
-        if not self.num_rows:
-            self.clock = 0
+        self._mask[last] = 0
+        self._positions[last] = 0
+        self.first = min(self._starts, default=self.clock)
+
+    def read(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values `[heads, length, head_dim]` of a row's first tokens, layer by layer; views of the buffers."""
+        columns = slice(self._starts[row], self._starts[row] + length)
+        return [(layer.key_rows[row, :, columns], layer.value_rows[row, :, columns]) for layer in self._layers()]
 
     def make_column(self) -> None:
-        """Have a free column at the clock: by dropping those that no row needs any more, or by growing."""
-        if self.clock < self._num_columns():
-            return
-        if self.first >= COLUMN_STEP:
-            self._shift(-self.first)
-        else:
-            self._resize(self._mask.shape[0], self.clock + COLUMN_STEP)
+        """Have a free column at the clock, and drop those that no row needs any more."""
+        if self._is_worth_moving():
+            self._lay_out(self.shape, -self.first)
+        self._make_room(self.num_rows, 0)
+        self._mask[:, self.clock] = 1
+
+    def advance(self) -> None:
+        """The column made has a token of every row now."""
+        self.clock += 1
+        self.clock_index += 1
+        self._positions[: self.num_rows] += 1
 
     def release(self) -> None:
         """Give all memory back; there must be no row in use."""
         self.cache = Cache(layers=[])
-        self._mask = self._mask.new_zeros(0, 0)
+        self._clear()
 
     # --- the buffers -------------------------------------------------------------------------------------------------
 
-    def _layers(self) -> list[_RowsLayer]:
+    def _layers(self) -> list[RowsLayer]:
         return self.cache.layers  # type: ignore[return-value]
 
-    def _num_columns(self) -> int:
-        return int(self._mask.shape[1])
+    def _clear(self) -> None:
+        self._mask = self.clock_index.new_zeros(0, 0)  # [rows, columns], zero beyond the clock
+        self._positions = self.clock_index.new_zeros(0, 1)
+        self.allocation = object()
+        """Another object after each change of the buffers' addresses."""
 
-    def _make_columns_before(self, length: int) -> None:
-        """Move the clock to the right, and all rows with it, until a row of `length` fits before it."""
-        if self.clock >= length:
-            return
-        if self.num_rows == 0:
-            self.first = self.clock = length
-            return
-        if length > self._num_columns():
-            self._resize(self._mask.shape[0], length)
-        self._shift(length - self.clock)
+    def _set_clock(self, first: int, clock: int) -> None:
+        self.first, self.clock = first, clock
+        self.clock_index.fill_(clock)
 
-    def _reserve(self, prefilled: DynamicCache, rows: int, columns: int) -> None:
-        if not self.cache.layers:
-            self.cache.layers = [_RowsLayer(self, *contents) for contents in _contents(prefilled)]
-        if rows > self._mask.shape[0] or columns > self._num_columns():
-            doubled = max(rows, min(2 * self._mask.shape[0], rows + 16)) if rows > self._mask.shape[0] else rows
-            self._resize(max(doubled, self._mask.shape[0]), max(columns, self._num_columns()))
+    def _least(self, rows: int, columns: int) -> tuple[int, int]:
+        return max(rows, self.num_rows), -(-max(columns, self.width) // COLUMN_STEP) * COLUMN_STEP
 
-    def _resize(self, rows: int, columns: int) -> None:
-        columns = -(-columns // COLUMN_STEP) * COLUMN_STEP
+    def _is_worth_moving(self) -> bool:
+        """Whether to move the rows to the left end: for a few columns only where the buffers would grow otherwise."""
+        return self.first >= (COLUMN_STEP if self.clock < self.shape[1] else COLUMN_STEP // 4)
+
+    def _make_room(self, rows: int, length: int) -> None:
+        """Have so many rows, columns for a new one of `length` (0: none joins), and a free column."""
+        least, in_place = max(self.width, length) + 1, max(self.clock, length) + 1
+        needed = least if length else in_place  # where a text is copied, all may be moved
+        has_room = rows <= self.shape[0] and needed <= self.shape[1]
+        shape = self.shape if has_room else self._larger(rows, least, needed)
+        clock = (in_place if in_place <= shape[1] else least) - 1
+        if shape != self.shape or clock != self.clock:
+            self._lay_out(shape, clock - self.clock)
+
+    def _larger(self, rows: int, least: int, needed: int) -> tuple[int, int]:
+        """The shape to take: with room for more, with none, or without what nobody uses, as `max_tokens` has it.
+
+        Args:
+            rows: That are needed.
+            least: Columns that are needed.
+            needed: The same, with those that are not worth dropping.
+        """
+        held = self.shape
+        kept = max(rows, held[0]), max(self._least(rows, needed)[1], held[1])
+        if self._mask.is_cuda:
+            ahead = [max(kept[each], 2 * held[each], CUDA_SHAPE[each]) for each in (0, 1)]
+        else:
+            ahead = [max(kept[0], min(2 * held[0], held[0] + 16)), kept[1]]
+        grown = tuple(ahead[each] if kept[each] > held[each] else held[each] for each in (0, 1))
+        for shape in (grown, kept):
+            if self.max_tokens is None or shape[0] * shape[1] <= self.max_tokens:
+                return shape[0], shape[1]
+        return self._least(rows, least)
+
+    def _lay_out(self, shape: tuple[int, int], by: int) -> None:
+        """Give the buffers a shape, and move what is in use `by` columns to the right."""
+        mask, positions = self._mask, self._positions
+        if shape != self.shape:
+            mask, positions = mask.new_zeros(shape), positions.new_zeros(shape[0], 1)
+            self.allocation = object()
+        # Where it breaks off, layers with larger buffers and the same contents in place go with those not reached.
+        is_larger = shape[0] >= self.shape[0] and shape[1] >= self.shape[1]
+        self.is_torn = bool(by) or not is_larger
+        used = slice(self.first, self.clock)
         for layer in self._layers():
-            layer.resize(rows, columns)
-        self._mask = self._mask.new_zeros(rows, columns)
-        for row in range(self.num_rows):
-            self._mark(row)
-
-    def _shift(self, by: int) -> None:
-        old, new = slice(self.first, self.clock), slice(self.first + by, self.clock + by)
-        self.is_torn = True
-        for layer in self._layers():
-            layer.key_rows[: self.num_rows, :, new] = layer.key_rows[: self.num_rows, :, old].clone()
-            layer.value_rows[: self.num_rows, :, new] = layer.value_rows[: self.num_rows, :, old].clone()
-        self.first, self.clock = self.first + by, self.clock + by
+            layer.move(shape, used, by)
+        self._mask, self._positions = mask, positions
         self._starts = [start + by for start in self._starts]
+        self._set_clock(self.first + by, self.clock + by)
         for row in range(self.num_rows):
             self._mark(row)
         self.is_torn = False
 
     def _mark(self, row: int) -> None:
         start = self._starts[row]
-        self._mask[row, :start] = 0
-        self._mask[row, start:] = 1
-
-
-class _RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """One layer's part of the rows, in the form that transformers' attention calls."""
-
-    def __init__(self, rows: KeyValueRows, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._rows = rows
-        self.key_rows = keys.new_zeros(0, keys.shape[1], 0, keys.shape[3])
-        self.value_rows = values.new_zeros(0, values.shape[1], 0, values.shape[3])
-        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-
-    def resize(self, rows: int, columns: int) -> None:
-        """Make the buffers `rows` x `columns`, keeping what is in them."""
-        self.key_rows = _resized(self.key_rows, rows, columns)
-        self.value_rows = _resized(self.value_rows, rows, columns)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[num_rows, heads, new, head_dim]` at the clock; all columns in use, the new ones included."""
-        count, first, clock = self._rows.num_rows, self._rows.first, self._rows.clock
-        end = clock + key_states.shape[2]
-        self.key_rows[:count, :, clock:end] = key_states
-        self.value_rows[:count, :, clock:end] = value_states
-        return self.key_rows[:count, :, first:end], self.value_rows[:count, :, first:end]
-
-    def get_seq_length(self) -> int:
-        """Columns in use."""
-        return self._rows.clock - self._rows.first
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that a mask has, and where it begins."""
-        return self.get_seq_length() + query_length, 0
-
-
-def _contents(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of every layer.
-
-    Raises:
-        AttributeError: A layer keeps something else: the model is not one for these rows.
-    """
-    return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[union-attr, misc]
-
-
-def _resized(buffer: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    larger = buffer.new_zeros(rows, buffer.shape[1], columns, buffer.shape[3])
-    larger[: buffer.shape[0], :, : buffer.shape[2]] = buffer
-    return larger
+        self._mask[row] = 0
+        self._mask[row, start : self.clock] = 1
+        self._positions[row] = self.clock - start

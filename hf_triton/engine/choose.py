@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.engine.batch import BatchEngine
 from hf_triton.engine.interface import Engine
 from hf_triton.engine.probe import Sharing, probe_rolling, probe_sharing
 from hf_triton.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from hf_triton.engine.decode import DecodingMode
+
 logger = logging.getLogger(__name__)
 
 EngineName = Literal["auto", "rolling", "batch"]
 
 GENERATE_ONLY: Final = (
-    "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
     "bad_words_ids",
     "sequence_bias",
     "forced_bos_token_id",
@@ -26,31 +29,35 @@ GENERATE_ONLY: Final = (
     "suppress_tokens",
     "begin_suppress_tokens",
     "min_length",
-    "min_new_tokens",
     "stop_strings",
     "max_time",
     "guidance_scale",
-    "watermarking_config",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
     "exponential_decay_length_penalty",
     "remove_invalid_values",
-    "renormalize_logits",
-    "prompt_lookup_num_tokens",
     "penalty_alpha",
     "dola_layers",
     "force_words_ids",
     "constraints",
     "token_healing",
 )
-"""What a checkpoint's generation_config may ask for and only `model.generate` does."""
+"""What a checkpoint's generation_config may ask for and only `model.generate` does; the rest is in a sampling plan, or
+changes no text (`renormalize_logits`, `prompt_lookup_num_tokens`, ...)."""
+NOWHERE: Final = ("top_h", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
+"""What it may ask for and no engine does: `generate` does it after its sampler, and we have our own."""
 NEUTRAL: Final[tuple[object, ...]] = (None, False, 0, 0.0, 1.0, [], {})
 
 
 def build_engine(
-    model: Any, wanted: EngineName, *, max_rows: int, context_length: int, on_fatal: Callable[[], None]
+    model: Any,
+    wanted: EngineName,
+    *,
+    max_rows: int,
+    max_waiting: int,
+    max_cache_tokens: int | None,
+    shares_prefixes: bool,
+    decoding: DecodingMode,
+    context_length: int,
+    on_fatal: Callable[[], None],
 ) -> Engine:
     """Start the engine for a model.
 
@@ -58,24 +65,73 @@ def build_engine(
         model: In eval mode, on its device.
         wanted: `auto` takes the rolling engine where it gives what the model's own `generate` gives.
         max_rows: Texts that are written at a time.
+        max_waiting: Prompts that wait; beyond it, they are refused.
+        max_cache_tokens: The rolling engine's key/value memory; None: what the device has free.
+        shares_prefixes: Whether the rolling engine computes the common beginning of prompts only once.
+        decoding: How the rolling engine runs a step.
         context_length: Tokens that a prompt and its continuation may have together.
         on_fatal: Called after the engine has failed for good.
 
     Raises:
         CheckpointError: `rolling` was asked for by name and cannot run this model right, or nothing can.
     """
+    asked = _asked(model, NOWHERE)
+    if asked:
+        raise CheckpointError(
+            "unsupported_model",
+            f"its generation_config has {', '.join(asked)}, which no engine does: take it out of "
+            "generation_config.json",
+        )
     obstacle = _obstacle(model) if wanted != "batch" else "the setting engine says batch"
     if obstacle is None:
         from hf_triton.engine.rolling import RollingEngine
 
+        _check_decoding(model, decoding)
         logger.info("engine rolling: up to %d rows at a time", max_rows)
-        return RollingEngine(model, max_rows=max_rows, on_fatal=on_fatal)
+        return RollingEngine(
+            model,
+            max_rows=max_rows,
+            max_waiting=max_waiting,
+            max_cache_tokens=max_cache_tokens,
+            shares_prefixes=shares_prefixes,
+            decoding=decoding,
+            on_fatal=on_fatal,
+        )
     if wanted == "rolling":
         raise CheckpointError(
             "unsupported_model", f"engine rolling cannot run this model ({obstacle}): set engine to auto"
         )
+    sharing = _sharing(model)
+    logger.info("engine batch, because %s: up to %d rows, sharing a batch: %s", obstacle, max_rows, sharing)
+    if max_cache_tokens is not None or decoding not in ("auto", "eager"):
+        logger.warning("engine batch does nothing with the settings max_cache_tokens and decoding")
+    return BatchEngine(
+        model,
+        max_rows=max_rows,
+        max_waiting=max_waiting,
+        context_length=context_length,
+        sharing=sharing,
+        on_fatal=on_fatal,
+    )
+
+
+def _check_decoding(model: Any, decoding: DecodingMode) -> None:
+    device = model.get_input_embeddings().weight.device
+    if decoding == "cuda_graphs" and device.type != "cuda":
+        raise CheckpointError(
+            "device_unavailable",
+            f"decoding cuda_graphs needs a GPU, and the model is on {device}: set decoding to auto",
+        )
+
+
+def _sharing(model: Any) -> Sharing:
+    """What may share a batch of `generate`.
+
+    Raises:
+        CheckpointError: It cannot even run alone.
+    """
     try:
-        sharing: Sharing = probe_sharing(model)
+        sharing = probe_sharing(model)
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         raise CheckpointError(
@@ -83,10 +139,7 @@ def build_engine(
             f"transformers cannot generate with this model ({type(error).__name__}: {text}): look at its "
             "generation_config.json",
         ) from error
-    if _shares_positions(model):
-        sharing = "alone"
-    logger.info("engine batch, because %s: up to %d rows, sharing a batch: %s", obstacle, max_rows, sharing)
-    return BatchEngine(model, max_rows=max_rows, context_length=context_length, sharing=sharing, on_fatal=on_fatal)
+    return "alone" if _shares_positions(model) else sharing
 
 
 def _obstacle(model: Any) -> str | None:
@@ -95,11 +148,14 @@ def _obstacle(model: Any) -> str | None:
         return "it is an encoder-decoder"
     if _shares_positions(model):
         return "its rotary positions change with the longest row beside it"
-    config = model.generation_config
-    asked = [name for name in GENERATE_ONLY if getattr(config, name, None) not in NEUTRAL]
+    asked = _asked(model, GENERATE_ONLY)
     if asked:
         return f"its generation_config has {', '.join(asked)}"
     return None if probe_rolling(model) else "its logits in rolling rows are not those of generate"
+
+
+def _asked(model: Any, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if getattr(model.generation_config, name, None) not in NEUTRAL]
 
 
 def _shares_positions(model: Any) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.engine.padding import pad
 
@@ -15,6 +15,18 @@ logger = logging.getLogger(__name__)
 
 Sharing = Literal["padded", "equal_length", "alone"]
 
+PLAIN: Final[dict[str, Any]] = {
+    "do_sample": False,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": None,
+    "min_new_tokens": None,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "prompt_lookup_num_tokens": None,
+    "return_dict_in_generate": False,
+}
+"""Arguments of `generate` that switch off what reaches an engine in a sampling plan, and what no engine does. Greedy
+`generate` looks at no other sampling setting of the checkpoint."""
 PROMPTS = ((3, 1), (3, 2), (11, 3))
 """Length and seed of the prompts tried."""
 NUM_STEPS = 3
@@ -50,27 +62,34 @@ def probe_rolling(model: Any) -> bool:
 
 
 def _rolling_logits(model: Any) -> torch.Tensor:
-    """The logits of a short prompt's first two tokens beside a longer one, `[2, 1, vocabulary]` float32 on the CPU."""
+    """The logits of a short prompt's first tokens beside a longer one, `[NUM_STEPS, 1, vocabulary]` float32 on the CPU.
+
+    As the rolling engine does it: a prompt is read apart, joins the running row after a step of its own, and both go
+    on together.
+    """
     import torch
 
     from hf_triton.engine.cache import KeyValueRows
-    from hf_triton.engine.rolling import Forward
+    from hf_triton.engine.decode import Decoder
+    from hf_triton.engine.forward import Forward
 
     short, _, long = (_prompt(model, *place) for place in PROMPTS)
-    forward, steps = Forward(model), []
-    rows = KeyValueRows(forward.device)
+    forward = Forward(model)
+    decoder, rows = Decoder(forward, "eager"), KeyValueRows(forward.device)
+
+    def join(prompt: list[int]) -> torch.Tensor:
+        prefilled, logits = forward.prefill(prompt)
+        rows.add(prefilled, 0, len(prompt))
+        return logits
+
     with torch.inference_mode():
-        for prompt in (long, short):
-            prefilled, logits = forward.prefill(prompt)
-            rows.add(prefilled, 0, len(prompt))
-            steps.append(logits)
-            rows.make_column()
-            newest = [[int(each[0].argmax())] for each in steps]
-            stepped = forward(
-                torch.tensor(newest, device=forward.device), rows.attention_mask(1), rows.cache, rows.lengths()
-            )
-            rows.clock += 1
-    return torch.stack([steps[1], stepped[1:]]).float().cpu()
+        logits = decoder.step(rows, join(long).argmax(-1).tolist())
+        found = [join(short)]
+        logits = torch.cat([logits, found[0]])
+        for _ in range(NUM_STEPS - 1):
+            logits = decoder.step(rows, logits.argmax(-1).tolist())
+            found.append(logits[1:])
+    return torch.stack(found).float().cpu()
 
 
 def _agree(model: Any, alone: torch.Tensor, beside: torch.Tensor) -> bool:
@@ -97,10 +116,7 @@ def _logits(model: Any, prompts: list[list[int]]) -> torch.Tensor:
             input_ids=input_ids,
             attention_mask=attention_mask,
             max_new_tokens=NUM_STEPS,
-            do_sample=False,
-            num_beams=1,
             pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
+            **PLAIN | {"min_length": 0, "output_logits": True, "return_dict_in_generate": True},
         )
     return torch.stack(output.logits).float().cpu()

@@ -1,16 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next token of every row in one go, a different setting in each. Knows no model and no cache."""
+"""The next token of every row in one go, a different setting in each. Knows no model and no cache.
+
+Scores go through transformers' own steps in its own order (`_get_logits_processor`, transformers 5.23): logit bias,
+repetition penalty, n-grams, bad words, shortest length; then, where a row draws, temperature, top_k, top_p, min_p and
+typical_p. Presence and frequency penalties, which transformers does not have, follow the repetition penalty. Every
+limit is a score of the row's own, and tokens of just that score are kept: what a row draws depends on no other row.
+
+Picking changes nothing, `RowSampler.note` does: a step that failed after its picks is simply picked again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
+from hf_triton.engine.history import Array, TextHistory
+from hf_triton.engine.interface import TokenLogprobs
 from hf_triton.generation import SamplingPlan
 
-GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio; spreads the seeds of one prompt's texts (Knuth, TAOCP 3, 6.4)
+FIRST_CANDIDATES: Final = 128  # a language model's nucleus is rarely larger; sorting a vocabulary on a CPU takes long
+CANDIDATES_GROWTH: Final = 8
+PROBABILITY_UNIT: Final = 2.0**53  # whole numbers of 2^-53 hold a float32 exactly from 2e-9 on
+MAX_LOGPROB_SCORES: Final = 2**24  # a long prompt's log probabilities at once would be gigabytes
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A row's next token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    """Where the row's plan wants them (`num_top_logprobs`)."""
 
 
 class RowSampler:
@@ -18,75 +42,268 @@ class RowSampler:
 
     Args:
         plan: The prompt's settings.
-        copy: Which of the prompt's `num_return_sequences` texts this is.
-        seen: The prompt's token ids.
+        copy: Which of the prompt's `num_rows` texts this is; each has a stream of its own.
+        prompt_ids: The prompt's token ids.
+        eos_ids: The tokens that end a text.
     """
 
-    def __init__(self, plan: SamplingPlan, copy: int, seen: Sequence[int]) -> None:
+    def __init__(
+        self, plan: SamplingPlan, copy: int, prompt_ids: Sequence[int], eos_ids: frozenset[int] = frozenset()
+    ) -> None:
         self.plan = plan
-        self.generator = torch.Generator()
-        if plan.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed((plan.seed + copy * GOLDEN) % 2**63)
-        self.seen = set(seen) if plan.repetition_penalty != 1.0 else set()
+        self.history = TextHistory(plan, prompt_ids, eos_ids)
+        self.is_plain = not (plan.do_sample or self.history.edits_scores or plan.num_top_logprobs is not None)
+        """Whether it takes the model's likeliest token and nothing else is wanted."""
+        key = None if plan.seed is None else plan.seed + (copy << 64)  # Philox's streams differ by key (Salmon 2011)
+        self._stream = np.random.Generator(np.random.Philox(key=key))
+        self.uniform = self._stream.random()
+        """Decides the next draw; in [0, 1). One number for each token, so the stream keeps step with the text."""
 
     def note(self, token_id: int) -> None:
-        """A token was picked for this row."""
-        if self.plan.repetition_penalty != 1.0:
-            self.seen.add(token_id)
+        """A token was picked for this row; to be called once for each, end-of-sequence included."""
+        self.history.append(token_id)
+        self.uniform = self._stream.random()
 
 
-def pick_tokens(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
+def pick_tokens(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[Pick]:
     """Pick a token for every row; the one place where the host waits for the device.
+
+    A row in which every token is banned takes its end-of-sequence token (the lowest id of several), were it banned
+    itself, and the model's likeliest token where it has none. A row of NaN takes some token.
 
     Args:
         logits: `[rows, vocabulary]`, any float dtype and device.
         rows: One for each row of `logits`.
     """
-    scores = _penalise(logits, rows)
-    tokens = scores.argmax(-1)
+    if all(row.is_plain for row in rows):
+        return [Pick(token_id) for token_id in logits.argmax(-1).tolist()]
+    token_ids = _choose(edit_scores(logits, rows), rows).tolist()
+    logprobs = _logprobs_of_rows(logits, token_ids, rows)
+    return [Pick(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)]
+
+
+def _choose(scores: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
+    """The token id of each row of edited scores, on their device."""
     drawing = [index for index, row in enumerate(rows) if row.plan.do_sample]
+    if len(drawing) == len(rows):
+        return _draw(scores.float(), rows)
+    tokens = scores.argmax(-1)
     if drawing:
-        index = torch.tensor(drawing, device=logits.device)
+        index = torch.tensor(drawing, device=scores.device)
         tokens[index] = _draw(scores[index].float(), [rows[each] for each in drawing])
-    picked: list[int] = tokens.tolist()
-    return picked
-
-
-def _penalise(logits: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
-    """Divide the scores of seen tokens, multiply negative ones (CTRL, Keskar et al. 2019, section 4.1)."""
-    penalised = [(index, row) for index, row in enumerate(rows) if row.plan.repetition_penalty != 1.0]
-    if not penalised:
-        return logits
-    scores = logits.clone()
-    for index, row in penalised:
-        seen = torch.tensor(sorted(row.seen), device=logits.device)
-        penalty, before = row.plan.repetition_penalty, scores[index, seen]
-        scores[index, seen] = torch.where(before < 0, before * penalty, before / penalty)
-    return scores
+    return tokens
 
 
 def _draw(scores: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
-    """Draw a token id for each row of `scores`, `[rows, vocabulary]` float32, after temperature, top_k and top_p.
+    """Draw a token id for each row of `scores`, `[rows, vocabulary]` float32, by inverse transform sampling.
 
-    A row's draw depends on its own scores and its own random stream alone.
+    Probabilities are summed up as whole numbers, which give the same sums in whatever order a device adds them; a token
+    of probability 0 is never drawn.
     """
+    probabilities = warp_scores(scores, [row.plan for row in rows]).softmax(-1)
+    cumulative = (probabilities * PROBABILITY_UNIT).long().cumsum(-1)
+    total = cumulative[:, -1:]
+    uniform = _column([row.uniform for row in rows], scores.device, torch.float64)
+    drawn = torch.searchsorted(cumulative, (uniform * total).long().minimum(total - 1), right=True)
+    return drawn.squeeze(1).clamp(max=scores.shape[1] - 1)  # beyond it only for NaN
+
+
+# --- processors ------------------------------------------------------------------------------------------------------
+
+
+def edit_scores(logits: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
+    """The scores after biases, penalties and bans, `[rows, vocabulary]`.
+
+    Returns:
+        float32, or `logits` itself where no row has any. Banned tokens are at minus infinity, never all of a row.
+    """
+    histories = [row.history for row in rows]
+    if not any(history.edits_scores for history in histories):
+        return logits
+    size = logits.shape[1]
+    scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    flat = scores.view(-1)
+    places, biases = _flattened([history.biases() for history in histories], size, scores.device)
+    flat.index_add_(0, places, biases)
+    places, factors, subtrahends = _flattened([history.penalties() for history in histories], size, scores.device)
+    before = flat[places]
+    flat[places] = torch.where(before < 0, before * factors, before / factors) - subtrahends
+    (places,) = _flattened([(history.banned_ids(),) for history in histories], size, scores.device)
+    if len(places):
+        flat.index_fill_(0, places, -torch.inf)
+        _leave_a_way_out(scores, logits, histories)
+    return scores
+
+
+def _flattened(parts: Sequence[tuple[Array, ...]], size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Every row's ids as places in the flattened scores, and the numbers that belong to them.
+
+    Args:
+        parts: Of each row its ids and columns of numbers, all `[ids]`. An id from `size` on is passed over: a prompt
+            may hold tokens that the model cannot write.
+        size: The vocabulary.
+        device: Where to.
+    """
+    ids, *columns = (np.concatenate(column) for column in zip(*parts, strict=True))
+    places = ids + np.repeat(np.arange(len(parts)) * size, [len(part[0]) for part in parts])
+    is_written = ids < size
+    return tuple(torch.from_numpy(column[is_written]).to(device) for column in (places, *columns))
+
+
+def _leave_a_way_out(scores: torch.Tensor, logits: torch.Tensor, histories: Sequence[TextHistory]) -> None:
+    """Give a row in which every token is banned its only one: see `pick_tokens`."""
+    ends = [history.first_eos_id(scores.shape[1]) for history in histories]
+    ways_out = _column([-1 if end is None else end for end in ends], scores.device, torch.int64)
+    if None in ends:
+        ways_out = torch.where(ways_out < 0, logits.argmax(-1, keepdim=True), ways_out)
+    is_stuck = scores.amax(-1, keepdim=True) == -torch.inf
+    scores.scatter_(1, ways_out, scores.gather(1, ways_out).masked_fill(is_stuck, 0.0))
+
+
+# --- warpers ---------------------------------------------------------------------------------------------------------
+
+
+def warp_scores(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor:
+    """The scores that rows draw from, minus infinity for what they may not draw.
+
+    Args:
+        scores: `[rows, vocabulary]`, float32, after `edit_scores`.
+        plans: One for each row; `do_sample` is not looked at.
+    """
+    if any(plan.temperature != 1.0 for plan in plans):
+        scores = scores / _column([plan.temperature for plan in plans], scores.device)
+    if any(plan.top_k or plan.top_p < 1.0 or plan.min_p for plan in plans):
+        scores = scores.masked_fill(scores < _floors(scores, plans), -torch.inf)
+    typical = [index for index, plan in enumerate(plans) if plan.typical_p < 1.0]
+    if typical:
+        index = torch.tensor(typical, device=scores.device)
+        mass = _column([plans[each].typical_p for each in typical], scores.device)
+        scores = scores.index_copy(0, index, _keep_typical(scores[index], mass))
+    return scores
+
+
+def _floors(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor:
+    """The lowest score that top_k, top_p and min_p leave each row, `[rows, 1]`."""
     size = scores.shape[1]
+    floors = torch.full_like(scores[:, :1], -torch.inf)
+    by_top_k = [index for index, plan in enumerate(plans) if 0 < plan.top_k < size]
+    by_top_p = [index for index, plan in enumerate(plans) if not 0 < plan.top_k < size and plan.top_p < 1.0]
+    for indices, find_floors in ((by_top_k, _top_k_floors), (by_top_p, _top_p_floors)):
+        if indices:
+            index = torch.tensor(indices, device=scores.device)
+            floors[index] = find_floors(scores[index], [plans[each] for each in indices])
+    if any(plan.min_p for plan in plans):
+        min_p = _column([plan.min_p for plan in plans], scores.device)
+        floors = floors.maximum(scores.amax(-1, keepdim=True) + min_p.log())
+    return floors
 
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, device=scores.device).unsqueeze(1)
 
-    temperatures = column([row.plan.temperature for row in rows])
-    ordered, order = (scores / temperatures).sort(dim=-1, descending=True, stable=True)
-    last_kept = torch.tensor([min(row.plan.top_k or size, size) - 1 for row in rows], device=scores.device)
-    ordered = ordered.masked_fill(ordered < ordered.gather(1, last_kept.unsqueeze(1)), -torch.inf)  # ties are kept
-    probabilities = ordered.softmax(-1)
-    is_kept = probabilities.cumsum(-1) - probabilities < column([row.plan.top_p for row in rows])
-    is_kept[:, 0] = True
-    # Inverse transform sampling: one uniform number a row.
-    cumulative = (probabilities * is_kept).double().cumsum(-1)
-    uniform = torch.stack([torch.rand((), generator=row.generator, dtype=torch.float64) for row in rows])
-    drawn = torch.searchsorted(cumulative, uniform.to(scores.device).unsqueeze(1) * cumulative[:, -1:], right=True)
-    drawn = drawn.minimum(is_kept.sum(-1, keepdim=True) - 1)
-    return order.gather(1, drawn).squeeze(1)
+def _top_k_floors(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor:
+    """The lowest score of top_k, and of top_p among what that leaves."""
+    sizes = _column([plan.top_k for plan in plans], scores.device, torch.int64)
+    ordered = scores.topk(max(plan.top_k for plan in plans)).values
+    floors = ordered.gather(1, sizes - 1)
+    if all(plan.top_p == 1.0 for plan in plans):
+        return floors
+    normalisers = scores.masked_fill(scores < floors, -torch.inf).logsumexp(-1, keepdim=True)
+    top_p = _column([plan.top_p if plan.top_p < 1.0 else torch.inf for plan in plans], scores.device, torch.float64)
+    return floors.maximum(_nucleus_floors(ordered, normalisers, top_p))
+
+
+def _top_p_floors(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor:
+    """The lowest score of top_p among all tokens."""
+    normalisers = scores.logsumexp(-1, keepdim=True)
+    top_p = _column([plan.top_p for plan in plans], scores.device, torch.float64)
+    return _nucleus_floors(_likeliest(scores, normalisers, top_p), normalisers, top_p)
+
+
+def _nucleus_floors(ordered: torch.Tensor, normalisers: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The lowest score among the likeliest tokens whose probabilities add up to `top_p` (Holtzman et al. 2020).
+
+    Args:
+        ordered: `[rows, candidates]`, descending.
+        normalisers: `[rows, 1]`, a token's log probability is its score less this.
+        top_p: `[rows, 1]`, float64.
+    """
+    probabilities = (ordered - normalisers).double().exp()
+    is_kept = probabilities.cumsum(-1) - probabilities < top_p
+    return ordered.gather(1, is_kept.sum(-1, keepdim=True).clamp(min=1) - 1)  # none only for NaN
+
+
+def _likeliest(scores: torch.Tensor, normalisers: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The highest scores in descending order, so many that every row's nucleus is among them.
+
+    A GPU sorts the vocabulary sooner than the host could look at a part of it.
+    """
+    count = FIRST_CANDIDATES
+    while scores.device.type == "cpu" and count < scores.shape[1]:
+        ordered = scores.topk(count).values
+        mass = (ordered - normalisers).double().exp().sum(-1, keepdim=True)
+        if bool((mass > top_p + 1e-5).all()):  # float32 normalisers err by less
+            return ordered
+        count *= CANDIDATES_GROWTH
+    return scores.sort(descending=True).values
+
+
+def _keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """Keep the tokens whose surprise is closest to the entropy, up to a probability of `mass` (Meister et al. 2022)."""
+    logprobs = scores.log_softmax(-1)
+    probabilities = logprobs.exp()
+    entropy = -(logprobs * probabilities).nansum(-1, keepdim=True)
+    distance = (logprobs + entropy).abs()
+    ordered, order = distance.sort(-1)
+    cumulative = probabilities.gather(1, order).cumsum(-1, dtype=torch.float64)
+    last = (cumulative < mass).sum(-1, keepdim=True).clamp(max=scores.shape[1] - 1)
+    return scores.masked_fill(distance > ordered.gather(1, last), -torch.inf)
+
+
+def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """One number a row, `[rows, 1]`."""
+    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+
+# --- log probabilities -----------------------------------------------------------------------------------------------
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """How likely each token is by the logits before it.
+
+    Args:
+        logits: `[tokens, vocabulary]`, any float dtype and device.
+        token_ids: One for each row of `logits`. A token that the model has no logit for is at minus infinity.
+        num_top: Likeliest tokens to give beside it, cut to the vocabulary.
+    """
+    return _token_logprobs(logits, token_ids, [num_top] * len(token_ids))
+
+
+def _logprobs_of_rows(
+    logits: torch.Tensor, token_ids: Sequence[int], rows: Sequence[RowSampler]
+) -> dict[int, TokenLogprobs]:
+    """Those of the rows that want them, by row."""
+    wanted = {index: num for index, row in enumerate(rows) if (num := row.plan.num_top_logprobs) is not None}
+    if not wanted:
+        return {}
+    index = torch.tensor(list(wanted), device=logits.device)
+    found = _token_logprobs(logits[index], [token_ids[each] for each in wanted], list(wanted.values()))
+    return dict(zip(wanted, found, strict=True))
+
+
+def _token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    size = logits.shape[1]
+    most = min(max(num_top, default=0), size)
+    tokens = _column(token_ids, logits.device, torch.int64)
+    rows_at_once = max(1, MAX_LOGPROB_SCORES // size)
+    parts = zip(torch.split(logits, rows_at_once), torch.split(tokens, rows_at_once), strict=True)
+    table = torch.cat([_logprob_table(*part, most) for part in parts]).tolist()
+    return [
+        TokenLogprobs(token_id, row[0], tuple((int(row[1 + most + n]), row[1 + n]) for n in range(min(num, most))))
+        for token_id, num, row in zip(token_ids, num_top, table, strict=True)
+    ]
+
+
+def _logprob_table(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """In float64, which holds token ids too, `[tokens, 1 + 2 * most]`: the token's, the highest, and whose they are."""
+    logprobs = logits.log_softmax(-1, dtype=torch.float32)
+    own = logprobs.gather(1, tokens.clamp(max=logits.shape[1] - 1)).masked_fill(tokens >= logits.shape[1], -torch.inf)
+    top = logprobs.topk(most)
+    return torch.cat([own.double(), top.values.double(), top.indices.double()], dim=-1)

@@ -1,40 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that an engine runs in: a queue, and the promise that whoever is in it gets exactly one outcome."""
+"""The thread that an engine runs in: a bounded queue, and the promise that everyone in it gets exactly one outcome."""
 
 from __future__ import annotations
 
+import bisect
 import logging
 import threading
-from collections import deque
+import time
 from collections.abc import Callable
+from typing import Final
 
 from hf_triton.engine.interface import Outcome, Sequence
-from hf_triton.errors import HfTritonError, UnavailableError, where
+from hf_triton.errors import CancelledError, HfTritonError, UnavailableError, where
 
 logger = logging.getLogger(__name__)
+
+SWEEP_S: Final = 0.1
+"""How often the queue is looked through for sequences that were cancelled or came too late."""
+REST_S: Final = 10.0
+"""How long an engine has nothing to do before it gives its memory back."""
 
 
 class EngineThread:
     """Queues sequences and calls `_turn` in a thread of its own, until it is closed or fails.
 
-    A subclass writes `_turn`, `_is_busy` and `_unfinished`, takes sequences from `_waiting` under the lock `_wake`, and
-    starts `_thread` when it is ready to.
+    A subclass writes `_turn`, `_rest`, `_is_busy` and `_unfinished`, takes sequences from `_waiting` under the lock
+    `_wake`, and starts `_thread` when it is ready to.
 
     Args:
+        max_waiting: Sequences that may wait; beyond it, they are refused at once.
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
     """
 
-    def __init__(self, on_fatal: Callable[[], None]) -> None:
+    def __init__(self, max_waiting: int, on_fatal: Callable[[], None]) -> None:
+        self._max_waiting = max_waiting
         self._on_fatal = on_fatal
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: list[Sequence] = []  # by priority, then first come first served
         self._wake = threading.Condition()
         self._closing = threading.Event()
         self._failed = threading.Event()
+        self._next_sweep_s = 0.0
         self._thread = threading.Thread(target=self._loop, name="hf_triton-engine", daemon=True)
 
     def _turn(self) -> None:
         """Do a piece of work. Called when a sequence waits, or the engine is busy."""
         raise NotImplementedError
+
+    def _rest(self) -> None:
+        """Give memory back. Called when there has been nothing to do for `REST_S`."""
 
     def _is_busy(self) -> bool:
         """Whether sequences were taken from the queue and have no outcome yet."""
@@ -46,15 +59,17 @@ class EngineThread:
 
     # --- the interface -----------------------------------------------------------------------------------------------
 
-    def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence and return at once."""
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Queue the sequences of one request and return at once; all of them, or none."""
         with self._wake:
-            refusal = self.refusal()
+            refusal = self.refusal() or self._refusal_of_queue(len(sequences))
             if refusal is None:
-                self._waiting.append(sequence)
+                for sequence in sequences:
+                    bisect.insort(self._waiting, sequence, key=lambda each: each.priority)
                 self._wake.notify()
         if refusal is not None:
-            finish(sequence, refusal)
+            for sequence in sequences:
+                finish(sequence, refusal)
 
     def is_healthy(self) -> bool:
         """Whether the engine can still run sequences."""
@@ -78,11 +93,21 @@ class EngineThread:
             return UnavailableError("shutting_down", "the model is being unloaded: send the request again later")
         return None
 
+    def _refusal_of_queue(self, num_new: int) -> HfTritonError | None:
+        if not self._waiting or len(self._waiting) + num_new <= self._max_waiting:
+            return None  # one request alone may be of any size
+        return UnavailableError(
+            "queue_full",
+            f"{len(self._waiting)} prompts are waiting and {self._max_waiting} may (setting max_waiting_prompts): "
+            "send the request again later",
+        )
+
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         try:
             while self._wait_for_work():
+                self._sweep_queue()
                 self._turn()
         except BaseException:  # the thread's last resort: whatever it was, nobody may be left waiting
             logger.exception("the engine failed and stops")
@@ -93,8 +118,26 @@ class EngineThread:
 
     def _wait_for_work(self) -> bool:
         with self._wake:
-            self._wake.wait_for(lambda: self._waiting or self._is_busy() or self._closing.is_set())
+            if not self._wake.wait_for(self._has_work, REST_S):
+                self._rest()
+                self._wake.wait_for(self._has_work)
         return not self._closing.is_set()
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting) or self._is_busy() or self._closing.is_set()
+
+    def _sweep_queue(self) -> None:
+        """Answer those who wait in vain."""
+        now = time.monotonic()
+        if now < self._next_sweep_s:
+            return
+        self._next_sweep_s = now + SWEEP_S
+        with self._wake:
+            endings = [(sequence, ending_in_queue(sequence)) for sequence in self._waiting]
+            self._waiting = [sequence for sequence, ending in endings if ending is None]
+        for sequence, ending in endings:
+            if ending is not None:
+                finish(sequence, ending)
 
     def _answer_everyone(self) -> None:
         with self._wake:
@@ -104,6 +147,33 @@ class EngineThread:
         assert refusal is not None  # the loop ends for no other reason
         for sequence in everyone:
             finish(sequence, refusal)
+
+
+def ending_in_queue(sequence: Sequence) -> HfTritonError | None:
+    """Why a sequence waits in vain: its client has gone, or its time is up; None while it does not."""
+    return cancellation(sequence) or (too_late() if is_late(sequence) else None)
+
+
+def cancellation(sequence: Sequence) -> HfTritonError | None:
+    """Why nobody wants a sequence any more; None while somebody does."""
+    try:
+        return CancelledError() if sequence.is_cancelled() else None
+    except Exception as error:  # one request's mistake must not end the loop that serves the others
+        logger.error("asking whether a request was cancelled failed: %s", where(error))
+        return HfTritonError("internal", "the request could not be followed; the server's log says why")
+
+
+def is_late(sequence: Sequence) -> bool:
+    """Whether a sequence is past its deadline."""
+    return sequence.deadline_s is not None and time.monotonic() >= sequence.deadline_s
+
+
+def too_late() -> UnavailableError:
+    """What to answer to a sequence whose time was up before its first token."""
+    return UnavailableError(
+        "deadline_exceeded",
+        "the time was up before the first token: give more (max_time, or the client's timeout), or send it again later",
+    )
 
 
 def finish(sequence: Sequence, outcome: Outcome) -> None:

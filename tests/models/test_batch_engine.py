@@ -3,20 +3,32 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import WatermarkingConfig
 
+from hf_triton.checkpoint import Checkpoint
 from hf_triton.engine.batch import BatchEngine
-from hf_triton.engine.interface import Completion, Outcome, Sequence
+from hf_triton.engine.choose import NOWHERE, build_engine
+from hf_triton.engine.interface import Completion, Outcome, Sequence, TokenLogprobs
 from hf_triton.engine.probe import Sharing, probe_sharing
-from hf_triton.errors import CancelledError, GenerationError, HfTritonError, UnavailableError
-from hf_triton.generation import SamplingPlan
+from hf_triton.engine.rolling import RollingEngine
+from hf_triton.errors import (
+    CancelledError,
+    CheckpointError,
+    GenerationError,
+    HfTritonError,
+    RequestError,
+    UnavailableError,
+)
+from hf_triton.generation import SamplingPlan, parse_parameters, settle
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
 from tests.reference import load_reference, solo_ids
@@ -64,6 +76,9 @@ class Spy:
         self._look(input_ids)
         return self._model.generate(input_ids=input_ids, **arguments)
 
+    def __call__(self, **arguments: Any) -> Any:
+        return self._model(**arguments)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
@@ -74,6 +89,10 @@ class Asked:
 
     prompt_ids: list[int]
     plan: SamplingPlan
+    on_token: Callable[["Asked"], bool] = lambda asked: False
+    """Called after a token was taken down in `told`."""
+    told: list[tuple[int, int]] = field(default_factory=list)
+    """Copy and token of each call of the engine."""
     outcomes: list[Outcome] = field(default_factory=list)
     is_done: threading.Event = field(default_factory=threading.Event)
 
@@ -81,8 +100,12 @@ class Asked:
         self.outcomes.append(outcome)
         self.is_done.set()
 
-    def sequence(self, is_cancelled: Callable[[], bool] = lambda: False) -> Sequence:
-        return Sequence(self.prompt_ids, self.plan, self.finish, is_cancelled)
+    def sequence(self, is_cancelled: Callable[[], bool] = lambda: False, **arguments: Any) -> Sequence:
+        return Sequence(self.prompt_ids, self.plan, self.finish, is_cancelled, self._tell, **arguments)
+
+    def _tell(self, copy: int, token_id: int) -> bool:
+        self.told.append((copy, token_id))
+        return self.on_token(self)
 
     @property
     def outcome(self) -> Outcome:
@@ -91,10 +114,19 @@ class Asked:
         return self.outcomes[0]
 
     @property
-    def token_ids(self) -> list[list[int]]:
+    def completions(self) -> list[Completion]:
         outcome = self.outcome
         assert not isinstance(outcome, HfTritonError), outcome
-        return [completion.token_ids for completion in outcome]
+        return outcome
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [completion.token_ids for completion in self.completions]
+
+    @property
+    def told_ids(self) -> list[list[int]]:
+        """What listeners heard, text by text."""
+        return [[token_id for at, token_id in self.told if at == copy] for copy in range(self.plan.num_rows)]
 
 
 class Bench:
@@ -106,7 +138,7 @@ class Bench:
     def run(self, asked: list[Asked]) -> None:
         with self.engine._wake:  # the engine's thread takes nothing before all are queued
             for each in asked:
-                self.engine.submit(each.sequence())
+                self.engine.submit([each.sequence()])
         for each in asked:
             assert each.is_done.wait(TIMEOUT_S), "no answer"
 
@@ -201,13 +233,20 @@ CHECKPOINT_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "forced_eos_token_id": ("llama", {"forced_eos_token_id": 1}),
     "forced_bos_token_id": ("bart", {"forced_bos_token_id": 9}),
     "encoder_no_repeat_ngram_size": ("bart", {"encoder_no_repeat_ngram_size": 1}),
-    "encoder_repetition_penalty": ("bart", {"encoder_repetition_penalty": 3.0}),
+    "encoder_repetition_penalty": ("t5", {"encoder_repetition_penalty": 1000.0}),
     "several eos ids": ("llama", {"eos_token_id": [1, *range(100, 140)]}),
+    "min_new_tokens and min_length": (
+        "llama",
+        {"min_new_tokens": 3, "min_length": 60, "eos_token_id": [1, *range(100, 240)]},
+    ),
     "no eos id": ("llama", {"eos_token_id": None}),
     "beams": ("llama", {"num_beams": 3}),
     "max_length": ("llama", {"max_length": 5}),
     "return_dict_in_generate": ("llama", {"return_dict_in_generate": True, "output_scores": True}),
     "sampling": ("llama", {"do_sample": True, "temperature": 0.6, "top_p": 0.9}),
+    "prompt lookup": ("llama", {"prompt_lookup_num_tokens": 3}),
+    "min_length, encoder-decoder": ("bart", {"min_length": 12, "no_repeat_ngram_size": 2}),
+    "repetition_penalty": ("llama", {"repetition_penalty": 0.7}),
 }
 
 
@@ -220,38 +259,95 @@ def test_what_the_checkpoint_asks_of_generate_holds_for_each_row_alone(
     model = model_of(architecture)
     for key, value in defaults.items():
         monkeypatch.setattr(model.generation_config, key, value)
-    asked = [Asked(each.prompt_ids, SamplingPlan(each.plan.max_new_tokens)) for each in mixed(10)]
-    asked.append(Asked([7], SamplingPlan(8)))
-    wanted = [expected(model, each) for each in asked]
+    own = Checkpoint(None, model, 4096, VOCAB_SIZE).generation_defaults()
+    asked = [
+        Asked(ids, settle(parse_parameters({"max_new_tokens": length, "do_sample": False}), own))
+        for ids, length in [*((each.prompt_ids, each.plan.max_new_tokens) for each in mixed(10)), ([7], 8)]
+    ]
+    wanted = [solo_ids(model, each.prompt_ids, each.plan.max_new_tokens) for each in asked]
     with Bench(model) as bench:
         bench.run(asked)
     assert [each.token_ids for each in asked] == [[ids] for ids in wanted]
 
 
+def test_a_request_can_switch_off_what_the_checkpoint_asks_for(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = draw_prompts(6)
+    wanted = [[solo_ids(llama, ids, 12)] for ids in prompts]
+    neutral: dict[str, object] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
+    for name, value in {"repetition_penalty": 3.0, "no_repeat_ngram_size": 1, "min_new_tokens": 11}.items():
+        monkeypatch.setattr(llama.generation_config, name, value)
+    own = Checkpoint(None, llama, 4096, VOCAB_SIZE).generation_defaults()
+    plans = [settle(parse_parameters({"max_new_tokens": 12, **off}), own) for off in (neutral, {})]
+    asked = [Asked(ids, plan) for plan in plans for ids in prompts]
+    with Bench(llama) as bench:
+        bench.run(asked)
+    assert [each.token_ids for each in asked[:6]] == wanted
+    assert [each.token_ids for each in asked[6:]] == [[solo_ids(llama, ids, 12)] for ids in prompts]
+    assert [each.token_ids for each in asked[6:]] != wanted
+
+
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ["falcon", "llama", "mamba", "rwkv", "t5"])
-def test_a_seed_decides_the_text_whatever_the_company(architecture: str, model_of: Callable[[str], Any]) -> None:
-    model = model_of(architecture)
-    prompts = draw_prompts(4)
-    plans = [
-        SamplingPlan(8, do_sample=True, temperature=1.5, top_p=0.9, top_k=50, seed=place)
-        for place in range(len(prompts))
+def random_plans(count: int) -> list[SamplingPlan]:
+    """Greedy and drawn, short and long, seeded where drawn."""
+    source = random.Random(count)
+    drawn = [
+        SamplingPlan(
+            source.randint(1, 14),
+            do_sample=True,
+            temperature=source.choice([0.7, 1.5, 5.0]),
+            top_p=source.choice([0.5, 0.9, 1.0]),
+            top_k=source.choice([0, 5, 50]),
+            seed=source.randrange(100),
+            repetition_penalty=source.choice([1.0, 1.3]),
+            num_return_sequences=source.choice([1, 1, 2, 3]),
+        )
+        for _ in range(count)
     ]
-    wanted = []
-    for ids, plan in zip(prompts, plans, strict=True):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(plan.seed or 0)
-            wanted.append(solo_ids(model, ids, 8, do_sample=True, temperature=1.5, top_p=0.9, top_k=50))
-    unseeded = SamplingPlan(8, do_sample=True, temperature=1.5, top_p=0.9, top_k=50)
-    asked = [Asked(ids, plan) for ids, plan in zip(prompts, plans, strict=True)]
-    company = [Asked(ids, unseeded) for ids in prompts] + mixed(4)
+    greedy = [SamplingPlan(source.randint(1, 14), repetition_penalty=source.choice([1.0, 0.5])) for _ in range(count)]
+    return [plan for pair in zip(drawn, greedy, strict=True) for plan in pair]
+
+
+@pytest.mark.parametrize("architecture", ["falcon", "llama", "mamba", "rwkv", "t5", "bart"])
+def test_settings_and_a_seed_decide_the_text_whatever_the_company(
+    architecture: str, model_of: Callable[[str], Any]
+) -> None:
+    model = model_of(architecture)
+    sharing = probe_sharing(model)
+    plans = random_plans(5)
+    together = [Asked(ids, plan) for ids, plan in zip(draw_prompts(10), plans, strict=True)]
+    alone = [Asked(each.prompt_ids, each.plan) for each in together]
+    spy = Spy(model)
     before = torch.random.get_rng_state()
-    with Bench(model, probe_sharing(model)) as bench:
-        bench.run([each for pair in zip(asked, company, strict=False) for each in pair])
-    assert [each.token_ids for each in asked] == [[ids] for ids in wanted]
-    assert not torch.equal(before, torch.random.get_rng_state()), "unseeded rows draw from the process's own stream"
+    with Bench(spy, sharing) as bench:
+        bench.run(together)
+        assert (len(spy.widths) == 1) == (sharing == "padded"), "whatever can share a batch does"
+        for each in alone:
+            bench.run([each])
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert len({tuple(ids) for each in together for ids in each.token_ids}) > len(together), "copies differ"
+    assert torch.equal(before, torch.random.get_rng_state()), "nobody touches the process's own stream"
+
+
+@pytest.mark.parametrize("architecture", ["falcon", "llama"])
+def test_both_engines_write_the_same(architecture: str, model_of: Callable[[str], Any]) -> None:
+    model = model_of(architecture)
+    plans = random_plans(5)
+    asked, again = ([Asked(ids, plan) for ids, plan in zip(draw_prompts(10), plans, strict=True)] for _ in range(2))
+    with Bench(model) as bench:
+        bench.run(asked)
+    rolling = RollingEngine(model, max_rows=8)
+    rolling.submit([each.sequence() for each in again])
+    assert [each.completions for each in asked] == [each.completions for each in again]
+    rolling.close()
+
+
+def test_unseeded_texts_differ(llama: Any) -> None:
+    asked = [Asked([5, 6], SamplingPlan(12, do_sample=True, temperature=5.0)) for _ in range(2)]
+    with Bench(llama) as bench:
+        bench.run(asked)
+    assert asked[0].token_ids != asked[1].token_ids  # equal once in 10^20 times
 
 
 SHARP: dict[str, dict[str, Any]] = {
@@ -275,21 +371,289 @@ def test_rows_sample_with_their_own_settings(name: str, llama: Any) -> None:
     assert all(each.token_ids != own for each, own in zip(asked[::2], wanted, strict=True))
 
 
-def test_seeded_work_leaves_the_global_random_state(llama: Any) -> None:
-    before = torch.random.get_rng_state()
-    with Bench(llama) as bench:
-        bench.run([Asked([5, 6], SamplingPlan(4, do_sample=True, seed=3))])
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
 @pytest.mark.parametrize("sharing", ["padded", "alone"])
 def test_sequences_of_one_prompt_differ_and_repeat_with_their_seed(sharing: Sharing, llama: Any) -> None:
     plan = SamplingPlan(8, do_sample=True, temperature=2.0, seed=5, num_return_sequences=4)
     first, second = Asked([9, 10, 11], plan), Asked([9, 10, 11], plan)
-    with Bench(llama, sharing, max_rows=3) as bench:  # more sequences than rows: one prompt is never refused for it
+    spy = Spy(llama)
+    with Bench(spy, sharing, max_rows=3) as bench:  # more sequences than rows: one prompt is never refused for it
         bench.run([first, second])
+    assert spy.widths == ([1] * 8 if sharing == "alone" else [3, 1, 3, 1])
     assert first.token_ids == second.token_ids
     assert len({tuple(ids) for ids in first.token_ids}) == 4
+
+
+def test_of_the_best_the_likeliest_are_kept(llama: Any) -> None:
+    drawn = {"do_sample": True, "temperature": 3.0, "seed": 1, "logprobs": 0}
+    every = Asked([9, 10, 11], SamplingPlan(6, num_return_sequences=5, **drawn))
+    best = Asked([9, 10, 11], SamplingPlan(6, num_return_sequences=2, best_of=5, **drawn))
+    with Bench(llama) as bench:
+        bench.run([every, best])
+
+    def likelihood(completion: Completion) -> float:
+        return sum(each.logprob for each in completion.logprobs or []) / max(1, len(completion.token_ids))
+
+    assert best.completions == sorted(every.completions, key=likelihood, reverse=True)[:2]
+
+
+# --- what a row is told, and when it ends ----------------------------------------------------------------------------
+
+
+def test_listeners_hear_every_token_of_every_text_once(llama: Any) -> None:
+    asked = [Asked(ids, plan) for ids, plan in zip(draw_prompts(10), random_plans(5), strict=True)]
+    with Bench(llama, max_rows=4) as bench:
+        bench.run(asked)
+    assert [each.told_ids for each in asked] == [each.token_ids for each in asked]
+
+
+def test_a_listener_ends_its_text_and_no_other(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.generation_config, "eos_token_id", None)
+    plan = SamplingPlan(9, do_sample=True, seed=4, num_return_sequences=3)
+    stopped = Asked([5, 6, 7], plan, on_token=lambda asked: asked.told[-1][0] == 1 and len(asked.told_ids[1]) == 4)
+    free = Asked([5, 6, 7], plan)
+    with Bench(llama) as bench:
+        bench.run([stopped, free])
+    assert [each.finish_reason for each in stopped.completions] == ["length", "stop_string", "length"]
+    wanted = free.token_ids
+    assert stopped.token_ids == [wanted[0], wanted[1][:4], wanted[2]]
+
+
+def test_rows_have_their_own_ends(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own end, another one, none at all: in one batch, and also where `generate` must know of them."""
+    ids = solo_ids(llama, [5, 6, 7], 12)
+    assert len(ids) == 12
+    own, other = ids[3], next(token for token in ids[5:] if token not in ids[:5])
+    monkeypatch.setattr(llama.generation_config, "eos_token_id", own)
+    for setting in (None, [[300, 301]]):
+        monkeypatch.setattr(llama.generation_config, "bad_words_ids", setting)
+        ends = [None, frozenset([other]), frozenset[int](), frozenset([own, other])]
+        asked = [Asked([5, 6, 7], SamplingPlan(12, eos_ids=each)) for each in ends]
+        spy = Spy(llama)
+        with Bench(spy) as bench:
+            bench.run(asked)
+        lengths = [ids.index(own), ids.index(other), 12, ids.index(own)]
+        assert [each.token_ids for each in asked] == [[ids[:length]] for length in lengths]
+        assert [each.completions[0].finish_reason for each in asked] == ["eos", "eos", "length", "eos"]
+        assert (len(spy.widths) == 1) == (setting is None)
+
+
+def log_softmax(model: Any, prompt_ids: list[int], token_ids: list[int]) -> torch.Tensor:
+    """`[tokens, vocabulary]`: of every token that is read, the log probabilities of the one that comes next."""
+    with torch.inference_mode():
+        if model.config.is_encoder_decoder:
+            start = model.generation_config.decoder_start_token_id
+            decoder_ids = torch.tensor([[start, *token_ids[:-1]]])
+            logits = model(input_ids=torch.tensor([prompt_ids]), decoder_input_ids=decoder_ids).logits
+        else:
+            logits = model(input_ids=torch.tensor([[*prompt_ids, *token_ids]])).logits
+    return torch.as_tensor(logits[0].log_softmax(-1))
+
+
+def check_logprobs(found: list[TokenLogprobs] | None, wanted: torch.Tensor, token_ids: list[int], count: int) -> None:
+    assert found is not None
+    assert [each.token_id for each in found] == token_ids
+    for each, row in zip(found, wanted, strict=True):
+        assert each.logprob == pytest.approx(row[each.token_id].item(), abs=1e-4)
+        assert [logprob for _, logprob in each.top] == pytest.approx(row.topk(count).values.tolist(), abs=1e-4)
+        assert [logprob for _, logprob in each.top] == pytest.approx([row[at].item() for at, _ in each.top], abs=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mamba", "rwkv", "t5"])
+def test_logprobs_are_those_of_the_model_alone(architecture: str, model_of: Callable[[str], Any]) -> None:
+    model = model_of(architecture)
+    reads_apart = model.config.is_encoder_decoder
+    plan = SamplingPlan(7, do_sample=True, seed=3, temperature=2.0, top_k=9, repetition_penalty=1.3, logprobs=3)
+    asked = [
+        Asked(ids, replace(plan, prompt_logprobs=None if reads_apart or place % 2 else 2))
+        for place, ids in enumerate(draw_prompts(4))
+    ]
+    with Bench(model, probe_sharing(model)) as bench:
+        bench.run([*asked, *(quiet := mixed(3))])
+    for each in asked:
+        (completion,) = each.completions
+        wanted = log_softmax(model, each.prompt_ids, completion.token_ids)
+        first = 0 if reads_apart else len(each.prompt_ids) - 1
+        new = wanted[first : first + len(completion.token_ids)]
+        check_logprobs(completion.logprobs, new, completion.token_ids, 3)
+        if each.plan.prompt_logprobs is None:
+            assert completion.prompt_logprobs is None
+        else:
+            check_logprobs(completion.prompt_logprobs, wanted[:first], each.prompt_ids[1:], 2)
+    assert all(completion.logprobs is None for each in quiet for completion in each.completions)
+
+
+def test_an_encoder_decoder_has_no_logprobs_of_its_prompt(model_of: Callable[[str], Any]) -> None:
+    with Bench(model_of("t5")) as bench:
+        bench.run([asked := Asked([5, 6], SamplingPlan(4, prompt_logprobs=0))])
+    assert isinstance(asked.outcome, RequestError)
+    assert asked.outcome.code == "invalid_parameter"
+
+
+# --- time and the queue ----------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """The time, which a test can put forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ahead_s = 0.0
+        read = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: read() + self._ahead_s)
+
+    def advance(self) -> None:
+        self._ahead_s += 100_000.0
+
+    def deadline_s(self) -> float:
+        """Passed by the next `advance` and not before."""
+        return time.monotonic() + 50_000.0
+
+
+def test_a_deadline_ends_a_text_with_what_it_has(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.generation_config, "eos_token_id", None)
+    clock = Clock(monkeypatch)
+
+    def hear(asked: Asked) -> bool:
+        if len(asked.told) == 3:
+            clock.advance()
+        assert len(others[0].told) < 4 or late.is_done.is_set(), "answered at once, not with the batch"
+        return False
+
+    late, others = Asked([5, 6, 7], SamplingPlan(500), hear), [Asked(ids, SamplingPlan(8)) for ids in draw_prompts(3)]
+    others[0].on_token = hear
+    with Bench(llama) as bench:
+        with bench.engine._wake:
+            bench.engine.submit([late.sequence(deadline_s=clock.deadline_s())])
+            for each in others:
+                bench.engine.submit([each.sequence()])
+        assert late.completions == [Completion(solo_ids(llama, [5, 6, 7], 3), "deadline")]
+        assert [each.token_ids for each in others] == [[solo_ids(llama, each.prompt_ids, 8)] for each in others]
+
+
+def test_whoever_waits_too_long_is_told_while_others_run(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.generation_config, "eos_token_id", None)
+    clock = Clock(monkeypatch)
+    answered: list[bool] = []
+
+    def hear(asked: Asked) -> bool:
+        if len(asked.told) == 3:
+            clock.advance()
+        answered.append(waiting.is_done.is_set())
+        return False
+
+    running, waiting = Asked([5, 6, 7], SamplingPlan(5), hear), Asked([5, 6], SamplingPlan(5))
+    with Bench(llama, max_rows=1) as bench:
+        with bench.engine._wake:
+            bench.engine.submit([running.sequence()])
+            bench.engine.submit([waiting.sequence(deadline_s=clock.deadline_s())])
+        assert len(running.token_ids[0]) == 5
+    assert isinstance(waiting.outcome, UnavailableError)
+    assert waiting.outcome.code == "deadline_exceeded"
+    assert answered == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("failure", [None, OSError("the pipe is gone")])
+def test_a_cancel_is_seen_within_one_step(
+    failure: Exception | None, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama.generation_config, "eos_token_id", None)
+
+    def is_cancelled() -> bool:
+        if failure and len(asked.told) >= 4:
+            raise failure
+        return len(asked.told) >= 4
+
+    asked, other = Asked([5, 6, 7], SamplingPlan(100_000)), Asked([5, 6], SamplingPlan(20))
+    with Bench(llama, context_length=200_000) as bench:
+        with bench.engine._wake:
+            bench.engine.submit([asked.sequence(is_cancelled)])
+            bench.engine.submit([other.sequence()])
+        assert isinstance(asked.outcome, HfTritonError if failure else CancelledError)
+        assert other.token_ids == [solo_ids(llama, [5, 6], 20)]
+    assert len(asked.told) == 4
+
+
+def test_a_full_queue_refuses_at_once(llama: Any) -> None:
+    first, second, third = (Asked([5, 6], SamplingPlan(2)) for _ in range(3))
+    with Bench(llama, max_waiting=2) as bench:
+        with bench.engine._wake:
+            for each in (first, second, third):
+                bench.engine.submit([each.sequence()])
+            assert third.is_done.is_set()
+            assert not first.is_done.is_set()
+        assert isinstance(third.outcome, UnavailableError)
+        assert third.outcome.code == "queue_full"
+        assert first.token_ids == second.token_ids
+
+
+def test_the_lower_priority_number_goes_first(llama: Any) -> None:
+    order: list[int] = []
+    places = [5, 0, 5, -1, 0]
+    asked = [Asked([5, 6], SamplingPlan(1), lambda _, place=place: bool(order.append(place))) for place in range(5)]
+    with Bench(llama, max_rows=1) as bench:
+        with bench.engine._wake:
+            for each, priority in zip(asked, places, strict=True):
+                bench.engine.submit([each.sequence(priority=priority)])
+        for each in asked:
+            assert each.completions
+    assert order == [3, 1, 4, 0, 2]
+
+
+def test_a_checkpoint_that_limits_the_time_ends_texts_with_it(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(llama.generation_config, "max_time", 1e-9)
+    asked = [Asked(ids, SamplingPlan(8)) for ids in draw_prompts(3)]
+    with Bench(llama) as bench:
+        bench.run(asked)
+    assert [each.completions[0].finish_reason for each in asked] == ["deadline"] * 3
+    assert [len(each.token_ids[0]) for each in asked] == [1] * 3
+
+
+# --- which engine ----------------------------------------------------------------------------------------------------
+
+CHOICE = {
+    "max_rows": 4,
+    "max_waiting": 10,
+    "max_cache_tokens": None,
+    "shares_prefixes": True,
+    "decoding": "auto",
+    "context_length": 4096,
+    "on_fatal": lambda: None,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "engine"),
+    [
+        ("min_new_tokens", 5, RollingEngine),
+        ("min_p", 0.1, RollingEngine),
+        ("prompt_lookup_num_tokens", 3, RollingEngine),
+        ("repetition_penalty", 0.01, RollingEngine),
+        ("suppress_tokens", [9], BatchEngine),
+        ("encoder_repetition_penalty", 2.0, BatchEngine),
+        ("min_length", 50, BatchEngine),
+    ],
+)
+def test_a_setting_that_only_generate_has_makes_the_choice(
+    name: str, value: object, engine: type, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama.generation_config, name, value)
+    built = build_engine(llama, "auto", **CHOICE)
+    assert isinstance(built, engine)
+    built.close()
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_what_no_engine_does_is_refused_at_load(name: str, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = WatermarkingConfig() if name == "watermarking_config" else 0.1
+    monkeypatch.setattr(llama.generation_config, name, value)
+    for wanted in ("auto", "batch"):
+        with pytest.raises(CheckpointError, match=name):
+            build_engine(llama, wanted, **CHOICE)
+
+
+def test_graphs_without_a_gpu_are_refused_at_load(llama: Any) -> None:
+    with pytest.raises(CheckpointError, match="decoding cuda_graphs needs a GPU"):
+        build_engine(llama, "rolling", **(CHOICE | {"decoding": "cuda_graphs"}))
 
 
 # --- one row's trouble -----------------------------------------------------------------------------------------------
@@ -301,22 +665,102 @@ def test_cancelled_rows_are_given_up_and_nobody_else_notices(llama: Any) -> None
     given_up = Asked([5, 6, 7], SamplingPlan(200))
     with Bench(llama) as bench:
         with bench.engine._wake:
-            bench.engine.submit(given_up.sequence(lambda: True))
+            bench.engine.submit([given_up.sequence(lambda: True)])
             for each in others:
-                bench.engine.submit(each.sequence())
+                bench.engine.submit([each.sequence()])
         assert isinstance(given_up.outcome, CancelledError)
         assert [each.token_ids for each in others] == [[ids] for ids in wanted]
 
 
-def test_a_cancel_is_seen_while_the_row_runs(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+class Failing:
+    """While entered, the model raises in a forward pass for which `is_wrong(input_ids)` holds."""
+
+    def __init__(self, model: Any, is_wrong: Callable[[torch.Tensor], bool], error: Exception) -> None:
+        self._model, self._is_wrong, self._error = model, is_wrong, error
+
+    def _check(self, _: object, __: object, arguments: dict[str, Any]) -> None:
+        if self._is_wrong(arguments["input_ids"]):
+            raise self._error
+
+    def __enter__(self) -> None:
+        self._handle = self._model.register_forward_pre_hook(self._check, with_kwargs=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+
+ERRORS = {"memory": torch.OutOfMemoryError("CUDA out of memory"), "other": ValueError("shapes do not match")}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_a_batch_that_fails_in_the_middle_goes_on_as_if_nothing_had_happened(kind: str, llama: Any) -> None:
+    """Texts, random streams, log probabilities and what the listeners hear, all as without the failures."""
+    asked, calm = (
+        [Asked(ids, replace(plan, logprobs=1)) for ids, plan in zip(draw_prompts(10), random_plans(5), strict=True)]
+        for _ in range(2)
+    )
+    calls: dict[int, int] = {}
+
+    def is_wrong(input_ids: torch.Tensor) -> bool:
+        rows, columns = input_ids.shape
+        calls[rows] = calls.get(rows, 0) + 1
+        return columns == 1 and rows > 3 and calls[rows] % 4 == 0
+
+    with Bench(spy := Spy(llama)) as bench:
+        bench.run(calm)
+        with Failing(llama, is_wrong, ERRORS[kind]):
+            bench.run(asked)
+    assert len(spy.widths) > 3
+    for each, other in zip(asked, calm, strict=True):
+        assert [(done.token_ids, done.finish_reason) for done in each.completions] == [
+            (done.token_ids, done.finish_reason) for done in other.completions
+        ]
+        assert each.told_ids == each.token_ids
+        for mine, its in zip(each.completions, other.completions, strict=True):
+            found, wanted = ([one.logprob for one in done.logprobs or []] for done in (mine, its))
+            assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_text_that_makes_the_model_raise_later_is_refused_alone(
+    model_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = model_of("llama")
     monkeypatch.setattr(llama.generation_config, "eos_token_id", None)
-    cancelled = threading.Event()
-    asked = Asked([5, 6, 7], SamplingPlan(100_000))
-    with Bench(llama) as bench:
-        bench.engine.submit(asked.sequence(cancelled.is_set))
-        assert not asked.is_done.wait(0.3)
-        cancelled.set()
-        assert isinstance(asked.outcome, CancelledError)
+    prompts = draw_prompts(8)
+    texts = [solo_ids(llama, ids, 10) for ids in prompts]
+    guilty, poison = next(
+        (place, token)
+        for place, ids in enumerate(texts)
+        for token in ids[2:8]
+        if not any(token in other for at, other in enumerate(texts) if at != place) and token not in ids[:2]
+    )
+    asked = [Asked(ids, SamplingPlan(10)) for ids in prompts]
+    is_wrong: Callable[[torch.Tensor], bool] = lambda ids: ids.shape[1] == 1 and bool((ids == poison).any())  # noqa: E731
+    with Failing(llama, is_wrong, ValueError("secret")), Bench(llama) as bench:
+        bench.run(asked)
+    assert isinstance(asked[guilty].outcome, GenerationError)
+    innocent = [at for at in range(8) if at != guilty]
+    assert [asked[at].token_ids for at in innocent] == [[texts[at]] for at in innocent]
+    assert [asked[at].told_ids for at in innocent] == [[texts[at]] for at in innocent]
+
+
+def test_parts_grow_again_after_a_failure_unless_the_memory_was_short(llama: Any) -> None:
+    asked = [Asked([5, 2] if place == 0 else [5, 6], SamplingPlan(2)) for place in range(12)]
+
+    def raise_on_poison(input_ids: torch.Tensor) -> None:
+        if (input_ids[:, -1] == 2).any():
+            raise ValueError("poison")
+
+    def raise_beyond_three(input_ids: torch.Tensor) -> None:
+        if len(input_ids) > 3:
+            raise ERRORS["memory"]
+
+    poisoned, short = Spy(llama, raise_on_poison), Spy(llama, raise_beyond_three)
+    for spy in (poisoned, short):
+        with Bench(spy) as bench:
+            bench.run([Asked(each.prompt_ids, each.plan) for each in asked])
+    assert poisoned.widths == [12, 6, 3, 2, 1, 1, 2, 4, 4]
+    assert short.widths == [12, 6, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("most_rows", [1, 3, 5])
@@ -391,21 +835,6 @@ def test_a_row_that_makes_the_model_raise_is_refused_alone(place: int, llama: An
     assert [asked[at].token_ids for at in others] == [[wanted[at]] for at in others]
 
 
-def test_a_cancel_check_that_raises_refuses_its_own_row_only(llama: Any) -> None:
-    def fail() -> bool:
-        raise OSError("the pipe is gone")
-
-    others, broken = mixed(4), Asked([5, 6], SamplingPlan(4))
-    wanted = [expected(llama, each) for each in others]
-    with Bench(llama) as bench:
-        with bench.engine._wake:
-            bench.engine.submit(broken.sequence(fail))
-            for each in others:
-                bench.engine.submit(each.sequence())
-        assert isinstance(broken.outcome, GenerationError)
-        assert [each.token_ids for each in others] == [[ids] for ids in wanted]
-
-
 def test_a_listener_that_raises_does_not_end_the_loop(llama: Any) -> None:
     def listen(outcome: Outcome) -> None:
         raise RuntimeError("the sender is gone")
@@ -414,7 +843,7 @@ def test_a_listener_that_raises_does_not_end_the_loop(llama: Any) -> None:
     with Bench(llama) as bench:
         with bench.engine._wake:
             for each in asked:
-                bench.engine.submit(Sequence(each.prompt_ids, each.plan, listen))
+                bench.engine.submit([Sequence(each.prompt_ids, each.plan, listen)])
         bench.run(later := mixed(3))
         assert bench.engine.is_healthy()
     assert all(isinstance(each.outcome, list) for each in later)
@@ -458,16 +887,33 @@ def test_close_answers_everyone_and_whoever_comes_later(llama: Any) -> None:
     asked = [Asked(ids, SamplingPlan(200)) for ids in draw_prompts(20)]
     with Bench(llama, max_rows=4, on_fatal=lambda: told.append(1)) as bench:
         for each in asked:
-            bench.engine.submit(each.sequence())
+            bench.engine.submit([each.sequence()])
         bench.engine.close()
         assert all(each.is_done.is_set() for each in asked)
         assert not bench.engine.is_healthy()
-        bench.engine.submit((late := Asked([5], SamplingPlan(1))).sequence())
+        bench.engine.submit([(late := Asked([5], SamplingPlan(1))).sequence()])
         bench.engine.close()
     for each in [*asked, late]:
         assert isinstance(each.outcome, UnavailableError)
         assert each.outcome.code == "shutting_down"
     assert told == []
+
+
+def test_a_running_text_does_not_hold_up_the_close(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.generation_config, "eos_token_id", None)
+
+    def hear(asked: Asked) -> bool:
+        if len(asked.told) == 3:
+            bench.engine.close()
+        return False
+
+    running, waiting = Asked([5, 6, 7], SamplingPlan(500), hear), Asked([5, 6], SamplingPlan(5))
+    with Bench(llama, max_rows=1) as bench:
+        bench.run([running, waiting])
+    for each in (running, waiting):
+        assert isinstance(each.outcome, UnavailableError)
+        assert each.outcome.code == "shutting_down"
+    assert len(running.told) == 3
 
 
 def test_one_answer_each_when_the_engine_closes_amid_submits(llama: Any) -> None:
@@ -477,7 +923,7 @@ def test_one_answer_each_when_the_engine_closes_amid_submits(llama: Any) -> None
 
     def submit_all(crowd: list[Asked]) -> None:
         for each in crowd:
-            bench.engine.submit(each.sequence())
+            bench.engine.submit([each.sequence()])
 
     threads = [threading.Thread(target=submit_all, args=(crowd,)) for crowd in crowds]
     for thread in threads:
@@ -497,7 +943,7 @@ def test_a_finished_row_says_why_it_ended(llama: Any, monkeypatch: pytest.Monkey
     stopped, cut = Asked([5, 6, 7], SamplingPlan(6)), Asked([5, 6, 7], SamplingPlan(end))
     with Bench(llama) as bench:
         bench.run([stopped, cut])
-    assert stopped.outcome == [Completion(ids[:end], "stop")]
+    assert stopped.outcome == [Completion(ids[:end], "eos")]
     assert cut.outcome == [Completion(ids[:end], "length")]
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from hf_triton.checkpoint import Checkpoint, Placement, context_length, load_checkpoint
 from hf_triton.errors import CODES, CheckpointError, LoadError, SettingsError
+from hf_triton.generation import GenerationParameters
 from hf_triton.hub import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import (
@@ -230,6 +231,31 @@ def test_generation_defaults_are_read_and_checked(checkpoint: Path) -> None:
     assert (defaults.do_sample, defaults.temperature, defaults.top_k) == (True, 0.5, 7)
     edit(checkpoint / "generation_config.json", temperature=-3.0)
     assert "temperature" in reason(checkpoint).sentence
+
+
+SAMPLING = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8}
+ALWAYS = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 2}
+UNSAID = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
+UNSAID |= {"no_repeat_ngram_size": 0, "min_new_tokens": None}
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"do_sample": True, **SAMPLING, **ALWAYS}, {"do_sample": True, **SAMPLING, **ALWAYS}),
+        ({**SAMPLING, **ALWAYS}, {"do_sample": False, **ALWAYS}),
+        ({"do_sample": True, **UNSAID}, {"do_sample": True}),
+        (UNSAID, {"do_sample": False}),
+        ({}, {"do_sample": False}),
+    ],
+    ids=["sampling", "greedy", "sampling, neutral", "greedy, neutral", "nothing"],
+)
+def test_what_a_generation_config_says(
+    checkpoint: Path, written: dict[str, object], expected: dict[str, object]
+) -> None:
+    loaded = load(checkpoint)
+    loaded.model.generation_config = transformers.GenerationConfig(**written)
+    assert loaded.generation_defaults() == GenerationParameters.model_validate(expected)
 
 
 def test_sampling_numbers_without_do_sample_are_greedy(checkpoint: Path) -> None:

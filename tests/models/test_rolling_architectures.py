@@ -1,174 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More architectures than `hf_triton.testing` ships, built from their configs: greedy text is that of `generate`."""
+"""Hundreds of requests at random times to every architecture: greedy text is that of `generate` alone."""
 
 import random
-import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.batch import BatchEngine
-from hf_triton.engine.choose import build_engine
-from hf_triton.engine.interface import Outcome, Sequence
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
+from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
+from tests.architectures import BATCH, ROLLING, build
+from tests.models.test_rolling_engine import NOT_ROLLING, Client, start_engine, token_ids
 from tests.reference import solo_ids
 
-BASE: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
-OLD: dict[str, Any] = {
-    "vocab_size": 300,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 256,
-    "eos_token_id": None,
-}
-HEADS: dict[str, Any] = {"head_dim": 8}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
-NEO: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 4,
-    "attention_types": [[["global", "local"], 1]],
-    "window_size": 16,
-    "max_position_embeddings": 256,
-    "eos_token_id": None,
-}
-LINEAR: dict[str, Any] = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "shared_expert_intermediate_size": 32,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-WINDOWS: dict[str, Any] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
-
-ROLLING: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma": ("GemmaConfig", BASE | HEADS),
-    "gemma3": ("Gemma3TextConfig", BASE | HEADS | WINDOWS),
-    "qwen2-moe": ("Qwen2MoeConfig", BASE | EXPERTS | {"shared_expert_intermediate_size": 32}),
-    "qwen3-moe": ("Qwen3MoeConfig", BASE | HEADS | EXPERTS),
-    "mixtral": ("MixtralConfig", BASE | LOCAL_EXPERTS),
-    "mistral-window": ("MistralConfig", BASE | {"sliding_window": 16}),
-    "gpt-neo": ("GPTNeoConfig", NEO),
-    "codegen": ("CodeGenConfig", OLD | {"rotary_dim": 8}),
-    "gpt-bigcode": ("GPTBigCodeConfig", OLD),
-    "stablelm": ("StableLmConfig", BASE),
-    "phi3": ("Phi3Config", BASE),
-    "starcoder2": ("Starcoder2Config", BASE),
-    "olmo2": ("Olmo2Config", BASE),
-    "cohere": ("CohereConfig", BASE),
-    "gpt-oss": ("GptOssConfig", BASE | HEADS | LOCAL_EXPERTS | {"sliding_window": 16}),
-    "deepseek-v3": ("DeepseekV3Config", BASE | LATENT),
-    "llama4": (
-        "Llama4TextConfig",
-        BASE | HEADS | {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64},
-    ),
-    "granite": ("GraniteConfig", BASE),
-    "glm": ("GlmConfig", BASE | HEADS),
-    "nemotron": ("NemotronConfig", BASE),
-    "smollm3": ("SmolLM3Config", BASE),
-    "ernie4.5": ("Ernie4_5Config", BASE | HEADS),
-}
-BATCH: dict[str, tuple[str, dict[str, Any]]] = {
-    "mamba2": (
-        "Mamba2Config",
-        {
-            "vocab_size": 300,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_heads": 8,
-            "head_dim": 8,
-            "state_size": 16,
-            "n_groups": 1,
-            "eos_token_id": None,
-        },
-    ),
-    "falcon-h1": (
-        "FalconH1Config",
-        BASE | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 16},
-    ),
-    "qwen3-next": ("Qwen3NextConfig", BASE | HEADS | EXPERTS | LINEAR),
-}
+NUM_REQUESTS = 200
+NUM_BATCH_REQUESTS = 24
+SHIPPED = [name for name in ARCHITECTURES if name not in NOT_ROLLING]
 
 
-def build(config_name: str, arguments: dict[str, Any]) -> Any:
-    """A model with random weights, scaled up so that greedy text varies with the prompt."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(getattr(transformers, config_name)(**arguments)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(5)
-    model.generation_config.eos_token_id = None
-    return model
+def load(name: str, folder: Path) -> Any:
+    if name in ROLLING | BATCH:
+        return build(*(ROLLING | BATCH)[name])
+    build_tiny_checkpoint(folder, name, eos_token_id=None)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-def run(engine: Any, items: list[tuple[list[int], SamplingPlan]]) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
-    answered = threading.Semaphore(0)
-
-    def listen(place: int) -> Any:
-        def finish(outcome: Outcome) -> None:
-            outcomes[place] = outcome
-            answered.release()
-
-        return finish
-
-    for place, (prompt, plan) in enumerate(items):
-        engine.submit(Sequence(prompt, plan, listen(place)))
-    for _ in items:
-        assert answered.acquire(timeout=60)
-    return [outcomes[place] for place in range(len(items))]
+def requests(count: int, source: random.Random) -> list[tuple[list[int], SamplingPlan]]:
+    """Prompts of all lengths, some of which begin as another does; most texts short, because `generate` is slow."""
+    items: list[tuple[list[int], SamplingPlan]] = []
+    for _ in range(count):
+        start = source.choice(items)[0][: source.randrange(60)] if items and source.random() < 0.3 else []
+        prompt = [*start, *(source.randrange(3, 300) for _ in range(source.randrange(1, 50)))]
+        penalty = source.choice([1.0, 1.0, 1.0, 1.3])
+        plan = SamplingPlan(source.choice([1, 2, 3, 5, 8, 20]), repetition_penalty=penalty)
+        items.append((prompt, plan))
+    return items
 
 
-@pytest.mark.parametrize("name", [*ROLLING, *BATCH])
-def test_greedy_text_is_that_of_generate(name: str) -> None:
-    model = build(*(ROLLING | BATCH)[name])
-    source = random.Random(0)
-    items = [
-        ([source.randrange(3, 300) for _ in range(source.randrange(1, 50))], SamplingPlan(source.randrange(1, 30)))
-        for _ in range(24)
+def check(model: Any, client: Client, items: list[tuple[list[int], SamplingPlan]], pause: Callable[[], None]) -> None:
+    for item in items:
+        client.submit(*item)
+        pause()
+    wanted = [
+        solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
+        for prompt, plan in items
     ]
-    engine = build_engine(model, "auto", max_rows=5, context_length=256, on_fatal=lambda: None)
+    assert [token_ids(outcome) for outcome in client.outcomes()] == [[ids] for ids in wanted]
+    assert len({tuple(ids) for ids in wanted}) > len(items) / 3  # the text does depend on the prompt
+
+
+@pytest.mark.parametrize("name", [*ROLLING, *SHIPPED])
+def test_the_rolling_engine_writes_what_generate_writes(name: str, tmp_path: Path) -> None:
+    model, source = load(name, tmp_path), random.Random(name)
+    engine = start_engine(model, max_rows=source.choice([3, 5, 8]), context_length=256)
+    assert isinstance(engine, RollingEngine)
     try:
-        assert isinstance(engine, RollingEngine if name in ROLLING else BatchEngine)
-        outcomes = run(engine, items)
+        check(
+            model,
+            Client(engine),
+            requests(NUM_REQUESTS, source),
+            pause=lambda: time.sleep(source.choice([0, 0, 0, 0.01])),  # so that they join and leave at odd times
+        )
     finally:
         engine.close()
-    wanted = [solo_ids(model, prompt, plan.max_new_tokens, pad_token_id=0) for prompt, plan in items]
-    assert [[each.token_ids for each in outcome] for outcome in outcomes] == [[ids] for ids in wanted]  # type: ignore[union-attr]
-    assert len({tuple(ids[:5]) for ids in wanted}) > 12  # the text does depend on the prompt
+
+
+@pytest.mark.parametrize("name", [*BATCH])
+def test_the_batch_engine_writes_what_generate_writes(name: str) -> None:
+    model, source = build(*BATCH[name]), random.Random(name)
+    engine = start_engine(model, max_rows=5, context_length=256)
+    assert isinstance(engine, BatchEngine)
+    try:
+        check(model, Client(engine), requests(NUM_BATCH_REQUESTS, source), pause=lambda: None)
+    finally:
+        engine.close()

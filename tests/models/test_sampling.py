@@ -1,90 +1,415 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampler beside transformers' own processors, on random logits, alone and mixed with other rows."""
 
+import dataclasses
+import math
 import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, GenerationMixin
 
-from hf_triton.engine.sampling import RowSampler, pick_tokens
+from hf_triton.engine import sampling
+from hf_triton.engine.interface import TokenLogprobs
+from hf_triton.engine.sampling import Pick, RowSampler, edit_scores, pick_tokens, token_logprobs, warp_scores
 from hf_triton.generation import SamplingPlan
 
 VOCABULARY = 200
+EOS_IDS = frozenset([7, 11])
 NUM_DRAWS = 4000
 
-
-def transformers_distribution(logits: torch.Tensor, plan: SamplingPlan, seen: list[int]) -> torch.Tensor:
-    """The probabilities that transformers would draw from, `[vocabulary]`."""
-    ids, scores = torch.tensor([seen]), logits.unsqueeze(0).clone()
-    if plan.repetition_penalty != 1.0:
-        scores = RepetitionPenaltyLogitsProcessor(plan.repetition_penalty)(ids, scores)
-    scores = TemperatureLogitsWarper(plan.temperature)(ids, scores)
-    if plan.top_k:
-        scores = TopKLogitsWarper(plan.top_k)(ids, scores)
-    if plan.top_p < 1.0:
-        scores = TopPLogitsWarper(plan.top_p)(ids, scores)
-    return scores.softmax(-1)[0]
-
-
-def random_plan(source: random.Random, **fixed: object) -> SamplingPlan:
-    choices = {
-        "temperature": source.choice([0.3, 0.7, 1.0, 1.7]),
-        "top_p": source.choice([0.2, 0.7, 0.95, 1.0]),
-        "top_k": source.choice([0, 1, 3, 40]),
-        "repetition_penalty": source.choice([1.0, 1.3, 0.8]),
-        "seed": source.randrange(2**63),
-    }
-    return SamplingPlan(8, do_sample=True, **(choices | fixed))  # type: ignore[arg-type]
-
-
-def sampler(plan: SamplingPlan, seen: list[int]) -> RowSampler:
-    return RowSampler(plan, 0, seen)
+ONE_BY_ONE: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 7},
+    "top_k of all": {"top_k": VOCABULARY + 1},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+    "min_p of one": {"min_p": 1.0},
+    "typical_p": {"typical_p": 0.7},
+    "top_k and top_p": {"top_k": 20, "top_p": 0.6},
+    "all warpers": {"temperature": 1.4, "top_k": 60, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.9},
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "repetition_penalty below 1": {"repetition_penalty": 0.6},
+    "no_repeat_ngram_size 1": {"no_repeat_ngram_size": 1},
+    "no_repeat_ngram_size 2": {"no_repeat_ngram_size": 2},
+    "no_repeat_ngram_size 3": {"no_repeat_ngram_size": 3},
+    "no_repeat_ngram_size beyond the text": {"no_repeat_ngram_size": 120},
+    "bad_words_ids": {"bad_words_ids": ((3,), (7,), (1, 2), (2, 1), (0, 1, 2), (0, 1, 3), (1, 0))},
+    "logit_bias": {"logit_bias": ((0, 50.0), (1, -3.5), (199, 2.0))},
+    "min_new_tokens": {"min_new_tokens": 1000},
+    "min_new_tokens reached": {"min_new_tokens": 3},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": -0.7},
+}
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_draws_follow_transformers_distribution(seed: int) -> None:
+class Text:
+    """A random prompt and its continuation, of few tokens or of many."""
+
+    def __init__(self, source: random.Random) -> None:
+        vocabulary = source.choice([3, 12, VOCABULARY])
+        self.prompt = [source.randrange(vocabulary) for _ in range(source.randrange(1, 40))]
+        self.new = [source.randrange(vocabulary) for _ in range(source.randrange(4, 30))]
+
+    def sampler(self, plan: SamplingPlan) -> RowSampler:
+        row = RowSampler(plan, 0, self.prompt, EOS_IDS)
+        for token_id in self.new:
+            row.note(token_id)
+        return row
+
+
+def random_plan(source: random.Random, **fixed: Any) -> SamplingPlan:
+    plan = SamplingPlan(
+        8,
+        min_new_tokens=source.choice([0, 0, 1000]),
+        do_sample=True,
+        temperature=source.choice([0.3, 0.7, 1.0, 1.7]),
+        top_p=source.choice([0.2, 0.7, 0.95, 1.0]),
+        top_k=source.choice([0, 1, 3, 40, 199, 200, 5000]),
+        min_p=source.choice([0.0, 0.0, 0.05, 0.5]),
+        typical_p=source.choice([1.0, 1.0, 0.3, 0.9]),
+        seed=source.randrange(2**63),
+        repetition_penalty=source.choice([1.0, 1.3, 0.8]),
+        presence_penalty=source.choice([0.0, 1.5, -2.0]),
+        frequency_penalty=source.choice([0.0, 0.4, -0.1]),
+        no_repeat_ngram_size=source.choice([0, 0, 1, 2, 4]),
+        bad_words_ids=source.choice([(), ONE_BY_ONE["bad_words_ids"]["bad_words_ids"]]),
+        logit_bias=source.choice([(), ((5, 4.0), (7, -100.0))]),
+    )
+    return dataclasses.replace(plan, **fixed)
+
+
+def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def transformers_scores(logits: torch.Tensor, plan: SamplingPlan, text: Text) -> torch.Tensor:
+    """What transformers would draw from, `[vocabulary]`; processors that it has are its own, in its own order."""
+    config = GenerationConfig(
+        do_sample=plan.do_sample,
+        temperature=plan.temperature,
+        top_k=plan.top_k,
+        top_p=plan.top_p,
+        min_p=plan.min_p,
+        typical_p=plan.typical_p,
+        repetition_penalty=plan.repetition_penalty,
+        no_repeat_ngram_size=plan.no_repeat_ngram_size,
+        bad_words_ids=[list(word) for word in plan.bad_words_ids] or None,
+        sequence_bias={(token_id,): bias for token_id, bias in plan.logit_bias} or None,
+        min_new_tokens=plan.min_new_tokens,
+    )
+    config._eos_token_tensor = torch.tensor(sorted(EOS_IDS))
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(is_encoder_decoder=False),
+        _merge_criteria_processor_list=lambda ours, theirs: ours,
+    )
+    processors = GenerationMixin._get_logits_processor(model, config, len(text.prompt), device="cpu")
+    names = [type(each).__name__.removesuffix("LogitsProcessor") for each in processors]
+    places = [names.index(name) + 1 for name in ("SequenceBias", "RepetitionPenalty") if name in names]
+    processors.insert(max(places, default=0), CountPenalties(plan, text.new))
+    ids = torch.tensor([text.prompt + text.new])
+    scores: torch.Tensor = processors(ids, logits.unsqueeze(0).clone())[0]
+    return scores
+
+
+class CountPenalties:
+    """Presence and frequency penalties as OpenAI's API writes them down."""
+
+    def __init__(self, plan: SamplingPlan, new: list[int]) -> None:
+        self.plan, self.counts = plan, Counter(new)
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for token_id, count in self.counts.items():
+            scores[0, token_id] -= self.plan.frequency_penalty * count + self.plan.presence_penalty * (count > 0)
+        return scores
+
+
+def our_scores(logits: torch.Tensor, rows: list[RowSampler]) -> torch.Tensor:
+    return warp_scores(edit_scores(logits, rows), [row.plan for row in rows])
+
+
+def picked(logits: torch.Tensor, rows: list[RowSampler]) -> list[int]:
+    return [pick.token_id for pick in pick_tokens(logits, rows)]
+
+
+# --- distributions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_one_setting_gives_transformers_scores(name: str) -> None:
+    source = random.Random(name)
+    for seed in range(20):
+        plan, text, logits = (
+            SamplingPlan(8, do_sample=True, **ONE_BY_ONE[name]),
+            Text(source),
+            random_logits(VOCABULARY),
+        )
+        ours = our_scores(logits.unsqueeze(0), [text.sampler(plan)])[0]
+        torch.testing.assert_close(ours, transformers_scores(logits, plan, text), rtol=1e-5, atol=1e-5, msg=str(seed))
+
+
+def test_every_setting_is_tried_alone_and_changes_something() -> None:
+    tried = {setting for settings in ONE_BY_ONE.values() for setting in settings}
+    shaping = {field.name for field in dataclasses.fields(SamplingPlan)}
+    shaping -= {"max_new_tokens", "do_sample", "seed", "eos_ids", "num_return_sequences", "best_of"}
+    assert tried == shaping - {"logprobs", "prompt_logprobs"}
+    without_effect = {"top_k of all", "min_new_tokens reached", "no_repeat_ngram_size beyond the text"}
+    text, logits = Text(random.Random(0)), random_logits(1, VOCABULARY)
+    text.prompt, text.new = [0, 1, 2, 0, 1], [4, 0, 1]
+    for name, settings in ONE_BY_ONE.items():
+        scores = our_scores(logits, [text.sampler(SamplingPlan(8, do_sample=True, **settings))])
+        assert torch.equal(scores, logits) == (name in without_effect), name
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_of_all_settings_at_once_have_transformers_distributions(seed: int) -> None:
     source = random.Random(seed)
-    plan, seen = random_plan(source), [source.randrange(VOCABULARY) for _ in range(30)]
-    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
-    wanted = transformers_distribution(logits, plan, seen)
-    row = sampler(plan, seen)
-    drawn = torch.tensor([pick_tokens(logits.unsqueeze(0), [row])[0] for _ in range(NUM_DRAWS)])
-    found = torch.bincount(drawn, minlength=VOCABULARY) / NUM_DRAWS
-    assert set(drawn.tolist()) <= set(wanted.nonzero().flatten().tolist())  # nothing outside the kept tokens
+    rows = [(random_plan(source), Text(source)) for _ in range(40)]
+    logits = random_logits(len(rows), VOCABULARY, seed=seed)
+    ours = our_scores(logits, [text.sampler(plan) for plan, text in rows])
+    for index, (plan, text) in enumerate(rows):
+        wanted = transformers_scores(logits[index], plan, text)
+        if bool((wanted == -torch.inf).all()):
+            continue  # transformers fails on it; what we do is tested below
+        assert torch.equal(ours[index] == -torch.inf, wanted == -torch.inf), plan
+        torch.testing.assert_close(ours[index].softmax(-1), wanted.softmax(-1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.999, 1 - 1e-9])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
+def test_a_nucleus_of_any_size_is_found(top_p: float, spread: float) -> None:
+    logits = random_logits(4, 20_000) * spread
+    plan = SamplingPlan(8, do_sample=True, top_p=top_p)
+    ours = warp_scores(logits, [plan] * 4)
+    sizes = (ours > -torch.inf).sum(-1)
+    mass = logits.double().softmax(-1).where(ours > -torch.inf, 0).sum(-1)
+    least = logits.double().softmax(-1).where(ours > -torch.inf, 1).amin(-1)
+    assert bool((mass >= top_p - 1e-6).all()), sizes
+    assert bool((mass - least < top_p + 1e-6).all()), sizes  # without its least likely token it would be too small
+
+
+def test_tokens_of_the_lowest_kept_score_are_all_kept() -> None:
+    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
+    for settings in ({"top_k": 2}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 2, "top_p": 0.7}):
+        kept = warp_scores(logits, [SamplingPlan(8, do_sample=True, **settings)])[0] > -torch.inf
+        assert kept.tolist() == [True, False, True, True, True, False], settings
+
+
+def test_a_prompt_may_hold_tokens_that_the_model_cannot_write() -> None:
+    plan = SamplingPlan(8, repetition_penalty=2.0, no_repeat_ngram_size=1, logit_bias=((9, 1.0),), min_new_tokens=9)
+    row = RowSampler(plan, 0, [0, 5, 4], frozenset([3, 8]))
+    scores = edit_scores(torch.ones(1, 5), [row])
+    assert scores.tolist() == [[-math.inf, 1.0, 1.0, -math.inf, -math.inf]]
+
+
+def test_the_models_logits_stay_as_they_are() -> None:
+    source = random.Random(0)
+    logits = random_logits(8, VOCABULARY)
+    before = logits.clone()
+    pick_tokens(logits, [Text(source).sampler(random_plan(source, logprobs=2)) for _ in range(8)])
+    assert torch.equal(logits, before)
+
+
+# --- draws -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_draws_follow_the_distribution(seed: int) -> None:
+    source = random.Random(seed)
+    constant = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "no_repeat_ngram_size": 0}
+    plan, text = random_plan(source, bad_words_ids=((3,), (9,)), **constant), Text(source)
+    logits = random_logits(VOCABULARY, seed=seed)
+    wanted = transformers_scores(logits, plan, text).softmax(-1)
+    row, drawn = text.sampler(plan), []
+    for _ in range(NUM_DRAWS):
+        drawn += picked(logits.unsqueeze(0), [row])
+        row.note(drawn[-1])
+    found = torch.bincount(torch.tensor(drawn), minlength=VOCABULARY) / NUM_DRAWS
+    assert set(drawn) <= set(wanted.nonzero().flatten().tolist())  # nothing outside the kept tokens
     # A frequency of 4000 draws strays from its probability by more than 5 sigma once in 1.7 million.
     sigma = (wanted * (1 - wanted) / NUM_DRAWS).sqrt()
     assert bool(((found - wanted).abs() <= 5 * sigma + 1e-3).all())
 
 
-def test_a_rows_draws_do_not_depend_on_the_other_rows() -> None:
+@pytest.mark.parametrize("uniform", [0.0, 0.25, 0.5, 1 - 2**-53])
+def test_no_uniform_number_draws_a_token_of_probability_zero(uniform: float) -> None:
+    logits = torch.tensor([[-math.inf, 1.0, -math.inf, 1.0, -200.0, -math.inf]])
+    row = RowSampler(SamplingPlan(8, do_sample=True), 0, [])
+    row.uniform = uniform
+    assert picked(logits, [row]) == [1 if uniform < 0.5 else 3]
+
+
+def test_a_rows_text_does_not_depend_on_the_other_rows() -> None:
     source = random.Random(0)
-    logits = torch.randn(40, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 3
-    rows = [(random_plan(source), [source.randrange(VOCABULARY) for _ in range(9)]) for _ in range(39)]
-    rows.append((SamplingPlan(8), []))
-    together = pick_tokens(logits, [sampler(*row) for row in rows])
-    alone = [pick_tokens(logits[index : index + 1], [sampler(*row)])[0] for index, row in enumerate(rows)]
-    assert together == alone
+    rows = [(random_plan(source, logprobs=source.choice([None, 0, 4])), Text(source)) for _ in range(39)]
+    rows.append((SamplingPlan(8), Text(source)))
+    together = [text.sampler(plan) for plan, text in rows]
+    alone = [text.sampler(plan) for plan, text in rows]
+    for step in range(12):
+        logits = random_logits(len(rows), VOCABULARY, seed=step)
+        picks = pick_tokens(logits, together)
+        for index, row in enumerate(alone):
+            (pick,) = pick_tokens(logits[index : index + 1], [row])
+            assert pick.token_id == picks[index].token_id
+            row.note(pick.token_id)
+            together[index].note(pick.token_id)
 
 
-def test_greedy_rows_take_the_likeliest_token_after_the_penalty() -> None:
-    logits = torch.tensor([[1.0, 4.0, 3.0], [1.0, 4.0, 3.0], [-1.0, -4.0, -0.9]])
-    rows = [
-        sampler(SamplingPlan(1), []),
-        sampler(SamplingPlan(1, repetition_penalty=2.0), [1]),
-        sampler(SamplingPlan(1, repetition_penalty=2.0), [2]),
-    ]
-    assert pick_tokens(logits, rows) == [1, 2, 0]
+def test_picking_changes_nothing_so_that_a_failed_step_can_be_picked_again() -> None:
+    source = random.Random(1)
+    rows = [Text(source).sampler(random_plan(source)) for _ in range(10)]
+    logits = random_logits(10, VOCABULARY)
+    assert picked(logits, rows) == picked(logits, rows)
+
+
+def test_a_stream_keeps_step_with_the_text() -> None:
+    """A row that is made anew and told its text goes on as the first would have."""
+    plan = SamplingPlan(99, do_sample=True, seed=5)
+    row, logits, new = RowSampler(plan, 0, [1]), random_logits(20, VOCABULARY), []
+    for step in range(20):
+        again = RowSampler(plan, 0, [1])
+        for token_id in new:
+            again.note(token_id)
+        assert picked(logits[step : step + 1], [again]) == picked(logits[step : step + 1], [row])
+        new += picked(logits[step : step + 1], [row])
+        row.note(new[-1])
+    assert len(set(new)) > 10
 
 
 def test_copies_of_one_seed_have_streams_of_their_own() -> None:
     logits = torch.zeros(1, VOCABULARY)
     plan = SamplingPlan(1, do_sample=True, seed=3)
-    picks = [pick_tokens(logits, [RowSampler(plan, copy, [])])[0] for copy in range(8)]
-    assert len(set(picks)) > 4
-    assert picks == [pick_tokens(logits, [RowSampler(plan, copy, [])])[0] for copy in range(8)]
+    picks = [picked(logits, [RowSampler(plan, copy, [])]) for copy in range(8)]
+    assert len({pick for (pick,) in picks}) > 4
+    assert picks == [picked(logits, [RowSampler(plan, copy, [])]) for copy in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("seed", "uniform"), [(0, 0.8144335776159864), (1, 0.30931491118583454), (2**63 - 1, 0.844925057182553)]
+)
+def test_a_seed_gives_the_same_stream_after_a_restart(seed: int, uniform: float) -> None:
+    assert RowSampler(SamplingPlan(1, do_sample=True, seed=seed), 2, []).uniform == uniform
+
+
+def test_without_a_seed_texts_differ() -> None:
+    logits, plan = torch.zeros(1, VOCABULARY), SamplingPlan(1, do_sample=True)
+    assert len({picked(logits, [RowSampler(plan, 0, [])])[0] for _ in range(40)}) > 4
+
+
+# --- greedy rows, bans, and what cannot be ---------------------------------------------------------------------------
+
+
+def test_greedy_rows_take_the_likeliest_token_after_the_penalty() -> None:
+    logits = torch.tensor([[1.0, 4.0, 3.0], [1.0, 4.0, 3.0], [-1.0, -4.0, -0.9]])
+    rows = [
+        RowSampler(SamplingPlan(1), 0, []),
+        RowSampler(SamplingPlan(1, repetition_penalty=2.0), 0, [1]),
+        RowSampler(SamplingPlan(1, repetition_penalty=2.0), 0, [2]),
+    ]
+    assert picked(logits, rows) == [1, 2, 0]
+
+
+def test_greedy_rows_are_not_shaped() -> None:
+    plan = SamplingPlan(1, typical_p=0.2, top_p=0.1, temperature=0.5)
+    logits = random_logits(1, VOCABULARY)
+    assert picked(logits, [RowSampler(plan, 0, [])]) == [int(logits.argmax())]
+
+
+def test_the_end_may_come_after_the_shortest_length() -> None:
+    logits = torch.zeros(1, 5)
+    logits[0, 3] = 9.0
+    row = RowSampler(SamplingPlan(9, min_new_tokens=2), 0, [1], frozenset([3]))
+    found = []
+    for _ in range(3):
+        found += picked(logits, [row])
+        row.note(found[-1])
+    assert found == [0, 0, 3]
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_in_which_all_is_banned_ends_or_takes_the_likeliest(do_sample: bool, dtype: torch.dtype) -> None:
+    everything = tuple((token_id,) for token_id in range(6))
+    plan = SamplingPlan(9, do_sample=do_sample, bad_words_ids=everything, min_new_tokens=5, top_p=0.5, top_k=3, seed=1)
+    logits = torch.tensor([[0.0, 1, 2, 3, 4, 5]] * 4, dtype=dtype)
+    rows = [
+        RowSampler(plan, 0, [1], frozenset([4, 2])),
+        RowSampler(plan, 0, [1]),
+        RowSampler(plan, 0, [1], frozenset([600])),
+        RowSampler(SamplingPlan(9), 0, [1]),
+    ]
+    assert picked(logits, rows) == [2, 5, 5, 5]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_no_numbers_give_some_token(value: float) -> None:
+    source = random.Random(0)
+    rows = [Text(source).sampler(random_plan(source, logprobs=3)) for _ in range(30)] + [
+        RowSampler(SamplingPlan(1), 0, [])
+    ]
+    assert all(0 <= token_id < VOCABULARY for token_id in picked(torch.full((31, VOCABULARY), value), rows))
+    mixed = random_logits(31, VOCABULARY)
+    mixed[:, ::7] = value
+    assert all(0 <= token_id < VOCABULARY for token_id in picked(mixed, rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_are_worked_on_in_float32(dtype: torch.dtype) -> None:
+    source = random.Random(0)
+    logits = random_logits(30, VOCABULARY).to(dtype)
+    rows = [Text(source).sampler(random_plan(source)) for _ in range(30)]
+    assert picked(logits, rows) == picked(logits.float(), rows)
+
+
+def test_logits_may_be_a_slice() -> None:
+    source = random.Random(0)
+    rows = [Text(source).sampler(random_plan(source, logprobs=1)) for _ in range(5)]
+    block = random_logits(5, 3, VOCABULARY)
+    assert pick_tokens(block[:, -1], rows) == pick_tokens(block[:, -1].contiguous(), rows)
+
+
+# --- log probabilities -----------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_those_of_the_models_own_logits() -> None:
+    logits = random_logits(3, VOCABULARY)
+    wanted = logits.log_softmax(-1)
+    plan = SamplingPlan(8, do_sample=True, temperature=0.1, repetition_penalty=9.0, logit_bias=((4, 100.0),))
+    plans = [dataclasses.replace(plan, logprobs=3), dataclasses.replace(plan, num_return_sequences=2, best_of=4), plan]
+    picks = pick_tokens(logits, [RowSampler(each, 0, [1, 2]) for each in plans])
+    assert [pick.token_id for pick in picks] == [4, 4, 4]
+    for row, (pick, num_top) in enumerate(zip(picks[:2], (3, 0), strict=True)):
+        assert pick.logprobs is not None
+        assert pick.logprobs.token_id == 4
+        assert pick.logprobs.logprob == pytest.approx(wanted[row, 4].item())
+        values, ids = wanted[row].topk(num_top)
+        assert [token_id for token_id, _ in pick.logprobs.top] == ids.tolist()
+        assert [logprob for _, logprob in pick.logprobs.top] == pytest.approx(values.tolist())
+    assert picks[2] == Pick(4)
+
+
+def test_logprobs_of_a_greedy_row_leave_its_token_alone() -> None:
+    logits = random_logits(1, VOCABULARY)
+    (pick,) = pick_tokens(logits, [RowSampler(SamplingPlan(8, logprobs=1), 0, [])])
+    assert pick.logprobs is not None
+    assert pick.logprobs.top == ((pick.token_id, pick.logprobs.logprob),)
+
+
+def test_a_long_prompts_logprobs_are_worked_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, token_ids = random_logits(50, VOCABULARY), list(range(50))
+    whole = token_logprobs(logits, token_ids, 2)
+    monkeypatch.setattr(sampling, "MAX_LOGPROB_SCORES", 3 * VOCABULARY)
+    assert token_logprobs(logits, token_ids, 2) == whole
+    assert [each.token_id for each in whole] == token_ids
+
+
+def test_logprobs_at_the_borders() -> None:
+    logits = torch.zeros(2, 4)
+    half, nothing = token_logprobs(logits, [1, 9], 99)
+    assert half == TokenLogprobs(1, pytest.approx(-math.log(4)), half.top)
+    assert sorted(token_id for token_id, _ in half.top) == [0, 1, 2, 3]
+    assert nothing.logprob == -math.inf
+    assert token_logprobs(torch.zeros(0, 4), [], 5) == []

@@ -26,18 +26,30 @@ import hf_triton
 
 class TritonPythonModel(hf_triton.TritonPythonModel):
     def _start(self, settings, args):
+        import torch
+
         super()._start(settings, args)
-        engine = self._task._engine
-        forward = engine._forward
+        engine, rows = self._task._engine, []
 
-        def running(first, *others):
-            if settings.engine == "batch":
-                return first
-            rows = engine._rows if others[1] is engine._memory.cache else engine._rows_in_prefill()
-            return [row.job.sequence for row in rows]
+        def noted(work, of_work):
+            def do(*arguments):
+                rows[:] = of_work(*arguments)
+                try:
+                    return work(*arguments)
+                finally:
+                    rows.clear()
 
-        def faulty(*arguments):
-            lengths = {{sequence.plan.max_new_tokens for sequence in running(*arguments)}}
+            return do
+
+        if settings.engine == "batch":
+            engine._generate = noted(engine._generate, lambda part: part)
+        else:
+            engine._step = noted(engine._step, lambda: engine._rows)
+
+        def forward(module, inputs):
+            if type(module).__name__ != "LlamaForCausalLM":
+                return
+            lengths = {{row.job.sequence.plan.max_new_tokens for row in rows or engine._rows_in_prefill()}}
             if {FAILS} in lengths:
                 raise RuntimeError("boom at /secret/path.py")
             if {IS_FATAL} in lengths:
@@ -45,10 +57,8 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
                 raise RuntimeError("CUDA error: device-side assert triggered")
             if {IS_SLOW} in lengths:
                 time.sleep(0.2)
-            return forward(*arguments)
 
-        faulty.device = getattr(forward, "device", None)
-        engine._forward = faulty
+        torch.nn.modules.module.register_module_forward_pre_hook(forward)
 
     def _submit(self, call):
         if call.parameters().get("max_new_tokens") != {IS_DROPPED}:

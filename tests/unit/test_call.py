@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The owner of Triton's sender, beside a stand-in for Triton's module that dies of what kills the real server."""
 
+import gc
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +23,8 @@ class Sender:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.was_cancelled = False
+        self.is_broken = False
+        self.num_asked = 0
 
     def send(self, response: Any, flags: int) -> None:
         assert not self.sent, "a second answer"
@@ -29,12 +33,19 @@ class Sender:
 
     def is_cancelled(self) -> bool:
         assert not self.sent, "SIGSEGV: asked after the final answer"
+        self.num_asked += 1
+        if self.is_broken:
+            raise KeyboardInterrupt
         return self.was_cancelled
 
 
 class Request:
     def __init__(self) -> None:
         self.sender = Sender()
+        self.timeout_us = 0
+
+    def timeout(self) -> int:
+        return self.timeout_us
 
     def get_response_sender(self) -> Sender:
         return self.sender
@@ -56,9 +67,11 @@ def make_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Request], A
     )
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake)
     monkeypatch.delitem(sys.modules, "hf_triton._triton", raising=False)
-    from hf_triton._triton import Call
+    from hf_triton import _triton
 
-    yield Call
+    monkeypatch.setattr(_triton, "CANCEL_POLL_S", 0.001)
+    make: Any = _triton.Call
+    yield make
     sys.modules.pop("hf_triton._triton", None)
 
 
@@ -73,16 +86,96 @@ def test_only_the_first_answer_is_sent(make_call: Callable[[Request], Any]) -> N
     assert (name, list(array)) == ("text_output", [b"first"])
 
 
-@pytest.mark.parametrize("was_cancelled", [False, True])
-def test_after_the_answer_the_sender_is_not_asked_again(
-    make_call: Callable[[Request], Any], was_cancelled: bool
+def wait_until(is_true: Callable[[], bool]) -> None:
+    """Wait for what must come; one that does not ends the test by its timeout."""
+    while not is_true():
+        time.sleep(0.001)
+
+
+def test_a_cancel_becomes_known_while_the_call_is_open(make_call: Callable[[Request], Any]) -> None:
+    requests = [Request() for _ in range(3)]
+    calls = [make_call(request) for request in requests]
+    wait_until(lambda: all(request.sender.num_asked > 2 for request in requests))
+    assert not any(call.is_cancelled() for call in calls)
+    requests[1].sender.was_cancelled = True
+    wait_until(calls[1].is_cancelled)
+    assert [call.is_cancelled() for call in calls] == [False, True, False]
+    calls[1].refuse(CancelledError())
+    assert calls[1].is_cancelled()
+
+
+def test_whoever_asks_waits_for_no_round_trip(make_call: Callable[[Request], Any]) -> None:
+    request = Request()
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Slow(Sender):
+        def is_cancelled(self) -> bool:
+            asked.set()
+            assert go_on.wait(10)
+            return super().is_cancelled()
+
+    request.sender = Slow()
+    call = make_call(request)
+    assert asked.wait(10)
+    assert not call.is_cancelled()
+    go_on.set()
+
+
+def test_after_the_answer_the_sender_is_not_asked_again(make_call: Callable[[Request], Any]) -> None:
+    request, other = Request(), Request()
+    call, other_call = make_call(request), make_call(other)
+    wait_until(lambda: request.sender.num_asked > 0)
+    call.refuse(HfTritonError("internal", "x"))
+    num_asked, start = request.sender.num_asked, other.sender.num_asked
+    wait_until(lambda: other.sender.num_asked > start + 5)
+    assert request.sender.num_asked == num_asked
+    assert not call.is_cancelled()
+    del other_call
+
+
+def test_nobody_is_asked_while_no_call_is_open(make_call: Callable[[Request], Any]) -> None:
+    from hf_triton import _triton
+
+    for _ in range(3):
+        call = make_call(Request())
+        call.refuse(CancelledError())
+    wait_until(lambda: not _triton._cancel_watch._open)
+    request = Request()
+    call = make_call(request)  # and it wakes up again
+    wait_until(lambda: request.sender.num_asked > 0)
+    del call
+
+
+def test_watching_keeps_no_call_alive(make_call: Callable[[Request], Any]) -> None:
+    requests = [Request() for _ in range(20)]
+    calls = [make_call(request) for request in requests]
+    wait_until(lambda: all(request.sender.num_asked > 0 for request in requests))
+    gc.disable()  # the last reference lets go, not the collector
+    try:
+        del calls
+        wait_until(lambda: all(request.sender.sent for request in requests))
+    finally:
+        gc.enable()
+    assert {request.sender.sent[0].message.split(":")[0] for request in requests} == {"internal"}
+
+
+def test_a_sender_that_raises_ends_no_other_call_s_watching(make_call: Callable[[Request], Any]) -> None:
+    broken, sound = Request(), Request()
+    broken.sender.is_broken = True
+    calls = [make_call(broken), make_call(sound)]
+    wait_until(lambda: broken.sender.num_asked > 0 and sound.sender.num_asked > 3)
+    sound.sender.was_cancelled = True
+    wait_until(calls[1].is_cancelled)
+    assert broken.sender.num_asked == 1
+
+
+@pytest.mark.parametrize(("timeout_us", "expected"), [(0, None), (1_500_000, 1.5)])
+def test_the_request_s_own_timeout_is_in_seconds(
+    make_call: Callable[[Request], Any], timeout_us: int, expected: float | None
 ) -> None:
     request = Request()
-    request.sender.was_cancelled = was_cancelled
-    call = make_call(request)
-    assert call.is_cancelled() is was_cancelled
-    call.refuse(CancelledError())
-    assert call.is_cancelled() is was_cancelled
+    request.timeout_us = timeout_us
+    assert make_call(request).timeout_s() == expected
 
 
 def test_a_call_that_is_dropped_answers(make_call: Callable[[Request], Any]) -> None:
@@ -101,7 +194,7 @@ def test_many_threads_send_one_answer(make_call: Callable[[Request], Any]) -> No
 
         def race(call: Any = call, barrier: threading.Barrier = barrier) -> None:
             barrier.wait()
-            call.is_cancelled()
+            call.watch()
             call.refuse(HfTritonError("internal", "race"))
 
         threads = [threading.Thread(target=race) for _ in range(4)]

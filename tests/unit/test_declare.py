@@ -6,9 +6,19 @@ from typing import Annotated, Any, Literal
 
 import annotated_types
 import pytest
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
-from hf_triton.declare import allowed, parse_boolean, problems, suggest, table
+from hf_triton.declare import (
+    MAX_ENTRIES,
+    allowed,
+    parse_boolean,
+    problems,
+    read_numbered,
+    read_one_or_many,
+    read_texts,
+    suggest,
+    table,
+)
 from hf_triton.generation import GenerationParameters
 from hf_triton.settings import ModelSettings
 from hf_triton.wire import RequestOptions
@@ -30,6 +40,31 @@ class Declared(BaseModel):
     """Whether."""
     more: dict[str, Any] = {}
     """The rest."""
+    places: Annotated[
+        tuple[Annotated[int, annotated_types.Ge(0)], ...],
+        annotated_types.MinLen(1),
+        annotated_types.MaxLen(3),
+        BeforeValidator(read_one_or_many),
+    ] = (0,)
+    """Where."""
+    words: (
+        Annotated[
+            tuple[Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(5)], ...],
+            annotated_types.MaxLen(2),
+            BeforeValidator(read_texts),
+        ]
+        | None
+    ) = None
+    """What is said."""
+    weights: (
+        Annotated[
+            dict[int, Annotated[float, annotated_types.Le(1)]],
+            annotated_types.MaxLen(2),
+            BeforeValidator(read_numbered),
+        ]
+        | None
+    ) = None
+    """How heavy."""
 
     @model_validator(mode="after")
     def _check(self) -> "Declared":
@@ -45,6 +80,9 @@ ALLOWED = {
     "color": "one of `red`, `blue`",
     "flag": "true or false",
     "more": "a JSON object",
+    "places": "an integer >= 0 or a JSON array of 1 to 3 of them",
+    "words": "a text of 1 to 5 characters or a JSON array of up to 2 of them",
+    "weights": "a JSON object of up to 2 entries, each name an integer, each value a number <= 1",
 }
 
 
@@ -73,8 +111,16 @@ def test_allowed_says_type_and_range(name: str) -> None:
             {"name": 5, "more": []},
             ["name must be a text that is not empty, got 5", "more must be a JSON object, got []"],
         ),
+        (
+            {"name": "x", "places": [-1, "a", 2.5], "words": ["a"] * (MAX_ENTRIES + 1)},
+            [
+                f"places must be {ALLOWED['places']}, got -1",
+                f"words must be {ALLOWED['words']}, got {str(['a'] * 99)[:57]}...",
+            ],
+        ),
+        ({"name": "x", "weights": {"x": 2}}, [f"weights must be {ALLOWED['weights']}, got 'x'"]),
     ],
-    ids=["range", "type", "open range", "empty", "choice", "missing", "together", "two"],
+    ids=["range", "type", "open range", "empty", "choice", "missing", "together", "two", "entries", "entry"],
 )
 def test_each_problem_is_one_sentence(values: dict[str, object], expected: list[str]) -> None:
     assert sentences(**values) == expected
@@ -107,6 +153,27 @@ def test_booleans_have_many_spellings(text: str, value: bool) -> None:
 @pytest.mark.parametrize("text", ["", "on", "tru", "2"])
 def test_what_is_no_boolean_is_left_to_be_refused(text: str) -> None:
     assert parse_boolean(text) == text
+
+
+@pytest.mark.parametrize(
+    ("read", "value", "expected"),
+    [
+        (read_one_or_many, 5, (5,)),
+        (read_one_or_many, "[5, 6]", (5, 6)),
+        (read_one_or_many, "x", ("x",)),
+        (read_one_or_many, [5], (5,)),
+        (read_texts, "5", ("5",)),
+        (read_texts, '["5"]', ("5",)),
+        (read_texts, "[5", ("[5",)),
+        (read_numbered, '{"5": 6}', {5: 6}),
+        (read_numbered, {"5": 6, 7: 8}, {5: 6, 7: 8}),
+        (read_numbered, {"05": 6, "-1": 2, "\u0665": 3, "9" * 5000: 1}, {"05": 6, "-1": 2, "\u0665": 3, "9" * 5000: 1}),
+        (read_numbered, "5", 5),
+        (read_numbered, "{", "{"),
+    ],
+)
+def test_arrays_and_objects_are_read_from_json_too(read: Any, value: object, expected: object) -> None:
+    assert read(value) == expected
 
 
 def test_the_table_has_a_row_for_each_field() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation parameters: names, aliases, ranges, and how layers of them become one plan."""
 
-import inspect
+import dataclasses
 
 import pytest
 
@@ -12,8 +12,11 @@ from hf_triton.generation import (
     NEUTRAL,
     GenerationParameters,
     SamplingPlan,
+    TaskPlan,
+    check_token_ids,
     parse_parameters,
     settle,
+    settle_task,
 )
 
 BORDERS: dict[str, tuple[list[object], list[object]]] = {
@@ -25,6 +28,36 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
     "seed": ([0, 2**63 - 1], [-1, 2**63, 0.5, "1", True]),
     "repetition_penalty": ([0.01, 1, 100], [0, 0.009, 100.1, float("inf"), "1"]),
     "num_return_sequences": ([1, 64], [0, 65, 2.0, "2", True]),
+    "min_new_tokens": ([0, 1, 1_048_576], [-1, 1_048_577, 1.0, "1", True]),
+    "min_p": ([0, 0.5, 1, 1.0], [-0.1, 1.01, float("nan"), "1"]),
+    "typical_p": ([1e-9, 1.0], [0, 1.01, float("nan"), "1"]),
+    "presence_penalty": ([-2, 0, 2.0], [-2.01, 2.01, float("nan"), "1"]),
+    "frequency_penalty": ([-2, 0, 2.0], [-2.01, 2.01, float("inf"), "1"]),
+    "no_repeat_ngram_size": ([0, 1, 128], [-1, 129, 1.0, "1", True]),
+    "bad_words": (
+        [("a",), ("x" * 1000, "[b"), (), ("a",) * 1024],
+        [5, "", ("a", ""), ("a", 5), "x" * 1001, {}, ("a",) * 1025],
+    ),
+    "logit_bias": (
+        [{}, {0: 100}, {50256: -100.0, 2**31 - 1: 0.5}],
+        [
+            {-1: 1},
+            {1: 100.1},
+            {1: "1"},
+            {1: float("nan")},
+            {"a": 1},
+            {"01": 1},
+            {2**31: 1},
+            dict.fromkeys(range(1025), 1),
+            5,
+        ],
+    ),
+    "stop_strings": ([("a",), ("x" * 1000, " "), (), ("a",) * 16], [5, "", ("a", ""), ("a", None), ("a",) * 17, True]),
+    "ignore_eos": ([True, False], [0, 1, "true"]),
+    "eos_token_id": ([(0,), (1, 2**31 - 1)], [-1, 2**31, 1.0, "a", True, (), [1, "1"], {}, (1,) * 65]),
+    "best_of": ([1, 64], [0, 65, 2.0, "2", True]),
+    "max_time": ([0.001, 1, 86_400], [0, -1, 86_400.1, float("nan"), float("inf"), "1", True]),
+    "queue_priority": ([-100, 0, 100], [-101, 101, 1.0, "1", True]),
 }
 TOKENS = GenerationParameters(max_new_tokens=8)
 
@@ -54,8 +87,9 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> No
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_an_alias_is_the_parameter(alias: str, name: str) -> None:
-    assert parse_parameters({alias: 2}) == parse_parameters({name: 2})
-    assert refusal(**{alias: "2"}).sentence.startswith(f"{name} must be ")
+    value = BORDERS[name][0][0]
+    assert parse_parameters({alias: value}) == parse_parameters({name: value})
+    assert refusal(**{alias: ""}).sentence.startswith(f"{name} must be ")
 
 
 def test_a_parameter_may_be_said_once() -> None:
@@ -68,7 +102,7 @@ def test_a_parameter_may_be_said_once() -> None:
     [
         ("max_token", "did you mean 'max_tokens'?"),
         ("topk", "did you mean 'top_k'?"),
-        ("zzz", "; known are do_sample, "),
+        ("zzz", "; known are bad_words, "),
     ],
 )
 def test_an_unknown_name_comes_with_a_hint(name: str, hint: str) -> None:
@@ -78,9 +112,68 @@ def test_an_unknown_name_comes_with_a_hint(name: str, hint: str) -> None:
     assert hint in error.sentence
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("stop_strings", "a", ("a",)),
+        ("stop_strings", ["a", "b"], ("a", "b")),
+        ("stop_strings", '["a", "\\u00e9"]', ("a", "é")),
+        ("stop_strings", ' [ "a" ] ', ("a",)),
+        ("stop_strings", "[]", ()),
+        ("stop_strings", "[INST]", ("[INST]",)),
+        ("stop_strings", '["a"', ('["a"',)),
+        ("stop_strings", '"a"', ('"a"',)),
+        ("stop_strings", '{"a": 1}', ('{"a": 1}',)),
+        ("stop_strings", "5", ("5",)),
+        ("stop_strings", "[" * 1000, ("[" * 1000,)),
+        ("bad_words", '["a"]', ("a",)),
+        ("logit_bias", '{"50256": -100, "0": 0.5}', {50256: -100.0, 0: 0.5}),
+        ("logit_bias", {"50256": -100}, {50256: -100.0}),
+        ("eos_token_id", 5, (5,)),
+        ("eos_token_id", [5, 6], (5, 6)),
+        ("eos_token_id", "5", (5,)),
+        ("eos_token_id", "[5, 6]", (5, 6)),
+    ],
+    ids=str,
+)
+def test_arrays_and_objects_come_as_they_are_or_as_json_text(name: str, value: object, expected: object) -> None:
+    assert getattr(parse_parameters({name: value}), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("stop_strings", "[1]", "1"),
+        ("stop_strings", '["a", ""]', "''"),
+        ("stop_strings", "[[]]", "[]"),
+        ("logit_bias", "[]", "[]"),
+        ("logit_bias", '{"1": 101}', "101"),
+        ("logit_bias", '{"1": NaN}', "nan"),
+        ("logit_bias", '{"+1": 1}', "'+1'"),
+        ("logit_bias", '{"\u0661": 1}', "'\u0661'"),
+        ("logit_bias", "{" * 100_000, "'{{{"),
+        ("eos_token_id", "[1.5]", "1.5"),
+        ("eos_token_id", "[true]", "True"),
+    ],
+)
+def test_a_json_text_that_does_not_fit_is_refused_with_the_part_that_does_not(
+    name: str, value: object, shown: str
+) -> None:
+    sentence = refusal(**{name: value}).sentence
+    assert sentence.startswith(f"{name} must be ")
+    assert f", got {shown}" in sentence
+    assert sentence.count(" must be ") == 1
+
+
+def test_too_many_entries_are_refused_as_a_whole_and_not_each() -> None:
+    """Pydantic would word millions of errors, for half a minute."""
+    assert ", got ['', ''" in refusal(stop=[""] * 1025).sentence
+    assert ", got {'0x': 1, " in refusal(logit_bias={f"{number}x": 1 for number in range(1025)}).sentence
+
+
 def test_an_unknown_name_is_shown_short_and_on_one_line() -> None:
     assert "\n" not in str(refusal(**{"a\nb": 1}))
-    assert len(str(refusal(**{"a" * 10_000: 1}))) < 400
+    assert len(str(refusal(**{"a" * 10_000: 1}))) < 600
 
 
 def test_all_mistakes_are_told_at_once() -> None:
@@ -93,6 +186,9 @@ def test_all_mistakes_are_told_at_once() -> None:
         {"do_sample": False, "temperature": 0.7},
         {"do_sample": False, "top_p": 0.9},
         {"do_sample": False, "top_k": 50},
+        {"do_sample": False, "min_p": 0.1},
+        {"do_sample": False, "typical_p": 0.9},
+        {"ignore_eos": True, "eos_token_id": 5},
         {"do_sample": True, "temperature": 0},
     ],
     ids=str,
@@ -102,7 +198,17 @@ def test_contradictions_are_refused(values: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"temperature": 0}, {"temperature": 1.0}, {"top_p": 1.0}, {"top_k": 0}, {"top_k": -1}], ids=str
+    "values",
+    [
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"top_p": 1.0},
+        {"top_k": 0},
+        {"top_k": -1},
+        {"min_p": 0},
+        {"typical_p": 1},
+    ],
+    ids=str,
 )
 def test_greedy_may_be_said_with_values_that_change_nothing(values: dict[str, object]) -> None:
     assert settle(parse_parameters({"do_sample": False, **values}), TOKENS) == SamplingPlan(8)
@@ -119,6 +225,9 @@ def test_greedy_may_be_said_with_values_that_change_nothing(values: dict[str, ob
         ({"temperature": 0, "top_p": 0.5}, False),
         ({"top_p": 0.5}, True),
         ({"top_k": 5}, True),
+        ({"min_p": 0.1}, True),
+        ({"typical_p": 0.9}, True),
+        ({"presence_penalty": 1, "logit_bias": {1: 1}, "best_of": 2}, None),
         ({"do_sample": False}, False),
     ],
     ids=str,
@@ -172,5 +281,117 @@ def test_a_penalty_is_kept_without_sampling() -> None:
     assert settle(GenerationParameters(repetition_penalty=1.2), TOKENS).repetition_penalty == 1.2
 
 
-def test_a_plan_has_a_place_for_every_parameter() -> None:
-    assert set(inspect.signature(SamplingPlan).parameters) == set(GenerationParameters.model_fields)
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"min_new_tokens": 9, "max_new_tokens": 8},
+            "min_new_tokens 9 is more than max_new_tokens 8: lower one or raise the other",
+        ),
+        (
+            {"best_of": 2, "num_return_sequences": 3},
+            "best_of 2 is less than num_return_sequences 3: raise one or lower the other",
+        ),
+    ],
+)
+def test_counts_that_contradict_each_other_are_refused(values: dict[str, object], sentence: str) -> None:
+    assert refusal(**values).sentence == sentence
+
+
+def test_counts_of_two_layers_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(RequestError, match="min_new_tokens 9 is more than max_new_tokens 8"):
+        settle(GenerationParameters(min_new_tokens=9), TOKENS)
+    with pytest.raises(RequestError, match="best_of 2 is less than num_return_sequences 3"):
+        settle(parse_parameters({"n": 3, "top_p": 0.9}), GenerationParameters(best_of=2), TOKENS)
+
+
+def test_a_shortest_length_that_the_request_did_not_ask_for_refuses_nothing() -> None:
+    plan = settle(GenerationParameters(max_new_tokens=4), GenerationParameters(min_new_tokens=9), TOKENS)
+    assert (plan.min_new_tokens, plan.max_new_tokens) == (9, 4)
+
+
+def test_best_of_needs_sampling() -> None:
+    with pytest.raises(RequestError, match="best_of 3 would give 3 equal texts"):
+        settle(GenerationParameters(best_of=3), TOKENS)
+    plan = settle(GenerationParameters(best_of=3, min_p=0.1), TOKENS)
+    assert (plan.best_of, plan.num_return_sequences, plan.num_rows, plan.num_top_logprobs) == (3, 1, 3, 0)
+
+
+def test_a_greedy_request_is_not_shaped_by_its_folder() -> None:
+    folder = GenerationParameters(min_p=0.1, typical_p=0.9)
+    assert settle(GenerationParameters(do_sample=False), folder, TOKENS) == SamplingPlan(8)
+    plan = settle(GenerationParameters(), folder, TOKENS)
+    assert (plan.do_sample, plan.min_p, plan.typical_p) == (True, 0.1, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("request_says", "folder_says", "expected"),
+    [
+        ({}, {}, None),
+        ({"ignore_eos": True}, {}, frozenset()),
+        ({"ignore_eos": False}, {}, None),
+        ({"eos_token_id": [5, 6, 5]}, {}, frozenset([5, 6])),
+        ({"eos_token_id": 5}, {"ignore_eos": True}, frozenset([5])),
+        ({"eos_token_id": 5}, {"eos_token_id": 6}, frozenset([5])),
+        ({"ignore_eos": True}, {"eos_token_id": 5}, frozenset()),
+        ({"ignore_eos": False}, {"eos_token_id": 5}, frozenset([5])),
+        ({"ignore_eos": False}, {"ignore_eos": True}, None),
+    ],
+    ids=str,
+)
+def test_who_says_what_ends_a_text(
+    request_says: dict[str, object], folder_says: dict[str, object], expected: frozenset[int] | None
+) -> None:
+    assert settle(parse_parameters(request_says), parse_parameters(folder_says), TOKENS).eos_ids == expected
+
+
+def test_biases_become_pairs() -> None:
+    plan = settle(parse_parameters({"logit_bias": {"5": 1, "7": -2.5}}), TOKENS)
+    assert plan.logit_bias == ((5, 1.0), (7, -2.5))
+
+
+def test_what_is_left_to_the_task() -> None:
+    request = parse_parameters({"stop": "\n", "bad_words": [], "max_time": 2})
+    folder = parse_parameters({"stop": "x", "bad_words": ["y"], "queue_priority": -3})
+    assert settle_task(request, folder, TOKENS) == TaskPlan(("\n",), (), 2.0, -3)
+    assert settle_task(TOKENS) == TaskPlan()
+
+
+def test_tokens_beyond_the_vocabulary_are_refused() -> None:
+    biased = settle(GenerationParameters(logit_bias={9: 1.0, 10: 1.0}), TOKENS)
+    ended = settle(GenerationParameters(eos_token_id=(10,)), TOKENS)
+    for plan, name in ((biased, "logit_bias"), (ended, "eos_token_id")):
+        check_token_ids(plan, 11)
+        with pytest.raises(RequestError) as caught:
+            check_token_ids(plan, 10)
+        assert caught.value.sentence == f"{name} names the token 10, and the model's token ids are below 10"
+    check_token_ids(settle(TOKENS), 1)
+
+
+def test_every_parameter_has_its_place_in_a_plan() -> None:
+    places = {field.name for plan in (SamplingPlan, TaskPlan) for field in dataclasses.fields(plan)}
+    renamed = {"eos_token_id": "eos_ids", "ignore_eos": "eos_ids", "max_time": "max_time_s"}
+    wanted = {renamed.get(name, name) for name in GenerationParameters.model_fields}
+    assert places - wanted == {"bad_words_ids", "logprobs", "prompt_logprobs"}
+    assert wanted <= places
+
+
+@pytest.mark.parametrize("name", GenerationParameters.model_fields)
+def test_every_parameter_reaches_its_plan(name: str) -> None:
+    others: dict[str, object] = {"temperature": 1.0} if name != "do_sample" else {}
+    values = {"max_new_tokens": 8, **others, name: BORDERS[name][0][-1 if name != "ignore_eos" else 0]}
+    if name in SAME_AS_UNSAID:
+        values[name] = SAME_AS_UNSAID[name]
+    plain = parse_parameters({"max_new_tokens": 8, **others})
+    given = parse_parameters(values)
+    assert (settle(given), settle_task(given)) != (settle(plain), settle_task(plain))
+
+
+SAME_AS_UNSAID: dict[str, object] = {
+    "do_sample": True,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "typical_p": 0.5,
+    "min_new_tokens": 8,
+}
+"""Where the last value in range is what an unsaid parameter means, or needs others beside it: another one."""

@@ -58,6 +58,7 @@ def test_every_setting_can_come_from_the_environment(name: str) -> None:
         "dtype": "auto",
         "engine": "auto",
         "attn_implementation": "sdpa",
+        "decoding": "eager",
     }
     field = ModelSettings.model_fields[name]
     text = examples.get(name) or {bool: "true", dict[str, Any]: "{}"}.get(field.annotation, "7")

@@ -150,7 +150,7 @@ def test_prompt_and_continuation_read_as_one_text(kind: str) -> None:
 def test_the_space_between_prompt_and_continuation_is_kept(kind: str) -> None:
     codec = codec_of(kind)
     new_ids = raw_ids(kind, "the sea")
-    assert codec.completion(new_ids) == "the sea"
+    assert codec.continuation([], new_ids) == "the sea"
     assert codec.continuation(codec.encode("It goes to", 0), new_ids) == " the sea"
 
 
@@ -172,7 +172,7 @@ def test_special_tokens_are_not_text(kind: str) -> None:
     prompt_ids = codec.encode("The river", 0)
     new_ids = raw_ids(kind, " goes")
     assert codec.continuation(prompt_ids, [0, *new_ids, 1]) == codec.continuation(prompt_ids, new_ids)
-    assert codec.completion([0, *new_ids, 1]) == codec.completion(new_ids)
+    assert codec.continuation([], [0, *new_ids, 1]) == codec.continuation([], new_ids)
 
 
 @pytest.mark.parametrize("prompt", ["The river", "世", "🙂", "", "ends in a space "], ids=ascii)
@@ -210,7 +210,7 @@ def test_a_whole_character_survives_a_cut_one_behind_it(kind: str) -> None:
 @pytest.mark.parametrize("kind", WITH_BYTES)
 def test_a_prompt_comes_back_byte_for_byte(kind: str, text: str) -> None:
     codec = codec_of(kind)
-    assert codec.completion(codec.encode(text, 0)) == text
+    assert codec.continuation([], codec.encode(text, 0)) == text
 
 
 @pytest.mark.parametrize(
@@ -242,4 +242,35 @@ def test_padding_and_truncation_saved_with_a_tokenizer_do_nothing_from_any_threa
     codec = TextCodec(build(tokenizer_object=tokenizer, eos_token=EOS), 400)
     texts = [f"{number} {text}" for number in range(40) for text in TEXTS]
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda text: codec.completion(codec.encode(text, 0)), texts)) == texts
+        assert list(pool.map(lambda text: codec.continuation([], codec.encode(text, 0)), texts)) == texts
+
+
+# --- bad words -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_word_is_spelled_behind_a_space_and_without_one(kind: str) -> None:
+    codec = codec_of(kind)
+    spellings = codec.encode_bad_words(("river",))
+    for written in ("river", "the river", "the old river"):
+        ids = tuple(raw_ids(kind, written))
+        assert any(ids[-len(spelling) :] == spelling for spelling in spellings), written
+    assert all(spelling and "river" in codec.decode(list(spelling)) for spelling in spellings)
+
+
+def test_spellings_that_others_cover_are_left_out() -> None:
+    codec = codec_of("metaspace")
+    assert codec.encode_bad_words(("the", "the", " the")) == (tuple(raw_ids("metaspace", "the")),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"), [("metaspace", "\u4e01"), ("wordpiece", "\u4e01"), ("byte_level", "")], ids=ascii
+)
+def test_a_bad_word_that_the_tokenizer_cannot_write_is_refused(kind: str, word: str) -> None:
+    with pytest.raises(RequestError, match=r"invalid_parameter: bad_words holds .* no tokens for"):
+        codec_of(kind).encode_bad_words(("the", word))
+
+
+def test_a_bad_word_with_tokens_beyond_the_model_is_refused() -> None:
+    with pytest.raises(RequestError, match="no tokens for"):
+        TextCodec(tokenizer_of("byte_level"), 3).encode_bad_words(("the",))

@@ -79,13 +79,27 @@ def test_parameters_as_inputs_are_optional_and_typed() -> None:
     assert types == {
         "exclude_input_in_output": "TYPE_BOOL",
         "max_new_tokens": "TYPE_INT64",
+        "min_new_tokens": "TYPE_INT64",
         "do_sample": "TYPE_BOOL",
         "temperature": "TYPE_FP32",
         "top_p": "TYPE_FP32",
         "top_k": "TYPE_INT64",
+        "min_p": "TYPE_FP32",
+        "typical_p": "TYPE_FP32",
         "seed": "TYPE_INT64",
         "repetition_penalty": "TYPE_FP32",
+        "presence_penalty": "TYPE_FP32",
+        "frequency_penalty": "TYPE_FP32",
+        "no_repeat_ngram_size": "TYPE_INT64",
+        "bad_words": "TYPE_STRING",
+        "logit_bias": "TYPE_STRING",
+        "stop_strings": "TYPE_STRING",
+        "ignore_eos": "TYPE_BOOL",
+        "eos_token_id": "TYPE_STRING",
         "num_return_sequences": "TYPE_INT64",
+        "best_of": "TYPE_INT64",
+        "max_time": "TYPE_FP32",
+        "queue_priority": "TYPE_INT64",
     }
     assert all(each["optional"] and each["dims"] == [1] for each in inputs if each["name"] != PROMPT)
 
@@ -99,7 +113,8 @@ def test_what_is_added_passes_the_check(max_batch_size: int, parameters_as_input
 
 @pytest.mark.parametrize("name", ALIASES)
 def test_an_input_may_have_an_aliases_name(name: str) -> None:
-    check_config(config(port(PROMPT), port(name, "TYPE_INT32"), outputs=[port(TEXT), port(TEXT_OLD)]))
+    data_type = "TYPE_STRING" if ALIASES[name] == "stop_strings" else "TYPE_INT32"
+    check_config(config(port(PROMPT), port(name, data_type), outputs=[port(TEXT), port(TEXT_OLD)]))
 
 
 REFUSED_CONFIGS = {
@@ -111,6 +126,10 @@ REFUSED_CONFIGS = {
     "a prompt of numbers": (
         config(port(PROMPT, "TYPE_INT32")),
         "declares text_input as TYPE_INT32; it must be TYPE_ST",
+    ),
+    "a bias of numbers": (
+        config(port("logit_bias", "TYPE_FP32")),
+        "config.pbtxt declares logit_bias as TYPE_FP32; it must be TYPE_STRING",
     ),
     "a temperature as text": (
         config(port("temperature")),
@@ -187,6 +206,26 @@ def test_whole_numbers_come_in_any_width(kind: Any) -> None:
     assert parse_tensors(1, max_new_tokens=np.array([7], kind)).parameters[0].max_new_tokens == 7
 
 
+def test_a_tensor_of_texts_holds_arrays_and_objects_as_json_or_one_plain_text() -> None:
+    request = parse_tensors(
+        2,
+        stop=texts(b'["a", "b"]', "☕".encode()),
+        logit_bias=texts(b'{"50256": -100}'),
+        eos_token_id=texts(b"[5, 6]", b"7", shape=(2, 1)),
+        bad_words=texts(b"x"),
+    )
+    first, second = request.parameters
+    assert (first.stop_strings, second.stop_strings) == (("a", "b"), ("☕",))
+    assert first.logit_bias == second.logit_bias == {50256: -100.0}
+    assert (first.eos_token_id, second.eos_token_id) == ((5, 6), (7,))
+    assert first.bad_words == second.bad_words == ("x",)
+
+
+def test_arrays_and_objects_are_parameters_as_they_are_or_as_json() -> None:
+    declared = parse(b"x", stop=["a", "b"], logit_bias={"5": 1}, eos_token_id=[5])
+    assert declared == parse(b"x", stop='["a", "b"]', logit_bias='{"5": 1}', eos_token_id="5")
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
     "no prompt": ({}, {}, "invalid_input: text_input is missing"),
     "an empty prompt tensor": (
@@ -233,6 +272,17 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
         {PROMPT: texts(b"x"), "seed": np.array([1])},
         {"seed": 1},
         "invalid_parameter: seed is given twice, as an input and as a parameter: leave one out",
+    ),
+    "a text that is not UTF-8": (
+        {PROMPT: texts(b"x"), "stop": texts(b"a\xff")},
+        {},
+        "invalid_parameter: stop is not valid UTF-8: byte 0xff at offset 1",
+    ),
+    "an array in which one does not fit": (
+        {PROMPT: texts(b"x", b"y"), "eos_token_id": texts(b"[1]", b"[1, -2]")},
+        {},
+        "invalid_parameter: eos_token_id must be an integer >= 0 and <= 2147483647 or a JSON array of 1 to 64 of them, "
+        "got -2 (row 1)",
     ),
     "a tensor and an alias": (
         {PROMPT: texts(b"x"), "max_new_tokens": np.array([1])},

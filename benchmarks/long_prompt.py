@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What running texts notice of a long prompt: `python benchmarks/long_prompt.py`.
+
+Four texts of 300 tokens are being written when a prompt of 8,000 tokens arrives. It is read in one piece, and in the
+engine's pieces, in the same run, and the gaps between two tokens of a running text are measured. Wall time, which a
+busy machine disturbs, but for `cpu`. The model is that of `engine.py`.
+
+    longest  the longest gap between two tokens of a running text, seconds
+    cpu      the longest gap in CPU seconds of the engine's thread
+    reading  the median gap from the prompt's arrival to its first token; none where no text got a token meanwhile
+    median   the median gap of the whole run
+    first    from the prompt's arrival to its first token, seconds
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import random
+import statistics
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import torch
+import transformers
+from engine import VOCABULARY, build_model
+
+from hf_triton.engine import prefill
+from hf_triton.engine.interface import Outcome, Sequence
+from hf_triton.engine.rolling import RollingEngine
+from hf_triton.errors import HfTritonError
+from hf_triton.generation import SamplingPlan
+
+NUM_ROWS = 4
+NUM_TOKENS = 300
+NUM_TOKENS_BEFORE = 50
+"""Of each running text, when the long prompt arrives."""
+PROMPT_TOKENS = 8000
+WAIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run's."""
+
+    piece_tokens: int
+    longest_s: float
+    longest_cpu_s: float
+    reading_s: float | None
+    median_s: float
+    first_s: float
+
+
+class Text:
+    """A text being written, and when its tokens came."""
+
+    def __init__(self, prompt: list[int], max_new_tokens: int) -> None:
+        self.times_s: list[float] = []
+        self.cpu_times_s: list[float] = []
+        self._came = threading.Condition()
+        self._outcome: Outcome | None = None
+        self.sequence = Sequence(prompt, SamplingPlan(max_new_tokens), self._finish, on_token=self._note)
+
+    def _note(self, _copy: int, _token_id: int) -> bool:
+        with self._came:
+            self.times_s.append(time.perf_counter())
+            self.cpu_times_s.append(time.thread_time())
+            self._came.notify()
+        return False
+
+    def _finish(self, outcome: Outcome) -> None:
+        with self._came:
+            self._outcome = outcome
+            self._came.notify()
+
+    def wait_for(self, num_tokens: int) -> None:
+        """Return when it has so many tokens.
+
+        Raises:
+            HfTritonError: It was refused.
+        """
+        with self._came:
+            if not self._came.wait_for(lambda: len(self.times_s) >= num_tokens or self._outcome is not None, WAIT_S):
+                raise TimeoutError(f"no token {num_tokens} within {WAIT_S:.0f} s")
+        if isinstance(self._outcome, HfTritonError):
+            raise self._outcome
+
+
+def random_prompt(source: random.Random, length: int) -> list[int]:
+    return [source.randrange(VOCABULARY) for _ in range(length)]
+
+
+def measure(model: transformers.PreTrainedModel, piece_tokens: int) -> Figures:
+    source = random.Random(0)
+    texts = [Text(random_prompt(source, 32), NUM_TOKENS) for _ in range(NUM_ROWS)]
+    late = Text(random_prompt(source, PROMPT_TOKENS), 8)
+    prefill.PIECE_TOKENS = piece_tokens  # type: ignore[misc]
+    engine = RollingEngine(model, max_rows=NUM_ROWS + 1)
+    try:
+        engine.submit([text.sequence for text in texts])
+        for text in texts:
+            text.wait_for(NUM_TOKENS_BEFORE)
+        arrived_s = time.perf_counter()
+        engine.submit([late.sequence])
+        late.wait_for(1)
+        for text in texts:
+            text.wait_for(NUM_TOKENS)
+    finally:
+        engine.close()
+    first_s = late.times_s[0]
+    pairs = [pair for text in texts for pair in itertools.pairwise(text.times_s)]
+    gaps = [after - before for before, after in pairs]
+    cpu_gaps = [after - before for text in texts for before, after in itertools.pairwise(text.cpu_times_s)]
+    reading = [after - before for before, after in pairs if arrived_s < after < first_s]
+    return Figures(
+        piece_tokens,
+        longest_s=max(gaps),
+        longest_cpu_s=max(cpu_gaps),
+        reading_s=statistics.median(reading) if reading else None,
+        median_s=statistics.median(gaps),
+        first_s=first_s - arrived_s,
+    )
+
+
+@click.command()
+@click.option("--threads", default=1, show_default=True, help="Threads that torch computes with.")
+@click.option("--out", type=click.Path(path_type=Path), help="Where to write all figures as JSON.")
+def main(threads: int, out: Path | None) -> None:
+    """Measure, and print a table."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(threads)
+    model = build_model(context_length=PROMPT_TOKENS + 1000)
+    in_pieces = prefill.PIECE_TOKENS
+    rows = [measure(model, piece_tokens) for piece_tokens in (PROMPT_TOKENS, in_pieces)]
+    print(f"{'piece':>6}{'longest':>10}{'cpu':>10}{'reading':>10}{'median':>10}{'first':>10}   (tokens; seconds)")
+    for row in rows:
+        reading = "none" if row.reading_s is None else f"{row.reading_s:.3f}"
+        print(
+            f"{row.piece_tokens:>6}{row.longest_s:>10.3f}{row.longest_cpu_s:>10.3f}{reading:>10}"
+            f"{row.median_s:>10.3f}{row.first_s:>10.2f}"
+        )
+    if out is not None:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cpu": platform.processor()}
+        figures = {"versions": versions, "threads": threads, "rows": [asdict(row) for row in rows]}
+        out.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens of key/value memory an engine may hold: a number that was set, or a part of what its device has free.
+
+Nothing is reserved in advance, so that several models on one device share what there is. Knows no rows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch
+
+CUDA_FRACTION: Final = 0.9
+HOST_FRACTION: Final = 0.8
+"""The part of the memory that keys and values may take. The rest is for a step's own tensors; the machine's own memory
+is also everybody else's, and whoever takes too much of it is killed."""
+READ_INTERVAL_S: Final = 0.1
+"""How long a reading of the free memory holds. One of the machine's takes 0.3 ms."""
+
+
+class TokenBudget:
+    """How many tokens of keys and values may be held.
+
+    Args:
+        device: Where they live. What is no CUDA device is taken to share the machine's memory.
+        bytes_per_token: Keys and values of one token in all layers, at least 1.
+        max_tokens: A fixed answer, at least 1; None to go by the memory that is free.
+        read_free_bytes: Tells how many bytes are free; None: `free_bytes` of the device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        bytes_per_token: int,
+        max_tokens: int | None,
+        read_free_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        self._bytes_per_token = bytes_per_token
+        self._max_tokens = max_tokens
+        self._fraction = CUDA_FRACTION if device.type == "cuda" else HOST_FRACTION
+        self._read_free_bytes = read_free_bytes or (lambda: free_bytes(device))
+        self._allowed = self._allowed_next_to(0) if max_tokens is None else max_tokens
+        self._most = self._allowed
+        self._next_read_s = 0.0
+
+    def tokens(self, held: int) -> int:
+        """Tokens that may be held in all now.
+
+        A fraction of what is held and what is free, taken together: of what is free alone, one would take part after
+        part until nothing is left. It is below `held` when others have taken the memory since.
+
+        Args:
+            held: Tokens that are held already.
+        """
+        now = time.monotonic()
+        if self._max_tokens is None and now >= self._next_read_s:
+            self._allowed = self._allowed_next_to(held)
+            self._next_read_s = now + READ_INTERVAL_S
+        return self._allowed
+
+    def most(self) -> int:
+        """The most tokens that could ever be held: `max_tokens`, or what was free when this object was made."""
+        return self._most
+
+    def words(self, tokens: int) -> str:
+        """So many tokens and their size, for a message: "1,234 tokens (1.2 GiB)"."""
+        size, unit = float(tokens * self._bytes_per_token), "bytes"
+        for larger in ("KiB", "MiB", "GiB", "TiB"):
+            if size < 1024:
+                break
+            size, unit = size / 1024, larger
+        return f"{tokens:,} tokens ({size:.{0 if unit == 'bytes' else 1}f} {unit})"
+
+    def _allowed_next_to(self, held: int) -> int:
+        total_bytes = held * self._bytes_per_token + self._read_free_bytes()
+        return int(total_bytes * self._fraction) // self._bytes_per_token
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process can still allocate on a device."""
+    if device.type != "cuda":
+        return host_free_bytes()
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def host_free_bytes(proc: Path = Path("/proc")) -> int:
+    """Bytes of the machine's memory that this process can still allocate, swap not counted.
+
+    The smaller of what the kernel calls available and what each of the process's control groups leaves: a container's
+    limit is not in /proc/meminfo. Where neither can be read (macOS), all of the machine's memory.
+
+    Args:
+        proc: The process file system, see proc(5).
+    """
+    free = [*_available_bytes(proc), *_left_by_groups(proc)]
+    return max(0, min(free)) if free else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _available_bytes(proc: Path) -> Iterator[int]:
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(proc / "meminfo"), re.MULTILINE)
+    if found:
+        yield int(found[1]) * 1024
+
+
+def _left_by_groups(proc: Path) -> Iterator[int]:
+    """What the process's control groups leave it: its own, and every one above it that is to be seen."""
+    paths = _group_paths(proc)
+    for is_v2, root, mount in _group_mounts(proc):
+        path = paths.get(is_v2, root)
+        # In a container the path may be one of the host's, and the mount the container's own group.
+        is_inside = path.is_relative_to(root) and ".." not in path.parts
+        folder = mount / path.relative_to(root) if is_inside else mount
+        for group in (folder, *folder.parents):
+            yield from _left_by_v2(group) if is_v2 else _left_by_v1(group)
+            if group == mount:
+                break
+
+
+def _group_paths(proc: Path) -> dict[bool, PurePosixPath]:
+    """The path of the process's group in version 2 (True), and in version 1's memory hierarchy (False); cgroups(7)."""
+    paths = {}
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            paths[number == "0"] = PurePosixPath(path)
+    return paths
+
+
+def _group_mounts(proc: Path) -> Iterator[tuple[bool, PurePosixPath, Path]]:
+    """Where groups are mounted: whether version 2, the group at the mount's root, the mount's folder."""
+    for line in _text(proc / "self" / "mountinfo").splitlines():
+        fields, _, rest = line.partition(" - ")
+        kind, *_, options = rest.split(" ")
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            root, mount = fields.split(" ")[3:5]
+            yield kind == "cgroup2", PurePosixPath(root), Path(mount)
+
+
+def _left_by_v2(group: Path) -> Iterator[int]:
+    """Of version 2. `memory.high` is no hard limit, but a process beyond it is slowed down to a crawl."""
+    limits = [limit for name in ("memory.max", "memory.high") if (limit := _number(group / name)) is not None]
+    used = _number(group / "memory.current")
+    if limits and used is not None:
+        yield min(limits) - used + _statistic(group, "inactive_file")
+
+
+def _left_by_v1(group: Path) -> Iterator[int]:
+    """Of version 1, whose limit is a huge number where there is none."""
+    limit, used = _number(group / "memory.limit_in_bytes"), _number(group / "memory.usage_in_bytes")
+    if limit is not None and used is not None:
+        yield limit - used + _statistic(group, "total_inactive_file")
+
+
+def _statistic(group: Path, name: str) -> int:
+    """A figure of memory.stat; 0 if absent. Inactive file pages count as free: the kernel drops them when asked."""
+    found = re.search(rf"^{name} (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _number(file: Path) -> int | None:
+    """A file's number; None where it cannot be read or says "max"."""
+    text = _text(file).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(file: Path) -> str:
+    """A file's text; empty where it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's forward, given what it accepts. Knows no rows and no sampling."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from hf_triton.engine.padding import pad
+
+
+class Forward:
+    """Calls a decoder-only model.
+
+    Args:
+        model: A transformers model with a key/value cache, in eval mode, on its device.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._accepts = frozenset(inspect.signature(model.forward).parameters)
+        self.device: torch.device = model.get_input_embeddings().weight.device
+
+    def prefill(self, prompt: list[int]) -> tuple[DynamicCache, torch.Tensor]:
+        """The keys and values of one prompt, and the logits that follow it, `[1, vocabulary]`."""
+        cache = DynamicCache()
+        input_ids, attention_mask = pad([prompt], 0, self.device, at_left=True)
+        return cache, self(input_ids, attention_mask, cache)[:, -1]
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        cache: Any,
+        *,
+        position_ids: torch.Tensor | None = None,
+        num_logits: int = 1,
+    ) -> torch.Tensor:
+        """The logits that follow the last columns, `[rows, num_logits, vocabulary]`.
+
+        Args:
+            input_ids: `[rows, new]`, the newest tokens.
+            attention_mask: `[rows, columns]`, cached and new ones.
+            cache: Keys and values of the columns before; the new ones are appended.
+            position_ids: `[rows, new]`, tokens of a row before each new one; worked out from the mask if absent.
+            num_logits: How many of the last columns to give the logits of.
+        """
+        arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "attention_mask": attention_mask}
+        if "position_ids" in self._accepts:
+            if position_ids is None:
+                position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+            arguments["position_ids"] = position_ids
+        if "logits_to_keep" in self._accepts:
+            arguments["logits_to_keep"] = num_logits
+        logits: torch.Tensor = self._model(input_ids=input_ids, **arguments).logits[:, -num_logits:]
+        return logits

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts that are read before their rows run: a left-padded batch, a piece at a time. Knows no queue, no budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from hf_triton.engine.forward import Forward
+from hf_triton.engine.interface import TokenLogprobs
+from hf_triton.engine.padding import pad
+from hf_triton.engine.prefixes import LayerContents, Prefix
+from hf_triton.engine.row import Row
+from hf_triton.engine.sampling import token_logprobs
+
+PIECE_TOKENS: Final = 512
+"""Padded tokens of one piece; less while rows run, which wait for it between two of their steps."""
+COMPANY_PIECE_TOKENS: Final = 256
+COLUMNS_OF_A_PIECE: Final = 2048
+"""Attention to so many columns more takes about as long as all the rest of a piece: it is divided accordingly."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One context to read, the rows that go on from it (`num_return_sequences`), and the part of it that is known."""
+
+    rows: list[Row]
+    context: list[int]
+    num_shared: int = 0
+    """Its first tokens, whose keys and values are those of `prefix`."""
+    prefix: Prefix | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the context."""
+        return len(self.context)
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Log probabilities of prompt tokens that are still to be found; None: none."""
+        job = self.rows[0].job
+        return None if job.prompt_logprobs is not None else job.sequence.plan.prompt_logprobs
+
+
+def fit_one_piece(readings: list[Reading]) -> bool:
+    """Whether these contexts in one batch are read at once, padding counted."""
+    longest = max(reading.length for reading in readings)
+    return len(readings) * (longest - _num_known_columns(readings, longest)) <= PIECE_TOKENS
+
+
+def _num_known_columns(readings: list[Reading], longest: int) -> int:
+    """The first columns of a left-padded batch that hold nothing but padding and shared tokens."""
+    return min(longest - reading.length + reading.num_shared for reading in readings)
+
+
+class Prefill:
+    """A batch of contexts being read.
+
+    Args:
+        readings: At least one.
+        device: The model's.
+    """
+
+    def __init__(self, readings: list[Reading], device: torch.device) -> None:
+        self.readings = readings
+        self.cache = DynamicCache()
+        self._device = device
+        self._longest = max(reading.length for reading in readings)
+        self._num_read = 0
+        self._input_ids: torch.Tensor | None = None  # [contexts, longest], from the first piece on
+        self._attention_mask: torch.Tensor
+        self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in readings]
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows that wait for this."""
+        return [row for reading in self.readings for row in reading.rows]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of key/value memory that it takes."""
+        return len(self.readings) * self._longest
+
+    def advance(self, forward: Forward, *, has_company: bool) -> torch.Tensor | None:
+        """Read one more piece; the logits that follow the contexts, `[contexts, vocabulary]`, after the last.
+
+        Args:
+            forward: The model's.
+            has_company: Whether rows are running, which a long piece would hold up.
+        """
+        input_ids = self._begin() if self._input_ids is None else self._input_ids
+        piece = PIECE_TOKENS
+        if has_company:
+            piece = min(piece, COMPANY_PIECE_TOKENS // (1 + self._num_read // COLUMNS_OF_A_PIECE))
+        start, end = self._num_read, min(self._longest, self._num_read + max(1, piece // len(self.readings)))
+        is_scored = any(reading.num_top_logprobs is not None for reading in self.readings)
+        num_logits = end - start if is_scored else 1
+        logits = forward(input_ids[:, start:end], self._attention_mask[:, :end], self.cache, num_logits=num_logits)
+        if is_scored:
+            self._score(input_ids, logits)
+        self._num_read = end
+        if end < self._longest:
+            return None
+        for reading, found in zip(self.readings, self._prompt_logprobs, strict=True):
+            if reading.num_top_logprobs is not None:
+                reading.rows[0].job.prompt_logprobs = found
+        return logits[:, -1]
+
+    def read(self, index: int, length: int) -> LayerContents:
+        """The keys and values of a context's first `length` tokens, `[heads, length, head_dim]` of every layer."""
+        first = self._longest - self.readings[index].length
+        columns = slice(first, first + length)
+        return [(layer.keys[index, :, columns], layer.values[index, :, columns]) for layer in self.cache.layers]  # type: ignore[union-attr, index]
+
+    def _begin(self) -> torch.Tensor:
+        """The input ids, once; shared prefixes are laid into the columns that need not be computed."""
+        contexts = [reading.context for reading in self.readings]
+        input_ids, self._attention_mask = pad(contexts, 0, self._device, at_left=True)
+        self._num_read = _num_known_columns(self.readings, self._longest)
+        filled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, reading in enumerate(self.readings):
+            gap = self._longest - reading.length
+            if reading.prefix is None or gap >= self._num_read:
+                continue
+            for number, (keys, values) in enumerate(reading.prefix.read(self._num_read - gap)):
+                if number == len(filled):
+                    filled.append((self._columns(keys), self._columns(values)))
+                filled[number][0][index, :, gap:] = keys
+                filled[number][1][index, :, gap:] = values
+        for number, (keys, values) in enumerate(filled):
+            self.cache.update(keys, values, number)
+        self._input_ids = input_ids
+        return input_ids
+
+    def _columns(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros `[contexts, heads, known columns, head_dim]` for contents `[heads, tokens, head_dim]`."""
+        return like.new_zeros(len(self.readings), like.shape[0], self._num_read, like.shape[2])
+
+    def _score(self, input_ids: torch.Tensor, logits: torch.Tensor) -> None:
+        """Note how likely this piece's prompt tokens are, by the logits `[contexts, new, vocabulary]` before each."""
+        for index, reading in enumerate(self.readings):
+            if reading.num_top_logprobs is None:
+                continue
+            start = max(self._num_read, self._longest - reading.length)
+            end = min(self._num_read + logits.shape[1], self._longest - 1)
+            if start < end:
+                scores = logits[index, start - self._num_read : end - self._num_read]
+                tokens = input_ids[index, start + 1 : end + 1].tolist()
+                self._prompt_logprobs[index] += token_logprobs(scores, tokens, reading.num_top_logprobs)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One text being written, and the sequence that it belongs to: what both engines keep of a text. Knows no model."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from hf_triton.engine.interface import Completion, FinishReason, Outcome, Sequence, TokenLogprobs
+from hf_triton.engine.sampling import Pick, RowSampler
+from hf_triton.engine.thread import finish, too_late
+from hf_triton.errors import HfTritonError, where
+
+logger = logging.getLogger(__name__)
+
+
+class Job:
+    """A sequence on its way: the texts it wants, and those it has.
+
+    Args:
+        sequence: The prompt, its plan and its listeners.
+        eos_ids: The tokens that end a text, where the plan does not say.
+        number: The higher, the younger.
+    """
+
+    def __init__(self, sequence: Sequence, eos_ids: frozenset[int], number: int = 0) -> None:
+        plan = sequence.plan
+        self.number = number
+        self.sequence = sequence
+        self.eos_ids = eos_ids if plan.eos_ids is None else plan.eos_ids
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.is_finished = False
+        self.rows = [
+            Row(self, copy, RowSampler(plan, copy, sequence.prompt_ids, self.eos_ids)) for copy in range(plan.num_rows)
+        ]
+
+    def finish(self, outcome: Outcome) -> None:
+        """Tell the listener, once."""
+        if not self.is_finished:
+            self.is_finished = True
+            finish(self.sequence, outcome)
+
+    def finish_if_complete(self) -> None:
+        """Tell the listener its completions when all rows are done."""
+        if all(row.finish_reason for row in self.rows):
+            self.finish([row.completion() for row in self._best()])
+
+    def expire(self) -> None:
+        """The time is up: the texts end with what they have."""
+        if not any(row.token_ids for row in self.rows):
+            self.finish(too_late())
+        for row in self.rows:
+            row.finish_reason = row.finish_reason or "deadline"
+        self.finish_if_complete()
+
+    def _best(self) -> list[Row]:
+        """The `num_return_sequences` rows whose tokens are likeliest on average; all of them, as a rule."""
+        plan = self.sequence.plan
+        if plan.num_rows == plan.num_return_sequences:
+            return self.rows
+        ranked = sorted(self.rows, key=lambda row: row.mean_logprob(), reverse=True)
+        return ranked[: plan.num_return_sequences]
+
+
+@dataclass(eq=False)
+class Row:
+    """One text being written."""
+
+    job: Job
+    copy: int
+    sampler: RowSampler
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    """None while it is being written."""
+    is_suspect: bool = False
+    """It was in a batch that failed, and runs alone until its end."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is complete, or nobody waits for it any more."""
+        return self.finish_reason is not None or self.job.is_finished
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """The higher, the younger."""
+        return self.job.number, self.copy
+
+    def context(self) -> list[int]:
+        """The tokens that its next token follows."""
+        return self.job.sequence.prompt_ids + self.token_ids
+
+    def take(self, pick: Pick) -> bool:
+        """Take the next token; whether the text is complete with it. The job is finished with its last row."""
+        self.sampler.note(pick.token_id)
+        self.finish_reason = self._appended(pick)
+        if self.finish_reason:
+            self.job.finish_if_complete()
+        return self.finish_reason is not None
+
+    def _appended(self, pick: Pick) -> FinishReason | None:
+        sequence = self.job.sequence
+        if pick.token_id in self.job.eos_ids:
+            return "eos"
+        self.token_ids.append(pick.token_id)
+        if pick.logprobs is not None:
+            self.logprobs.append(pick.logprobs)
+        if self._is_stopped(pick.token_id):
+            return "stop_string"
+        return "length" if len(self.token_ids) >= sequence.plan.max_new_tokens else None
+
+    def _is_stopped(self, token_id: int) -> bool:
+        listener = self.job.sequence.on_token
+        try:
+            return listener is not None and listener(self.copy, token_id)
+        except BaseException as error:  # one listener's mistake, a panic in Rust code too, must not end the loop
+            logger.error("delivering a token failed: %s", where(error))
+            self.job.finish(HfTritonError("internal", "the text could not be delivered; the server's log says why"))
+            return True
+
+    def mean_logprob(self) -> float:
+        """The mean logprob of its tokens; 0 for an empty text, which is as good as can be."""
+        return sum(each.logprob for each in self.logprobs) / max(1, len(self.logprobs))
+
+    def completion(self) -> Completion:
+        """The text that it has become."""
+        assert self.finish_reason is not None
+        wants_logprobs = self.job.sequence.plan.logprobs is not None
+        return Completion(
+            self.token_ids, self.finish_reason, self.logprobs if wants_logprobs else None, self.job.prompt_logprobs
+        )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More architectures than `hf_triton.testing` ships, built from their configs: tiny, with random weights."""
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+BASE: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+OLD: dict[str, Any] = {
+    "vocab_size": 300,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "eos_token_id": None,
+}
+HEADS: dict[str, Any] = {"head_dim": 8}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+NEO: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+}
+LINEAR: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+WINDOWS: dict[str, Any] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+
+ROLLING: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("GemmaConfig", BASE | HEADS),
+    "gemma3": ("Gemma3TextConfig", BASE | HEADS | WINDOWS),
+    "qwen2-moe": ("Qwen2MoeConfig", BASE | EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "qwen3-moe": ("Qwen3MoeConfig", BASE | HEADS | EXPERTS),
+    "mixtral": ("MixtralConfig", BASE | LOCAL_EXPERTS),
+    "mistral-window": ("MistralConfig", BASE | {"sliding_window": 16}),
+    "gpt-neo": ("GPTNeoConfig", NEO),
+    "codegen": ("CodeGenConfig", OLD | {"rotary_dim": 8}),
+    "gpt-bigcode": ("GPTBigCodeConfig", OLD),
+    "stablelm": ("StableLmConfig", BASE),
+    "phi3": ("Phi3Config", BASE),
+    "starcoder2": ("Starcoder2Config", BASE),
+    "olmo2": ("Olmo2Config", BASE),
+    "cohere": ("CohereConfig", BASE),
+    "gpt-oss": ("GptOssConfig", BASE | HEADS | LOCAL_EXPERTS | {"sliding_window": 16}),
+    "deepseek-v3": ("DeepseekV3Config", BASE | LATENT),
+    "llama4": (
+        "Llama4TextConfig",
+        BASE | HEADS | {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64},
+    ),
+    "granite": ("GraniteConfig", BASE),
+    "glm": ("GlmConfig", BASE | HEADS),
+    "nemotron": ("NemotronConfig", BASE),
+    "smollm3": ("SmolLM3Config", BASE),
+    "ernie4.5": ("Ernie4_5Config", BASE | HEADS),
+}
+BATCH: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": (
+        "Mamba2Config",
+        {
+            "vocab_size": 300,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 8,
+            "state_size": 16,
+            "n_groups": 1,
+            "eos_token_id": None,
+        },
+    ),
+    "falcon-h1": (
+        "FalconH1Config",
+        BASE | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 16},
+    ),
+    "qwen3-next": ("Qwen3NextConfig", BASE | HEADS | EXPERTS | LINEAR),
+}
+
+
+def build(config_name: str, arguments: dict[str, Any]) -> Any:
+    """A model with random weights, scaled up so that greedy text varies with the prompt."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(getattr(transformers, config_name)(**arguments)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5)
+    model.generation_config.eos_token_id = None
+    return model

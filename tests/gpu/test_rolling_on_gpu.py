@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode step on a CUDA device: captured graphs give what eager steps and `generate` give."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from hf_triton.engine import cache, decode
+from hf_triton.engine.decode import Decoder, DecodingMode
+from hf_triton.engine.forward import Forward
+from tests.architectures import ROLLING, build
+from tests.running_texts import Texts, prompts, schedule
+
+MODELS = ("llama", "gemma3", "mistral-window", "phi3", "gpt-bigcode", "stablelm", "starcoder2")
+LLAMA: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def load(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = build("LlamaConfig", LLAMA) if name == "llama" else build(*ROLLING[name])
+    return model.to("cuda", dtype)
+
+
+@pytest.fixture(autouse=True)
+def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make buffers grow, shift and change their buckets often."""
+    monkeypatch.setattr(cache, "COLUMN_STEP", 16)
+    monkeypatch.setattr(decode, "COLUMN_STEP", 16)
+    monkeypatch.setattr(cache, "CUDA_SHAPE", (2, 16))
+
+
+def run(texts: Texts, contexts: list[list[int]]) -> dict[int, list[int]]:
+    for verb, number in schedule(len(contexts), max_rows=5):
+        if verb == "join":
+            texts.join(number, contexts[number])
+        elif verb == "leave":
+            texts.leave(number)
+        else:
+            texts.step()
+    return texts.tokens
+
+
+@torch.inference_mode()
+def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:
+    input_ids = torch.tensor([prompt], device="cuda")
+    mask = torch.ones_like(input_ids)
+    output = model.generate(
+        input_ids=input_ids, attention_mask=mask, max_new_tokens=num_new, do_sample=False, pad_token_id=0
+    )
+    return list(output[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("mode", ["eager", "cuda_graphs"])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_is_that_of_generate(name: str, mode: DecodingMode) -> None:
+    model, contexts = load(name), prompts(12)
+    texts = Texts(model, mode)
+    tokens = run(texts, contexts)
+    assert texts.decoder.is_static is (mode == "cuda_graphs")
+    for number, found in tokens.items():
+        assert found == generate(model, contexts[number], len(found))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_graphs_are_the_eager_ones(name: str, dtype: torch.dtype) -> None:
+    model, contexts = load(name, dtype), prompts(12)
+    eager, graphs = Texts(model, "eager"), Texts(model, "auto")
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    for verb, number in schedule(len(contexts), max_rows=5):
+        for texts in (eager, graphs):
+            if verb == "join":
+                texts.join(number, contexts[number])
+            elif verb == "leave":
+                texts.leave(number)
+        if verb == "step":
+            wanted, found = eager.step(), graphs.step()
+            assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
+            for (_, its), (_, others) in zip(graphs.rows, eager.rows, strict=True):
+                its[-1] = others[-1]  # two tokens may be as likely as each other in bfloat16
+    assert graphs.decoder.is_static
+
+
+def test_a_step_waits_for_the_device_nowhere() -> None:
+    texts = Texts(load("llama"), "cuda_graphs")
+    for number, prompt in enumerate(prompts(3, longest=8)):
+        texts.join(number, prompt)
+    texts.step()
+    newest = [tokens[-1] for _, tokens in texts.rows]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        texts.decoder.step(texts.memory, newest)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_graphs_survive_when_all_texts_leave() -> None:
+    texts = Texts(load("llama"), "cuda_graphs")
+    for number in range(2):
+        texts.join(number, [5, 6, 7])
+        texts.step()
+        before = dict(texts.decoder._graphs)
+        texts.leave(0)
+        assert number == 0 or texts.decoder._graphs == before
+    assert len(texts.decoder._graphs) == 1
+
+
+class Waiting(Forward):
+    """A model that looks at its own numbers, which no graph can hold."""
+
+    def __call__(self, *arguments: Any, **others: Any) -> torch.Tensor:
+        logits = super().__call__(*arguments, **others)
+        return logits if logits.sum().item() > 0 else logits + 0
+
+
+def test_a_model_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    model = load("llama")
+    with caplog.at_level(logging.WARNING):
+        decoder = Decoder(Waiting(model), "auto")
+    assert not decoder.is_static
+    assert [record.name for record in caplog.records] == [decode.__name__]
+    texts, contexts = Texts(model, "eager"), prompts(12)
+    texts.decoder = decoder
+    assert run(texts, contexts) == run(Texts(model, "eager"), contexts)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget of key/value tokens, and the free memory behind it, read from process and control group files."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_triton.engine import budget
+from hf_triton.engine.budget import CUDA_FRACTION, HOST_FRACTION, TokenBudget, free_bytes, host_free_bytes
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+UNLIMITED_V1 = 9223372036854771712
+
+
+class Machine:
+    """A process file system and control groups in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc = folder / "proc"
+        self.groups = folder / "groups"
+        (self.proc / "self").mkdir(parents=True)
+        self.groups.mkdir()
+
+    def set_available(self, mib: int) -> None:
+        lines = ["MemTotal:       24684092 kB", "MemFree:            1000 kB", f"MemAvailable:   {mib * 1024} kB"]
+        (self.proc / "meminfo").write_text("\n".join([*lines, "Buffers:   1 kB\n"]))
+
+    def set_group(self, *lines: str) -> None:
+        (self.proc / "self" / "cgroup").write_text("".join(f"{line}\n" for line in lines))
+
+    def mount_v2(self, root: str = "/") -> None:
+        self._mount(f"{root} {self.groups} rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate")
+
+    def mount_v1(self, root: str = "/") -> None:
+        self._mount(f"/ {self.groups}/cpu rw - cgroup cgroup rw,cpu,cpuacct")
+        self._mount(f"{root} {self.groups} rw,relatime - cgroup cgroup rw,memory")
+
+    def _mount(self, words: str) -> None:
+        with (self.proc / "self" / "mountinfo").open("a") as file:
+            file.write(f"24 1 0:22 / /sys rw,nosuid shared:2 - sysfs sysfs rw\n32 31 0:29 {words}\n")
+
+    def v2(self, path: str, limit: int | None, used: int, *, inactive_file: int = 0, high: int | None = None) -> None:
+        self._write(
+            path,
+            {
+                "memory.max": "max" if limit is None else limit * MIB,
+                "memory.high": "max" if high is None else high * MIB,
+                "memory.current": used * MIB,
+                "memory.stat": f"anon 5\nfile 9\ninactive_file {inactive_file * MIB}\nactive_file 12345678",
+            },
+        )
+
+    def v1(self, path: str, limit: int | None, used: int, *, inactive_file: int = 0) -> None:
+        self._write(
+            path,
+            {
+                "memory.limit_in_bytes": UNLIMITED_V1 if limit is None else limit * MIB,
+                "memory.usage_in_bytes": used * MIB,
+                "memory.stat": f"cache 9\ninactive_file 77777777\ntotal_inactive_file {inactive_file * MIB}",
+            },
+        )
+
+    def _write(self, path: str, files: dict[str, object]) -> None:
+        folder = self.groups / path
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_text(f"{content}\n")
+
+    def free_mib(self) -> float:
+        return host_free_bytes(self.proc) / MIB
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    machine = Machine(tmp_path)
+    machine.set_available(1000)
+    return machine
+
+
+# --- the machine's memory ---------------------------------------------------------------------------------------------
+
+
+def test_without_groups_what_the_kernel_calls_available_is_free(machine: Machine) -> None:
+    assert machine.free_mib() == 1000
+
+
+def test_a_groups_limit_less_its_use_is_free(machine: Machine) -> None:
+    machine.mount_v2()
+    machine.set_group("0::/a")
+    machine.v2("a", limit=700, used=200)
+    assert machine.free_mib() == 500
+
+
+def test_the_machine_may_have_less_than_the_group_may_take(machine: Machine) -> None:
+    machine.mount_v2()
+    machine.set_group("0::/a")
+    machine.v2("a", limit=7000, used=200)
+    assert machine.free_mib() == 1000
+
+
+def test_file_pages_that_nobody_uses_count_as_free(machine: Machine) -> None:
+    machine.mount_v2()
+    machine.set_group("0::/a")
+    machine.v2("a", limit=700, used=690, inactive_file=300)
+    assert machine.free_mib() == 310
+
+
+def test_a_group_is_slowed_down_at_its_high_mark(machine: Machine) -> None:
+    machine.mount_v2()
+    machine.set_group("0::/a")
+    machine.v2("a", limit=700, used=200, high=400)
+    assert machine.free_mib() == 200
+
+
+@pytest.mark.parametrize(
+    ("outer", "middle", "inner", "free"),
+    [(None, 900, 600, 590), (900, 300, None, 270), (400, None, None, 350), (None, None, None, 1000)],
+)
+def test_the_tightest_group_up_to_the_root_wins(
+    machine: Machine, outer: int | None, middle: int | None, inner: int | None, free: int
+) -> None:
+    machine.mount_v2()
+    machine.set_group("0::/outer/middle/inner")
+    machine.v2("outer/middle/inner", inner, used=10)
+    machine.v2("outer/middle", middle, used=30)
+    machine.v2("outer", outer, used=50)
+    machine.v2("elsewhere", 20, used=19)
+    assert machine.free_mib() == free
+
+
+def test_a_container_with_a_group_namespace_has_its_limit_at_the_mounts_root(machine: Machine) -> None:
+    machine.mount_v2()
+    machine.set_group("0::/")
+    machine.v2("", limit=512, used=12)
+    assert machine.free_mib() == 500
+
+
+@pytest.mark.parametrize("path", ["/docker/0a1b", "/../../system.slice/docker-0a1b.scope", "/not/there"])
+def test_a_path_of_the_hosts_that_is_not_to_be_seen_falls_back_on_the_mounts_root(machine: Machine, path: str) -> None:
+    machine.mount_v2()
+    machine.set_group(f"0::{path}")
+    machine.v2("", limit=512, used=12)
+    assert machine.free_mib() == 500
+
+
+@pytest.mark.parametrize(("path", "free"), [("/docker/0a", 500), ("/docker/0a/inner", 100), ("/docker/0a1b", 500)])
+def test_a_mount_may_show_a_part_of_the_groups(machine: Machine, path: str, free: int) -> None:
+    machine.mount_v1(root="/docker/0a")
+    machine.set_group("9:name=systemd:/docker/0a", f"4:memory:{path}", "0::/")
+    machine.v1("", limit=512, used=12)
+    machine.v1("inner", limit=150, used=50)
+    machine.v1("1b", limit=9, used=1)
+    assert machine.free_mib() == free
+
+
+def test_version_1_groups_nest_too(machine: Machine) -> None:
+    machine.mount_v1()
+    machine.set_group("5:cpu,cpuacct:/elsewhere", "4:hugetlb,memory:/outer/inner")
+    machine.v1("outer/inner", limit=None, used=100)
+    machine.v1("outer", limit=400, used=350, inactive_file=25)
+    machine.v1("elsewhere", limit=2, used=1)
+    assert machine.free_mib() == 75
+
+
+def test_both_versions_side_by_side(machine: Machine, tmp_path: Path) -> None:
+    machine.mount_v1()
+    machine.set_group("4:memory:/a", "0::/a")
+    machine.v1("a", limit=600, used=100)
+    unified = tmp_path / "unified"
+    (unified / "a").mkdir(parents=True)
+    with (machine.proc / "self" / "mountinfo").open("a") as file:
+        file.write(f"41 31 0:38 / {unified} rw,relatime - cgroup2 cgroup2 rw\n")
+    assert machine.free_mib() == 500
+
+
+def test_a_group_beyond_its_limit_leaves_nothing(machine: Machine) -> None:
+    machine.mount_v2()
+    machine.set_group("0::/a")
+    machine.v2("a", limit=100, used=130)
+    assert machine.free_mib() == 0
+
+
+def test_a_system_that_tells_nothing_is_taken_at_its_size(tmp_path: Path) -> None:
+    assert host_free_bytes(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_this_machine_has_some_memory_free() -> None:
+    assert 0 < host_free_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_torch_keeps_of_a_cuda_device_counts_as_free() -> None:
+    device = torch.device("cuda", 0)
+    before = free_bytes(device)
+    block = torch.empty(256 * MIB, dtype=torch.uint8, device=device)
+    with_block = free_bytes(device)
+    del block
+    assert torch.cuda.memory_reserved(device) >= 256 * MIB
+    assert with_block <= before - 200 * MIB
+    assert free_bytes(device) >= with_block + 256 * MIB - 8 * MIB
+
+
+# --- the budget -------------------------------------------------------------------------------------------------------
+
+
+class Pool:
+    """Memory that several budgets draw on."""
+
+    def __init__(self, size: int) -> None:
+        self.free = size
+
+    def read(self) -> int:
+        return self.free
+
+
+@pytest.fixture
+def read_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "READ_INTERVAL_S", 0.0)
+
+
+def test_a_set_number_stands_whatever_is_free_and_held() -> None:
+    fixed = TokenBudget(CPU, 10**15, 4096)
+    assert [fixed.tokens(held) for held in (0, 5000)] == [4096, 4096]
+    assert fixed.most() == 4096
+
+
+@pytest.mark.parametrize(("device", "fraction"), [("cpu", HOST_FRACTION), ("cuda:1", CUDA_FRACTION)])
+def test_without_one_a_part_of_what_is_free_may_be_held(device: str, fraction: float) -> None:
+    allowed = TokenBudget(torch.device(device), 300, None, lambda: 300_000)
+    assert allowed.most() == allowed.tokens(0) == 1000 * fraction
+
+
+@pytest.mark.usefixtures("read_always")
+def test_one_engine_stops_at_its_part_of_the_memory() -> None:
+    pool = Pool(1_000_000)
+    alone, held = TokenBudget(CPU, 100, None, pool.read), 0
+    while held < alone.tokens(held):
+        held, pool.free = held + 1, pool.free - 100
+    assert held == alone.most() == 8000
+
+
+@pytest.mark.usefixtures("read_always")
+def test_several_engines_share_and_leave_something() -> None:
+    pool = Pool(1_000_000)
+    budgets, held = [TokenBudget(CPU, 100, None, pool.read) for _ in range(3)], [0, 0, 0]
+    while any(each.tokens(count) > count for each, count in zip(budgets, held, strict=True)):
+        for index, each in enumerate(budgets):
+            if each.tokens(held[index]) > held[index]:
+                held[index], pool.free = held[index] + 1, pool.free - 100
+    assert max(held) - min(held) <= 1
+    assert pool.free > 0
+    budgets_of_two = budgets[:2]
+    pool.free += held.pop() * 100  # one leaves, and its part is there for the others
+    assert all(each.tokens(count) > count for each, count in zip(budgets_of_two, held, strict=True))
+
+
+@pytest.mark.usefixtures("read_always")
+def test_memory_that_others_take_is_asked_back() -> None:
+    pool = Pool(1_000_000)
+    allowed = TokenBudget(CPU, 100, None, pool.read)
+    pool.free = 0
+    assert allowed.tokens(8000) == 6400
+    assert allowed.most() == 8000
+
+
+def test_a_reading_holds_for_a_while_whatever_is_taken_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "READ_INTERVAL_S", 3600.0)
+    readings = iter([1_000_000, 500_000])
+    allowed = TokenBudget(CPU, 100, None, lambda: next(readings))
+    assert [allowed.tokens(held) for held in (0, 1000, 3000)] == [4000, 4000, 4000]
+
+
+def test_a_reading_ends() -> None:
+    readings = iter([1_000_000, 500_000, 200_000])
+    allowed = TokenBudget(CPU, 100, None, lambda: next(readings))
+    assert allowed.tokens(0) == 4000
+    time.sleep(2 * budget.READ_INTERVAL_S)
+    assert allowed.tokens(0) == 1600
+
+
+def test_the_real_devices_budget_is_within_its_memory() -> None:
+    allowed = TokenBudget(CPU, MIB, None)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < allowed.tokens(0) * MIB <= total * HOST_FRACTION
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_token", "tokens", "words"),
+    [
+        (1, 12, "12 tokens (12 bytes)"),
+        (1024, 3, "3 tokens (3.0 KiB)"),
+        (1_044_381, 1234, "1,234 tokens (1.2 GiB)"),
+        (512 * 1024, 1_000_000, "1,000,000 tokens (488.3 GiB)"),
+        (512 * 1024, 1 << 33, "8,589,934,592 tokens (4096.0 TiB)"),
+    ],
+)
+def test_a_number_of_tokens_in_words(bytes_per_token: int, tokens: int, words: str) -> None:
+    assert TokenBudget(CPU, bytes_per_token, 1).words(tokens) == words

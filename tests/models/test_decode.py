@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode step alone: static shapes give what eager steps and `generate` give, whoever joins and leaves."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_triton.engine import cache, decode
+from hf_triton.engine.cache import KeyValueRows
+from hf_triton.engine.decode import Decoder, DecodingMode
+from hf_triton.engine.forward import Forward
+from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
+from tests.architectures import ROLLING, build
+from tests.reference import solo_ids
+from tests.running_texts import Texts, prompts, schedule
+
+NOT_ROLLING = ("t5", "bart", "mamba", "rwkv")
+NOT_STATIC = ("gpt-neo",)  # its local layers take the newest column to be the last one
+ALL = [*ROLLING, *(name for name in ARCHITECTURES if name not in NOT_ROLLING)]
+
+
+def load(name: str, folder: Path) -> Any:
+    if name in ROLLING:
+        return build(*ROLLING[name])
+    build_tiny_checkpoint(folder, name, eos_token_id=None)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture
+def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make buffers grow, shift and change their buckets often."""
+    monkeypatch.setattr(cache, "COLUMN_STEP", 16)
+    monkeypatch.setattr(decode, "COLUMN_STEP", 16)
+
+
+@pytest.mark.usefixtures("_small_steps")
+@pytest.mark.parametrize("name", ALL)
+def test_static_logits_are_the_eager_ones_and_their_tokens_those_of_generate(name: str, tmp_path: Path) -> None:
+    model = load(name, tmp_path)
+    eager, static = Texts(model, "eager"), Texts(model, "static")
+    contexts = prompts(12)
+    shapes = set()
+    for verb, number in schedule(len(contexts), max_rows=5):
+        for texts in (eager, static):
+            if verb == "join":
+                texts.join(number, contexts[number])
+            elif verb == "leave":
+                texts.leave(number)
+        if verb == "step":
+            wanted, found = eager.step(), static.step()
+            assert found.shape == wanted.shape
+            assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+            shapes.add(static.memory.shape)
+    assert static.decoder.is_static is (name not in NOT_STATIC)
+    assert len(shapes) > 3  # they did grow
+    assert static.tokens == eager.tokens
+    for number, tokens in static.tokens.items():
+        assert tokens == solo_ids(model, contexts[number], len(tokens), pad_token_id=0)
+
+
+@torch.inference_mode()
+def test_rows_that_nobody_uses_do_not_touch_the_others() -> None:
+    static, alone = Texts(build(*ROLLING["mixtral"]), "static"), Texts(build(*ROLLING["mixtral"]), "static")
+    for texts, count in ((static, 6), (alone, 1)):
+        for number, prompt in enumerate(prompts(count)):
+            texts.join(number, prompt)
+        texts.step()
+    for row in reversed(range(1, 6)):
+        static.memory._layers()[0].value_rows[row] = torch.nan
+        static.leave(row)
+    static.join(9, [5, 6, 7])
+    static.leave(1)
+    for _ in range(3):
+        torch.testing.assert_close(static.step(), alone.step())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_a_text_of_nan_leaves_none_behind(mode: DecodingMode, tmp_path: Path) -> None:
+    texts = Texts(load("llama", tmp_path), mode)
+    texts.join(0, [5] * 40)
+    texts.join(1, [6] * 30)
+    for layer in texts.memory._layers():
+        layer.key_rows[1] = layer.value_rows[1] = torch.nan
+    texts.leave(1)
+    texts.join(2, [7] * 3)
+    assert texts.step().isfinite().all()
+
+
+class Stubborn(Forward):
+    """A model that does not do what static shapes ask for."""
+
+    def __init__(self, model: Any, error: Exception | None) -> None:
+        super().__init__(model)
+        self._error = error
+
+    def __call__(self, *arguments: Any, **others: Any) -> torch.Tensor:
+        is_static = isinstance(arguments[2].get_seq_length(), torch.Tensor)
+        if is_static and self._error:
+            raise self._error
+        return super().__call__(*arguments, **others) * (1.1 if is_static else 1)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("data-dependent"), torch.OutOfMemoryError()], ids=repr)
+def test_a_model_that_static_shapes_do_not_suit_is_found_at_once(
+    error: Exception | None, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        decoder = Decoder(Stubborn(load("llama", tmp_path), error), "static")
+    assert not decoder.is_static
+    assert [record.getMessage() for record in caplog.records] == [
+        "static shapes do not do for this model "
+        f"({type(error).__name__ if error else 'its logits are others'}): decoding steps run eagerly"
+    ]
+
+
+def test_cuda_graphs_need_a_cuda_device(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs a CUDA device, and the model is on cpu"):
+        Decoder(Forward(load("llama", tmp_path)), "cuda_graphs")
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "clock", "bucket"),
+    [
+        (1, 5, (1, 128)),
+        (3, 127, (4, 128)),
+        (8, 128, (8, 256)),
+        (9, 1023, (16, 1024)),
+        (33, 1024, (40, 1280)),
+        (64, 4000, (64, 4096)),
+        (65, 4096, (70, 4224)),
+    ],
+)
+def test_buckets(num_rows: int, clock: int, bucket: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = KeyValueRows(torch.device("cpu"))
+    memory.num_rows, memory.clock = num_rows, clock
+    monkeypatch.setattr(KeyValueRows, "shape", (70, 4224))
+    assert decode._bucket(memory) == bucket

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a row of the rolling engine may ask for: stops, deadlines, log probabilities, memory, shared prefixes."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_triton.engine import prefill
+from hf_triton.engine.interface import Completion, Outcome, Sequence
+from hf_triton.engine.rolling import RollingEngine
+from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
+from hf_triton.generation import SamplingPlan
+from hf_triton.testing import build_tiny_checkpoint
+from tests.models.test_rolling_engine import Client, Faulty, prompts, slow_down, token_ids
+from tests.reference import load_reference, solo_ids
+
+PROMPT = [5, 6, 7, 8]
+DRAWN = SamplingPlan(12, do_sample=True, temperature=1.5, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("checkpoint")
+    build_tiny_checkpoint(folder, "llama", eos_token_id=None)
+    return load_reference(folder).model
+
+
+@pytest.fixture
+def start(model: Any) -> Iterator[Callable[..., RollingEngine]]:
+    engines: list[RollingEngine] = []
+
+    def start(**options: Any) -> RollingEngine:
+        engines.append(RollingEngine(model, **{"max_rows": 6, **options}))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def only(outcome: Outcome) -> Completion:
+    assert isinstance(outcome, list), outcome
+    assert len(outcome) == 1
+    return outcome[0]
+
+
+def error_code(outcome: Outcome) -> str:
+    assert isinstance(outcome, HfTritonError), outcome
+    return outcome.code
+
+
+class Counting:
+    """The engine's model, which counts the tokens that it is given."""
+
+    def __init__(self, engine: RollingEngine) -> None:
+        self._model, self.num_tokens = engine._forward._model, 0
+        engine._forward._model = self
+
+    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        self.num_tokens += input_ids.numel()
+        return self._model(input_ids=input_ids, **arguments)
+
+
+# --- how a text ends -------------------------------------------------------------------------------------------------
+
+
+def test_a_listener_hears_every_token_and_can_end_the_text(model: Any, start: Callable[..., RollingEngine]) -> None:
+    whole = solo_ids(model, PROMPT, 20)
+    heard: list[tuple[int, int]] = []
+
+    def listen(copy: int, token_id: int) -> bool:
+        heard.append((copy, token_id))
+        return len(heard) == 7
+
+    completion = only(Client(start()).ask(PROMPT, SamplingPlan(20), on_token=listen))
+    assert completion == Completion(whole[:7], "stop_string")
+    assert heard == [(0, token_id) for token_id in whole[:7]]
+
+
+def test_the_finish_reason_says_how_a_text_ended(model: Any, start: Callable[..., RollingEngine]) -> None:
+    whole = solo_ids(model, PROMPT, 20)
+    client = Client(start())
+    assert only(client.ask(PROMPT, SamplingPlan(20))).finish_reason == "length"
+    own = only(client.ask(PROMPT, SamplingPlan(20, eos_ids=frozenset([whole[3]]))))
+    assert own == Completion(whole[: whole.index(whole[3])], "eos")
+    late = only(client.ask(PROMPT, SamplingPlan(20, min_new_tokens=10, eos_ids=frozenset([whole[3]]))))
+    assert len(late.token_ids) >= 10
+    assert whole[3] not in late.token_ids[:10]
+
+
+def test_a_listener_that_raises_harms_its_own_text_alone(model: Any, start: Callable[..., RollingEngine]) -> None:
+    class PanicError(BaseException):
+        """As the tokenizer's Rust code raises."""
+
+    def panic(*_: int) -> bool:
+        raise PanicError
+
+    engine = start()
+    client = Client(engine)
+    client.submit(PROMPT, SamplingPlan(20), on_token=panic)
+    client.submit(PROMPT, SamplingPlan(20))
+    guilty, other = client.outcomes()
+    assert error_code(guilty) == "internal"
+    assert only(other).token_ids == solo_ids(model, PROMPT, 20)
+    assert engine.is_healthy()
+
+
+def test_a_text_ends_at_its_deadline_with_what_it_has(model: Any, start: Callable[..., RollingEngine]) -> None:
+    engine = start()
+    slow_down(engine)
+    client = Client(engine)
+    heard = threading.Event()
+
+    def listen(*_: int) -> bool:
+        heard.set()
+        return False
+
+    # Generous, because the first token must come before it on a busy machine; the whole would take longer.
+    plan = SamplingPlan(240)
+    slow_down(engine, 0.02)
+    client.submit(PROMPT, plan, deadline_s=time.monotonic() + 2, on_token=listen)
+    completion = only(client.outcomes()[0])
+    assert heard.is_set()
+    assert completion.finish_reason == "deadline"
+    assert 0 < len(completion.token_ids) < 240
+    assert completion.token_ids == solo_ids(model, PROMPT, len(completion.token_ids))
+
+
+def test_waiting_counts_and_what_comes_too_late_is_refused(start: Callable[..., RollingEngine]) -> None:
+    engine = start(max_rows=1)
+    slow_down(engine, 0.02)
+    client = Client(engine)
+    client.submit(PROMPT, SamplingPlan(100))
+    client.submit(PROMPT, SamplingPlan(1), deadline_s=time.monotonic() + 0.2)
+    first, second = client.outcomes()
+    assert only(first).finish_reason == "length"
+    assert error_code(second) == "deadline_exceeded"
+
+
+def test_a_cancelled_text_takes_part_in_no_further_step(start: Callable[..., RollingEngine]) -> None:
+    engine = start()
+    heard: list[int] = []
+    gone = threading.Event()
+
+    def listen(_: int, token_id: int) -> bool:
+        heard.append(token_id)
+        if len(heard) == 5:
+            gone.set()
+        return False
+
+    outcome = Client(engine).ask(PROMPT, SamplingPlan(100), is_cancelled=gone.is_set, on_token=listen)
+    assert isinstance(outcome, CancelledError)
+    assert len(heard) == 5
+
+
+# --- the queue -------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_refuses_at_once_and_a_request_goes_in_whole_or_not_at_all(
+    start: Callable[..., RollingEngine],
+) -> None:
+    engine = start(max_rows=1, max_waiting=3)
+    slow_down(engine, 0.02)
+    client = Client(engine)
+    started = threading.Event()
+
+    def listen(*_: int) -> bool:
+        started.set()
+        return False
+
+    client.submit(PROMPT, SamplingPlan(60), on_token=listen)
+    assert started.wait(60)  # it runs: the others wait
+    for _ in range(2):
+        client.submit(PROMPT, SamplingPlan(1))
+    refused: list[Outcome] = []
+    engine.submit([Sequence(PROMPT, SamplingPlan(1), refused.append) for _ in range(2)])
+    assert [error_code(each) for each in refused] == ["queue_full"] * 2
+    assert "2 prompts are waiting and 3 may" in str(refused[0])
+    client.submit(PROMPT, SamplingPlan(1))
+    assert all(isinstance(outcome, list) for outcome in client.outcomes())
+
+
+def test_the_queue_is_served_by_priority_then_in_order(start: Callable[..., RollingEngine]) -> None:
+    engine = start(max_rows=1)
+    slow_down(engine, 0.01)
+    client = Client(engine)
+    started, order = threading.Event(), []
+
+    def note(name: str) -> Callable[[int, int], bool]:
+        def listen(*_: int) -> bool:
+            order.append(name)
+            started.set()
+            return False
+
+        return listen
+
+    client.submit(PROMPT, SamplingPlan(30), on_token=note("first"))
+    assert started.wait(60)
+    for name, priority in (("c", 0), ("e", 5), ("d", 0), ("a", -3), ("f", 5), ("b", -3)):
+        client.submit(PROMPT, SamplingPlan(1), on_token=note(name), priority=priority)
+    client.outcomes()
+    assert [name for name in order if name != "first"] == list("abcdef")
+
+
+# --- several texts of one prompt -------------------------------------------------------------------------------------
+
+
+def test_texts_of_one_prompt_share_its_prefill(start: Callable[..., RollingEngine]) -> None:
+    engine = start(shares_prefixes=False)
+    counting = Counting(engine)
+    outcome = Client(engine).ask(list(range(10, 110)), replace(DRAWN, max_new_tokens=1, num_return_sequences=6))
+    assert len(token_ids(outcome)) == 6
+    assert counting.num_tokens == 100
+
+
+def test_best_of_gives_the_likeliest_texts(start: Callable[..., RollingEngine]) -> None:
+    client = Client(start())
+    everyone = client.ask(PROMPT, replace(DRAWN, num_return_sequences=5, logprobs=0))
+    assert isinstance(everyone, list)
+
+    def mean(completion: Completion) -> float:
+        assert completion.logprobs is not None
+        return sum(each.logprob for each in completion.logprobs) / len(completion.logprobs)
+
+    best = client.ask(PROMPT, replace(DRAWN, num_return_sequences=2, best_of=5))
+    ranked = sorted(everyone, key=mean, reverse=True)
+    assert token_ids(best) == [each.token_ids for each in ranked[:2]]
+    assert isinstance(best, list)
+    assert best[0].logprobs is None  # nobody asked for them
+
+
+# --- log probabilities -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("piece", [16, 512])
+def test_log_probabilities_are_those_of_the_models_own_logits(
+    piece: int, model: Any, start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "PIECE_TOKENS", piece)
+    client = Client(start())
+    plan = SamplingPlan(9, logprobs=3, prompt_logprobs=2, repetition_penalty=1.4)
+    items = prompts(12, seed=21, longest=50)
+    for prompt in items:
+        client.submit(prompt, plan)
+    for prompt, outcome in zip(items, client.outcomes(), strict=True):
+        completion = only(outcome)
+        whole = torch.tensor([prompt + completion.token_ids])
+        with torch.inference_mode():
+            expected = model(input_ids=whole).logits[0].log_softmax(-1)
+        assert completion.prompt_logprobs is not None
+        assert completion.logprobs is not None
+        assert len(completion.prompt_logprobs) == len(prompt) - 1
+        assert len(completion.logprobs) == len(completion.token_ids)
+        for place, found in enumerate([*completion.prompt_logprobs, *completion.logprobs]):
+            assert found.token_id == whole[0, place + 1]
+            assert found.logprob == pytest.approx(expected[place, found.token_id].item(), abs=1e-4)
+            wanted = expected[place].topk(len(found.top)).values.tolist()
+            assert [value for _, value in found.top] == pytest.approx(wanted, abs=1e-4)
+        assert {len(each.top) for each in completion.logprobs} == {3}
+        assert {len(each.top) for each in completion.prompt_logprobs} <= {2}
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [256, 600, 1500])
+def test_a_small_memory_is_never_overrun_and_changes_nobodys_text(
+    max_tokens: int, model: Any, start: Callable[..., RollingEngine]
+) -> None:
+    source = random.Random(max_tokens)
+    engine = start(max_rows=8, max_cache_tokens=max_tokens)
+    most: list[int] = []
+
+    def watch(*_: object) -> bool:
+        most.append(engine._num_held())
+        return False
+
+    Faulty(engine, watch, RuntimeError())
+    client = Client(engine)
+    items = [(prompt, SamplingPlan(source.randrange(1, 60))) for prompt in prompts(40, seed=22)]
+    for item in items:
+        client.submit(*item)
+    for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
+        assert only(outcome).token_ids == solo_ids(model, prompt, plan.max_new_tokens)
+    assert max(most) <= max_tokens
+
+
+def test_what_could_never_fit_is_refused_at_once_with_the_numbers(start: Callable[..., RollingEngine]) -> None:
+    refused = Client(start(max_cache_tokens=256)).ask(PROMPT, SamplingPlan(200))
+    assert isinstance(refused, RequestError)
+    assert refused.code == "memory_exceeded"
+    for words in ("4 tokens", "max_new_tokens 200", "512 tokens", "256 tokens", "max_cache_tokens"):
+        assert words in refused.sentence
+
+
+def test_a_memory_that_has_shrunk_refuses_nobody_for_good(model: Any, start: Callable[..., RollingEngine]) -> None:
+    engine = start()
+    allowed = [0]
+    engine._budget.tokens = lambda held: allowed[0]  # type: ignore[method-assign]
+    client = Client(engine)
+    refused = client.ask(PROMPT, SamplingPlan(5))
+    assert isinstance(refused, UnavailableError)
+    assert refused.code == "out_of_memory"
+    allowed[0] = 10_000
+    assert only(client.ask(PROMPT, SamplingPlan(5))).token_ids == solo_ids(model, PROMPT, 5)
+
+
+# --- shared prefixes -------------------------------------------------------------------------------------------------
+
+
+def shared_prompts(seed: int) -> list[list[int]]:
+    """Prompts of which many begin alike: some with a system prompt, some going on from another."""
+    source = random.Random(seed)
+    systems = [[source.randrange(3, 380) for _ in range(length)] for length in (20, 45, 70)]
+    items: list[list[int]] = []
+    for _ in range(50):
+        start = source.choice([*systems, *items, []])
+        items.append(
+            [*start[: source.randrange(10, 150)], *(source.randrange(3, 380) for _ in range(source.randrange(1, 30)))]
+        )
+    return items
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_shared_prefix_is_computed_once_and_changes_no_text(
+    seed: int, model: Any, start: Callable[..., RollingEngine]
+) -> None:
+    source = random.Random(seed)
+    items = [(prompt, SamplingPlan(source.randrange(1, 25))) for prompt in shared_prompts(seed)]
+    counts = []
+    for shares_prefixes in (True, False):
+        engine = start(shares_prefixes=shares_prefixes)
+        counting = Counting(engine)
+        client = Client(engine)
+        for item in items:
+            client.submit(*item)
+            time.sleep(source.choice([0, 0, 0.005]))
+        for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
+            assert only(outcome).token_ids == solo_ids(model, prompt, plan.max_new_tokens)
+        counts.append(counting.num_tokens)
+    assert counts[0] < 0.8 * counts[1]
+
+
+def test_the_next_turn_computes_only_what_is_new(model: Any, start: Callable[..., RollingEngine]) -> None:
+    engine = start()
+    counting, client = Counting(engine), Client(engine)
+    conversation = list(range(10, 70))
+    for turn in range(3):
+        before = counting.num_tokens
+        answer = only(client.ask(conversation, SamplingPlan(10))).token_ids
+        assert answer == solo_ids(model, conversation, 10)
+        # 9 steps, the last token of the turn before, and the 5 tokens of this turn
+        assert counting.num_tokens - before == (60 + 9 if turn == 0 else 9 + 1 + 5)
+        conversation = [*conversation, *answer, 200, 201, 202, 203, 204]
+
+
+def test_sharing_off_computes_everything(start: Callable[..., RollingEngine]) -> None:
+    engine = start(shares_prefixes=False)
+    counting, client = Counting(engine), Client(engine)
+    for _ in range(3):
+        client.ask(list(range(10, 70)), SamplingPlan(1))
+    assert counting.num_tokens == 180

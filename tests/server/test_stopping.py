@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ends a text before its last token: stop strings, time that is up, a client that gave up. On both engines."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.client import Reply, generate, infer
+
+STEP_S = 0.1
+SLOW_MODEL = f"""
+import time
+
+import hf_triton
+
+
+class TritonPythonModel(hf_triton.TritonPythonModel):
+    def _start(self, settings, args):
+        import torch
+
+        def nap(module, inputs):
+            if type(module).__name__ == "LlamaForCausalLM":
+                time.sleep({STEP_S})
+
+        super()._start(settings, args)
+        torch.nn.modules.module.register_module_forward_pre_hook(nap)
+"""
+PROMPT, OTHER_PROMPT = "The canary sings", "Where does the river go"
+NUM_TOKENS = 60
+
+
+@pytest.fixture(scope="module", params=["rolling", "batch"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
+) -> Iterator[TritonServer]:
+    """`plain`; `typed`, which batches and takes parameters as tensors too; `slow`: one text at a time, 10 tokens/s."""
+    root = tmp_path_factory.mktemp("repository")
+    checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
+    shared = {"huggingface_model": checkpoint, "engine": request.param, "exclude_input_in_output": True}
+    make_folder(root, "plain", **shared)
+    make_folder(root, "typed", config="max_batch_size: 8", parameters_as_inputs=True, **shared)
+    slow = make_folder(root, "slow", max_batch_rows=1, **shared)
+    (slow / "1" / "model.py").write_text(SLOW_MODEL)
+    with TritonServer(root) as running:
+        for name in ("plain", "typed", "slow"):
+            assert running.is_model_ready(name), running.log_tail()
+        yield running
+
+
+@pytest.fixture
+def client(server: TritonServer) -> Iterator[Any]:
+    client = grpcclient.InferenceServerClient(server.grpc_url)
+    yield client
+    client.close()
+
+
+def texts_of(reply: Reply) -> list[str]:
+    assert reply.status == 200, reply.body
+    [output] = [each for each in reply.json()["outputs"] if each["name"] == "text_output"]
+    return list(output["data"])
+
+
+def write(server: TritonServer, *prompts: str, model: str = "plain", **parameters: object) -> list[str]:
+    return texts_of(infer(server, model, list(prompts), parameters={"max_new_tokens": NUM_TOKENS, **parameters}))
+
+
+def text_tensor(name: str, *texts: str, is_batched: bool = False) -> Any:
+    array = np.array([text.encode() for text in texts], dtype=np.object_)
+    array = array.reshape(-1, 1) if is_batched else array
+    tensor = grpcclient.InferInput(name, list(array.shape), "BYTES")
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+def before(text: str, *stops: str) -> str:
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+# --- stop strings ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_string_ends_a_text_wherever_its_tokens_cut_it(server: TritonServer) -> None:
+    [whole] = write(server, PROMPT)
+    assert len(whole) > 30
+    for start in range(0, len(whole) - 8, 3):
+        stop = whole[start : start + 1 + start % 7]
+        assert write(server, PROMPT, stop_strings=stop) == [before(whole, stop)]
+
+
+def test_the_first_of_several_stop_strings_counts(server: TritonServer) -> None:
+    [whole] = write(server, PROMPT)
+    stops = [whole[25:30], whole[10:13], "never written"]
+    assert write(server, PROMPT, stop_strings=json.dumps(stops)) == [before(whole, *stops)]
+    assert write(server, PROMPT, stop=json.dumps(stops[2:])) == [whole]
+
+
+def test_generate_takes_a_stop_string(server: TritonServer) -> None:
+    [whole] = write(server, PROMPT)
+    stop = whole[10:14]
+    reply = generate(server, "plain", PROMPT, max_new_tokens=NUM_TOKENS, stop=stop)
+    assert reply.json()["text_output"] == before(whole, stop)
+
+
+def test_grpc_takes_a_stop_string(server: TritonServer, client: Any) -> None:
+    [whole] = write(server, PROMPT)
+    stop = whole[10:14]
+    parameters = {"max_new_tokens": NUM_TOKENS, "stop_words": stop}
+    result = client.infer("plain", [text_tensor("text_input", PROMPT)], parameters=parameters)
+    assert [text.decode() for text in result.as_numpy("text_output")] == [before(whole, stop)]
+
+
+def test_every_row_has_its_own_stop_string(server: TritonServer, client: Any) -> None:
+    wholes = write(server, PROMPT, OTHER_PROMPT, PROMPT)
+    stops = [wholes[0][20:24], wholes[1][5:8], "never written"]
+    rows = {"text_input": (PROMPT, OTHER_PROMPT, PROMPT), "stop_strings": stops}
+    inputs = [text_tensor(name, *texts, is_batched=True) for name, texts in rows.items()]
+    result = client.infer("typed", inputs, parameters={"max_new_tokens": NUM_TOKENS})
+    expected = [before(whole, stop) for whole, stop in zip(wholes, stops, strict=True)]
+    assert [text.decode() for [text] in result.as_numpy("text_output")] == expected
+
+
+def test_every_drawn_text_has_its_own_end(server: TritonServer) -> None:
+    drawn: dict[str, Any] = {"num_return_sequences": 4, "temperature": 1.0, "seed": 5}
+    wholes = write(server, PROMPT, **drawn)
+    stop = wholes[2][8:10]
+    assert write(server, PROMPT, stop_strings=stop, **drawn) == [before(whole, stop) for whole in wholes]
+
+
+def test_rows_beside_a_stopped_one_are_not_touched(server: TritonServer) -> None:
+    [whole] = write(server, OTHER_PROMPT)
+    with ThreadPoolExecutor(4) as pool:
+        beside = [pool.submit(write, server, OTHER_PROMPT) for _ in range(3)]
+        [text] = write(server, PROMPT)
+        assert write(server, PROMPT, stop_strings=text[4:6]) == [before(text, text[4:6])]
+    assert [future.result() for future in beside] == [[whole]] * 3
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def slow_text(server: TritonServer) -> str:
+    """What the slow model would write, by the fast one: they have one checkpoint."""
+    return write(server, PROMPT)[0]
+
+
+@pytest.mark.parametrize(
+    "limit", [{"max_time": NUM_TOKENS * STEP_S / 2}, {"timeout": int(NUM_TOKENS * STEP_S / 2 * 1e6)}], ids=str
+)
+def test_a_text_whose_time_is_up_ends_with_what_it_has(
+    server: TritonServer, slow_text: str, limit: dict[str, Any]
+) -> None:
+    [text] = write(server, PROMPT, model="slow", **limit)
+    assert 0 < len(text) < len(slow_text)
+    assert slow_text.startswith(text.rstrip("\ufffd"))
+
+
+def test_the_clients_own_timeout_ends_a_text(server: TritonServer, client: Any, slow_text: str) -> None:
+    result = client.infer(
+        "slow",
+        [text_tensor("text_input", PROMPT)],
+        parameters={"max_new_tokens": NUM_TOKENS},
+        timeout=int(NUM_TOKENS * STEP_S / 2 * 1e6),
+    )
+    [text] = [each.decode() for each in result.as_numpy("text_output")]
+    assert 0 < len(text) < len(slow_text)
+
+
+def test_a_request_that_waited_too_long_is_refused(server: TritonServer, slow_text: str) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(write, server, PROMPT, model="slow")
+        time.sleep(1)  # it has the only row now
+        reply = infer(server, "slow", [PROMPT], parameters={"max_time": 0.5})
+        assert (reply.status, reply.error.split(":")[0]) == (503, "deadline_exceeded")
+        assert running.result() == [slow_text]
+
+
+# --- giving up -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_request_frees_its_row(server: TritonServer, client: Any) -> None:
+    ends: list[InferenceServerException | None] = []
+    num_tokens = 230  # 23 s
+    handle = client.async_infer(
+        "slow",
+        [text_tensor("text_input", PROMPT)],
+        lambda result, error: ends.append(error),
+        parameters={"max_new_tokens": num_tokens},
+    )
+    time.sleep(1)
+    handle.cancel()
+    started = time.monotonic()
+    assert infer(server, "slow", [PROMPT], parameters={"max_new_tokens": 4}).status == 200
+    assert time.monotonic() - started < num_tokens * STEP_S / 2
+    assert ends
+    assert "CANCELLED" in str(ends[0])
