@@ -15,6 +15,7 @@ TESTS ?= tests
 BIN := .venv/bin
 SETUP := .venv/.set-up
 PERF_ANALYZER := .venv/perf_analyzer/.set-up
+PROMETHEUS := .venv/prometheus/.set-up
 
 .PHONY: help setup serve test check format docs test-container clean
 
@@ -35,7 +36,7 @@ $(SETUP): pyproject.toml constraints.txt
 serve: $(SETUP) ## Serve the demo model, or the folders in MODELS=...
 	@exec $(BIN)/hf-triton serve $(MODELS) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 
-test: $(SETUP) $(PERF_ANALYZER) ## Run the tests; TESTS=tests/unit for some of them
+test: $(SETUP) $(PERF_ANALYZER) $(PROMETHEUS) ## Run the tests; TESTS=tests/unit for some of them
 	$(BIN)/pytest -m "not container" $(TESTS)
 
 # perf_analyzer comes in an older client wheel, and finds two libraries in the server's wheel.
@@ -44,6 +45,10 @@ $(PERF_ANALYZER): $(SETUP)
 	@libs=$$($(BIN)/python -c 'import pathlib, pytriton; print(pathlib.Path(pytriton.__file__).parents[1] / "nvidia_pytriton.libs")'); \
 	  ln -sf $$libs/libb64-*.so.0d .venv/perf_analyzer/bin/libb64.so.0d; \
 	  ln -sf $$libs/libcudart-*.so.12* .venv/perf_analyzer/bin/libcudart.so.12
+	@touch $@
+
+$(PROMETHEUS): $(SETUP) tests/server/prometheus.sh
+	tests/server/prometheus.sh $(@D)
 	@touch $@
 
 check: $(SETUP) ## Check format, lint, types, the arrows between modules, and the Dockerfile

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
+from hf_triton.metrics import METRICS, OK, Metric
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +36,23 @@ CANCEL_POLL_S = 0.05
 
 
 class Call:
-    """One inference request and its one answer.
+    """One inference request and its one answer, which a decoupled folder may give in parts.
 
     Exactly one final answer is sent, whatever happens: a second one is ignored, and a call that is dropped without one
     answers with an error. Safe from any thread.
     """
 
-    def __init__(self, request: pb_utils.InferenceRequest) -> None:
+    def __init__(
+        self, request: pb_utils.InferenceRequest, on_answer: Callable[[str], None] = lambda outcome: None
+    ) -> None:
         self._lock = threading.Lock()
         self._is_answered = False
+        self._on_answer = on_answer  # told `ok` or the error's code, once
         self._was_cancelled = False
         self._sender = request.get_response_sender()
         self._request = request
+        self.request_id: str = request.request_id()
+        """What the client calls it; empty where it does not."""
         _cancel_watch.add(self)
 
     def inputs(self) -> dict[str, npt.NDArray[Any]]:
@@ -74,32 +80,57 @@ class Call:
         """Whether the client gave up, as known not much longer than `CANCEL_POLL_S` ago."""
         return self._was_cancelled
 
+    def cancel(self) -> None:
+        """Give the request up, as if its client had."""
+        self._was_cancelled = True
+
     def watch(self) -> bool:
         """Ask Triton whether the client gave up; whether there is a reason to ask again."""
         with self._lock:
             if not self._is_answered:
-                self._was_cancelled = self._sender.is_cancelled()
+                self._was_cancelled = self._was_cancelled or self._sender.is_cancelled()
             return not (self._is_answered or self._was_cancelled)
 
+    def add(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Send a response with more to come. The folder must be decoupled.
+
+        One that cannot be sent ends the answer with an error: a text with a hole in it would look like a good one.
+        """
+        with self._lock:
+            if self._is_answered:
+                return
+            try:
+                self._sender.send(_response(outputs))
+            except Exception as error:  # as in `_send`
+                logger.error("a part of an answer could not be sent: %s", where(error))
+                self._was_cancelled = True
+                self._finish(_too_large(), "out_of_memory")
+
     def answer(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Send the one answer."""
-        self._send(pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()]))
+        """Send the one answer, or the last part of it."""
+        self._send(_response(outputs), OK)
 
     def refuse(self, error: HfTritonError) -> None:
         """Send an error as the one answer."""
         code: int = getattr(pb_utils.TritonError, error.triton_code)
-        self._send(pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), code)))
+        self._send(pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), code)), error.code)
 
-    def _send(self, response: pb_utils.InferenceResponse) -> None:
+    def _send(self, response: pb_utils.InferenceResponse, outcome: str) -> None:
         with self._lock:
-            if self._is_answered:
-                return
-            self._is_answered = True
-            try:
-                self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-            except Exception as error:  # the shared memory is full: a small answer may still fit
-                logger.error("an answer could not be sent: %s", where(error))
-                self._sender.send(_too_large(), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            if not self._is_answered:
+                self._finish(response, outcome)
+
+    def _finish(self, response: pb_utils.InferenceResponse, outcome: str) -> None:
+        """Send the last response; the lock is held."""
+        self._is_answered = True
+        try:
+            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        except Exception as error:  # the shared memory is full: a small answer may still fit
+            logger.error("an answer could not be sent: %s", where(error))
+            outcome = "out_of_memory"
+            self._sender.send(_too_large(), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        finally:
+            self._on_answer(outcome)
 
     def __del__(self) -> None:
         if not getattr(self, "_is_answered", True):
@@ -123,6 +154,11 @@ class _CancelWatch:
                 self._thread = threading.Thread(target=self._loop, name="hf_triton-cancel-watch", daemon=True)
                 self._thread.start()
 
+    def open_calls(self) -> list[Call]:
+        """The calls that were neither answered nor cancelled when last asked about."""
+        with self._wake:
+            return [call for reference in self._open if (call := reference()) is not None]
+
     def _loop(self) -> None:
         while True:
             with self._wake:
@@ -145,6 +181,17 @@ class _CancelWatch:
 
 
 _cancel_watch = _CancelWatch()
+
+
+def cancel_calls(request_id: str) -> None:
+    """Give up the open calls of this process that have an id."""
+    for call in _cancel_watch.open_calls():
+        if call.request_id == request_id:
+            call.cancel()
+
+
+def _response(outputs: Mapping[str, npt.NDArray[Any]]) -> pb_utils.InferenceResponse:
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
 
 
 def _too_large() -> pb_utils.InferenceResponse:
@@ -229,3 +276,38 @@ def send_logs_to_triton(model_name: str) -> None:
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     root.propagate = False
+
+
+class MetricsSink:
+    """The server's metrics. What several instances of a model add under the same labels adds up.
+
+    Args:
+        labels: Of every metric.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = dict(labels)
+        self._families = {
+            metric: pb_utils.MetricFamily(
+                name=metric.name, description=metric.help, kind=getattr(pb_utils.MetricFamily, metric.kind.upper())
+            )
+            for metric in METRICS
+        }
+        self._declared: dict[tuple[Metric, str], pb_utils.Metric] = {}
+
+    def declare(self, metric: Metric, value: str) -> None:
+        """Export a metric from now on, even if it is still 0. Its own label, if it has one, is `value`."""
+        if (metric, value) not in self._declared:
+            labels = self._labels | ({metric.label: value} if metric.label else {})
+            buckets = {"buckets": list(metric.buckets)} if metric.buckets else {}
+            self._declared[metric, value] = self._families[metric].Metric(labels=labels, **buckets)
+
+    def add(self, metric: Metric, value: str, amount: float) -> None:
+        """Add to a counter or a gauge."""
+        self.declare(metric, value)
+        self._declared[metric, value].increment(amount)
+
+    def observe(self, metric: Metric, amount: float) -> None:
+        """Put one value into a histogram."""
+        self.declare(metric, "")
+        self._declared[metric, ""].observe(amount)

@@ -25,7 +25,7 @@ from typing import ClassVar, Literal
 TritonCode = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
 
 CODES: dict[str, str] = {
-    "invalid_input": "`text_input` holds no prompt, too many, one that is not UTF-8, or one without any token",
+    "invalid_input": "`text_input` or `messages` is missing, is not UTF-8, holds too much or nothing",
     "invalid_parameter": "a parameter has the wrong type or an impossible value, or contradicts another one",
     "unknown_parameter": "no parameter has this name",
     "context_exceeded": "the prompt, by its bytes or with the tokens asked for, does not fit the model's context",
@@ -34,6 +34,7 @@ CODES: dict[str, str] = {
     "queue_full": "as many prompts are waiting as may wait",
     "deadline_exceeded": "the request's time (`max_time`, or the client's timeout) was up before its first token",
     "shutting_down": "the model is being unloaded, or the server is stopping",
+    "not_loaded": "the model that a stream door streams from is not loaded, or not yet",
     "engine_failed": "the engine has stopped after a fatal error; the server is restarting or needs to be",
     "cancelled": "the client cancelled the request",
     "generation_failed": "the model raised an error on this request; the server's log has it",

@@ -7,12 +7,21 @@ of it, `SamplingPlan` is what the engine is told and `TaskPlan` what the task do
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import annotated_types
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from hf_triton.declare import MAX_ENTRIES, problems, read_numbered, read_one_or_many, read_texts, suggest
 from hf_triton.errors import RequestError, clip
@@ -20,6 +29,7 @@ from hf_triton.errors import RequestError, clip
 ALIASES: Final[Mapping[str, str]] = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
     "n": "num_return_sequences",
     "random_seed": "seed",
     "stop": "stop_strings",
@@ -31,13 +41,55 @@ MAX_NEW_TOKENS: Final = 1_048_576
 MAX_RETURN_SEQUENCES: Final = 64
 MAX_NGRAM_SIZE: Final = 128  # looking for longer ones in a long text would hold up the other rows
 MAX_STOP_STRINGS: Final = 16
+MAX_LOGPROBS: Final = 20
 MAX_SECONDS: Final = 86_400
+MAX_GRAMMAR: Final = 65_536  # characters of a schema, a regular expression or a grammar
 GREEDY_BELOW: Final = 1e-3  # dividing logits by less overflows float16, and the result is greedy anyway
 
 ShortText = Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(1000)]
 TokenId = Annotated[int, annotated_types.Ge(0), annotated_types.Le(2**31 - 1)]
 Penalty = Annotated[float, annotated_types.Ge(-2), annotated_types.Le(2)]
 Bias = Annotated[float, annotated_types.Ge(-100), annotated_types.Le(100)]
+GrammarText = Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(MAX_GRAMMAR)]
+
+
+def read_object(value: object, info: ValidationInfo) -> object:
+    """Read a JSON object that may come as a text; what cannot be read is left for the type check to refuse."""
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_GRAMMAR:
+        raise ValueError(f"{info.field_name} must be JSON of up to {MAX_GRAMMAR} characters, got {len(value)}")
+    try:
+        read = json.loads(value)
+    except (ValueError, RecursionError):  # no JSON, or thousands of brackets
+        return value
+    return read if isinstance(read, dict) else value
+
+
+def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what is not one of OpenAI's forms."""
+    kind = value.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ValueError(
+            f"response_format must be of type `text`, `json_object` or `json_schema`, got {clip(kind)}; there are also "
+            "guided_regex, guided_choice and guided_grammar"
+        )
+    _check_names(value, {"type", "json_schema"} if kind == "json_schema" else {"type"})
+    if kind == "json_schema":
+        inner = value.get("json_schema")
+        if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+            raise ValueError(
+                'response_format must be {"type": "json_schema", "json_schema": {"schema": {...}}} to follow a schema, '
+                f"got {clip(inner)} as its json_schema"
+            )
+        _check_names(inner, {"name", "description", "schema", "strict"})
+    return value
+
+
+def _check_names(value: Mapping[str, object], known: set[str]) -> None:
+    unknown = sorted(value.keys() - known)
+    if unknown:
+        raise ValueError(f"response_format must be made of {', '.join(sorted(known))}, got {clip(unknown[0])}")
 
 
 class GenerationParameters(BaseModel):
@@ -123,12 +175,44 @@ class GenerationParameters(BaseModel):
     ) = None
     """Tokens that end the text, in place of the model's own."""
 
+    response_format: (
+        Annotated[dict[str, Any], BeforeValidator(read_object), AfterValidator(check_response_format)] | None
+    ) = None
+    """The form of the text, as OpenAI has it: `{"type": "json_schema", "json_schema": {"schema": {...}}}` writes JSON
+    that the schema allows, `{"type": "json_object"}` any JSON object, `{"type": "text"}` any text. The text is whole
+    even where `max_new_tokens` or `max_time` ends it, and a form of which no text fits `max_new_tokens` is refused. It
+    goes before `min_new_tokens` and `bad_words`, and does not go with `stop_strings`. So do the four that follow."""
+
+    guided_json: Annotated[dict[str, Any], BeforeValidator(read_object)] | None = None
+    """A JSON schema that the text follows; the same as `response_format` with this schema."""
+
+    guided_regex: GrammarText | None = None
+    """A regular expression that the whole text matches, in the syntax of Rust's `regex`: no look-around, no references
+    back."""
+
+    guided_choice: (
+        Annotated[
+            tuple[ShortText, ...],
+            annotated_types.MinLen(1),
+            annotated_types.MaxLen(MAX_ENTRIES),
+            BeforeValidator(read_texts),
+        ]
+        | None
+    ) = None
+    """Texts of which one is written. A text that reads as a JSON array is taken for one."""
+
+    guided_grammar: GrammarText | None = None
+    """A grammar that the text follows, in the Lark syntax of llguidance, from its rule `start` on."""
+
     num_return_sequences: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_RETURN_SEQUENCES)] | None = None
     """How many texts to draw for each prompt; more than one needs sampling."""
 
     best_of: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_RETURN_SEQUENCES)] | None = None
     """How many texts to draw for each prompt, of which the `num_return_sequences` are kept whose tokens are likeliest
     on average. By default just as many."""
+
+    logprobs: Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_LOGPROBS)] | None = None
+    """How many of the likeliest tokens the output `logprobs` shows in each place, beside the token itself."""
 
     max_time: Annotated[float, annotated_types.Gt(0), annotated_types.Le(MAX_SECONDS)] | None = None
     """Seconds that the prompt may take, waiting included; then the text ends with what it has."""
@@ -157,6 +241,41 @@ class GenerationParameters(BaseModel):
             raise ValueError("eos_token_id has no effect with ignore_eos true: leave one of them out")
         return self
 
+    @model_validator(mode="after")
+    def _check_grammar(self) -> Self:
+        names = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(names) > 1:
+            raise ValueError(f"{names[0]} and {names[1]} both say what the text may be: leave one of them out")
+        if self.grammar and (also := self._ends_text_elsewhere):
+            raise ValueError(f"{also} would end the text where {names[0]} does not: leave one of them out")
+        return self
+
+    @property
+    def says_grammar(self) -> bool:
+        """Whether this says anything of the text's form, be it that there is none."""
+        return any(getattr(self, name) is not None for name in GRAMMARS)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the text must follow, where this says it."""
+        if self.response_format is not None and self.response_format["type"] != "text":
+            schema = self.response_format.get("json_schema", {"schema": {"type": "object"}})["schema"]
+            return Grammar("json_schema", json.dumps(schema), "response_format")
+        if self.guided_json is not None:
+            return Grammar("json_schema", json.dumps(self.guided_json), "guided_json")
+        if self.guided_regex is not None:
+            return Grammar("regex", self.guided_regex, "guided_regex")
+        if self.guided_choice is not None:
+            return Grammar("choice", json.dumps(self.guided_choice), "guided_choice")
+        return None if self.guided_grammar is None else Grammar("lark", self.guided_grammar, "guided_grammar")
+
+    @property
+    def _ends_text_elsewhere(self) -> str | None:
+        """The parameter by which a text would end where a grammar does not let it."""
+        if self.stop_strings:
+            return "stop_strings"
+        return "ignore_eos" if self.ignore_eos else None
+
     @property
     def asks_to_sample(self) -> bool | None:
         """Whether this asks for sampling; None where it says nothing about it."""
@@ -167,6 +286,19 @@ class GenerationParameters(BaseModel):
         return True if any(getattr(self, name) is not None for name in WARPERS) else None
 
 
+@dataclass(frozen=True)
+class Grammar:
+    """What a text must follow."""
+
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    text: str
+    """As JSON where `kind` is json_schema (an object) or choice (an array of texts)."""
+    parameter: str
+    """By which it was asked for."""
+
+
+GRAMMARS: Final = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""What says which form the text has; a prompt has one of them at most."""
 WARPERS: Final = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 """What shapes the distribution that tokens are drawn from."""
 NEUTRAL: Final[Mapping[str, float]] = {
@@ -203,6 +335,8 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
     Raises:
         RequestError: A name is unknown, two names mean the same, or a value is impossible.
     """
+    if "max_completion_tokens" in values:  # clients of OpenAI's send its old name too
+        values = {name: value for name, value in values.items() if name != "max_tokens"}
     spellings: dict[str, str] = {}
     for given in values:
         name = ALIASES.get(given, given)
@@ -280,6 +414,8 @@ class TaskPlan:
     """Waiting included; None: as long as it takes."""
     queue_priority: int = 0
     """The lower goes first."""
+    grammar: Grammar | None = None
+    """What the texts must follow; there are no stop strings then."""
 
 
 def settle(*layers: GenerationParameters) -> SamplingPlan:
@@ -317,18 +453,25 @@ def settle(*layers: GenerationParameters) -> SamplingPlan:
         eos_ids=_eos_ids(layers),
         num_return_sequences=int(_first(layers, "num_return_sequences", 1)),
         best_of=_first(layers, "best_of", None),
+        logprobs=_first(layers, "logprobs", None),
     )
     _check_plan(plan, layers[0].min_new_tokens)
     return plan
 
 
 def settle_task(*layers: GenerationParameters) -> TaskPlan:
-    """Settle what `settle` leaves to the task, from the same layers."""
+    """Settle what `settle` leaves to the task, from the same layers.
+
+    Raises:
+        RequestError: A layer would end texts where the grammar of a layer below does not let them.
+    """
+    grammar = _grammar(layers)
     return TaskPlan(
-        stop_strings=_first(layers, "stop_strings", ()),
+        stop_strings=_first(layers, "stop_strings", ()) if grammar is None else (),
         bad_words=_first(layers, "bad_words", ()),
         max_time_s=_first(layers, "max_time", None),
         queue_priority=_first(layers, "queue_priority", 0),
+        grammar=grammar,
     )
 
 
@@ -350,6 +493,22 @@ def check_token_ids(plan: SamplingPlan, vocabulary_size: int) -> None:
 
 def _first(layers: Sequence[GenerationParameters], name: str, default: Any) -> Any:
     return next((value for layer in layers if (value := getattr(layer, name)) is not None), default)
+
+
+def _grammar(layers: Sequence[GenerationParameters]) -> Grammar | None:
+    """By the first layer that says anything of it; what the layers below it say of stop strings is off then."""
+    place = next((place for place, layer in enumerate(layers) if layer.says_grammar), None)
+    grammar = None if place is None else layers[place].grammar
+    if place is None or grammar is None:
+        return None
+    also = next((name for layer in layers[:place] if (name := layer._ends_text_elsewhere)), None)
+    if also:
+        raise RequestError(
+            "invalid_parameter",
+            f"{also} would end the text where the folder's {grammar.parameter} does not: leave it out, or say "
+            'response_format {"type": "text"}',
+        )
+    return grammar
 
 
 def _eos_ids(layers: Sequence[GenerationParameters]) -> frozenset[int] | None:

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_triton import wire
-from hf_triton.errors import HfTritonError, SettingsError, where
+from hf_triton.door.server import DoorServer
+from hf_triton.errors import HfTritonError, RequestError, SettingsError, where
+from hf_triton.metrics import NoMeter, build_meter
+from hf_triton.reply import Call, CallReply, Outbox, Outlet
 from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
+from hf_triton.tasks.hooks import Hooks
 
 if TYPE_CHECKING:
-    from hf_triton._triton import Call  # exists inside Triton's Python process alone: imported where Triton calls
+    from hf_triton.checkpoint import Checkpoint
     from hf_triton.tasks.text_generation import TextGeneration
 
 logger = logging.getLogger(__name__)
@@ -23,7 +27,7 @@ logger = logging.getLogger(__name__)
 BYTES_PER_TOKEN = 16  # more than any text has on average; only a bound on what is tokenized at all
 
 
-class TritonPythonModel:
+class TritonPythonModel(Hooks):
     """A Hugging Face model behind Triton's endpoints; subclass it in your model folder's `1/model.py`.
 
     The smallest model is two lines, and the folder's config.pbtxt says which checkpoint it serves:
@@ -34,7 +38,8 @@ class TritonPythonModel:
             "My model."
 
     Triton calls, in this order: `auto_complete_config` once (in a process that is thrown away), `initialize` once,
-    `execute` for every batch of requests, `finalize` once. Nothing has to be overridden. What may be:
+    `execute` for every batch of requests, `finalize` once. Nothing has to be overridden. What may be: `load`, and the
+    methods of `Hooks` (`build_prompt`, `is_complete`, `postprocess`), which change the texts.
 
     Attributes:
         settings_class: The settings that config.pbtxt may hold. A subclass of `ModelSettings` adds to them or changes
@@ -47,8 +52,10 @@ class TritonPythonModel:
     settings: ModelSettings
 
     _task: TextGeneration
-    _output_names: list[str]
+    _outlet: Outlet
+    _door: DoorServer
     _limits: wire.Limits
+    _meter: NoMeter
 
     @classmethod
     def auto_complete_config(cls, auto_complete_model_config: Any) -> Any:
@@ -84,13 +91,18 @@ class TritonPythonModel:
         _triton.end_with_server()
         _triton.send_logs_to_triton(args["model_name"])
         config = json.loads(args["model_config"])
-        self._output_names = [port["name"] for port in config["output"]]
         try:
             wire.check_config(config)
             loaded = self._load_settings(config)
             for line in loaded.describe():
                 logger.info(line)
             self.settings = loaded.settings
+            self._outlet = Outlet(
+                output_names=[port["name"] for port in config["output"]],
+                is_decoupled=config.get("model_transaction_policy", {}).get("decoupled", False),
+                streams=loaded.settings.stream,
+                outbox=Outbox(),
+            )
             self._start(loaded.settings, args)
         except HfTritonError as error:
             raise _triton.load_failure(error) from None
@@ -110,18 +122,26 @@ class TritonPythonModel:
         from hf_triton import _triton
 
         for request in requests:
-            call = _triton.Call(request)
-            try:
-                self._submit(call)
-            except HfTritonError as error:
-                call.refuse(error)
-            except Exception as error:
-                logger.error("taking a request failed: %s", where(error))
-                call.refuse(HfTritonError("internal", "the request could not be taken; the server's log says why"))
+            self._take(_triton.Call(request, self._meter.begin_request()), self._outlet)
 
     def finalize(self) -> None:
         """Answer whoever is still waiting and let the model go. Triton calls this when nothing is in flight."""
+        self._door.drain()
         self._task.close()
+        self._outlet.outbox.close()
+        self._door.close()
+        self._meter.close()
+
+    def load(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Change what was loaded, before it serves: merge an adapter, add a token, replace a layer. May be overridden.
+
+        Args:
+            checkpoint: `model` and `tokenizer`, transformers' own objects, on their device.
+
+        Returns:
+            What to serve.
+        """
+        return checkpoint
 
     def is_ready(self) -> bool:
         """Whether the model can take requests; servers from 26.03 on ask."""
@@ -130,32 +150,69 @@ class TritonPythonModel:
     # --- the parts ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def _load_settings(cls, config: Mapping[str, Any]) -> LoadedSettings:
+    def _load_settings(cls, config: Mapping[str, Any]) -> LoadedSettings[ModelSettings]:
         from hf_triton import _triton
 
         return load_settings(_triton.parameter_texts(config), os.environ, cls.settings_class)
 
     def _start(self, settings: ModelSettings, args: Mapping[str, str]) -> None:
         from hf_triton import _triton
+        from hf_triton.chat_template import ChatTemplate, load_chat_template
         from hf_triton.checkpoint import Placement, load_checkpoint
         from hf_triton.hub import Hub
         from hf_triton.tasks.text_generation import build_text_generation
 
+        folder_template = load_chat_template(settings.chat_template, Path(args["model_repository"]))
         hub = Hub(Path(args["model_repository"]), settings, os.environ)
         placement = Placement(args["model_instance_kind"], int(args["model_instance_device_id"]))
-        checkpoint = load_checkpoint(hub, settings, placement)
+        checkpoint = self.load(load_checkpoint(hub, settings, placement))
         max_prompt_bytes = settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length
         self._limits = wire.Limits(settings.max_prompts, max_prompt_bytes)
-        self._task = build_text_generation(checkpoint, settings, on_fatal=_triton.stop_server)
+        labels = {"model": args["model_name"], "version": args["model_version"]}
+        self._meter = build_meter(lambda: _triton.MetricsSink(labels)) if settings.metrics else NoMeter()
+        self._task = build_text_generation(
+            checkpoint,
+            ChatTemplate(checkpoint.tokenizer, folder_template, max_prompt_bytes),
+            settings,
+            hooks=self,
+            on_fatal=_triton.stop_server,
+            observer=self._meter,
+        )
+        self._meter.start(self._task.load)
+        self._door = DoorServer(
+            args["model_name"], int(args["model_version"]), take=self._take, begin_request=self._meter.begin_request
+        )
+        self._door.open()
 
-    def _submit(self, call: Call) -> None:
-        request = wire.parse_request(call.inputs(), call.parameters(), self._limits)
+    def _take(self, call: Call, outlet: Outlet) -> None:
+        """Start on a call, or refuse it; nothing is raised."""
+        try:
+            self._submit(call, outlet)
+        except HfTritonError as error:
+            call.refuse(error)
+        except Exception as error:
+            logger.error("taking a request failed: %s", where(error))
+            call.refuse(HfTritonError("internal", "the request could not be taken; the server's log says why"))
 
-        def answer(result: list[str] | HfTritonError) -> None:
-            if isinstance(result, HfTritonError):
-                call.refuse(result)
-            else:
-                texts = wire.encode_texts(result, request.shape)
-                call.answer(dict.fromkeys(self._output_names, texts))
+    def _submit(self, call: Call, outlet: Outlet) -> None:
+        parameters = call.parameters()
+        if wire.asks_to_cancel(parameters):
+            self._cancel(call)
+            return
+        request = wire.parse_request(call.inputs(), parameters, self._limits)
+        asks_to_stream = outlet.streams if request.options.stream is None else request.options.stream
+        self._task.submit(
+            request,
+            CallReply(call, request, outlet.output_names, outlet.outbox),
+            call.is_cancelled,
+            timeout_s=call.timeout_s(),
+            streams=asks_to_stream and outlet.is_decoupled,
+        )
 
-        self._task.submit(request, answer, call.is_cancelled, call.timeout_s())
+    def _cancel(self, call: Call) -> None:
+        from hf_triton import _triton
+
+        if not call.request_id:
+            raise RequestError("invalid_parameter", "stop true gives up the request of the same id: say which, by id")
+        _triton.cancel_calls(call.request_id)
+        call.answer({name: wire.encode_texts([""], (1,)) for name in self._outlet.output_names if name in wire.TEXTS})

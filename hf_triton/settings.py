@@ -11,7 +11,7 @@ import json
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Generic, Literal, Self, TypeVar
 
 import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -48,6 +48,10 @@ class ModelSettings(BaseModel):
 
     tokenizer_revision: Annotated[str, annotated_types.MinLen(1)] = "main"
     """Branch, tag or commit of a separate `tokenizer`."""
+
+    chat_template: Annotated[str, annotated_types.MinLen(1)] | None = None
+    """A file with a Jinja chat template, in place of the tokenizer's own. A relative path is taken from the model
+    folder."""
 
     cache_dir: str | None = None
     """A Hub cache folder to look in first and to download to. A relative one is taken from the model folder."""
@@ -128,6 +132,13 @@ class ModelSettings(BaseModel):
     exclude_input_in_output: bool = False
     """Whether `text_output` leaves the prompt out where a request does not say."""
 
+    stream: bool = False
+    """Whether a folder that says `model_transaction_policy { decoupled: true }` answers piece by piece where a request
+    does not say. Then `/generate`, which takes one response only, needs `stream` false in the request."""
+
+    metrics: bool = True
+    """Whether what the model does is counted, for the server's metrics endpoint."""
+
     parameters_as_inputs: bool = False
     """Whether every request parameter is also declared as an optional input tensor, for clients that send tensors.
     JSON clients then get Triton's own messages for values of a wrong type."""
@@ -139,11 +150,30 @@ class ModelSettings(BaseModel):
         return self
 
 
+class DoorSettings(BaseModel):
+    """What a stream door's folder may set, which has no model of its own; the rest is set where the model is."""
+
+    model_config = ModelSettings.model_config
+
+    stream_of: Annotated[str, annotated_types.MinLen(1)] | None = None
+    """The folder whose model writes the text. By default the door's own name without `_stream` at its end."""
+
+    stream: bool = True
+    """Whether the door answers piece by piece where a request does not say."""
+
+    parameters_as_inputs: bool = False
+    """Whether every request parameter is also declared as an optional input tensor."""
+
+
+OUR_FIELDS: Final = frozenset([*ModelSettings.model_fields, *DoorSettings.model_fields])
+Settings = TypeVar("Settings", ModelSettings, DoorSettings)
+
+
 @dataclass(frozen=True)
-class LoadedSettings:
+class LoadedSettings(Generic[Settings]):
     """Settings and where each one came from."""
 
-    settings: ModelSettings
+    settings: Settings
     sources: Mapping[str, str]
     """`config.pbtxt`, the variable's name, or `default`, by setting."""
 
@@ -163,8 +193,8 @@ def _shown(value: object) -> str:
 def load_settings(
     parameters: Mapping[str, str],
     environment: Mapping[str, str],
-    settings_class: type[ModelSettings] = ModelSettings,
-) -> LoadedSettings:
+    settings_class: type[Settings] = ModelSettings,  # type: ignore[assignment]
+) -> LoadedSettings[Settings]:
     """Read and check a folder's settings.
 
     Args:
@@ -187,7 +217,8 @@ def load_settings(
     values = {name: _parse(text, fields[name].annotation) for name, text in texts.items()}
     try:
         settings = settings_class.model_validate(values)
-        parse_parameters(settings.generation_defaults)
+        if isinstance(settings, ModelSettings):
+            parse_parameters(settings.generation_defaults)
     except ValidationError as error:
         found = problems(settings_class, error)
         raise SettingsError("; ".join(_with_source(each.name, each.sentence, sources) for each in found)) from None
@@ -223,7 +254,7 @@ def _refuse_unknown(parameters: Mapping[str, str], environment: Mapping[str, str
             )
         raise SettingsError(f"there is no setting '{key}' (from config.pbtxt){suggest(key, fields)}")
     for variable in environment:
-        if variable.startswith(ENVIRONMENT_PREFIX) and _field_name(variable, fields) is None:
+        if variable.startswith(ENVIRONMENT_PREFIX) and _field_name(variable, {*fields, *OUR_FIELDS}) is None:
             known = [ENVIRONMENT_PREFIX + name.upper() for name in fields]
             hint = suggest(variable, known)
             if "did you mean" in hint:  # any other may be a setting of another folder's own

@@ -36,14 +36,16 @@ class TextCodec:
         self.byte_of = self._find_byte_tokens(vocabulary)
         self._silent_ids = self._find_silent_tokens(set(vocabulary.values()))
 
-    def encode(self, text: str, row: int) -> list[int]:
+    def encode(self, text: str, row: int, *, adds_special_tokens: bool = True) -> list[int]:
         """A prompt as token ids, with the special tokens that the tokenizer adds by itself; never empty.
+
+        A chat template writes the special tokens itself: what comes of it gets no more.
 
         Raises:
             RequestError: The prompt is empty and the model has no token to begin with, or a token is unknown to the
                 model. `row` says which prompt.
         """
-        ids: list[int] = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
+        ids: list[int] = self._tokenizer(text, add_special_tokens=adds_special_tokens, verbose=False)["input_ids"]
         if not ids:  # transformers begins an empty prompt with this token too
             ids = [
                 token for token in (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id) if token is not None

@@ -6,6 +6,7 @@ The one table behind `auto_complete_config`, parsing and the documentation. Know
 
 from __future__ import annotations
 
+import json
 import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,26 +17,53 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from hf_triton.chat import MESSAGES, Chat, ChatOptions, parse_chat
 from hf_triton.declare import problems, suggest
-from hf_triton.errors import RequestError, SettingsError
+from hf_triton.errors import RequestError, SettingsError, clip
 from hf_triton.generation import ALIASES, GenerationParameters, parse_parameters, unknown_parameter
 
 PROMPT: Final = "text_input"
 TEXT: Final = "text_output"
 TEXT_OLD: Final = "text"
 """The tutorial's older name of the output; filled too where config.pbtxt declares it."""
+TEXTS: Final = (TEXT, TEXT_OLD)
+OUTPUTS: Final[Mapping[str, str]] = {
+    TEXT: "TYPE_STRING",
+    TEXT_OLD: "TYPE_STRING",
+    "finish_reason": "TYPE_STRING",
+    "num_input_tokens": "TYPE_UINT32",
+    "num_output_tokens": "TYPE_UINT32",
+    "cumulative_logprob": "TYPE_FP32",
+    "logprobs": "TYPE_STRING",
+}
+"""Every output and its type. Those but the text are filled where a request asks for them (`return_...`)."""
 TRITONS_OWN: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
 """Parameters that `/generate` passes on though they are Triton's own, as are those that begin with `triton_`."""
+
+NOT_SERVED: Final[Mapping[str, str]] = {
+    "lora_name": "LoRA adapters are not served",
+    "embedding_request": "this model writes text and gives no embeddings",
+}
+"""Parameters of the vLLM backend that ask for something else."""
 
 WHOLE_NUMBERS: Final = tuple(f"TYPE_{sign}{bits}" for sign in ("INT", "UINT") for bits in (64, 32, 16, 8))
 TENSOR_TYPES: Final[Mapping[type, tuple[str, ...]]] = {
     bool: ("TYPE_BOOL",),
     int: WHOLE_NUMBERS,
     float: ("TYPE_FP32", "TYPE_FP64", "TYPE_FP16", *WHOLE_NUMBERS),
-    tuple: ("TYPE_STRING",),
+    str: ("TYPE_STRING",),
     dict: ("TYPE_STRING",),
 }
-"""By a parameter's Python type; arrays and objects come as JSON texts."""
+"""By a parameter's Python type, or that of its elements where it holds several; objects come as JSON texts."""
+DIALECT_TYPES: Final[Mapping[str, str]] = {
+    "max_tokens": "TYPE_INT32",
+    "max_completion_tokens": "TYPE_INT32",
+    "min_tokens": "TYPE_INT32",
+    "top_k": "TYPE_INT32",
+    "seed": "TYPE_UINT64",
+    "random_seed": "TYPE_UINT64",
+}
+"""The types that clients of TensorRT-LLM and LiteLLM send, where Triton would refuse ours."""
 
 Array = npt.NDArray[Any]
 Parsed = TypeVar("Parsed")
@@ -46,13 +74,39 @@ class RequestOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
+    stream: bool | None = None
+    """Whether the text comes piece by piece, as it is written: from folders that say `decoupled`, over
+    `/generate_stream` and gRPC streams. The others answer once. By default what the folder's setting of the same name
+    says."""
+
     exclude_input_in_output: bool | None = None
     """Whether `text_output` holds the continuation alone, without the prompt. By default what the folder's setting of
-    the same name says."""
+    the same name says; a stream leaves the prompt out."""
+
+    return_finish_reason: bool | None = None
+    """Whether to fill the output `finish_reason`: `stop` (the model or a stop string ended the text), `length`
+    (`max_new_tokens`) or `deadline` (`max_time`)."""
+
+    return_num_input_tokens: bool | None = None
+    """Whether to fill the output `num_input_tokens`, the prompt's."""
+
+    return_num_output_tokens: bool | None = None
+    """Whether to fill the output `num_output_tokens`, the text's."""
+
+    return_cumulative_logprob: bool | None = None
+    """Whether to fill the output `cumulative_logprob`, the sum of the log probabilities of the text's tokens."""
+
+    return_logprobs: bool | None = None
+    """Whether to fill the output `logprobs`: a JSON array with an object for each token of the text, which holds the
+    token's log probability and those of the likeliest `logprobs`, by token id."""
+
+    sampling_parameters: str | None = None
+    """Generation parameters as one JSON text, as the vLLM backend takes them: `{"temperature": 0.5, "max_tokens": 20}`.
+    """
 
 
 PARAMETERS: Final[Mapping[str, type[BaseModel]]] = {
-    name: model for model in (RequestOptions, GenerationParameters) for name in model.model_fields
+    name: model for model in (RequestOptions, ChatOptions, GenerationParameters) for name in model.model_fields
 }
 """Every request parameter and where it is declared."""
 
@@ -70,12 +124,27 @@ class Limits:
 class GenerationRequest:
     """One request, checked."""
 
-    prompts: list[str]
+    prompts: Sequence[str | Chat]
+    """Texts, or one chat."""
     parameters: list[GenerationParameters]
     """One for each prompt."""
-    exclude_input_in_output: bool | None
+    options: RequestOptions
     shape: tuple[int, ...]
-    """The shape of `text_input`, which `text_output` follows."""
+    """The shape of `text_input`, which the outputs follow."""
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """One text of an answer."""
+
+    text: str
+    finish_reason: str
+    num_input_tokens: int
+    num_output_tokens: int
+    cumulative_logprob: float
+    """Natural logarithm; 0 where log probabilities were not asked for."""
+    logprobs: str
+    """JSON, see `return_logprobs`; empty where they were not asked for."""
 
 
 # --- the configuration -----------------------------------------------------------------------------------------------
@@ -90,24 +159,54 @@ def missing_ports(
         config: The model configuration as Triton gives it: `input`, `output`, `max_batch_size`, ...
         parameters_as_inputs: Whether to declare every request parameter as an optional input as well.
     """
-    declared = {port["name"] for port in [*config["input"], *config["output"]]}
-    is_batched = config["max_batch_size"] > 0
-    inputs: list[dict[str, Any]] = [{"name": PROMPT, "data_type": "TYPE_STRING", "dims": [1 if is_batched else -1]}]
+    has_inputs, has_outputs = ({port["name"] for port in config[side]} for side in ("input", "output"))
+    prompt_dims = [1 if config["max_batch_size"] > 0 else -1]
+    inputs: list[dict[str, Any]] = [  # the prompt's absence is ours to say
+        {"name": PROMPT, "data_type": "TYPE_STRING", "dims": prompt_dims, "optional": True}
+    ]
     if parameters_as_inputs:
+        inputs.append({"name": MESSAGES, "data_type": "TYPE_STRING", "dims": [-1], "optional": True})
         inputs += [
-            {"name": name, "data_type": _triton_types(name)[0], "dims": [1], "optional": True} for name in PARAMETERS
+            {"name": name, "data_type": _triton_types(name)[0], "dims": [-1 if _is_many(name) else 1], "optional": True}
+            for name in (*PARAMETERS, *ALIASES)
         ]
-    outputs = [{"name": TEXT, "data_type": "TYPE_STRING", "dims": [-1]}] if TEXT_OLD not in declared else []
-    return [port for port in inputs if port["name"] not in declared], [
-        port for port in outputs if port["name"] not in declared
+    outputs = [
+        {"name": name, "data_type": data_type, "dims": [-1]}
+        for name, data_type in OUTPUTS.items()
+        if name != TEXT_OLD and not (name == TEXT and TEXT_OLD in has_outputs)
+    ]
+    return [port for port in inputs if port["name"] not in has_inputs], [
+        port for port in outputs if port["name"] not in has_outputs
     ]
 
 
 def _triton_types(name: str) -> tuple[str, ...]:
     """The tensor types that hold a parameter's value, the one we declare first."""
-    declared = typing.get_args(PARAMETERS[name].model_fields[name].annotation)[0]  # of `declared | None`
-    python_type = typing.get_args(declared)[0] if typing.get_origin(declared) is typing.Annotated else declared
-    return TENSOR_TYPES[typing.get_origin(python_type) or python_type]
+    types = TENSOR_TYPES[_python_type(name)]
+    if _is_many(name):
+        types = tuple(dict.fromkeys([*types, "TYPE_STRING"]))  # or all of them as one JSON text
+    return tuple(dict.fromkeys([DIALECT_TYPES.get(name, types[0]), *types]))
+
+
+def _is_many(name: str) -> bool:
+    """Whether a parameter holds several texts or numbers."""
+    return typing.get_origin(_declared_type(name)) is tuple
+
+
+def _python_type(name: str) -> type:
+    """A parameter's type, or that of its elements."""
+    declared = _plain_type(typing.get_args(_declared_type(name))[0]) if _is_many(name) else _declared_type(name)
+    found: type = typing.get_origin(declared) or declared
+    return found
+
+
+def _declared_type(name: str) -> Any:
+    parameter = ALIASES.get(name, name)
+    return _plain_type(typing.get_args(PARAMETERS[parameter].model_fields[parameter].annotation)[0])  # of `it | None`
+
+
+def _plain_type(annotation: Any) -> Any:
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -119,10 +218,10 @@ def check_config(config: Mapping[str, Any]) -> None:
     for port in config["input"]:
         _check_input(port["name"], port["data_type"])
     for port in config["output"]:
-        if port["name"] not in (TEXT, TEXT_OLD) or port["data_type"] != "TYPE_STRING":
+        if OUTPUTS.get(port["name"]) != port["data_type"]:
+            known = ", ".join(f"{name} {data_type}" for name, data_type in OUTPUTS.items())
             raise SettingsError(
-                f"config.pbtxt declares the output '{port['name']}' as {port['data_type']}; "
-                f"the outputs are {TEXT} and {TEXT_OLD}, TYPE_STRING"
+                f"config.pbtxt declares the output '{port['name']}' as {port['data_type']}; the outputs are {known}"
             )
     if config.get("response_cache", {}).get("enable"):
         raise SettingsError(
@@ -133,12 +232,12 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 def _check_input(name: str, data_type: str) -> None:
     parameter = ALIASES.get(name, name)
-    if name != PROMPT and parameter not in PARAMETERS:
+    if name not in (PROMPT, MESSAGES) and parameter not in PARAMETERS:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', and there is no such request parameter"
-            f"{suggest(name, [PROMPT, *PARAMETERS, *ALIASES])}"
+            f"{suggest(name, [PROMPT, MESSAGES, *PARAMETERS, *ALIASES])}"
         )
-    types = ("TYPE_STRING",) if name == PROMPT else _triton_types(parameter)
+    types = ("TYPE_STRING",) if name in (PROMPT, MESSAGES) else _triton_types(name)
     if data_type not in types:
         raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {' or '.join(types)}")
 
@@ -158,18 +257,53 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
     Raises:
         RequestError: The message names what is wrong and what would do.
     """
-    if PROMPT not in inputs:
-        raise RequestError("invalid_input", f"{PROMPT} is missing")
-    array = inputs[PROMPT]
-    prompts = decode_texts(array, limits)
-    rows = _rows_of_parameters(inputs, parameters, len(prompts))
+    has_chat = MESSAGES in inputs or MESSAGES in parameters
+    if has_chat == (PROMPT in inputs):
+        raise RequestError("invalid_input", f"give {PROMPT} or {MESSAGES}, one of them")
+    prompts: Sequence[str | Chat] = [] if has_chat else decode_texts(inputs[PROMPT], limits)
+    rows = _rows_of_parameters(inputs, parameters, 1 if has_chat else len(prompts))
+    if has_chat:
+        prompts = [_parse_chat(inputs, parameters, rows[0], limits)]
+    elif any(name in row for row in rows for name in ChatOptions.model_fields):
+        names = ", ".join(sorted({name for row in rows for name in row.keys() & ChatOptions.model_fields.keys()}))
+        raise RequestError("invalid_parameter", f"{names} has no effect without {MESSAGES}: leave it out")
     options = _parse_rows(_parse_options, rows)
-    if any(each != options[0] for each in options):
-        raise RequestError("invalid_parameter", "exclude_input_in_output must be the same for all rows of a request")
-    generation = _parse_rows(lambda row: parse_parameters(_without_options(row)), rows)
+    for name in RequestOptions.model_fields:
+        if len({getattr(each, name) for each in options}) > 1 and name != "sampling_parameters":
+            raise RequestError("invalid_parameter", f"{name} must be the same for all rows of a request")
+    generation = _parse_rows(_parse_generation, rows)
+    if any(each.logprobs is not None for each in generation) and not options[0].return_logprobs:
+        raise RequestError("invalid_parameter", "logprobs has no effect without return_logprobs true: add it")
     if len({each.num_return_sequences for each in generation}) > 1:
         raise RequestError("invalid_parameter", "num_return_sequences must be the same for all rows of a request")
-    return GenerationRequest(prompts, generation, options[0].exclude_input_in_output, tuple(array.shape))
+    shape: tuple[int, ...] = (1,)  # of a chat
+    if PROMPT in inputs:
+        shape = inputs[PROMPT].shape
+    elif MESSAGES in inputs:
+        shape = (*inputs[MESSAGES].shape[:-1], 1)
+    return GenerationRequest(prompts, generation, options[0], shape)
+
+
+def _parse_chat(
+    inputs: Mapping[str, Array], parameters: Mapping[str, object], row: Mapping[str, object], limits: Limits
+) -> Chat:
+    if MESSAGES in inputs and MESSAGES in parameters:
+        raise RequestError("invalid_parameter", f"{MESSAGES} is given twice, as an input and as a parameter")
+    given = parameters.get(MESSAGES)
+    if MESSAGES in inputs:
+        array = inputs[MESSAGES]
+        if array.ndim > 1 and len(array) > 1:
+            raise RequestError("invalid_input", f"{MESSAGES} holds one chat: send {len(array)} requests")
+        given = [_decode_value(MESSAGES, each) for each in array.ravel()]
+    if not isinstance(given, (str, list)):
+        raise RequestError("invalid_input", f"{MESSAGES} must be a JSON text, got {clip(given)}")
+    options = {name: row[name] for name in ChatOptions.model_fields if name in row}
+    return parse_chat(given, options, limits.max_prompt_bytes)
+
+
+def asks_to_cancel(parameters: Mapping[str, object]) -> bool:
+    """Whether a request only gives up those with its own id: `"stop": true`, as the TensorRT-LLM backend has it."""
+    return parameters.get("stop") is True
 
 
 def decode_texts(array: Array, limits: Limits) -> list[str]:
@@ -217,13 +351,13 @@ def _rows_of_parameters(
     inputs: Mapping[str, Array], parameters: Mapping[str, object], num_rows: int
 ) -> list[dict[str, object]]:
     """What each prompt asks for, from request parameters and parameter tensors alike."""
-    shared = {name: value for name, value in parameters.items() if not _is_tritons_own(name)}
+    shared = {name: value for name, value in parameters.items() if not _is_tritons_own(name) and name != MESSAGES}
     for name in shared:
         if ALIASES.get(name, name) not in PARAMETERS:
-            raise unknown_parameter(name, (*RequestOptions.model_fields, PROMPT))
+            raise _unknown_parameter(name)
     rows = [dict(shared) for _ in range(num_rows)]
     for name, array in inputs.items():
-        if name == PROMPT:
+        if name in (PROMPT, MESSAGES):
             continue
         if name in shared:
             raise RequestError(
@@ -234,18 +368,40 @@ def _rows_of_parameters(
     return rows
 
 
+def _unknown_parameter(name: str) -> RequestError:
+    if name in NOT_SERVED:
+        return RequestError("unknown_parameter", f"{NOT_SERVED[name]}: leave {name} out")
+    return unknown_parameter(name, (*RequestOptions.model_fields, *ChatOptions.model_fields, PROMPT, MESSAGES))
+
+
 def _is_tritons_own(name: str) -> bool:
     return name in TRITONS_OWN or name.startswith("triton_")
 
 
 def _values(name: str, array: Array, num_rows: int) -> list[object]:
-    if array.size not in (1, num_rows):
-        raise RequestError(
-            "invalid_parameter",
-            f"{name} has {array.size} values for {num_rows} prompts: give one, or one for each prompt",
-        )
-    values = [_plain_value(name, each) for each in array.ravel()]
-    return values * num_rows if array.size == 1 else values
+    """A parameter tensor's value for each prompt: one for all, or one each; of several texts, a row each or all."""
+    if _is_many(name):
+        parts = array if array.ndim == 2 else array.reshape(1, -1)
+        if len(parts) not in (1, num_rows):
+            raise RequestError(
+                "invalid_parameter",
+                f"{name} has {len(parts)} rows for {num_rows} prompts: give one, or one for each prompt",
+            )
+        values = [_plain_values(name, part) for part in parts]
+    else:
+        if array.size not in (1, num_rows):
+            raise RequestError(
+                "invalid_parameter",
+                f"{name} has {array.size} values for {num_rows} prompts: give one, or one for each prompt",
+            )
+        values = [_plain_value(name, each) for each in array.ravel()]
+    return values * num_rows if len(values) == 1 else values
+
+
+def _plain_values(name: str, array: Array) -> object:
+    """One element may be a JSON text of them all; empty texts fill a row up where another one has more."""
+    values = [value for each in array if (value := _plain_value(name, each)) != ""]
+    return values[0] if len(values) == 1 else values
 
 
 def _plain_value(name: str, value: Any) -> object:
@@ -277,8 +433,45 @@ def _parse_rows(parse: Callable[[Mapping[str, object]], Parsed], rows: Sequence[
     return parsed
 
 
-def _without_options(row: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in row.items() if name not in RequestOptions.model_fields}
+def _parse_generation(row: Mapping[str, object]) -> GenerationParameters:
+    others = RequestOptions.model_fields.keys() | ChatOptions.model_fields.keys()
+    own = {name: value for name, value in row.items() if name not in others}
+    packed = _unpack(row.get("sampling_parameters"))
+    for name in packed.keys() & own.keys():
+        raise RequestError(
+            "invalid_parameter", f"{name} is given twice, in sampling_parameters and beside it: leave one out"
+        )
+    for name in packed:
+        if name in NOT_SERVED:
+            raise _unknown_parameter(name)
+    return parse_parameters(own | packed)
+
+
+def _unpack(text: object) -> dict[str, object]:
+    """The parameters in the vLLM backend's `sampling_parameters`.
+
+    genai-perf writes its numbers as texts, and Triton's OpenAI frontend says `"logprobs": false` where it wants none.
+    """
+    if not isinstance(text, str) or not text.strip():
+        return {}
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise RequestError("invalid_parameter", f"sampling_parameters must be a JSON object, got {clip(text)}")
+    return {name: _number(name, value) for name, value in values.items() if not (name == "logprobs" and value is False)}
+
+
+def _number(name: str, value: object) -> object:
+    parameter = ALIASES.get(name, name)
+    is_number = parameter in GenerationParameters.model_fields and _python_type(name) in (bool, int, float)
+    if not is_number or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _parse_options(row: Mapping[str, object]) -> RequestOptions:
@@ -289,6 +482,37 @@ def _parse_options(row: Mapping[str, object]) -> RequestOptions:
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def encode_answer(
+    texts: Sequence[GeneratedText], request: GenerationRequest, output_names: Iterable[str]
+) -> dict[str, Array]:
+    """An answer's outputs: the text, and what else the request asks for.
+
+    Args:
+        texts: In row order, the sequences of one prompt side by side.
+        request: What is answered.
+        output_names: The outputs that the folder declares.
+    """
+    outputs = {}
+    for name in output_names:
+        if name in TEXTS:
+            outputs[name] = encode_texts([each.text for each in texts], request.shape)
+        elif getattr(request.options, f"return_{name}"):
+            values = [getattr(each, name) for each in texts]
+            is_text = OUTPUTS[name] == "TYPE_STRING"
+            outputs[name] = encode_texts(values, request.shape) if is_text else _numbers(name, values, request.shape)
+    return outputs
+
+
+def encode_pieces(pieces: Sequence[str], request: GenerationRequest, output_names: Iterable[str]) -> dict[str, Array]:
+    """A part of a stream: what each text goes on with, empty where it does not."""
+    return {name: encode_texts(pieces, request.shape) for name in output_names if name in TEXTS}
+
+
+def _numbers(name: str, values: Sequence[float], shape: tuple[int, ...]) -> Array:
+    dtype = np.float32 if OUTPUTS[name] == "TYPE_FP32" else np.uint32
+    return np.array(values, dtype).reshape(*shape[:-1], -1)
 
 
 def encode_texts(texts: Iterable[str], shape: tuple[int, ...]) -> Array:

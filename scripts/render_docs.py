@@ -10,6 +10,7 @@ from hf_triton.declare import table
 from hf_triton.errors import CODES
 from hf_triton.generation import ALIASES, GenerationParameters
 from hf_triton.hub import CACHE_VARIABLES, TOKEN_VARIABLES
+from hf_triton.metrics import METRICS
 from hf_triton.settings import ModelSettings
 from hf_triton.wire import RequestOptions
 
@@ -31,6 +32,15 @@ def codes_table() -> str:
     return "\n".join(["| code | meaning |", "|---|---|", *(f"| `{code}` | {text} |" for code, text in CODES.items())])
 
 
+def metrics_table() -> str:
+    """Every metric, with its own label in its name."""
+    head = ["| name | kind | meaning |", "|---|---|---|"]
+    names = [f"{metric.name}{{{metric.label}}}" if metric.label else metric.name for metric in METRICS]
+    return "\n".join(
+        [*head, *(f"| `{name}` | {each.kind} | {each.help} |" for name, each in zip(names, METRICS, strict=True))]
+    )
+
+
 def variables(names: tuple[str, ...]) -> str:
     """Variables in the order they are looked at."""
     return ", ".join(f"`{name}`" for name in names)
@@ -42,6 +52,7 @@ def parts() -> dict[str, str]:
         "settings": table(ModelSettings),
         "parameters": parameters_table(),
         "codes": codes_table(),
+        "metrics": metrics_table(),
         "cache variables": variables(CACHE_VARIABLES),
         "token variables": variables(TOKEN_VARIABLES),
     }

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small HTTP client for the tests: a status and a body, whatever they are; no connection is left open."""
 
+import http.client
 import json
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +65,65 @@ def infer(
     if parameters is not None:
         body["parameters"] = parameters
     return post(server, f"/v2/models/{model}/infer", body, timeout_s)
+
+
+# --- server-sent events ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Event:
+    data: Any
+    arrival_s: float
+
+
+@dataclass(frozen=True)
+class Events:
+    """A stream that came to its end."""
+
+    status: int
+    content_type: str
+    events: list[Event]
+
+    @property
+    def data(self) -> list[Any]:
+        return [event.data for event in self.events]
+
+    def text(self, output: str = "text_output") -> str:
+        """The pieces joined."""
+        assert self.status == 200, self.data
+        return "".join(data[output] for data in self.data)
+
+
+def generate_stream(
+    server: TritonServer, model: str, text: object, timeout_s: float = 60.0, **fields: object
+) -> Events:
+    """POST /generate_stream with top-level keys, and read to the end."""
+    with open_stream(server, model, text, timeout_s, **fields) as response:
+        events = list(read_events(response))
+        return Events(response.status, response.headers["Content-Type"], events)
+
+
+@contextmanager
+def open_stream(
+    server: TritonServer, model: str, text: object, timeout_s: float = 60.0, **fields: object
+) -> Iterator[http.client.HTTPResponse]:
+    """POST /generate_stream; what is not read when this ends is left unread, and the connection is closed."""
+    connection = http.client.HTTPConnection(server.host, server.http_port, timeout=timeout_s)
+    try:
+        body = json.dumps({"text_input": text, **fields})
+        connection.request("POST", f"/v2/models/{model}/generate_stream", body, {"Content-Type": "application/json"})
+        yield connection.getresponse()
+    finally:
+        connection.close()
+
+
+def read_events(response: http.client.HTTPResponse) -> Iterator[Event]:
+    """Server-sent events as Triton writes them: one line of data, and an empty one."""
+    while line := response.readline():
+        assert line.startswith(b"data: "), line
+        assert line.endswith(b"\n"), line
+        assert response.readline() == b"\n", line
+        yield Event(json.loads(line.removeprefix(b"data: ")), time.monotonic())
 
 
 def _send(request: urllib.request.Request, timeout_s: float) -> Reply:

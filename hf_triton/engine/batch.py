@@ -16,11 +16,11 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_triton.engine.faults import error_outcome, is_fatal, is_memory, kind
-from hf_triton.engine.interface import Sequence, eos_ids
+from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
 from hf_triton.engine.padding import pad
-from hf_triton.engine.probe import PLAIN, Sharing
+from hf_triton.engine.probe import PLAIN, Sharing, asks_for
 from hf_triton.engine.row import Job, Row
-from hf_triton.engine.sampling import RowSampler, pick_tokens, token_logprobs
+from hf_triton.engine.sampling import pick_tokens, token_logprobs
 from hf_triton.engine.thread import EngineThread, cancellation, finish, is_late
 from hf_triton.errors import HfTritonError, RequestError
 
@@ -32,7 +32,6 @@ HISTORY: Final = (*ENCODER_HISTORY, "bad_words_ids", "sequence_bias", "min_lengt
 """Settings of a checkpoint's generation_config by which `generate` looks back at what a row has read, padding too."""
 EOS_SETTINGS: Final = ("bad_words_ids", "min_length", "exponential_decay_length_penalty")
 """Those by which it looks at the end-of-sequence tokens."""
-OFF: Final[tuple[object, ...]] = (None, 0, 1.0, [], {})
 
 
 class BatchEngine(EngineThread):
@@ -49,6 +48,7 @@ class BatchEngine(EngineThread):
         sharing: Which prompts may share a batch with this model: `padded` ones of any length, those of `equal_length`,
             or none, each row `alone` (see `probe_sharing`).
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
+        observer: Is told what the engine does.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class BatchEngine(EngineThread):
         context_length: int,
         sharing: Sharing,
         on_fatal: Callable[[], None] = lambda: None,
+        observer: Observer | None = None,
     ) -> None:
-        super().__init__(max_waiting, on_fatal)
+        super().__init__(max_waiting, on_fatal, observer)
         self._model = model
         self._max_rows = max_rows
         self._context_length = context_length
@@ -89,6 +90,11 @@ class BatchEngine(EngineThread):
             return
         for sequence in sequences:
             finish(sequence, refusal)
+
+    def load(self) -> EngineLoad:
+        """What it has in hand; from any thread, and not quite at one moment."""
+        num_running = sum(not row.is_done for job in self._jobs for row in job.rows)
+        return EngineLoad(len(self._waiting), num_running)
 
     def _is_busy(self) -> bool:
         return bool(self._unfinished())
@@ -120,18 +126,25 @@ class BatchEngine(EngineThread):
                     num_rows += sequence.plan.num_rows
                 else:
                     others.append(sequence)
-            self._jobs = [self._job(sequence) for sequence in batch]
             self._waiting = others
+        self._jobs = self._jobs_of(batch)
 
     def _may_join(self, sequence: Sequence, batch: list[Sequence]) -> bool:
         return self._batch_key(sequence) == self._batch_key(batch[0]) and self._fits([*batch, sequence])
 
     def _job(self, sequence: Sequence) -> Job:
-        job = Job(sequence, self._eos_ids)
-        if self._is_encoder_decoder:  # penalties look at what the decoder has read, and that is not the prompt
-            for row in job.rows:
-                row.sampler = RowSampler(sequence.plan, row.copy, [_start_id(self._model)], job.eos_ids)
-        return job
+        # Penalties look at what the decoder has read, which is not the prompt of an encoder-decoder.
+        context_ids = [_start_id(self._model)] if self._is_encoder_decoder else None
+        return Job(sequence, self._eos_ids, self._observer.on_admit(sequence), context_ids=context_ids)
+
+    def _jobs_of(self, sequences: list[Sequence]) -> list[Job]:
+        jobs = []
+        for sequence in sequences:
+            try:
+                jobs.append(self._job(sequence))
+            except Exception as error:  # one request's mistake must not end the loop that serves the others
+                finish(sequence, error_outcome(error))
+        return jobs
 
     def _batch_key(self, sequence: Sequence) -> Hashable:
         """Equal keys may share a batch."""
@@ -203,7 +216,7 @@ class BatchEngine(EngineThread):
             attention_mask=attention_mask,
             max_new_tokens=max(row.job.sequence.plan.max_new_tokens for row in rows),
             pad_token_id=self._pad_id,
-            logits_processor=LogitsProcessorList([_Picker(rows, self._pad_id)]),
+            logits_processor=LogitsProcessorList([_Picker(rows, self._pad_id, self._observer)]),
             stopping_criteria=StoppingCriteriaList([_Ending(rows, self._is_over)]),
             **self._asks.arguments(rows[0].job.eos_ids),
         )
@@ -232,7 +245,7 @@ class _Asks:
         config = model.generation_config
 
         def has(names: tuple[str, ...]) -> bool:
-            return any(getattr(config, name, None) not in OFF for name in names)
+            return any(asks_for(model, name) for name in names)
 
         self.looks_back = has(ENCODER_HISTORY if model.config.is_encoder_decoder else HISTORY)
         """Rows of unequal length would feel each other's padding."""
@@ -253,9 +266,10 @@ class _Asks:
 class _Picker(LogitsProcessor):
     """The last of `generate`'s processors: takes the scores, and leaves of each row only the token that comes next."""
 
-    def __init__(self, rows: list[Row], idle_id: int) -> None:
+    def __init__(self, rows: list[Row], idle_id: int, observer: Observer) -> None:
         self._rows = rows
         self._idle_id = idle_id
+        self._observer = observer
         self._num_steps = 0
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
@@ -265,6 +279,7 @@ class _Picker(LogitsProcessor):
         if picking:
             logits = scores if len(picking) == len(tokens) else scores[torch.tensor(picking, device=scores.device)]
             picks = pick_tokens(logits, [self._rows[index].sampler for index in picking])
+            self._observer.on_step(len(picking))
             for index, pick in zip(picking, picks, strict=True):
                 tokens[index] = pick.token_id
                 if not self._rows[index].is_done:  # its job may have failed with another of its rows
@@ -297,7 +312,7 @@ class _Ending(StoppingCriteria):
 def _end(row: Row) -> None:
     """End a row that `generate` left unfinished: the checkpoint's `max_time` was up."""
     if not row.is_done:
-        row.finish_reason = "deadline"
+        row.expire()
         row.job.finish_if_complete()
 
 

@@ -64,6 +64,11 @@ class TokenBudget:
             self._next_read_s = now + READ_INTERVAL_S
         return self._allowed
 
+    @property
+    def allowed(self) -> int:
+        """What `tokens` has answered last."""
+        return self._allowed
+
     def most(self) -> int:
         """The most tokens that could ever be held: `max_tokens`, or what was free when this object was made."""
         return self._most

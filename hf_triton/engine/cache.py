@@ -109,10 +109,12 @@ class KeyValueRows:
             for buffer, new in ((layer.key_rows, keys), (layer.value_rows, values)):
                 buffer[self.num_rows] = 0
                 buffer[self.num_rows, :, start : self.clock] = new[row, :, -length:]
+        self.is_torn = True
         self._starts.append(start)
         self.num_rows += 1
         self.first = min(self._starts)
         self._mark(self.num_rows - 1)
+        self.is_torn = False
 
     def remove(self, row: int) -> None:
         """Free a row; the last one takes its place."""
@@ -148,6 +150,13 @@ class KeyValueRows:
         self.clock += 1
         self.clock_index += 1
         self._positions[: self.num_rows] += 1
+
+    def trim(self) -> None:
+        """Give back what nobody uses."""
+        if self.num_rows:
+            self._lay_out(self._least(self.num_rows, self.width + 1), -self.first)
+        else:
+            self.release()
 
     def release(self) -> None:
         """Give all memory back; there must be no row in use."""

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.engine.batch import BatchEngine
-from hf_triton.engine.interface import Engine
-from hf_triton.engine.probe import Sharing, probe_rolling, probe_sharing
+from hf_triton.engine.interface import Engine, Observer
+from hf_triton.engine.probe import Sharing, asks_for, probe_rolling, probe_sharing
 from hf_triton.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ GENERATE_ONLY: Final = (
 changes no text (`renormalize_logits`, `prompt_lookup_num_tokens`, ...)."""
 NOWHERE: Final = ("top_h", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
 """What it may ask for and no engine does: `generate` does it after its sampler, and we have our own."""
-NEUTRAL: Final[tuple[object, ...]] = (None, False, 0, 0.0, 1.0, [], {})
 
 
 def build_engine(
@@ -58,6 +57,7 @@ def build_engine(
     decoding: DecodingMode,
     context_length: int,
     on_fatal: Callable[[], None],
+    observer: Observer | None = None,
 ) -> Engine:
     """Start the engine for a model.
 
@@ -71,6 +71,7 @@ def build_engine(
         decoding: How the rolling engine runs a step.
         context_length: Tokens that a prompt and its continuation may have together.
         on_fatal: Called after the engine has failed for good.
+        observer: Is told what the engine does.
 
     Raises:
         CheckpointError: `rolling` was asked for by name and cannot run this model right, or nothing can.
@@ -82,7 +83,7 @@ def build_engine(
             f"its generation_config has {', '.join(asked)}, which no engine does: take it out of "
             "generation_config.json",
         )
-    obstacle = _obstacle(model) if wanted != "batch" else "the setting engine says batch"
+    obstacle = _obstacle(model, context_length) if wanted != "batch" else "the setting engine says batch"
     if obstacle is None:
         from hf_triton.engine.rolling import RollingEngine
 
@@ -96,12 +97,13 @@ def build_engine(
             shares_prefixes=shares_prefixes,
             decoding=decoding,
             on_fatal=on_fatal,
+            observer=observer,
         )
     if wanted == "rolling":
         raise CheckpointError(
             "unsupported_model", f"engine rolling cannot run this model ({obstacle}): set engine to auto"
         )
-    sharing = _sharing(model)
+    sharing = _sharing(model, context_length)
     logger.info("engine batch, because %s: up to %d rows, sharing a batch: %s", obstacle, max_rows, sharing)
     if max_cache_tokens is not None or decoding not in ("auto", "eager"):
         logger.warning("engine batch does nothing with the settings max_cache_tokens and decoding")
@@ -112,6 +114,7 @@ def build_engine(
         context_length=context_length,
         sharing=sharing,
         on_fatal=on_fatal,
+        observer=observer,
     )
 
 
@@ -124,7 +127,7 @@ def _check_decoding(model: Any, decoding: DecodingMode) -> None:
         )
 
 
-def _sharing(model: Any) -> Sharing:
+def _sharing(model: Any, context_length: int) -> Sharing:
     """What may share a batch of `generate`.
 
     Raises:
@@ -139,15 +142,15 @@ def _sharing(model: Any) -> Sharing:
             f"transformers cannot generate with this model ({type(error).__name__}: {text}): look at its "
             "generation_config.json",
         ) from error
-    return "alone" if _shares_positions(model) else sharing
+    return "alone" if _shares_positions(model, context_length) else sharing
 
 
-def _obstacle(model: Any) -> str | None:
+def _obstacle(model: Any, context_length: int) -> str | None:
     """Why the rolling engine is not for this model; None where it is."""
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    if _shares_positions(model):
-        return "its rotary positions change with the longest row beside it"
+    if _shares_positions(model, context_length):
+        return "its positions change with the longest row beside it"
     asked = _asked(model, GENERATE_ONLY)
     if asked:
         return f"its generation_config has {', '.join(asked)}"
@@ -155,11 +158,19 @@ def _obstacle(model: Any) -> str | None:
 
 
 def _asked(model: Any, names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if getattr(model.generation_config, name, None) not in NEUTRAL]
+    return [name for name in names if asks_for(model, name)]
 
 
-def _shares_positions(model: Any) -> bool:
-    """Whether transformers picks the rotary frequencies of all rows by the longest one (dynamic NTK, LongRoPE)."""
-    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+def _shares_positions(model: Any, context_length: int) -> bool:
+    """Whether positions of all rows depend on the longest one.
+
+    transformers picks rotary frequencies so (dynamic NTK, LongRoPE), and Llama 4's attention temperature, which begins
+    at a position of `floor_scale`: with a shorter `max_context_length` it does nothing.
+    """
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
     layers = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
-    return any(each.get("rope_type") in ("dynamic", "longrope") for each in layers)
+    has_temperature = bool(getattr(config, "attn_temperature_tuning", False))
+    return any(each.get("rope_type") in ("dynamic", "longrope") for each in layers) or (
+        has_temperature and context_length >= getattr(config, "floor_scale", 0)
+    )

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from hf_triton.errors import HfTritonError
 from hf_triton.generation import SamplingPlan
@@ -45,6 +49,33 @@ Outcome = list[Completion] | HfTritonError
 """A prompt's completions, `num_return_sequences` of them, or why there are none."""
 
 
+class Constraint(Protocol):
+    """What one text may hold. It knows how many tokens the text may have, and that it can be ended within them."""
+
+    def mask(self) -> npt.NDArray[np.uint8]:
+        """The tokens that may come next, a bit each, the lowest first; token ids beyond it may not.
+
+        An end-of-sequence token may come exactly where the text may end.
+        """
+
+    def settle(self, token_id: int) -> int:
+        """The token itself where it may come and the text can still be ended behind it, else the first of `closing`.
+
+        It changes nothing.
+        """
+
+    def closing(self) -> list[int]:
+        """Tokens with which the text can be ended, in order, an end-of-sequence token the last."""
+
+    def accept(self, token_id: int) -> None:
+        """The text goes on with a token that was settled; to be called once for each, end-of-sequence included."""
+
+
+LogitsProcessor = Callable[[list[int], Any], Any]
+"""Given a text's tokens so far, prompt included, and the scores of the next one, a float32 tensor `[vocabulary]`: the
+scores to go by."""
+
+
 @dataclass(frozen=True)
 class Sequence:
     """One prompt on its way through an engine."""
@@ -60,10 +91,57 @@ class Sequence:
     on_token: Callable[[int, int], bool] | None = None
     """Called in the engine's thread with the number of the text (below `plan.num_rows`) and each of its tokens but the
     end-of-sequence token; true ends that text here, as a stop string does."""
+    constraint: Callable[[], Constraint] | None = None
+    """Called in the engine's thread, once for each of `plan.num_rows` texts; None: they may hold anything."""
+    logits_processor: Callable[[], LogitsProcessor | None] = lambda: None
+    """Called likewise; made of what the model's user brings, it is applied before the constraint."""
     deadline_s: float | None = None
     """By `time.monotonic()`; the texts end with what they have then, and a sequence that has nothing yet is refused."""
     priority: int = 0
     """The lower, the earlier it leaves the queue; first come first served among equals."""
+    arrival_s: float = field(default_factory=time.monotonic)
+    """When it came, by `time.monotonic()`."""
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What an engine has in hand at a moment."""
+
+    num_waiting: int = 0
+    """Prompts in the queue, and texts that were put back."""
+    num_running: int = 0
+    """Texts that are being written, or whose prompts are being read."""
+    num_held_tokens: int = 0
+    """Tokens of key/value memory, padding counted; 0 where the engine does not manage it."""
+    max_held_tokens: int = 0
+    """How many it may hold now."""
+
+
+class SequenceObserver:
+    """Is told what becomes of one sequence, see `Observer`."""
+
+    def on_pick(self, copy: int, *, is_text: bool) -> None:
+        """A text has its next token; `is_text` unless that is an end-of-sequence token."""
+
+    def on_complete(self, completions: list[Completion]) -> None:
+        """The sequence has all its texts. Not called where it ends with an error."""
+
+
+class Observer:
+    """Is told what an engine does, in the engine's thread: must be quick, and must not raise. This one looks away."""
+
+    def on_admit(self, sequence: Sequence) -> SequenceObserver:
+        """A sequence leaves the queue."""
+        return SequenceObserver()
+
+    def on_share(self, num_tokens: int) -> None:
+        """So many first tokens of a context are known from another text and are not computed."""
+
+    def on_step(self, num_rows: int) -> None:
+        """A step has given so many rows their next token."""
+
+    def on_put_back(self, num_rows: int) -> None:
+        """So many running rows are made to wait again."""
 
 
 def eos_ids(model: Any) -> frozenset[int]:
@@ -83,6 +161,9 @@ class Engine(Protocol):
 
     def is_healthy(self) -> bool:
         """Whether the engine can still run sequences."""
+
+    def load(self) -> EngineLoad:
+        """What it has in hand; from any thread, and not quite at one moment."""
 
     def close(self) -> None:
         """Stop: every sequence that is waiting or running is finished with an error, then the thread ends."""

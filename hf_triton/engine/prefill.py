@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -68,7 +68,8 @@ class Prefill:
         self.readings = readings
         self.cache = DynamicCache()
         self._device = device
-        self._longest = max(reading.length for reading in readings)
+        self.longest = max(reading.length for reading in readings)
+        """Tokens of the longest context."""
         self._num_read = 0
         self._input_ids: torch.Tensor | None = None  # [contexts, longest], from the first piece on
         self._attention_mask: torch.Tensor
@@ -82,7 +83,7 @@ class Prefill:
     @property
     def num_tokens(self) -> int:
         """Tokens of key/value memory that it takes."""
-        return len(self.readings) * self._longest
+        return len(self.readings) * self.longest
 
     def advance(self, forward: Forward, *, has_company: bool) -> torch.Tensor | None:
         """Read one more piece; the logits that follow the contexts, `[contexts, vocabulary]`, after the last.
@@ -95,14 +96,14 @@ class Prefill:
         piece = PIECE_TOKENS
         if has_company:
             piece = min(piece, COMPANY_PIECE_TOKENS // (1 + self._num_read // COLUMNS_OF_A_PIECE))
-        start, end = self._num_read, min(self._longest, self._num_read + max(1, piece // len(self.readings)))
+        start, end = self._num_read, min(self.longest, self._num_read + max(1, piece // len(self.readings)))
         is_scored = any(reading.num_top_logprobs is not None for reading in self.readings)
         num_logits = end - start if is_scored else 1
         logits = forward(input_ids[:, start:end], self._attention_mask[:, :end], self.cache, num_logits=num_logits)
         if is_scored:
             self._score(input_ids, logits)
         self._num_read = end
-        if end < self._longest:
+        if end < self.longest:
             return None
         for reading, found in zip(self.readings, self._prompt_logprobs, strict=True):
             if reading.num_top_logprobs is not None:
@@ -111,7 +112,7 @@ class Prefill:
 
     def read(self, index: int, length: int) -> LayerContents:
         """The keys and values of a context's first `length` tokens, `[heads, length, head_dim]` of every layer."""
-        first = self._longest - self.readings[index].length
+        first = self.longest - self.readings[index].length
         columns = slice(first, first + length)
         return [(layer.keys[index, :, columns], layer.values[index, :, columns]) for layer in self.cache.layers]  # type: ignore[union-attr, index]
 
@@ -119,10 +120,10 @@ class Prefill:
         """The input ids, once; shared prefixes are laid into the columns that need not be computed."""
         contexts = [reading.context for reading in self.readings]
         input_ids, self._attention_mask = pad(contexts, 0, self._device, at_left=True)
-        self._num_read = _num_known_columns(self.readings, self._longest)
+        self._num_read = _num_known_columns(self.readings, self.longest)
         filled: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, reading in enumerate(self.readings):
-            gap = self._longest - reading.length
+            gap = self.longest - reading.length
             if reading.prefix is None or gap >= self._num_read:
                 continue
             for number, (keys, values) in enumerate(reading.prefix.read(self._num_read - gap)):
@@ -132,6 +133,7 @@ class Prefill:
                 filled[number][1][index, :, gap:] = values
         for number, (keys, values) in enumerate(filled):
             self.cache.update(keys, values, number)
+        self.readings = [replace(reading, prefix=None) for reading in self.readings]  # its memory may go
         self._input_ids = input_ids
         return input_ids
 
@@ -144,8 +146,8 @@ class Prefill:
         for index, reading in enumerate(self.readings):
             if reading.num_top_logprobs is None:
                 continue
-            start = max(self._num_read, self._longest - reading.length)
-            end = min(self._num_read + logits.shape[1], self._longest - 1)
+            start = max(self._num_read, self.longest - reading.length)
+            end = min(self._num_read + logits.shape[1], self.longest - 1)
             if start < end:
                 scores = logits[index, start - self._num_read : end - self._num_read]
                 tokens = input_ids[index, start + 1 : end + 1].tolist()

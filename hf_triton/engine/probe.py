@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.engine.padding import pad
@@ -27,11 +29,29 @@ PLAIN: Final[dict[str, Any]] = {
 }
 """Arguments of `generate` that switch off what reaches an engine in a sampling plan, and what no engine does. Greedy
 `generate` looks at no other sampling setting of the checkpoint."""
+NEUTRAL: Final[Mapping[str, object]] = {
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "min_length": 0,
+    "guidance_scale": 1.0,
+    "penalty_alpha": 0.0,
+    "top_h": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+"""The numbers that ask for nothing, where there are such; a token id or a time asks for something whatever it is."""
 PROMPTS = ((3, 1), (3, 2), (11, 3))
 """Length and seed of the prompts tried."""
 NUM_STEPS = 3
 TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
 HALF_TOLERANCE = 5e-2  # bfloat16 keeps 8 bits
+
+
+def asks_for(model: Any, name: str) -> bool:
+    """Whether a checkpoint's generation_config asks for something by this name."""
+    value = getattr(model.generation_config, name, None)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value != NEUTRAL.get(name) if is_number else bool(value)
 
 
 def probe_sharing(model: Any) -> Sharing:
@@ -53,9 +73,10 @@ def probe_sharing(model: Any) -> Sharing:
 
 
 def probe_rolling(model: Any) -> bool:
-    """Whether a prompt that joins a running row has the logits that it has alone in `generate`."""
+    """Whether a prompt that joins a running row has the logits that it has alone in `generate`, however it is read."""
     try:
-        return _agree(model, _logits(model, [_prompt(model, *PROMPTS[0])]), _rolling_logits(model))
+        alone = _logits(model, [_prompt(model, *PROMPTS[0])])
+        return _agree(model, alone, _rolling_logits(model)) and _agree(model, alone[:1], _logits_in_pieces(model))
     except Exception as error:  # no key/value cache, or one of another kind
         logger.info("rolling rows were tried and failed (%s)", type(error).__name__)
         return False
@@ -90,6 +111,27 @@ def _rolling_logits(model: Any) -> torch.Tensor:
             logits = decoder.step(rows, logits.argmax(-1).tolist())
             found.append(logits[1:])
     return torch.stack(found).float().cpu()
+
+
+def _logits_in_pieces(model: Any) -> torch.Tensor:
+    """The first logits of a short prompt that is read beside a longer one, `[1, 2, vocabulary]` float32 on the CPU.
+
+    In pieces, as the rolling engine reads: the first holds nothing but padding of the short prompt, the second a part
+    of it. A model in which tokens see those behind them (Gemma 3 with bidirectional attention) shows here.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    from hf_triton.engine.forward import Forward
+
+    short, _, long = (_prompt(model, *place) for place in PROMPTS)
+    forward, cache = Forward(model), DynamicCache()
+    input_ids, attention_mask = pad([short, long], 0, forward.device, at_left=True)
+    num_padding = len(long) - len(short)
+    with torch.inference_mode():
+        for start, end in itertools.pairwise((0, num_padding // 2, num_padding + 1, len(long))):
+            logits = forward(input_ids[:, start:end], attention_mask[:, :end], cache)
+    return logits[:, -1].unsqueeze(0).float().cpu()
 
 
 def _agree(model: Any, alone: torch.Tensor, beside: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from hf_triton.engine.cache import COLUMN_STEP, KeyValueRows
 from hf_triton.engine.decode import Decoder, DecodingMode
 from hf_triton.engine.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.engine.forward import Forward
-from hf_triton.engine.interface import Sequence, eos_ids
+from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
 from hf_triton.engine.prefill import Prefill, Reading, fit_one_piece
 from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
 from hf_triton.engine.row import Job, Row
@@ -34,6 +35,9 @@ from hf_triton.errors import HfTritonError, RequestError, UnavailableError
 logger = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 4096
+NO_ROOM_S: Final = 5.0
+"""How long a context waits for others on the device to give memory back, before it is refused."""
+NO_ROOM_POLL_S: Final = 0.02
 PREFIX_PART: Final = 4
 """The prefixes of past texts take a fourth of the key/value memory at most, and leave it to whoever needs it."""
 
@@ -49,6 +53,7 @@ class RollingEngine(EngineThread):
         shares_prefixes: Whether a prompt that begins as an earlier text does takes that part over.
         decoding: How a step runs, see `Decoder`.
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
+        observer: Is told what the engine does.
     """
 
     def __init__(
@@ -61,8 +66,9 @@ class RollingEngine(EngineThread):
         shares_prefixes: bool = True,
         decoding: DecodingMode = "auto",
         on_fatal: Callable[[], None] = lambda: None,
+        observer: Observer | None = None,
     ) -> None:
-        super().__init__(max_waiting, on_fatal)
+        super().__init__(max_waiting, on_fatal, observer)
         self._forward = Forward(model)
         self._decoder = Decoder(self._forward, decoding)
         self._budget = TokenBudget(self._forward.device, _bytes_per_token(self._forward), max_cache_tokens)
@@ -77,14 +83,15 @@ class RollingEngine(EngineThread):
         self._prefill: Prefill | None = None
         # Admitted, or put back after a failure: to be prefilled, the rows of one context together.
         self._ready: deque[list[Row]] = deque()
+        self._no_room_since_s: float | None = None
         self._thread.start()
 
     @torch.inference_mode()
     def _turn(self) -> None:
-        self._drop_ended()
+        self._guarded(self._drop_ended, list)
         self._admit()
         self._guarded(self._advance_prefill, self._rows_in_prefill)
-        self._make_room()
+        self._guarded(self._make_room, list)
         self._guarded(self._step, lambda: self._rows)
 
     def _rest(self) -> None:
@@ -100,6 +107,12 @@ class RollingEngine(EngineThread):
         for sequence in sequences:
             finish(sequence, refusal)
 
+    def load(self) -> EngineLoad:
+        """What it has in hand; from any thread, and not quite at one moment."""
+        num_running = len(self._rows) + len(self._rows_in_prefill())
+        num_waiting = len(self._waiting) + len(self._ready)
+        return EngineLoad(num_waiting, num_running, self._num_held(), self._budget.allowed)
+
     def _unfinished(self) -> list[Sequence]:
         return [job.sequence for job in self._jobs() if not job.is_finished]
 
@@ -110,7 +123,8 @@ class RollingEngine(EngineThread):
         return itertools.chain(self._rows, self._rows_in_prefill(), *self._ready)
 
     def _rows_in_prefill(self) -> list[Row]:
-        return self._prefill.rows if self._prefill else []
+        prefill = self._prefill  # read once: `load` asks from other threads
+        return prefill.rows if prefill else []
 
     def _jobs(self) -> list[Job]:
         return list({id(row.job): row.job for row in self._all_rows()}.values())
@@ -135,7 +149,12 @@ class RollingEngine(EngineThread):
         room = self._max_rows - sum(1 for _ in self._all_rows())
         with self._wake:
             while self._waiting and (self._waiting[0].plan.num_rows <= room or not self._is_busy()):
-                job = Job(self._waiting.pop(0), self._eos_ids, next(self._numbers))
+                sequence = self._waiting.pop(0)
+                try:
+                    job = Job(sequence, self._eos_ids, self._observer.on_admit(sequence), next(self._numbers))
+                except Exception as error:
+                    finish(sequence, error_outcome(error))
+                    continue
                 self._ready.append(job.rows)
                 room -= len(job.rows)
 
@@ -147,8 +166,9 @@ class RollingEngine(EngineThread):
             readings = self._next_readings()
             if not readings:
                 return
-            for _ in readings:
+            for reading in readings:
                 self._ready.popleft()
+                self._observer.on_share(reading.num_shared)
             self._prefill = Prefill(readings, self._forward.device)
         logits = self._prefill.advance(self._forward, has_company=bool(self._rows))
         if logits is not None:
@@ -161,15 +181,20 @@ class RollingEngine(EngineThread):
         for group in self._ready:
             if any(row.is_suspect for row in self._rows) or (readings and readings[0].rows[0].is_suspect):
                 break
-            reading = self._reading(group)
-            has_company = bool(self._rows or readings)
-            if has_company and (group[0].is_suspect or self._is_too_much(readings, reading)):
+            if self._rows or readings:
+                if group[0].is_suspect or not self._has_room_for(readings, group):
+                    break
+                together = [*readings, self._reading(group)]
+                if readings and not fit_one_piece(together):
+                    break
+                readings = together
+            elif self._fits(len(group), group[0].num_tokens + 1, group[0].num_tokens):
+                readings.append(self._reading(group))
+            else:
+                self._wait_for_memory(group)
                 break
-            if not has_company and not self._fits(len(group), reading.length + 1, reading.length):
-                group[0].job.finish(self._no_memory(reading.length))
-                self._ready.popleft()
-                break
-            readings.append(reading)
+        if readings:
+            self._no_room_since_s = None
         return readings
 
     def _reading(self, group: list[Row]) -> Reading:
@@ -177,22 +202,18 @@ class RollingEngine(EngineThread):
         if not self._shares_prefixes or reading.num_top_logprobs is not None or reading.length <= MIN_SHARED:
             return reading
         head = reading.context[:MIN_SHARED]
-        alike = (index for index, row in enumerate(self._rows) if row.context()[:MIN_SHARED] == head)
+        alike = (index for index, row in enumerate(self._rows) if row.begins_with(head))
         found = self._prefixes.find(reading.context, map(self._running_prefix, alike))
         return replace(reading, num_shared=found[0], prefix=found[1]) if found else reading
 
     def _running_prefix(self, index: int) -> Prefix:
         return Prefix(np.array(self._rows[index].context()[:-1]), partial(self._memory.read, index))
 
-    def _is_too_much(self, readings: list[Reading], reading: Reading) -> bool:
-        together = [*readings, reading]
-        num_rows = len(self._rows) + sum(len(each.rows) for each in together)
-        longest = max(each.length for each in together)
-        return (
-            num_rows > self._row_limit
-            or bool(readings and not fit_one_piece(together))
-            or not self._fits(num_rows, max(self._memory.width, longest) + 1, len(together) * longest)
-        )
+    def _has_room_for(self, readings: list[Reading], group: list[Row]) -> bool:
+        num_rows = len(self._rows) + sum(len(each.rows) for each in readings) + len(group)
+        longest = max([group[0].num_tokens, *(each.length for each in readings)])
+        in_prefill = (len(readings) + 1) * longest
+        return num_rows <= self._row_limit and self._fits(num_rows, max(self._memory.width, longest) + 1, in_prefill)
 
     def _join(self, prefill: Prefill, logits: torch.Tensor) -> None:
         """Give every row of the prefill its first token and its place."""
@@ -214,8 +235,12 @@ class RollingEngine(EngineThread):
         if not self._rows:
             return
         logits = self._decoder.step(self._memory, [row.token_ids[-1] for row in self._rows])
+        self._memory.is_torn = True  # until every row has the token that follows
         picks = pick_tokens(logits, [row.sampler for row in self._rows])
-        self._retire([index for index, (row, pick) in enumerate(zip(self._rows, picks, strict=True)) if row.take(pick)])
+        done = [index for index, (row, pick) in enumerate(zip(self._rows, picks, strict=True)) if row.take(pick)]
+        self._memory.is_torn = False
+        self._observer.on_step(len(self._rows))
+        self._retire(done)
 
     def _retire(self, indices: list[int]) -> None:
         """Free rows; the last one takes the place of each."""
@@ -224,7 +249,8 @@ class RollingEngine(EngineThread):
             if row.finish_reason:
                 self._remember(row.context()[:-1], partial(self._memory.read, index))
             self._memory.remove(index)
-            self._row_limit = min(self._row_limit + 1, self._max_rows)
+            if row.is_done:
+                self._row_limit = min(self._row_limit + 1, self._max_rows)
             last = self._rows.pop()
             if index < len(self._rows):
                 self._rows[index] = last
@@ -248,22 +274,29 @@ class RollingEngine(EngineThread):
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def _num_held(self) -> int:
-        in_prefill = self._prefill.num_tokens if self._prefill else 0
-        return self._memory.num_tokens + self._prefixes.num_tokens + in_prefill
+        prefill = self._prefill  # as above
+        return self._memory.num_tokens + self._prefixes.num_tokens + (prefill.num_tokens if prefill else 0)
 
     def _fits(self, num_rows: int, num_columns: int, num_in_prefill: int) -> bool:
         """Whether the memory may hold this; prefixes of past texts make room for it."""
-        needed = self._memory.tokens_for(num_rows, num_columns) + num_in_prefill
         allowed = self._budget.tokens(self._num_held())
-        self._prefixes.shrink(max(0, allowed - needed))
+        least = self._memory.tokens_for(num_rows, num_columns) + num_in_prefill
+        if least > allowed:
+            return False
+        if self._memory.num_tokens + num_in_prefill > allowed:
+            self._memory.trim()
+        self._prefixes.shrink(allowed - max(least, self._memory.num_tokens + num_in_prefill))
         self._memory.max_tokens = allowed - num_in_prefill - self._prefixes.num_tokens
-        return needed <= allowed
+        return True
 
     def _make_room(self) -> None:
-        """Where the rows outgrow the memory, the youngest go back and wait."""
-        while self._rows and self._memory.needs_growth:
-            in_prefill = self._prefill.num_tokens if self._prefill else 0
-            if self._fits(len(self._rows), self._memory.width + 1, in_prefill):
+        """Where the rows outgrow the memory, the youngest go back and wait; those being read are to have room too."""
+        while self._rows:
+            num_rows, width, in_prefill = len(self._rows), self._memory.width, 0
+            if self._prefill:
+                num_rows, width = num_rows + len(self._prefill.rows), max(width, self._prefill.longest)
+                in_prefill = self._prefill.num_tokens
+            if self._fits(num_rows, width + 1, in_prefill):
                 return
             if self._prefill:
                 self._put_back(self._prefill.rows)
@@ -272,6 +305,20 @@ class RollingEngine(EngineThread):
             else:
                 self._rows[0].job.finish(self._no_memory(self._memory.width + 1))
                 self._put_back(self._rows)
+
+    def _wait_for_memory(self, group: list[Row]) -> None:
+        """Have the next context wait where nothing runs and there is no room: others may give memory back."""
+        if len(group) > 1:
+            self._ready.popleft()
+            self._ready.extendleft([row] for row in reversed(group))
+            return
+        now = time.monotonic()
+        self._no_room_since_s = self._no_room_since_s or now
+        if now - self._no_room_since_s < NO_ROOM_S:
+            time.sleep(NO_ROOM_POLL_S)
+            return
+        group[0].job.finish(self._no_memory(group[0].num_tokens))
+        self._ready.popleft()
 
     def _misfit(self, sequence: Sequence) -> HfTritonError | None:
         """Why a sequence could never run in this memory; None where it could."""
@@ -302,48 +349,60 @@ class RollingEngine(EngineThread):
         try:
             work()
         except Exception as error:
-            rows = list(of_work())
             if is_fatal(error):
                 raise
-            if self._memory.is_torn:
-                rows = [*self._rows, *(row for row in self._rows_in_prefill() if row not in self._rows)]
-            if not rows:
-                raise  # not a row's fault
-            others = [row for row in self._rows if row not in rows]
-            are_running = all(row in self._rows for row in rows)
-            num_parts = len(rows) if are_running else len({id(row.job) for row in rows})
-            if not others and num_parts == 1:
-                rows[0].job.finish(error_outcome(error))
-            else:
-                logger.warning("%d rows failed together (%s) and are tried again", len(rows), kind(error))
-            self._put_back(rows if self._memory.is_torn else self._to_put_back(rows, others, error))
-            if self._memory.is_torn:
-                self._memory = KeyValueRows(self._forward.device)
+            self._recover(list(of_work()), error)
 
-    def _to_put_back(self, rows: list[Row], others: list[Row], error: Exception) -> list[Row]:
+    def _recover(self, rows: list[Row], error: Exception) -> None:
+        everyone = [*self._rows, *(row for row in self._rows_in_prefill() if row not in self._rows)]
+        rows = rows or everyone or list(next(iter(self._ready), ()))
+        if not rows:
+            raise error  # nobody's fault
+        if self._is_guilty(rows, everyone, error):
+            rows[0].job.finish(error_outcome(error))
+        else:
+            logger.warning("%d rows failed together (%s) and are tried again", len(rows), kind(error))
+        self._prefixes.clear()
+        leaving = self._leaving(rows, error)
+        self._put_back(everyone if self._memory.is_torn else leaving)
+
+    def _is_guilty(self, rows: list[Row], everyone: list[Row], error: Exception) -> bool:
+        """Whether nothing else can have been the cause of a failure, or could give memory up."""
+        if is_memory(error):
+            return len(rows) == 1 and len(everyone) <= 1 and not self._prefixes.num_tokens
+        are_running = all(row in self._rows for row in rows)
+        num_parts = len(rows) if are_running else len({id(row.job) for row in rows})
+        return num_parts == 1 and all(row in rows for row in self._rows)
+
+    def _leaving(self, rows: list[Row], error: Exception) -> list[Row]:
         """Which rows leave the memory after a failure, and how many may share it from now on.
 
-        Out of memory makes the younger half of the running rows wait, or the contexts that were being read. Any other
+        Out of memory makes the contexts that are being read wait, or the younger half of the running rows. Any other
         failure makes every row a suspect, which runs alone.
         """
-        self._prefixes.clear()
         if not is_memory(error):
             for row in rows:
                 row.is_suspect = True
             return rows
-        rows.sort(key=lambda row: row.age)
-        are_running = all(row in self._rows for row in rows)
-        leaving = rows[(len(rows) + 1) // 2 :] if are_running else rows
-        self._row_limit = max(1, len(rows) - len(leaving) or len(others) or len(rows) // 2)
-        return [row for row in rows if row.is_done or row in leaving]
+        in_prefill = [row for row in self._rows_in_prefill() if row not in self._rows]
+        num_staying = len(self._rows) if in_prefill else (len(self._rows) + 1) // 2
+        self._row_limit = max(1, num_staying or len(in_prefill) // 2)
+        by_age = sorted(self._rows, key=lambda row: row.age)
+        done = [row for row in rows if row.is_done]
+        return [*done, *(row for row in in_prefill or by_age[num_staying:] if row not in done)]
 
     def _put_back(self, rows: list[Row]) -> None:
         """Take rows out of memory; those that are not done are prefilled again, with what they have written."""
         rows = list(rows)
+        self._observer.on_put_back(sum(row in rows and not row.is_done for row in self._rows))
         if any(row in rows for row in self._rows_in_prefill()):
             self._prefill = None
-        self._retire([index for index, row in enumerate(self._rows) if row in rows])
-        self._ready.extendleft([row] for row in reversed(rows) if not row.is_done)
+        if self._memory.is_torn:
+            self._memory, self._rows = KeyValueRows(self._forward.device), []
+        else:
+            self._retire([index for index, row in enumerate(self._rows) if row in rows])
+        waiting = {id(row) for group in self._ready for row in group}
+        self._ready.extendleft([row] for row in reversed(rows) if not row.is_done and id(row) not in waiting)
 
 
 def _bytes_per_token(forward: Forward) -> int:

@@ -6,7 +6,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from hf_triton.engine.interface import Completion, FinishReason, Outcome, Sequence, TokenLogprobs
+from hf_triton.engine.interface import (
+    Completion,
+    FinishReason,
+    Outcome,
+    Sequence,
+    SequenceObserver,
+    TokenLogprobs,
+)
 from hf_triton.engine.sampling import Pick, RowSampler
 from hf_triton.engine.thread import finish, too_late
 from hf_triton.errors import HfTritonError, where
@@ -20,24 +27,41 @@ class Job:
     Args:
         sequence: The prompt, its plan and its listeners.
         eos_ids: The tokens that end a text, where the plan does not say.
+        observer: Is told what becomes of it.
         number: The higher, the younger.
+        context_ids: What its texts go on from; None: the prompt.
     """
 
-    def __init__(self, sequence: Sequence, eos_ids: frozenset[int], number: int = 0) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        eos_ids: frozenset[int],
+        observer: SequenceObserver,
+        number: int = 0,
+        context_ids: list[int] | None = None,
+    ) -> None:
         plan = sequence.plan
         self.number = number
         self.sequence = sequence
+        self.observer = observer
         self.eos_ids = eos_ids if plan.eos_ids is None else plan.eos_ids
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.is_finished = False
-        self.rows = [
-            Row(self, copy, RowSampler(plan, copy, sequence.prompt_ids, self.eos_ids)) for copy in range(plan.num_rows)
-        ]
+        self._context_ids = sequence.prompt_ids if context_ids is None else context_ids
+        self.rows = [Row(self, copy, self._sampler(copy)) for copy in range(plan.num_rows)]
+
+    def _sampler(self, copy: int) -> RowSampler:
+        sequence = self.sequence
+        constraint = sequence.constraint() if sequence.constraint else None
+        processor = sequence.logits_processor()
+        return RowSampler(sequence.plan, copy, self._context_ids, self.eos_ids, constraint, processor)
 
     def finish(self, outcome: Outcome) -> None:
         """Tell the listener, once."""
         if not self.is_finished:
             self.is_finished = True
+            if not isinstance(outcome, HfTritonError):
+                self.observer.on_complete(outcome)
             finish(self.sequence, outcome)
 
     def finish_if_complete(self) -> None:
@@ -50,7 +74,7 @@ class Job:
         if not any(row.token_ids for row in self.rows):
             self.finish(too_late())
         for row in self.rows:
-            row.finish_reason = row.finish_reason or "deadline"
+            row.expire()
         self.finish_if_complete()
 
     def _best(self) -> list[Row]:
@@ -90,13 +114,36 @@ class Row:
         """The tokens that its next token follows."""
         return self.job.sequence.prompt_ids + self.token_ids
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the context."""
+        return len(self.job.sequence.prompt_ids) + len(self.token_ids)
+
+    def begins_with(self, head: list[int]) -> bool:
+        """Whether the context begins with these tokens."""
+        prompt = self.job.sequence.prompt_ids[: len(head)]
+        return prompt + self.token_ids[: len(head) - len(prompt)] == head
+
     def take(self, pick: Pick) -> bool:
         """Take the next token; whether the text is complete with it. The job is finished with its last row."""
+        if self.is_done:
+            return True
         self.sampler.note(pick.token_id)
+        self.job.observer.on_pick(self.copy, is_text=pick.token_id not in self.job.eos_ids)
         self.finish_reason = self._appended(pick)
         if self.finish_reason:
             self.job.finish_if_complete()
         return self.finish_reason is not None
+
+    def expire(self) -> None:
+        """The time is up: the text ends with what it has, and with what its constraint still wants."""
+        if self.is_done:
+            return
+        for token_id in self.sampler.closing():
+            self.sampler.note(token_id)
+            if self._appended(Pick(token_id, TokenLogprobs(token_id, 0.0))):  # nothing else could have come
+                break
+        self.finish_reason = "deadline"
 
     def _appended(self, pick: Pick) -> FinishReason | None:
         sequence = self.job.sequence

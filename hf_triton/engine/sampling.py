@@ -3,8 +3,9 @@
 
 Scores go through transformers' own steps in its own order (`_get_logits_processor`, transformers 5.23): logit bias,
 repetition penalty, n-grams, bad words, shortest length; then, where a row draws, temperature, top_k, top_p, min_p and
-typical_p. Presence and frequency penalties, which transformers does not have, follow the repetition penalty. Every
-limit is a score of the row's own, and tokens of just that score are kept: what a row draws depends on no other row.
+typical_p. Presence and frequency penalties, which transformers does not have, follow the repetition penalty, and a
+row's constraint follows the bans. Every limit is a score of the row's own, and tokens of just that score are kept: what
+a row draws depends on no other row.
 
 Picking changes nothing, `RowSampler.note` does: a step that failed after its picks is simply picked again.
 """
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from hf_triton.engine.history import Array, TextHistory
-from hf_triton.engine.interface import TokenLogprobs
+from hf_triton.engine.interface import Constraint, LogitsProcessor, TokenLogprobs
 from hf_triton.generation import SamplingPlan
 
 FIRST_CANDIDATES: Final = 128  # a language model's nucleus is rarely larger; sorting a vocabulary on a CPU takes long
@@ -45,23 +46,59 @@ class RowSampler:
         copy: Which of the prompt's `num_rows` texts this is; each has a stream of its own.
         prompt_ids: The prompt's token ids.
         eos_ids: The tokens that end a text.
+        constraint: What this text may hold; None: anything.
+        processor: What else changes its scores.
     """
 
     def __init__(
-        self, plan: SamplingPlan, copy: int, prompt_ids: Sequence[int], eos_ids: frozenset[int] = frozenset()
+        self,
+        plan: SamplingPlan,
+        copy: int,
+        prompt_ids: Sequence[int],
+        eos_ids: frozenset[int] = frozenset(),
+        constraint: Constraint | None = None,
+        processor: LogitsProcessor | None = None,
     ) -> None:
         self.plan = plan
+        self.constraint = constraint
+        self.processor = processor
+        self._token_ids = list(prompt_ids) if processor else []
         self.history = TextHistory(plan, prompt_ids, eos_ids)
-        self.is_plain = not (plan.do_sample or self.history.edits_scores or plan.num_top_logprobs is not None)
+        self.is_plain = not (plan.do_sample or self.edits_scores or plan.num_top_logprobs is not None)
         """Whether it takes the model's likeliest token and nothing else is wanted."""
         key = None if plan.seed is None else plan.seed + (copy << 64)  # Philox's streams differ by key (Salmon 2011)
         self._stream = np.random.Generator(np.random.Philox(key=key))
         self.uniform = self._stream.random()
         """Decides the next draw; in [0, 1). One number for each token, so the stream keeps step with the text."""
 
+    @property
+    def edits_scores(self) -> bool:
+        """Whether its tokens are not simply those of the model's scores."""
+        return self.constraint is not None or self.processor is not None or self.history.edits_scores
+
+    def way_out(self, vocabulary_size: int) -> int | None:
+        """The token that comes where all are banned; None: the model's likeliest."""
+        return self.constraint.closing()[0] if self.constraint else self.history.first_eos_id(vocabulary_size)
+
+    def closing(self) -> list[int]:
+        """What the text needs to be whole, end-of-sequence included; nothing where it may hold anything."""
+        return self.constraint.closing() if self.constraint else []
+
+    def settle(self, token_id: int) -> int:
+        """The token, or another one where the row's constraint wants it."""
+        return self.constraint.settle(token_id) if self.constraint else token_id
+
+    def process(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[vocabulary]` float32 by the row's own processor."""
+        return self.processor(list(self._token_ids), scores) if self.processor else scores
+
     def note(self, token_id: int) -> None:
         """A token was picked for this row; to be called once for each, end-of-sequence included."""
         self.history.append(token_id)
+        if self.processor:
+            self._token_ids.append(token_id)
+        if self.constraint:
+            self.constraint.accept(token_id)
         self.uniform = self._stream.random()
 
 
@@ -69,7 +106,9 @@ def pick_tokens(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[Pick]:
     """Pick a token for every row; the one place where the host waits for the device.
 
     A row in which every token is banned takes its end-of-sequence token (the lowest id of several), were it banned
-    itself, and the model's likeliest token where it has none. A row of NaN takes some token.
+    itself, and the model's likeliest token where it has none. A row of NaN takes some token. A constraint is never
+    broken: where bans leave none of the tokens that it allows, or where the text could not be ended any more behind the
+    token that was picked, the row takes the next one of those that end it.
 
     Args:
         logits: `[rows, vocabulary]`, any float dtype and device.
@@ -77,7 +116,8 @@ def pick_tokens(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[Pick]:
     """
     if all(row.is_plain for row in rows):
         return [Pick(token_id) for token_id in logits.argmax(-1).tolist()]
-    token_ids = _choose(edit_scores(logits, rows), rows).tolist()
+    chosen = _choose(edit_scores(logits, rows), rows).tolist()
+    token_ids = [row.settle(token_id) for row, token_id in zip(rows, chosen, strict=True)]
     logprobs = _logprobs_of_rows(logits, token_ids, rows)
     return [Pick(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)]
 
@@ -117,9 +157,9 @@ def edit_scores(logits: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tenso
     Returns:
         float32, or `logits` itself where no row has any. Banned tokens are at minus infinity, never all of a row.
     """
-    histories = [row.history for row in rows]
-    if not any(history.edits_scores for history in histories):
+    if not any(row.edits_scores for row in rows):
         return logits
+    histories = [row.history for row in rows]
     size = logits.shape[1]
     scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     flat = scores.view(-1)
@@ -131,7 +171,12 @@ def edit_scores(logits: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tenso
     (places,) = _flattened([(history.banned_ids(),) for history in histories], size, scores.device)
     if len(places):
         flat.index_fill_(0, places, -torch.inf)
-        _leave_a_way_out(scores, logits, histories)
+    processed = [index for index, row in enumerate(rows) if row.processor]
+    for index in processed:
+        scores[index] = rows[index].process(scores[index])
+    is_masked = _apply_masks(scores, rows)
+    if is_masked or processed or len(places):
+        _leave_a_way_out(scores, logits, rows)
     return scores
 
 
@@ -150,9 +195,25 @@ def _flattened(parts: Sequence[tuple[Array, ...]], size: int, device: torch.devi
     return tuple(torch.from_numpy(column[is_written]).to(device) for column in (places, *columns))
 
 
-def _leave_a_way_out(scores: torch.Tensor, logits: torch.Tensor, histories: Sequence[TextHistory]) -> None:
+def _apply_masks(scores: torch.Tensor, rows: Sequence[RowSampler]) -> bool:
+    """Leave of each row only what its constraint allows; whether there is any constraint."""
+    masks = {index: row.constraint.mask() for index, row in enumerate(rows) if row.constraint}
+    if not masks:
+        return False
+    size = scores.shape[1]
+    packed = np.zeros((len(masks), -(-size // 8)), np.uint8)
+    for place, mask in enumerate(masks.values()):
+        packed[place, : len(mask)] = mask[: packed.shape[1]]
+    index = torch.tensor(list(masks), device=scores.device)
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=scores.device)
+    is_banned = (torch.from_numpy(packed).to(scores.device).unsqueeze(-1) & weights) == 0
+    scores[index] = scores[index].masked_fill_(is_banned.view(len(masks), -1)[:, :size], -torch.inf)
+    return True
+
+
+def _leave_a_way_out(scores: torch.Tensor, logits: torch.Tensor, rows: Sequence[RowSampler]) -> None:
     """Give a row in which every token is banned its only one: see `pick_tokens`."""
-    ends = [history.first_eos_id(scores.shape[1]) for history in histories]
+    ends = [row.way_out(scores.shape[1]) for row in rows]
     ways_out = _column([-1 if end is None else end for end in ends], scores.device, torch.int64)
     if None in ends:
         ways_out = torch.where(ways_out < 0, logits.argmax(-1, keepdim=True), ways_out)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from hf_triton.engine.interface import Outcome, Sequence
+from hf_triton.engine.interface import Observer, Outcome, Sequence
 from hf_triton.errors import CancelledError, HfTritonError, UnavailableError, where
 
 logger = logging.getLogger(__name__)
@@ -30,11 +30,13 @@ class EngineThread:
     Args:
         max_waiting: Sequences that may wait; beyond it, they are refused at once.
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
+        observer: Is told what the engine does.
     """
 
-    def __init__(self, max_waiting: int, on_fatal: Callable[[], None]) -> None:
+    def __init__(self, max_waiting: int, on_fatal: Callable[[], None], observer: Observer | None) -> None:
         self._max_waiting = max_waiting
         self._on_fatal = on_fatal
+        self._observer = observer or Observer()
         self._waiting: list[Sequence] = []  # by priority, then first come first served
         self._wake = threading.Condition()
         self._closing = threading.Event()
@@ -158,7 +160,7 @@ def cancellation(sequence: Sequence) -> HfTritonError | None:
     """Why nobody wants a sequence any more; None while somebody does."""
     try:
         return CancelledError() if sequence.is_cancelled() else None
-    except Exception as error:  # one request's mistake must not end the loop that serves the others
+    except BaseException as error:  # one request's mistake, a panic in Rust code too, must not end the loop
         logger.error("asking whether a request was cancelled failed: %s", where(error))
         return HfTritonError("internal", "the request could not be followed; the server's log says why")
 

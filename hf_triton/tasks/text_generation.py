@@ -1,54 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text generation: a checked request becomes sequences for the engine, and their tokens become texts.
 
-Knows no Triton: the answer goes to a callback.
+Knows no Triton: the answer goes to a `Reply`.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from hf_triton.engine.interface import Completion, Engine, Outcome, Sequence
-from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
+from hf_triton.chat import Chat
+from hf_triton.chat_template import ChatTemplate
+from hf_triton.engine.interface import Engine, EngineLoad, Observer, Sequence, eos_ids
+from hf_triton.errors import HfTritonError, RequestError, UnavailableError
 from hf_triton.generation import (
     GenerationParameters,
     SamplingPlan,
-    TaskPlan,
     check_token_ids,
     parse_parameters,
     settle,
     settle_task,
 )
+from hf_triton.grammar import GrammarCompiler
 from hf_triton.settings import ModelSettings
+from hf_triton.tasks.answering import Answering, Prompt, Reply, fault
+from hf_triton.tasks.hooks import Hooks
 from hf_triton.text import TextCodec
 from hf_triton.wire import GenerationRequest
 
 if TYPE_CHECKING:
     from hf_triton.checkpoint import Checkpoint
 
-logger = logging.getLogger(__name__)
-
 NUM_TOKENIZER_THREADS = 2  # tokenizers run outside the interpreter's lock: a long prompt does not hold up a short one
 NUM_BAD_WORDS_KEPT = 32  # the prompts of a request, and often the requests of a client, have the same ones
-
-Answer = Callable[[list[str] | HfTritonError], None]
-"""Takes the texts of all prompts in order, or the error of the whole request."""
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """One prompt of a request, checked."""
-
-    ids: list[int]
-    plan: SamplingPlan
-    task: TaskPlan
 
 
 class TextGeneration:
@@ -57,6 +45,7 @@ class TextGeneration:
     Args:
         engine: Runs the sequences. It is closed with this task.
         codec: The model's tokenizer.
+        grammars: Reads what texts must follow.
         context_length: Tokens that a prompt and its continuation may have together.
         is_encoder_decoder: Whether the model reads the prompt and writes apart (T5): the two are bounded each, and the
             answer does not contain the prompt.
@@ -64,22 +53,29 @@ class TextGeneration:
         max_output_length: New tokens where nobody says how many.
         max_rows: Texts that one prompt may ask for.
         excludes_prompt: Whether the answer leaves the prompt out where the request does not say.
+        hooks: The folder's own.
     """
 
     def __init__(
         self,
         engine: Engine,
         codec: TextCodec,
+        chat_template: ChatTemplate,
         *,
+        grammars: GrammarCompiler,
         context_length: int,
         is_encoder_decoder: bool,
         defaults: tuple[GenerationParameters, ...],
         max_output_length: int,
         max_rows: int,
         excludes_prompt: bool,
+        hooks: Hooks,
     ) -> None:
         self._engine = engine
+        self._hooks = hooks
         self._codec = codec
+        self._chat_template = chat_template
+        self._grammars = grammars
         self._encode_bad_words = lru_cache(NUM_BAD_WORDS_KEPT)(codec.encode_bad_words)
         self._context_length = context_length
         self._is_encoder_decoder = is_encoder_decoder
@@ -92,27 +88,34 @@ class TextGeneration:
     def submit(
         self,
         request: GenerationRequest,
-        answer: Answer,
+        reply: Reply,
         is_cancelled: Callable[[], bool],
+        *,
         timeout_s: float | None = None,
+        streams: bool = False,
     ) -> None:
-        """Start on a request and return at once; `answer` is called exactly once, in another thread.
+        """Start on a request and return at once; the reply is finished exactly once, in another thread.
 
         Args:
             request: One or many prompts; an error of one is the answer of all, and the others are given up.
-            answer: Where the texts go.
+            reply: Where the answer goes.
             is_cancelled: Asked at every token; true gives the request up.
             timeout_s: Seconds from now that its prompts may take, as `max_time` does; None: as long as it takes.
+            streams: Whether the texts go out piece by piece.
         """
         arrival_s = time.monotonic()
         try:
-            self._tokenizers.submit(self._begin, request, answer, is_cancelled, arrival_s, timeout_s)
+            self._tokenizers.submit(self._begin, request, reply, is_cancelled, arrival_s, timeout_s, streams)
         except RuntimeError:  # the pool is shut down
-            answer(UnavailableError("shutting_down", "the model is being unloaded: send the request again later"))
+            reply.finish(UnavailableError("shutting_down", "the model is being unloaded: send the request again later"))
 
     def is_healthy(self) -> bool:
         """Whether requests can be taken."""
         return self._engine.is_healthy()
+
+    def load(self) -> EngineLoad:
+        """What the engine has in hand."""
+        return self._engine.load()
 
     def close(self) -> None:
         """Answer everything that is still waiting, then stop."""
@@ -122,64 +125,68 @@ class TextGeneration:
     def _begin(
         self,
         request: GenerationRequest,
-        answer: Answer,
+        reply: Reply,
         is_cancelled: Callable[[], bool],
         arrival_s: float,
         timeout_s: float | None,
+        streams: bool,
     ) -> None:
         try:
-            ids = [self._codec.encode(text, row) for row, text in enumerate(request.prompts)]
-            rows = zip(ids, request.parameters, strict=True)
-            prompts = [self._prompt(row, *each) for row, each in enumerate(rows)]
-            gathering = _Gathering(len(prompts), partial(self._texts, request, prompts), answer, is_cancelled)
+            prompts = [self._prompt(request, row, streams) for row in range(len(request.prompts))]
+            answering = Answering(prompts, self._codec, reply, is_cancelled, hooks=self._hooks, streams=streams)
             sequences = [
-                self._sequence(row, prompt, gathering, arrival_s, timeout_s) for row, prompt in enumerate(prompts)
+                self._sequence(row, prompt, answering, arrival_s, timeout_s) for row, prompt in enumerate(prompts)
             ]
         except HfTritonError as error:
-            answer(error)
+            reply.finish(error)
         except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
-            answer(_fault("preparing the request", error))
+            reply.finish(fault("preparing the request", error))
         else:
             self._engine.submit(sequences)
 
     def _sequence(
-        self, row: int, prompt: _Prompt, gathering: _Gathering, arrival_s: float, timeout_s: float | None
+        self, row: int, prompt: Prompt, answering: Answering, arrival_s: float, timeout_s: float | None
     ) -> Sequence:
         times_s = [time_s for time_s in (prompt.task.max_time_s, timeout_s) if time_s is not None]
         return Sequence(
             prompt.ids,
             prompt.plan,
-            on_finish=partial(gathering.put, row),
-            is_cancelled=gathering.is_given_up,
-            on_token=self._stop_listener(prompt, gathering) if prompt.task.stop_strings else None,
+            on_finish=partial(answering.put, row),
+            is_cancelled=answering.is_given_up,
+            on_token=answering.listener(row),
+            constraint=prompt.constraint,
             deadline_s=arrival_s + min(times_s) if times_s else None,
+            logits_processor=self._hooks.logits_processor,
             priority=prompt.task.queue_priority,
+            arrival_s=arrival_s,
         )
 
-    def _stop_listener(self, prompt: _Prompt, gathering: _Gathering) -> Callable[[int, int], bool]:
-        """What watches a prompt's texts for stop strings, in the engine's thread."""
-        streams = [
-            self._codec.stream(self._preceding(prompt), prompt.task.stop_strings) for _ in range(prompt.plan.num_rows)
-        ]
-
-        def on_token(copy: int, token_id: int) -> bool:
-            try:
-                streams[copy].push(token_id)
-                return streams[copy].is_stopped
-            except BaseException as error:  # as above; the engine serves others too
-                gathering.refuse(_fault("reading a new token", error))
-                return True
-
-        return on_token
-
-    def _preceding(self, prompt: _Prompt) -> list[int]:
-        """The tokens that a prompt's texts follow."""
-        return [] if self._is_encoder_decoder else prompt.ids
-
-    def _prompt(self, row: int, ids: list[int], parameters: GenerationParameters) -> _Prompt:
+    def _prompt(self, request: GenerationRequest, row: int, streams: bool) -> Prompt:
+        options, parameters, given = request.options, request.parameters[row], request.prompts[row]
+        is_chat = isinstance(given, Chat)
+        text = self._chat_template.render(given) if isinstance(given, Chat) else given
+        model_text = text if is_chat else self._hooks.build_prompt(text)
+        ids = self._codec.encode(model_text, row, adds_special_tokens=not is_chat)
         plan, task = self._plan(row, len(ids), parameters), settle_task(parameters, *self._defaults)
         check_token_ids(plan, self._codec.vocabulary_size)
-        return _Prompt(ids, replace(plan, bad_words_ids=self._encode_bad_words(task.bad_words)), task)
+        if streams and plan.num_rows > plan.num_return_sequences:
+            raise RequestError("invalid_parameter", "best_of cannot be streamed: leave it out, or say stream false")
+        if plan.logprobs is None and (options.return_logprobs or options.return_cumulative_logprob):
+            plan = replace(plan, logprobs=0)
+        constraint = None
+        if task.grammar:
+            plan, constraint = self._grammars.compile(task.grammar, plan)
+        excludes_prompt = options.exclude_input_in_output
+        if excludes_prompt is None:
+            excludes_prompt = streams or is_chat or self._excludes_prompt
+        return Prompt(
+            front="" if excludes_prompt or self._is_encoder_decoder else text,
+            ids=ids,
+            preceding_ids=[] if self._is_encoder_decoder else ids,
+            plan=replace(plan, bad_words_ids=self._encode_bad_words(task.bad_words)),
+            task=task,
+            constraint=constraint,
+        )
 
     def _plan(self, row: int, num_prompt_tokens: int, parameters: GenerationParameters) -> SamplingPlan:
         """The settled plan of one prompt, checked against the context.
@@ -212,31 +219,24 @@ class TextGeneration:
             )
         return plan
 
-    def _texts(
-        self, request: GenerationRequest, prompts: list[_Prompt], completions: list[list[Completion]]
-    ) -> list[str]:
-        excludes_prompt = request.exclude_input_in_output
-        if excludes_prompt is None:
-            excludes_prompt = self._excludes_prompt
-        texts = []
-        for text, prompt, copies in zip(request.prompts, prompts, completions, strict=True):
-            front = "" if excludes_prompt or self._is_encoder_decoder else text
-            texts += [front + self._text(prompt, completion) for completion in copies]
-        return texts
-
-    def _text(self, prompt: _Prompt, completion: Completion) -> str:
-        return self._codec.continuation(self._preceding(prompt), completion.token_ids, prompt.task.stop_strings)
-
 
 def build_text_generation(
-    checkpoint: Checkpoint, settings: ModelSettings, on_fatal: Callable[[], None]
+    checkpoint: Checkpoint,
+    chat_template: ChatTemplate,
+    settings: ModelSettings,
+    hooks: Hooks,
+    on_fatal: Callable[[], None],
+    observer: Observer | None = None,
 ) -> TextGeneration:
     """The task of a loaded checkpoint, its engine running.
 
     Args:
         checkpoint: Model and tokenizer.
+        chat_template: Makes prompts of chats.
         settings: The folder's.
+        hooks: The folder's own.
         on_fatal: Called after the engine has failed for good.
+        observer: Is told what the engine does.
     """
     from hf_triton.engine.choose import build_engine
 
@@ -251,79 +251,18 @@ def build_text_generation(
         decoding=settings.decoding,
         context_length=checkpoint.context_length,
         on_fatal=on_fatal,
+        observer=observer,
     )
     return TextGeneration(
         engine,
         codec,
+        chat_template,
+        grammars=GrammarCompiler(checkpoint.tokenizer, checkpoint.vocabulary_size, eos_ids(checkpoint.model)),
         context_length=checkpoint.context_length,
         is_encoder_decoder=checkpoint.is_encoder_decoder,
         defaults=(parse_parameters(settings.generation_defaults), checkpoint.generation_defaults()),
         max_output_length=settings.max_output_length,
         max_rows=settings.max_batch_rows,
         excludes_prompt=settings.exclude_input_in_output,
+        hooks=hooks,
     )
-
-
-class _Gathering:
-    """Collects the outcomes of a request's prompts and gives its one answer: with the last of them, or the first error.
-
-    Args:
-        num_prompts: How many outcomes to wait for.
-        make_texts: Makes the texts of all completions, in prompt order. Runs in the engine's thread.
-        answer: Called exactly once.
-        is_cancelled: Whether the client gave the request up.
-    """
-
-    def __init__(
-        self,
-        num_prompts: int,
-        make_texts: Callable[[list[list[Completion]]], list[str]],
-        answer: Answer,
-        is_cancelled: Callable[[], bool],
-    ) -> None:
-        self._completions: dict[int, list[Completion]] = {}
-        self._num_prompts = num_prompts
-        self._make_texts = make_texts
-        self._answer = answer
-        self._is_cancelled = is_cancelled
-        self._is_answered = False
-        self._lock = threading.Lock()
-
-    def is_given_up(self) -> bool:
-        """Whether nobody waits for the request any more."""
-        return self._is_answered or self._is_cancelled()
-
-    def put(self, row: int, outcome: Outcome) -> None:
-        """Take one prompt's outcome."""
-        if isinstance(outcome, HfTritonError):
-            self.refuse(outcome)
-            return
-        with self._lock:
-            self._completions[row] = outcome
-            is_complete = len(self._completions) == self._num_prompts and not self._is_answered
-        if is_complete:
-            self._complete()
-
-    def refuse(self, error: HfTritonError) -> None:
-        """Answer with an error; the request's other prompts are given up."""
-        self._deliver(error)
-
-    def _complete(self) -> None:
-        try:
-            texts = self._make_texts([self._completions[row] for row in range(self._num_prompts)])
-        except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
-            self.refuse(_fault("putting the answer together", error))
-        else:
-            self._deliver(texts)
-
-    def _deliver(self, result: list[str] | HfTritonError) -> None:
-        with self._lock:
-            was_answered, self._is_answered = self._is_answered, True
-        if not was_answered:
-            self._answer(result)
-
-
-def _fault(doing: str, error: BaseException) -> HfTritonError:
-    """A fault of our own: where it was goes to the log."""
-    logger.error("%s failed: %s", doing, where(error))
-    return HfTritonError("internal", f"{doing} failed; the server's log says where")

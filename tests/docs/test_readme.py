@@ -96,7 +96,7 @@ def test_the_file_tree_has_every_module() -> None:
 
 
 def test_settings_blocks_can_be_loaded() -> None:
-    [block] = blocks("protobuf")
+    [block] = [block for block in blocks("protobuf") if "parameters {" in block]
     pairs = re.findall(r'key: "(.*?)" value \{ string_value: "((?:[^"\\]|\\.)*)" \}', block)
     assert len(pairs) == block.count("parameters {")
     load_settings({key: text.replace('\\"', '"') for key, text in pairs}, {})
@@ -122,12 +122,15 @@ def test_a_fourth_model_is_one_line(tmp_path: Path) -> None:
 def demo(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[TritonServer]:
     repository = tmp_path_factory.mktemp("repository")
     make_folder(repository, "demo", huggingface_model=DEMO, max_output_length=64)
+    [streaming] = [block for block in blocks("protobuf") if "decoupled" in block]
+    mine = make_folder(repository, "mine", huggingface_model=DEMO, chat_template="chat.jinja", config=streaming)
+    (mine / "chat.jinja").write_text("{{ messages[-1].content }} ")
     with TritonServer(repository) as server:
         yield server
 
 
-def curls() -> list[str]:
-    return [line for line in commands("curl ") if "/models/demo/" in line]
+def curls(model: str = "demo") -> list[str]:
+    return [line.removesuffix(" &") for line in commands("curl ") if f"/models/{model}/" in line]
 
 
 @pytest.mark.parametrize("line", curls())
@@ -139,6 +142,15 @@ def test_curl_lines_work(demo: TritonServer, line: str) -> None:
     excludes_prompt = body.get("parameters", {}).get("exclude_input_in_output", False)
     assert text.startswith(body["text_input"]) is not excludes_prompt
     assert len(text) > 10
+
+
+@pytest.mark.parametrize("line", curls("mine"))
+def test_curl_lines_to_a_folder_of_your_own_work(demo: TritonServer, line: str) -> None:
+    local = line.replace("localhost:8000", demo.http_url.removeprefix("http://"))
+    answer = subprocess.run([*shlex.split(local), "--silent"], capture_output=True, text=True, check=True).stdout
+    events = [json.loads(event.removeprefix("data: ")) for event in answer.split("\n\n") if event]
+    assert all("text_output" in event for event in events), answer
+    assert len(events) > 1 if "generate_stream" in line else len(events) == 1
 
 
 def test_the_answer_shown_is_the_answer_given(demo: TritonServer) -> None:

@@ -20,7 +20,10 @@ from hf_triton.engine.rolling import RollingEngine
 from hf_triton.errors import CancelledError, CheckpointError, GenerationError, HfTritonError, UnavailableError
 from hf_triton.generation import SamplingPlan
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
+from tests.architectures import BASE, HEADS, ROLLING, WINDOWS, build
 from tests.reference import load_reference, solo_ids
+
+LLAMA4 = ROLLING["llama4"][1]
 
 NOT_ROLLING = ("t5", "bart", "mamba", "rwkv")
 WAIT_S = 60.0
@@ -412,3 +415,32 @@ def test_a_panic_in_a_listener_ends_nobody_elses_text(
     engine.submit([Sequence([5, 6], SamplingPlan(3), panic)])
     assert token_ids(Client(engine).ask([5, 6], SamplingPlan(3)))
     assert engine.is_healthy()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"forced_eos_token_id": 0}, {"forced_eos_token_id": 1}, {"max_time": 1.0}, {"remove_invalid_values": True}],
+    ids=str,
+)
+def test_what_only_generate_does_is_done_by_generate(settings: dict[str, object], tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, "llama", eos_token_id=None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    model.generation_config.update(**settings)
+    engine = start_engine(model, max_rows=4, context_length=128)
+    engine.close()
+    assert not isinstance(engine, RollingEngine)
+
+
+@pytest.mark.parametrize(
+    ("name", "context_length", "is_rolling"),
+    [
+        (("Gemma3TextConfig", BASE | HEADS | WINDOWS | {"use_bidirectional_attention": True}), 256, False),
+        (("Llama4TextConfig", LLAMA4 | {"floor_scale": 32}), 256, False),
+        (("Llama4TextConfig", LLAMA4 | {"floor_scale": 32}), 31, True),
+    ],
+    ids=["bidirectional", "llama4 beyond its floor_scale", "llama4 below it"],
+)
+def test_rows_that_would_feel_each_other_are_not_rolled(name: Any, context_length: int, is_rolling: bool) -> None:
+    engine = start_engine(build(*name), max_rows=4, context_length=context_length)
+    engine.close()
+    assert isinstance(engine, RollingEngine) is is_rolling

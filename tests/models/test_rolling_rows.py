@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine import prefill
+from hf_triton.engine import prefill, rolling
 from hf_triton.engine.interface import Completion, Outcome, Sequence
 from hf_triton.engine.rolling import RollingEngine
+from hf_triton.engine.sampling import pick_tokens
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
 from hf_triton.generation import SamplingPlan
 from hf_triton.testing import build_tiny_checkpoint
@@ -300,7 +301,10 @@ def test_what_could_never_fit_is_refused_at_once_with_the_numbers(start: Callabl
         assert words in refused.sentence
 
 
-def test_a_memory_that_has_shrunk_refuses_nobody_for_good(model: Any, start: Callable[..., RollingEngine]) -> None:
+def test_a_memory_that_has_shrunk_refuses_nobody_for_good(
+    model: Any, start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rolling, "NO_ROOM_S", 0.1)
     engine = start()
     allowed = [0]
     engine._budget.tokens = lambda held: allowed[0]  # type: ignore[method-assign]
@@ -367,3 +371,92 @@ def test_sharing_off_computes_everything(start: Callable[..., RollingEngine]) ->
     for _ in range(3):
         client.ask(list(range(10, 70)), SamplingPlan(1))
     assert counting.num_tokens == 180
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("boom")])
+def test_a_failure_after_a_step_changes_no_text(
+    error: Exception, model: Any, start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [error] * 3
+
+    def fail(logits: torch.Tensor, rows: Any) -> Any:
+        if len(rows) > 1 and failures:
+            raise failures.pop()
+        return pick_tokens(logits, rows)
+
+    monkeypatch.setattr(rolling, "pick_tokens", fail)
+    client = Client(start())
+    items = [(prompt, SamplingPlan(12)) for prompt in prompts(14, seed=23)]
+    for item in items:
+        client.submit(*item)
+    for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
+        assert only(outcome).token_ids == solo_ids(model, prompt, plan.max_new_tokens)
+    assert not failures
+
+
+def test_memory_that_ran_out_is_not_asked_for_again_at_every_step(start: Callable[..., RollingEngine]) -> None:
+    engine = start(max_rows=8)
+    faulty = Faulty(engine, lambda num_rows, _: num_rows > 4, torch.OutOfMemoryError("CUDA out of memory"))
+    client = Client(engine)
+    for prompt in prompts(8, seed=24):
+        client.submit(prompt, SamplingPlan(60))
+    assert all(isinstance(outcome, list) for outcome in client.outcomes())
+    assert faulty.num_hits <= 3
+
+
+def test_a_long_prompt_into_full_buffers_keeps_to_the_memory(model: Any, start: Callable[..., RollingEngine]) -> None:
+    engine = start(max_rows=4, max_cache_tokens=640)
+    most: list[int] = []
+    Faulty(engine, lambda *_: bool(most.append(engine._num_held())), RuntimeError())
+    client = Client(engine)
+    for prompt in prompts(4, seed=25, longest=30):
+        client.submit(prompt, SamplingPlan(20))
+    client.outcomes()
+    long = prompts(1, seed=26, longest=2)[0] * 200
+    assert only(client.ask(long, SamplingPlan(8))).token_ids == solo_ids(model, long, 8)
+    assert max(most) <= 640
+
+
+def test_more_texts_than_fit_at_a_time_are_written_one_after_another(start: Callable[..., RollingEngine]) -> None:
+    wanted = Client(start(max_rows=8)).ask(PROMPT, replace(DRAWN, num_return_sequences=8))
+    found = Client(start(max_rows=8, max_cache_tokens=512)).ask(PROMPT, replace(DRAWN, num_return_sequences=8))
+    assert token_ids(found) == token_ids(wanted)
+
+
+def test_a_panic_while_asking_for_a_cancel_ends_its_own_text_alone(start: Callable[..., RollingEngine]) -> None:
+    class PanicError(BaseException):
+        """As Rust code raises."""
+
+    def panic() -> bool:
+        raise PanicError
+
+    engine = start()
+    client = Client(engine)
+    client.submit(PROMPT, SamplingPlan(20), panic)
+    client.submit(PROMPT, SamplingPlan(20))
+    guilty, other = client.outcomes()
+    assert error_code(guilty) == "internal"
+    assert only(other).finish_reason == "length"
+    assert engine.is_healthy()
+
+
+def test_a_failure_of_the_memory_itself_refuses_nobody(model: Any, start: Callable[..., RollingEngine]) -> None:
+    engine = start()
+    remove, failures = engine._memory.remove, [RuntimeError("boom")]
+
+    def fail(row: int) -> None:
+        if failures:
+            raise failures.pop()
+        remove(row)
+
+    engine._memory.remove = fail  # type: ignore[method-assign]
+    client = Client(engine)
+    items = [(prompt, SamplingPlan(5 + index)) for index, prompt in enumerate(prompts(8, seed=27))]
+    for item in items:
+        client.submit(*item)
+    for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
+        assert only(outcome).token_ids == solo_ids(model, prompt, plan.max_new_tokens)
+    assert engine.is_healthy()

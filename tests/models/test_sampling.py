@@ -8,6 +8,8 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin
@@ -20,6 +22,7 @@ from hf_triton.generation import SamplingPlan
 VOCABULARY = 200
 EOS_IDS = frozenset([7, 11])
 NUM_DRAWS = 4000
+GREEDY = SamplingPlan(8)
 
 ONE_BY_ONE: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.6},
@@ -413,3 +416,94 @@ def test_logprobs_at_the_borders() -> None:
     assert sorted(token_id for token_id, _ in half.top) == [0, 1, 2, 3]
     assert nothing.logprob == -math.inf
     assert token_logprobs(torch.zeros(0, 4), [], 5) == []
+
+
+# --- constraints -----------------------------------------------------------------------------------------------------
+
+
+class Fenced:
+    """Allows some tokens, takes back some of them, and ends with others."""
+
+    def __init__(self, allowed: set[int], ending: list[int], never: frozenset[int] = frozenset()) -> None:
+        self.allowed, self.ending, self.never = allowed, ending, never
+        self.accepted: list[int] = []
+
+    def mask(self) -> npt.NDArray[np.uint8]:
+        bits = np.zeros(max(self.allowed, default=0) + 1, np.uint8)
+        bits[sorted(self.allowed)] = 1
+        return np.packbits(bits, bitorder="little")
+
+    def settle(self, token_id: int) -> int:
+        return token_id if token_id in self.allowed - self.never else self.ending[0]
+
+    def closing(self) -> list[int]:
+        return self.ending
+
+    def accept(self, token_id: int) -> None:
+        self.accepted.append(token_id)
+
+
+def fenced(allowed: set[int], plan: SamplingPlan = GREEDY, never: frozenset[int] = frozenset()) -> RowSampler:
+    return RowSampler(plan, 0, [1], EOS_IDS, Fenced(allowed, [3, 7], never))
+
+
+def test_a_row_takes_the_likeliest_of_the_tokens_that_its_constraint_allows() -> None:
+    source = random.Random(0)
+    for size in (VOCABULARY, VOCABULARY - 3):
+        allowed = [set(source.sample(range(VOCABULARY), 5)) | {4} for _ in range(20)]
+        logits = random_logits(20, size)
+        wanted = [
+            max((each for each in ids if each < size), key=row.__getitem__)
+            for ids, row in zip(allowed, logits, strict=True)
+        ]
+        assert picked(logits, [fenced(ids) for ids in allowed]) == wanted
+
+
+def test_a_constraint_leaves_the_other_rows_alone() -> None:
+    source = random.Random(0)
+    for _ in range(20):
+        plans, texts = [random_plan(source) for _ in range(6)], [Text(source) for _ in range(6)]
+        logits = random_logits(6, VOCABULARY, seed=source.randrange(1000))
+        rows = [text.sampler(plan) for plan, text in zip(plans, texts, strict=True)]
+        alone = picked(logits, rows)
+        mixed = [row if index % 2 else fenced({5, 9}) for index, row in enumerate(rows)]
+        together = picked(logits, mixed)
+        assert together[1::2] == alone[1::2]
+        assert set(together[::2]) <= {5, 9}
+
+
+def test_draws_are_those_of_the_allowed_tokens_alone() -> None:
+    logits, allowed = random_logits(VOCABULARY), [2, 50, 51, 120]
+    rows = [fenced(set(allowed), SamplingPlan(8, do_sample=True, seed=seed)) for seed in range(NUM_DRAWS)]
+    counts = Counter(picked(logits.expand(NUM_DRAWS, -1), rows))
+    for token_id, probability in zip(allowed, logits[allowed].softmax(-1).tolist(), strict=True):
+        deviation = math.sqrt(NUM_DRAWS * probability * (1 - probability))
+        assert abs(counts[token_id] - NUM_DRAWS * probability) < 5 * deviation
+    assert set(counts) <= set(allowed)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        fenced({4, 5}, SamplingPlan(8, bad_words_ids=((4,), (5,)))),
+        fenced({7}, SamplingPlan(8, min_new_tokens=5)),
+        fenced({4, 5}, never=frozenset([4, 5])),
+    ],
+    ids=["bans leave nothing", "the end is banned", "none can be ended behind"],
+)
+def test_where_nothing_is_left_the_constraint_ends_the_text(row: RowSampler) -> None:
+    assert picked(random_logits(1, VOCABULARY), [row]) == [3]
+
+
+def test_a_row_of_nan_stays_within_its_constraint() -> None:
+    assert picked(torch.full((1, VOCABULARY), torch.nan), [fenced({4, 5})])[0] in (3, 4, 5)
+
+
+def test_a_constraint_is_told_each_token_once() -> None:
+    row = fenced({4, 5})
+    for _ in range(3):
+        picked(random_logits(1, VOCABULARY), [row])
+    row.note(4)
+    row.note(7)
+    assert isinstance(row.constraint, Fenced)
+    assert row.constraint.accepted == [4, 7]

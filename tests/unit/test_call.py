@@ -21,15 +21,16 @@ class Sender:
     """Notes what is sent. Triton's own takes the whole server down when it is touched after its final answer."""
 
     def __init__(self) -> None:
+        self.parts: list[Any] = []
         self.sent: list[Any] = []
         self.was_cancelled = False
         self.is_broken = False
         self.num_asked = 0
 
-    def send(self, response: Any, flags: int) -> None:
-        assert not self.sent, "a second answer"
-        assert flags == FINAL
-        self.sent.append(response)
+    def send(self, response: Any, flags: int = 0) -> None:
+        assert not self.sent, "sent after the final answer"
+        assert flags in (0, FINAL)
+        (self.sent if flags == FINAL else self.parts).append(response)
 
     def is_cancelled(self) -> bool:
         assert not self.sent, "SIGSEGV: asked after the final answer"
@@ -40,9 +41,13 @@ class Sender:
 
 
 class Request:
-    def __init__(self) -> None:
+    def __init__(self, request_id: str = "") -> None:
         self.sender = Sender()
         self.timeout_us = 0
+        self._id = request_id
+
+    def request_id(self) -> str:
+        return self._id
 
     def timeout(self) -> int:
         return self.timeout_us
@@ -86,6 +91,35 @@ def test_only_the_first_answer_is_sent(make_call: Callable[[Request], Any]) -> N
     assert (name, list(array)) == ("text_output", [b"first"])
 
 
+def text(value: bytes) -> dict[str, Any]:
+    return {"text_output": np.array([value], dtype=np.object_)}
+
+
+def texts_of(responses: list[Any]) -> list[bytes]:
+    return [array[0] for [(_, array)] in responses]
+
+
+def test_parts_go_out_in_order_and_none_after_the_last(make_call: Callable[[Request], Any]) -> None:
+    request = Request()
+    call = make_call(request)
+    for part in (b"one", b"two"):
+        call.add(text(part))
+    call.answer(text(b"three"))
+    call.add(text(b"four"))
+    call.refuse(HfTritonError("internal", "five"))
+    assert texts_of(request.sender.parts) == [b"one", b"two"]
+    assert texts_of(request.sender.sent) == [b"three"]
+
+
+def test_after_parts_an_error_may_be_the_last(make_call: Callable[[Request], Any]) -> None:
+    request = Request()
+    call = make_call(request)
+    call.add(text(b"one"))
+    call.refuse(HfTritonError("internal", "two"))
+    assert texts_of(request.sender.parts) == [b"one"]
+    assert [error.message for error in request.sender.sent] == ["internal: two"]
+
+
 def wait_until(is_true: Callable[[], bool]) -> None:
     """Wait for what must come; one that does not ends the test by its timeout."""
     while not is_true():
@@ -119,6 +153,26 @@ def test_whoever_asks_waits_for_no_round_trip(make_call: Callable[[Request], Any
     assert asked.wait(10)
     assert not call.is_cancelled()
     go_on.set()
+
+
+def test_calls_are_given_up_by_their_id(make_call: Callable[[Request], Any]) -> None:
+    from hf_triton import _triton
+
+    calls = [make_call(Request(name)) for name in ("one", "two", "two", "")]
+    _triton.cancel_calls("two")
+    assert [call.is_cancelled() for call in calls] == [False, True, True, False]
+    _triton.cancel_calls("nobody")
+    assert [call.is_cancelled() for call in calls] == [False, True, True, False]
+
+
+def test_a_call_that_is_answered_is_not_given_up(make_call: Callable[[Request], Any]) -> None:
+    from hf_triton import _triton
+
+    request = Request("one")
+    call = make_call(request)
+    call.answer(text(b"done"))
+    _triton.cancel_calls("one")
+    assert texts_of(request.sender.sent) == [b"done"]
 
 
 def test_after_the_answer_the_sender_is_not_asked_again(make_call: Callable[[Request], Any]) -> None:
@@ -226,7 +280,7 @@ def test_an_error_keeps_its_code_and_its_words(
 
 def test_an_answer_that_does_not_fit_becomes_a_small_error(make_call: Callable[[Request], Any]) -> None:
     class Full(Sender):
-        def send(self, response: Any, flags: int) -> None:
+        def send(self, response: Any, flags: int = 0) -> None:
             if not hasattr(response, "message"):
                 raise RuntimeError("Failed to increase the shared memory pool size")
             super().send(response, flags)
@@ -236,3 +290,21 @@ def test_an_answer_that_does_not_fit_becomes_a_small_error(make_call: Callable[[
     make_call(request).answer({"text_output": np.array([b"long"], dtype=np.object_)})
     [error] = request.sender.sent
     assert error.message.startswith("out_of_memory: ")
+
+
+def test_a_part_that_does_not_fit_ends_the_answer_with_an_error(make_call: Callable[[Request], Any]) -> None:
+    class Full(Sender):
+        def send(self, response: Any, flags: int = 0) -> None:
+            if flags != FINAL and self.parts:
+                raise RuntimeError("Failed to increase the shared memory pool size")
+            super().send(response, flags)
+
+    request = Request()
+    request.sender = Full()
+    call = make_call(request)
+    for part in (b"one", b"two", b"three"):
+        call.add(text(part))
+    call.answer(text(b"four"))
+    assert call.is_cancelled(), "what is still being written is given up"
+    assert texts_of(request.sender.parts) == [b"one"]
+    assert [error.message.split(":")[0] for error in request.sender.sent] == ["out_of_memory"]

@@ -165,6 +165,7 @@ def test_what_is_no_boolean_is_left_to_be_refused(text: str) -> None:
         (read_texts, "5", ("5",)),
         (read_texts, '["5"]', ("5",)),
         (read_texts, "[5", ("[5",)),
+        (read_texts, "", ()),
         (read_numbered, '{"5": 6}', {5: 6}),
         (read_numbered, {"5": 6, 7: 8}, {5: 6, 7: 8}),
         (read_numbered, {"05": 6, "-1": 2, "\u0665": 3, "9" * 5000: 1}, {"05": 6, "-1": 2, "\u0665": 3, "9" * 5000: 1}),

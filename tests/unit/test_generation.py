@@ -2,15 +2,18 @@
 """Generation parameters: names, aliases, ranges, and how layers of them become one plan."""
 
 import dataclasses
+import json
 
 import pytest
 
 from hf_triton.errors import RequestError
 from hf_triton.generation import (
     ALIASES,
+    GRAMMARS,
     GREEDY_BELOW,
     NEUTRAL,
     GenerationParameters,
+    Grammar,
     SamplingPlan,
     TaskPlan,
     check_token_ids,
@@ -34,9 +37,32 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
     "presence_penalty": ([-2, 0, 2.0], [-2.01, 2.01, float("nan"), "1"]),
     "frequency_penalty": ([-2, 0, 2.0], [-2.01, 2.01, float("inf"), "1"]),
     "no_repeat_ngram_size": ([0, 1, 128], [-1, 129, 1.0, "1", True]),
+    "response_format": (
+        [
+            {"type": "text"},
+            {"type": "json_object"},
+            {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "integer"}}},
+        ],
+        [
+            1,
+            "json",
+            [],
+            {},
+            {"type": "xml"},
+            {"type": ["json_object"]},
+            {"type": "json_object", "schema": {}},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"schema": True}},
+            {"type": "json_schema", "json_schema": {"schema": {}, "shema": {}}},
+        ],
+    ),
+    "guided_json": ([{}, {"type": "string"}], [1, True, "{", "[1]", "{" * 100_000]),
+    "guided_regex": (["a", "(", "x" * 65_536], [1, "", "x" * 65_537]),
+    "guided_choice": ([("a",), ("a", "b")], [1, "", (), ("",), "[]", ("a",) * 1025]),
+    "guided_grammar": (["start: /a/"], [1, ""]),
     "bad_words": (
         [("a",), ("x" * 1000, "[b"), (), ("a",) * 1024],
-        [5, "", ("a", ""), ("a", 5), "x" * 1001, {}, ("a",) * 1025],
+        [5, ("a", ""), ("a", 5), "x" * 1001, {}, ("a",) * 1025],
     ),
     "logit_bias": (
         [{}, {0: 100}, {50256: -100.0, 2**31 - 1: 0.5}],
@@ -52,10 +78,11 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
             5,
         ],
     ),
-    "stop_strings": ([("a",), ("x" * 1000, " "), (), ("a",) * 16], [5, "", ("a", ""), ("a", None), ("a",) * 17, True]),
+    "stop_strings": ([("a",), ("x" * 1000, " "), (), ("a",) * 16], [5, ("a", ""), ("a", None), ("a",) * 17, True]),
     "ignore_eos": ([True, False], [0, 1, "true"]),
     "eos_token_id": ([(0,), (1, 2**31 - 1)], [-1, 2**31, 1.0, "a", True, (), [1, "1"], {}, (1,) * 65]),
     "best_of": ([1, 64], [0, 65, 2.0, "2", True]),
+    "logprobs": ([0, 20], [-1, 21, 1.0, "1", True]),
     "max_time": ([0.001, 1, 86_400], [0, -1, 86_400.1, float("nan"), float("inf"), "1", True]),
     "queue_priority": ([-100, 0, 100], [-101, 101, 1.0, "1", True]),
 }
@@ -89,12 +116,19 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> No
 def test_an_alias_is_the_parameter(alias: str, name: str) -> None:
     value = BORDERS[name][0][0]
     assert parse_parameters({alias: value}) == parse_parameters({name: value})
-    assert refusal(**{alias: ""}).sentence.startswith(f"{name} must be ")
+    assert refusal(**{alias: object()}).sentence.startswith(f"{name} must be ")
 
 
 def test_a_parameter_may_be_said_once() -> None:
     error = refusal(max_tokens=5, max_new_tokens=5)
     assert str(error) == "invalid_parameter: max_tokens and max_new_tokens mean the same: leave one out"
+
+
+def test_the_newer_of_openais_two_names_wins() -> None:
+    """Its clients send `max_completion_tokens`, and proxies in front of us add a `max_tokens` of their own."""
+    assert parse_parameters({"max_completion_tokens": 5, "max_tokens": 2000}).max_new_tokens == 5
+    error = refusal(max_completion_tokens=5, max_new_tokens=6)
+    assert error.sentence == "max_completion_tokens and max_new_tokens mean the same: leave one out"
 
 
 @pytest.mark.parametrize(
@@ -371,8 +405,9 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
 def test_every_parameter_has_its_place_in_a_plan() -> None:
     places = {field.name for plan in (SamplingPlan, TaskPlan) for field in dataclasses.fields(plan)}
     renamed = {"eos_token_id": "eos_ids", "ignore_eos": "eos_ids", "max_time": "max_time_s"}
+    renamed |= dict.fromkeys(GRAMMARS, "grammar")
     wanted = {renamed.get(name, name) for name in GenerationParameters.model_fields}
-    assert places - wanted == {"bad_words_ids", "logprobs", "prompt_logprobs"}
+    assert places - wanted == {"bad_words_ids", "prompt_logprobs"}
     assert wanted <= places
 
 
@@ -395,3 +430,52 @@ SAME_AS_UNSAID: dict[str, object] = {
     "min_new_tokens": 8,
 }
 """Where the last value in range is what an unsaid parameter means, or needs others beside it: another one."""
+
+
+# --- grammars --------------------------------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("values", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": '{"type": "json_object"}'}, ("json_schema", '{"type": "object"}')),
+        ({"guided_json": json.dumps(SCHEMA)}, ("json_schema", json.dumps(SCHEMA))),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            ("json_schema", json.dumps(SCHEMA)),
+        ),
+        ({"guided_regex": "[a-z]+"}, ("regex", "[a-z]+")),
+        ({"guided_choice": "yes"}, ("choice", '["yes"]')),
+        ({"guided_choice": '["yes", "no"]'}, ("choice", '["yes", "no"]')),
+        ({"guided_grammar": 'start: "a"'}, ("lark", 'start: "a"')),
+    ],
+)
+def test_a_grammar_is_asked_for_in_many_ways(values: dict[str, object], grammar: tuple[str, str] | None) -> None:
+    settled = settle_task(parse_parameters(values)).grammar
+    assert (settled and (settled.kind, settled.text)) == grammar
+    assert settled is None or settled.parameter == next(iter(values))
+
+
+@pytest.mark.parametrize("also", [{"guided_json": SCHEMA}, {"stop_strings": ["x"]}, {"ignore_eos": True}], ids=str)
+def test_a_grammar_alone_says_what_the_text_is_and_where_it_ends(also: dict[str, object]) -> None:
+    sentence = refusal(guided_regex="a+", **also).sentence
+    assert "guided_regex" in sentence
+    assert next(iter(also)) in sentence
+    assert "leave one of them out" in sentence
+
+
+def test_the_first_layer_that_speaks_of_a_form_decides() -> None:
+    folder = parse_parameters({"guided_regex": "a+"})
+    stopping = parse_parameters({"stop_strings": ["x"]})
+    assert settle_task(parse_parameters({"response_format": {"type": "text"}}), folder).grammar is None
+    assert settle_task(TOKENS, folder).grammar == Grammar("regex", "a+", "guided_regex")
+    assert settle_task(folder, stopping).stop_strings == ()
+    with pytest.raises(RequestError, match="the folder's guided_regex"):
+        settle_task(stopping, folder)
+
+
+def test_a_schema_that_is_too_long_is_not_read() -> None:
+    assert "65536 characters" in refusal(guided_json=json.dumps({"enum": ["x" * 70_000]})).sentence

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from hf_triton.engine.interface import Completion, Outcome, Sequence
+from hf_triton.chat_template import ChatTemplate
+from hf_triton.engine.interface import Completion, EngineLoad, Outcome, Sequence
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError
 from hf_triton.generation import GenerationParameters
+from hf_triton.grammar import GrammarCompiler
+from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.text_generation import TextGeneration
 from hf_triton.text import TextCodec, TextStream
-from hf_triton.wire import GenerationRequest
+from hf_triton.wire import GeneratedText, GenerationRequest, RequestOptions
 from tests.unit.test_text import raw_ids, tokenizer_of
 
 KIND = "byte_level"
@@ -37,6 +40,9 @@ class Engine:
     def is_healthy(self) -> bool:
         return True
 
+    def load(self) -> EngineLoad:
+        return EngineLoad()
+
     def close(self) -> None:
         pass
 
@@ -47,10 +53,10 @@ class Codec(TextCodec):
     def __init__(self) -> None:
         super().__init__(tokenizer_of(KIND), VOCABULARY_SIZE)
 
-    def encode(self, text: str, row: int) -> list[int]:
+    def encode(self, text: str, row: int, *, adds_special_tokens: bool = True) -> list[int]:
         if "!" in text:
             raise PanicError
-        return super().encode(text, row)
+        return super().encode(text, row, adds_special_tokens=adds_special_tokens)
 
     def continuation(self, prompt_ids: list[int], token_ids: list[int], stop_strings: tuple[str, ...] = ()) -> str:
         if raw_ids(KIND, "?")[0] in token_ids:
@@ -93,37 +99,63 @@ def written(sequence: Sequence, copy: int, text: str) -> Completion:
     return Completion(token_ids, "length")
 
 
-def ask(
+class Collector:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.num_texts: list[int] = []
+        self.pieces: list[tuple[int, str]] = []
+        self.results: list[list[GeneratedText] | HfTritonError] = []
+        self.is_finished = threading.Event()
+
+    def start(self, num_texts: int) -> None:
+        self.num_texts.append(num_texts)
+
+    def add(self, text: int, piece: str) -> None:
+        self.pieces.append((text, piece))
+
+    def finish(self, result: list[GeneratedText] | HfTritonError) -> None:
+        self.results.append(result)
+        self.is_finished.set()
+
+
+def reply_to(
     *prompts: str,
     outcome: Callable[[Sequence], Outcome] = echo,
     excludes_prompt: bool = False,
     is_encoder_decoder: bool = False,
     timeout_s: float | None = None,
+    streams: bool = False,
+    options: RequestOptions | None = None,
     **parameters: Any,
-) -> list[Any]:
-    """Every answer that a request gets."""
+) -> Collector:
+    """Everything that a request is told."""
     task = TextGeneration(
         Engine(outcome),
         Codec(),
+        ChatTemplate(tokenizer_of(KIND), None, 1000),
+        grammars=GrammarCompiler(tokenizer_of(KIND), VOCABULARY_SIZE, frozenset()),
         context_length=20,
         is_encoder_decoder=is_encoder_decoder,
         defaults=(GenerationParameters(),),
         max_output_length=15,
         max_rows=4,
         excludes_prompt=excludes_prompt,
+        hooks=Hooks(),
     )
-    answers: list[Any] = []
-    answered = threading.Event()
-
-    def answer(result: list[str] | HfTritonError) -> None:
-        answers.append(result)
-        answered.set()
-
+    reply = Collector()
     rows = [GenerationParameters(**parameters)] * len(prompts)
-    task.submit(GenerationRequest(list(prompts), rows, None, (len(prompts),)), answer, lambda: False, timeout_s)
-    assert answered.wait(10)
+    request = GenerationRequest(list(prompts), rows, options or RequestOptions(), (len(prompts),))
+    task.submit(request, reply, lambda: False, timeout_s=timeout_s, streams=streams)
+    assert reply.is_finished.wait(10)
     task.close()
-    return answers
+    return reply
+
+
+def ask(*prompts: str, **asked: Any) -> list[Any]:
+    """Every answer that a request gets: its texts, or an error."""
+    results = reply_to(*prompts, **asked).results
+    return [[each.text for each in result] if isinstance(result, list) else result for result in results]
 
 
 def sequences_of(*prompts: str, **asked: Any) -> list[Sequence]:
@@ -284,3 +316,102 @@ def test_bad_words_are_spelled_as_at_the_beginning_and_behind_a_space() -> None:
     expected = {tuple(raw_ids(KIND, text)) for text in ("river", " river", "the", " the")}
     assert len(expected) == 4
     assert set(sequence.plan.bad_words_ids) == expected
+
+
+# --- what is told beside the text ------------------------------------------------------------------------------------
+
+
+def plan_with(options: RequestOptions, **parameters: Any) -> Any:
+    [sequence] = sequences_of("x", options=options, **parameters)
+    return sequence.plan
+
+
+@pytest.mark.parametrize(
+    ("options", "parameters", "expected"),
+    [
+        ({}, {}, None),
+        ({"return_finish_reason": True, "return_num_output_tokens": True}, {}, None),
+        ({"return_cumulative_logprob": True}, {}, 0),
+        ({"return_logprobs": True}, {}, 0),
+        ({"return_logprobs": True}, {"logprobs": 3}, 3),
+        ({"return_logprobs": False, "return_cumulative_logprob": False}, {}, None),
+    ],
+    ids=str,
+)
+def test_log_probabilities_are_computed_where_somebody_asks(
+    options: dict[str, bool], parameters: dict[str, Any], expected: int | None
+) -> None:
+    assert plan_with(RequestOptions(**options), **parameters).logprobs == expected
+
+
+def test_the_prompt_s_and_the_text_s_tokens_are_counted() -> None:
+    [answer] = reply_to("one two", "x", outcome=write("three four")).results
+    assert isinstance(answer, list)
+    counts = [(each.num_input_tokens, each.num_output_tokens) for each in answer]
+    num_output = len(raw_ids(KIND, "three four"))
+    assert counts == [(len(raw_ids(KIND, prompt)), num_output) for prompt in ("one two", "x")]
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def joined(reply: Collector) -> list[str]:
+    """The texts, from their pieces and what is left of them."""
+    [result] = reply.results
+    assert isinstance(result, list), result
+    [num_texts] = reply.num_texts
+    assert len(result) == num_texts
+    pieces = ["".join(piece for text, piece in reply.pieces if text == number) for number in range(num_texts)]
+    return [piece + rest.text for piece, rest in zip(pieces, result, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"options": RequestOptions(exclude_input_in_output=False)},
+        {"is_encoder_decoder": True},
+        {"stop_strings": ("two",)},
+        {"stop_strings": ("zero",)},
+        {"temperature": 1.0, "num_return_sequences": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("text", ["one two three", "🙂🙂", ""])
+def test_a_stream_s_pieces_are_the_text(text: str, asked: dict[str, Any]) -> None:
+    prompts = ("go: ", "你好 ")
+    streamed = reply_to(*prompts, outcome=write(text), streams=True, **asked)
+    excludes_prompt = "options" not in asked
+    whole = reply_to(*prompts, outcome=write(text), excludes_prompt=excludes_prompt, **asked)
+    assert [[each.text for each in result] for result in whole.results if isinstance(result, list)] == [
+        joined(streamed)
+    ]
+    assert all(piece for _, piece in streamed.pieces)
+    assert whole.num_texts == whole.pieces == []
+
+
+def test_a_stream_begins_with_the_prompt_where_it_is_wanted() -> None:
+    options = RequestOptions(exclude_input_in_output=False)
+    reply = reply_to("go: ", "x", outcome=write("one two"), streams=True, options=options)
+    firsts = [next(piece for text, piece in reply.pieces if text == number) for number in (0, 1)]
+    assert firsts[0].startswith("go: ")
+    assert firsts[1].startswith("x")
+
+
+def test_a_text_without_a_token_still_has_its_prompt() -> None:
+    options = RequestOptions(exclude_input_in_output=False)
+    assert joined(reply_to("go: ", outcome=write(""), streams=True, options=options)) == ["go: "]
+
+
+def test_the_folder_s_word_on_the_prompt_is_for_whole_texts() -> None:
+    for excludes_prompt in (True, False):
+        assert joined(reply_to("go: ", outcome=write("x"), streams=True, excludes_prompt=excludes_prompt)) == ["x"]
+
+
+def test_texts_of_which_some_are_thrown_away_cannot_be_streamed() -> None:
+    asked: dict[str, Any] = {"temperature": 1.0, "num_return_sequences": 2, "best_of": 4}
+    reply = reply_to("x", outcome=write("y"), streams=True, **asked)
+    [error] = reply.results
+    assert str(error) == "invalid_parameter: best_of cannot be streamed: leave it out, or say stream false"
+    assert reply.pieces == []
+    assert len(joined(reply_to("x", outcome=write("y"), streams=True, **(asked | {"best_of": 2})))) == 2

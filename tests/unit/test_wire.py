@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors and parameters in, a checked request out, and texts back into tensors."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,21 @@ import pytest
 from hf_triton.errors import RequestError, SettingsError
 from hf_triton.generation import ALIASES, GenerationParameters
 from hf_triton.wire import (
+    MESSAGES,
+    OUTPUTS,
     PARAMETERS,
     PROMPT,
     TEXT,
     TEXT_OLD,
+    GeneratedText,
     GenerationRequest,
     Limits,
+    RequestOptions,
+    asks_to_cancel,
     check_config,
     decode_texts,
+    encode_answer,
+    encode_pieces,
     encode_texts,
     missing_ports,
     parse_request,
@@ -51,10 +59,26 @@ def config(*inputs: dict[str, object], outputs: Any = (), max_batch_size: int = 
 # --- the configuration -----------------------------------------------------------------------------------------------
 
 
-def test_an_empty_configuration_gets_one_input_and_one_output() -> None:
+TOLD = [name for name in OUTPUTS if name not in (TEXT, TEXT_OLD)]
+"""The outputs that a request asks for."""
+
+
+def test_an_empty_configuration_gets_the_prompt_and_every_output_but_the_old_one() -> None:
     inputs, outputs = missing_ports(config(), parameters_as_inputs=False)
-    assert inputs == [{"name": PROMPT, "data_type": "TYPE_STRING", "dims": [-1]}]
-    assert outputs == [{"name": TEXT, "data_type": "TYPE_STRING", "dims": [-1]}]
+    assert inputs == [{"name": PROMPT, "data_type": "TYPE_STRING", "dims": [-1], "optional": True}]
+    assert outputs == [
+        {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]},
+        {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": [-1]},
+        {"name": "num_input_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
+        {"name": "num_output_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
+        {"name": "cumulative_logprob", "data_type": "TYPE_FP32", "dims": [-1]},
+        {"name": "logprobs", "data_type": "TYPE_STRING", "dims": [-1]},
+    ]
+
+
+def test_every_output_that_can_be_asked_for_has_its_option() -> None:
+    asked = {name.removeprefix("return_") for name in RequestOptions.model_fields if name.startswith("return_")}
+    assert asked == set(TOLD) == {field.name for field in dataclasses.fields(GeneratedText)} - {"text"}
 
 
 def test_a_batched_prompt_is_one_text_a_row() -> None:
@@ -65,43 +89,74 @@ def test_a_batched_prompt_is_one_text_a_row() -> None:
 def test_what_config_pbtxt_declares_is_left_alone() -> None:
     declared = config(port(PROMPT), port("seed", "TYPE_INT32"), outputs=[port(TEXT)])
     inputs, outputs = missing_ports(declared, parameters_as_inputs=True)
-    assert {each["name"] for each in inputs} == set(PARAMETERS) - {"seed"}
-    assert outputs == []
+    assert {each["name"] for each in inputs} == {MESSAGES, *PARAMETERS, *ALIASES} - {"seed"}
+    assert [each["name"] for each in outputs] == TOLD
+
+
+def test_an_input_and_an_output_may_have_one_name() -> None:
+    declared = config(port("logprobs", "TYPE_INT32"), outputs=[port("num_input_tokens", "TYPE_UINT32")])
+    inputs, outputs = missing_ports(declared, parameters_as_inputs=True)
+    assert "logprobs" not in [each["name"] for each in inputs]
+    assert "logprobs" in [each["name"] for each in outputs]
 
 
 def test_the_tutorials_output_name_takes_the_place_of_ours() -> None:
-    assert missing_ports(config(outputs=[port(TEXT_OLD)]), parameters_as_inputs=False)[1] == []
+    outputs = missing_ports(config(outputs=[port(TEXT_OLD)]), parameters_as_inputs=False)[1]
+    assert [each["name"] for each in outputs] == TOLD
+
+
+INPUT_TYPES = {
+    "stream": "TYPE_BOOL",
+    "exclude_input_in_output": "TYPE_BOOL",
+    "return_finish_reason": "TYPE_BOOL",
+    "return_num_input_tokens": "TYPE_BOOL",
+    "return_num_output_tokens": "TYPE_BOOL",
+    "return_cumulative_logprob": "TYPE_BOOL",
+    "return_logprobs": "TYPE_BOOL",
+    "sampling_parameters": "TYPE_STRING",
+    "max_new_tokens": "TYPE_INT64",
+    "max_tokens": "TYPE_INT32",
+    "max_completion_tokens": "TYPE_INT32",
+    "min_new_tokens": "TYPE_INT64",
+    "min_tokens": "TYPE_INT32",
+    "do_sample": "TYPE_BOOL",
+    "temperature": "TYPE_FP32",
+    "top_p": "TYPE_FP32",
+    "top_k": "TYPE_INT32",
+    "min_p": "TYPE_FP32",
+    "typical_p": "TYPE_FP32",
+    "seed": "TYPE_UINT64",
+    "random_seed": "TYPE_UINT64",
+    "repetition_penalty": "TYPE_FP32",
+    "presence_penalty": "TYPE_FP32",
+    "frequency_penalty": "TYPE_FP32",
+    "no_repeat_ngram_size": "TYPE_INT64",
+    "bad_words": "TYPE_STRING",
+    "logit_bias": "TYPE_STRING",
+    "stop_strings": "TYPE_STRING",
+    "stop": "TYPE_STRING",
+    "stop_words": "TYPE_STRING",
+    "ignore_eos": "TYPE_BOOL",
+    "eos_token_id": "TYPE_INT64",
+    "num_return_sequences": "TYPE_INT64",
+    "n": "TYPE_INT64",
+    "best_of": "TYPE_INT64",
+    "logprobs": "TYPE_INT64",
+    "max_time": "TYPE_FP32",
+    "queue_priority": "TYPE_INT64",
+}
+"""Those that TensorRT-LLM's clients, LiteLLM and the vLLM backend's clients send are theirs."""
+LISTS = {"bad_words", "stop_strings", "stop", "stop_words", "eos_token_id"}
 
 
 def test_parameters_as_inputs_are_optional_and_typed() -> None:
-    inputs, _ = missing_ports(config(), parameters_as_inputs=True)
-    types = {each["name"]: each["data_type"] for each in inputs if each["name"] != PROMPT}
-    assert types == {
-        "exclude_input_in_output": "TYPE_BOOL",
-        "max_new_tokens": "TYPE_INT64",
-        "min_new_tokens": "TYPE_INT64",
-        "do_sample": "TYPE_BOOL",
-        "temperature": "TYPE_FP32",
-        "top_p": "TYPE_FP32",
-        "top_k": "TYPE_INT64",
-        "min_p": "TYPE_FP32",
-        "typical_p": "TYPE_FP32",
-        "seed": "TYPE_INT64",
-        "repetition_penalty": "TYPE_FP32",
-        "presence_penalty": "TYPE_FP32",
-        "frequency_penalty": "TYPE_FP32",
-        "no_repeat_ngram_size": "TYPE_INT64",
-        "bad_words": "TYPE_STRING",
-        "logit_bias": "TYPE_STRING",
-        "stop_strings": "TYPE_STRING",
-        "ignore_eos": "TYPE_BOOL",
-        "eos_token_id": "TYPE_STRING",
-        "num_return_sequences": "TYPE_INT64",
-        "best_of": "TYPE_INT64",
-        "max_time": "TYPE_FP32",
-        "queue_priority": "TYPE_INT64",
+    inputs = {each["name"]: each for each in missing_ports(config(), parameters_as_inputs=True)[0]}
+    assert inputs.keys() == {PROMPT, MESSAGES, *PARAMETERS, *ALIASES}
+    assert {name: inputs[name]["data_type"] for name in INPUT_TYPES} == INPUT_TYPES
+    assert {name: inputs[name]["dims"] for name in INPUT_TYPES} == {
+        name: [-1 if name in LISTS else 1] for name in INPUT_TYPES
     }
-    assert all(each["optional"] and each["dims"] == [1] for each in inputs if each["name"] != PROMPT)
+    assert all(each["optional"] for each in inputs.values())
 
 
 @pytest.mark.parametrize("parameters_as_inputs", [True, False])
@@ -113,8 +168,9 @@ def test_what_is_added_passes_the_check(max_batch_size: int, parameters_as_input
 
 @pytest.mark.parametrize("name", ALIASES)
 def test_an_input_may_have_an_aliases_name(name: str) -> None:
-    data_type = "TYPE_STRING" if ALIASES[name] == "stop_strings" else "TYPE_INT32"
-    check_config(config(port(PROMPT), port(name, data_type), outputs=[port(TEXT), port(TEXT_OLD)]))
+    inputs, _ = missing_ports(config(), parameters_as_inputs=True)
+    [types] = [each["data_type"] for each in inputs if each["name"] == name]
+    check_config(config(port(PROMPT), port(name, types), outputs=[port(TEXT), port(TEXT_OLD)]))
 
 
 REFUSED_CONFIGS = {
@@ -135,9 +191,24 @@ REFUSED_CONFIGS = {
         config(port("temperature")),
         "config.pbtxt declares temperature as TYPE_STRING; it must be TYPE_FP32 or TYPE_FP64 or ",
     ),
-    "a number of tokens as a fraction": (config(port("max_tokens", "TYPE_FP32")), "it must be TYPE_INT64 or "),
+    "a number of tokens as a fraction": (
+        config(port("max_tokens", "TYPE_FP32")),
+        "it must be TYPE_INT32 or TYPE_INT64 or ",
+    ),
     "do_sample as a number": (config(port("do_sample", "TYPE_INT32")), "it must be TYPE_BOOL"),
-    "an output that nobody knows": (config(outputs=[port("logits")]), "the outputs are text_output and text"),
+    "an output that nobody knows": (
+        config(outputs=[port("logits")]),
+        "the outputs are text_output TYPE_STRING, text TYPE_STRING, finish_reason TYPE_STRING, num_input_tokens ",
+    ),
+    "an output as numbers of another kind": (
+        config(outputs=[port("num_input_tokens", "TYPE_INT32")]),
+        "'num_input_tokens' as TYPE_INT32; the outputs are ",
+    ),
+    "end tokens as fractions": (
+        config(port("eos_token_id", "TYPE_FP32")),
+        "it must be TYPE_INT64 or TYPE_INT32 or TYPE_INT16 or TYPE_INT8 or TYPE_UINT64 or TYPE_UINT32 or TYPE_UINT16 "
+        "or TYPE_UINT8 or TYPE_STRING",
+    ),
     "an output of numbers": (config(outputs=[port(TEXT, "TYPE_FP32")]), "'text_output' as TYPE_FP32"),
     "the response cache": (config(response_cache={"enable": True}), "response_cache is on, but Triton's cache ignores"),
 }
@@ -164,13 +235,13 @@ def test_prompts_are_read_in_row_order_and_the_shape_is_kept(shape: tuple[int, .
     assert request.prompts == ["one", "zwei ☕"]
     assert request.shape == shape
     assert request.parameters == [GenerationParameters()] * 2
-    assert request.exclude_input_in_output is None
+    assert request.options.exclude_input_in_output is None
 
 
 def test_parameters_hold_for_all_prompts() -> None:
     request = parse(b"a", b"b", max_tokens=3, temperature=0.5, exclude_input_in_output=True)
     assert request.parameters == [GenerationParameters(max_new_tokens=3, temperature=0.5)] * 2
-    assert request.exclude_input_in_output is True
+    assert request.options.exclude_input_in_output is True
 
 
 @pytest.mark.parametrize("name", ["id", "sequence_id", "sequence_start", "sequence_end", "triton_final_response"])
@@ -206,19 +277,83 @@ def test_whole_numbers_come_in_any_width(kind: Any) -> None:
     assert parse_tensors(1, max_new_tokens=np.array([7], kind)).parameters[0].max_new_tokens == 7
 
 
-def test_a_tensor_of_texts_holds_arrays_and_objects_as_json_or_one_plain_text() -> None:
+def test_a_flat_tensor_of_texts_is_one_list_for_all_prompts() -> None:
+    request = parse_tensors(2, stop=texts("☕".encode(), b"b"), bad_words=texts(b"x"))
+    assert [each.stop_strings for each in request.parameters] == [("☕", "b")] * 2
+    assert [each.bad_words for each in request.parameters] == [("x",)] * 2
+
+
+def test_a_matrix_of_texts_is_a_list_for_each_prompt() -> None:
+    request = parse_tensors(2, stop=texts(b"a", b"b", b"c", b"d", shape=(2, 2)), bad_words=texts(b"x", shape=(1, 1)))
+    assert [each.stop_strings for each in request.parameters] == [("a", "b"), ("c", "d")]
+    assert [each.bad_words for each in request.parameters] == [("x",)] * 2
+
+
+def test_empty_texts_fill_a_row_up() -> None:
+    """TensorRT-LLM's clients send them, also where they want no stop string at all."""
+    request = parse_tensors(3, stop=texts(b"a", b"b", b"c", b"", b"", b"", shape=(3, 2)), bad_words=texts(b""))
+    assert [each.stop_strings for each in request.parameters] == [("a", "b"), ("c",), ()]
+    assert [each.bad_words for each in request.parameters] == [()] * 3
+    assert parse(b"x", stop_words="", bad_words="").parameters == parse(b"x", stop_words=[], bad_words=[]).parameters
+
+
+def test_one_text_holds_an_array_or_an_object_as_json() -> None:
     request = parse_tensors(
         2,
-        stop=texts(b'["a", "b"]', "☕".encode()),
+        stop=texts(b'["a", "b"]'),
         logit_bias=texts(b'{"50256": -100}'),
         eos_token_id=texts(b"[5, 6]", b"7", shape=(2, 1)),
-        bad_words=texts(b"x"),
     )
     first, second = request.parameters
-    assert (first.stop_strings, second.stop_strings) == (("a", "b"), ("☕",))
+    assert first.stop_strings == second.stop_strings == ("a", "b")
     assert first.logit_bias == second.logit_bias == {50256: -100.0}
     assert (first.eos_token_id, second.eos_token_id) == ((5, 6), (7,))
-    assert first.bad_words == second.bad_words == ("x",)
+
+
+def test_a_tensor_of_numbers_is_a_list_too() -> None:
+    request = parse_tensors(2, eos_token_id=np.array([5, 6]))
+    assert [each.eos_token_id for each in request.parameters] == [(5, 6)] * 2
+    request = parse_tensors(2, eos_token_id=np.array([[5, 6], [7, 8]], np.uint32))
+    assert [each.eos_token_id for each in request.parameters] == [(5, 6), (7, 8)]
+
+
+# --- what a request wants beside the text ----------------------------------------------------------------------------
+
+
+def test_what_is_said_of_the_whole_request_is_kept_apart() -> None:
+    options = parse(b"x", stream=True, return_finish_reason=False).options
+    assert (options.stream, options.return_finish_reason, options.return_logprobs) == (True, False, None)
+    tensors = parse_tensors(2, stream=np.array([True]), return_num_input_tokens=np.array([[True], [True]])).options
+    assert (tensors.stream, tensors.return_num_input_tokens) == (True, True)
+
+
+@pytest.mark.parametrize("text", ['{"temperature": 0.5, "max_tokens": 20, "stop": ["a", "b"]}'])
+def test_sampling_parameters_are_generation_parameters(text: str) -> None:
+    expected = parse(b"x", temperature=0.5, max_tokens=20, stop=["a", "b"]).parameters
+    assert parse(b"x", sampling_parameters=text).parameters == expected
+    assert parse_tensors(1, sampling_parameters=texts(text.encode())).parameters == expected
+
+
+def test_sampling_parameters_may_differ_by_row() -> None:
+    rows = texts(b'{"max_tokens": 3}', b'{"max_tokens": 4}')
+    assert [each.max_new_tokens for each in parse_tensors(2, sampling_parameters=rows).parameters] == [3, 4]
+
+
+def test_numbers_in_sampling_parameters_may_be_texts() -> None:
+    """genai-perf writes them so."""
+    text = '{"max_tokens": "20", "temperature": "0.5", "do_sample": "true", "stop": "5", "eos_token_id": "7"}'
+    expected = parse(b"x", max_tokens=20, temperature=0.5, do_sample=True, stop="5", eos_token_id=[7])
+    assert parse(b"x", sampling_parameters=text).parameters == expected.parameters
+
+
+@pytest.mark.parametrize("text", ["", " ", "{}", '{"logprobs": false}'])
+def test_sampling_parameters_may_say_nothing(text: str) -> None:
+    assert parse(b"x", sampling_parameters=text).parameters == [GenerationParameters()]
+
+
+@pytest.mark.parametrize(("parameters", "expected"), [({"stop": True}, True), ({"stop": "true"}, False), ({}, False)])
+def test_only_true_asks_to_cancel(parameters: dict[str, object], expected: bool) -> None:
+    assert asks_to_cancel(parameters) is expected
 
 
 def test_arrays_and_objects_are_parameters_as_they_are_or_as_json() -> None:
@@ -227,7 +362,7 @@ def test_arrays_and_objects_are_parameters_as_they_are_or_as_json() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
-    "no prompt": ({}, {}, "invalid_input: text_input is missing"),
+    "no prompt": ({}, {}, "invalid_input: give text_input or messages, one of them"),
     "an empty prompt tensor": (
         {PROMPT: texts(shape=(0,))},
         {},
@@ -279,7 +414,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
         "invalid_parameter: stop is not valid UTF-8: byte 0xff at offset 1",
     ),
     "an array in which one does not fit": (
-        {PROMPT: texts(b"x", b"y"), "eos_token_id": texts(b"[1]", b"[1, -2]")},
+        {PROMPT: texts(b"x", b"y"), "eos_token_id": texts(b"[1]", b"[1, -2]", shape=(2, 1))},
         {},
         "invalid_parameter: eos_token_id must be an integer >= 0 and <= 2147483647 or a JSON array of 1 to 64 of them, "
         "got -2 (row 1)",
@@ -298,6 +433,66 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
         {PROMPT: texts(b"x", b"y"), "exclude_input_in_output": np.array([True, False])},
         {},
         "invalid_parameter: exclude_input_in_output must be the same for all rows of a request",
+    ),
+    "fewer lists than prompts": (
+        {PROMPT: texts(b"x", b"y", b"z"), "stop": texts(b"a", b"b", shape=(2, 1))},
+        {},
+        "invalid_parameter: stop has 2 rows for 3 prompts: give one, or one for each prompt",
+    ),
+    "a LoRA adapter": (
+        {PROMPT: texts(b"x")},
+        {"lora_name": "x"},
+        "unknown_parameter: LoRA adapters are not served: leave lora_name out",
+    ),
+    "a LoRA adapter among the sampling parameters": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": '{"lora_name": "x"}'},
+        "unknown_parameter: LoRA adapters are not served: leave lora_name out",
+    ),
+    "embeddings": (
+        {PROMPT: texts(b"x")},
+        {"embedding_request": "{}"},
+        "unknown_parameter: this model writes text and gives no embeddings: leave embedding_request out",
+    ),
+    "sampling parameters that are no object": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": "[1]"},
+        "invalid_parameter: sampling_parameters must be a JSON object, got '[1]'",
+    ),
+    "sampling parameters that are no text": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": 5},
+        "invalid_parameter: sampling_parameters must be a text, got 5",
+    ),
+    "a typo in the sampling parameters": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": '{"temprature": 1}'},
+        "unknown_parameter: there is no parameter 'temprature', did you mean 'temperature'?",
+    ),
+    "a text for a number in the sampling parameters": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": '{"top_p": "much"}'},
+        "invalid_parameter: top_p must be a number > 0 and <= 1, got 'much'",
+    ),
+    "a parameter in both places": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": '{"seed": 1}', "seed": 1},
+        "invalid_parameter: seed is given twice, in sampling_parameters and beside it: leave one out",
+    ),
+    "a parameter and its alias in both places": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": '{"max_tokens": 1}', "max_new_tokens": 1},
+        "invalid_parameter: max_new_tokens and max_tokens mean the same: leave one out",
+    ),
+    "log probabilities that nobody would see": (
+        {PROMPT: texts(b"x")},
+        {"logprobs": 5},
+        "invalid_parameter: logprobs has no effect without return_logprobs true: add it",
+    ),
+    "streams that differ": (
+        {PROMPT: texts(b"x", b"y"), "stream": np.array([True, False])},
+        {},
+        "invalid_parameter: stream must be the same for all rows of a request",
     ),
     "numbers of texts that differ": (
         {PROMPT: texts(b"x", b"y"), "num_return_sequences": np.array([1, 2])},
@@ -367,8 +562,49 @@ def test_an_answer_is_always_utf8() -> None:
     assert encode_texts(["a\ud800b", "☕"], (2,)).tolist() == [b"a?b", "☕".encode()]
 
 
+def generated(number: int) -> GeneratedText:
+    return GeneratedText(f"text {number}", "stop", number, 2 * number, -0.5 * number, f"[{number}]")
+
+
+def asking(shape: tuple[int, ...], **options: bool) -> GenerationRequest:
+    return GenerationRequest([], [], RequestOptions(**options), shape)
+
+
+def test_an_answer_is_the_text_and_what_was_asked_for() -> None:
+    told = [generated(number) for number in range(4)]
+    assert encode_answer(told, asking((2, 1)), OUTPUTS).keys() == {TEXT, TEXT_OLD}
+    assert encode_answer(told, asking((2, 1)), [TEXT]).keys() == {TEXT}
+    outputs = encode_answer(told, asking((2, 1), **{f"return_{name}": True for name in TOLD}), OUTPUTS)
+    assert {name: (array.dtype, array.shape) for name, array in outputs.items()} == {
+        TEXT: (np.object_, (2, 2)),
+        TEXT_OLD: (np.object_, (2, 2)),
+        "finish_reason": (np.object_, (2, 2)),
+        "num_input_tokens": (np.uint32, (2, 2)),
+        "num_output_tokens": (np.uint32, (2, 2)),
+        "cumulative_logprob": (np.float32, (2, 2)),
+        "logprobs": (np.object_, (2, 2)),
+    }
+    assert outputs["num_output_tokens"].tolist() == [[0, 2], [4, 6]]
+    assert outputs["cumulative_logprob"].tolist() == [[0.0, -0.5], [-1.0, -1.5]]
+    assert outputs["logprobs"].tolist() == [[b"[0]", b"[1]"], [b"[2]", b"[3]"]]
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_each_output_is_asked_for_alone(name: str) -> None:
+    outputs = encode_answer([generated(1)], asking((1,), **{f"return_{name}": True}), OUTPUTS)
+    assert outputs.keys() == {TEXT, TEXT_OLD, name}
+
+
+def test_a_part_of_a_stream_is_text_alone() -> None:
+    asked = asking((3,), return_finish_reason=True)
+    outputs = encode_pieces(["a", "", "☕"], asked, [TEXT, "finish_reason"])
+    assert {name: array.tolist() for name, array in outputs.items()} == {TEXT: [b"a", b"", "☕".encode()]}
+
+
 def test_every_parameter_is_declared_once_and_reaches_its_model() -> None:
-    assert len(PARAMETERS) == len(GenerationParameters.model_fields) + 1
+    declared = [name for model in set(PARAMETERS.values()) for name in model.model_fields]
+    assert sorted(declared) == sorted(PARAMETERS)
+    assert {GenerationParameters, RequestOptions} <= set(PARAMETERS.values())
     assert set(ALIASES.values()) <= set(PARAMETERS)
     assert set(ALIASES) & set(PARAMETERS) == set()
 

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stream door costs beside a folder that streams by itself: `python benchmarks/door.py`.
+
+One server, one tiny checkpoint, two ways to stream it over `/generate_stream`: `direct` is decoupled, `door` goes
+through `plain_stream` to the engine in `plain`. The two take turns; the ratio is door to direct within a round, and its
+median is shown with its quartiles, because machines are shared and noisy. The checkpoint's steps take a millisecond or
+so: for a model of any use the share of the cost is smaller.
+
+    tokens/s  16 streams of 64 tokens at a time, 64 streams in all
+    first ms  from a request to the first token of a stream that is alone
+    whole ms  from a request to the end of a stream of 32 tokens that is alone
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import click
+import torch
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+WAYS = {"direct": "direct", "door": "plain_stream"}
+"""A way's name in the table, and the folder that is asked."""
+WIDTH, NUM_STREAMS = 16, 64
+ALONE = 20
+
+
+def make_folder(repository: Path, name: str, checkpoint: Path, config: str, **settings: str) -> None:
+    folder = repository / name
+    shutil.copytree(ROOT / "falcon7b", folder)
+    values = {"huggingface_model": str(checkpoint), "share_prefixes": "false", **settings}
+    lines = [f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}' for key, text in values.items()]
+    (folder / "config.pbtxt").write_text("\n".join(['backend: "python"', config, *lines]))
+
+
+def stream(server: TritonServer, model: str, text: str, num_tokens: int) -> tuple[float, float]:
+    """Seconds from a request to its first event and to its end."""
+    body = json.dumps({"text_input": text, "max_new_tokens": num_tokens})
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    connection = http.client.HTTPConnection(server.host, server.http_port)
+    started_s = time.perf_counter()
+    connection.request("POST", f"/v2/models/{model}/generate_stream", body, headers)
+    with connection.getresponse() as answer:
+        answer.readline()
+        first_s = time.perf_counter()
+        events = answer.read()
+    ended_s = time.perf_counter()
+    connection.close()
+    if b'"error"' in events:
+        raise RuntimeError(events.decode())
+    return first_s - started_s, ended_s - started_s
+
+
+def tokens_per_s(server: TritonServer, model: str) -> float:
+    started_s = time.perf_counter()
+    with ThreadPoolExecutor(WIDTH) as pool:
+        list(pool.map(lambda number: stream(server, model, f"prompt {number}", 64), range(NUM_STREAMS)))
+    return NUM_STREAMS * 64 / (time.perf_counter() - started_s)
+
+
+def first_ms(server: TritonServer, model: str) -> float:
+    return 1e3 * statistics.median(stream(server, model, f"prompt {number}", 2)[0] for number in range(ALONE))
+
+
+def whole_ms(server: TritonServer, model: str) -> float:
+    return 1e3 * statistics.median(stream(server, model, f"prompt {number}", 32)[1] for number in range(ALONE))
+
+
+CASES: dict[str, Callable[[TritonServer, str], float]] = {
+    "tokens/s": tokens_per_s,
+    "first ms": first_ms,
+    "whole ms": whole_ms,
+}
+
+
+def measure(server: TritonServer, rounds: int) -> dict[str, list[dict[str, float]]]:
+    """The figures of every case and round, by way."""
+    figures: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
+    for number in range(rounds + 1):
+        for case, take in CASES.items():
+            order = list(WAYS) if number % 2 else list(reversed(WAYS))
+            found = {way: take(server, WAYS[way]) for way in order}
+            if number:  # the first one warms up
+                figures[case].append(found)
+    return figures
+
+
+@click.command()
+@click.option("--rounds", default=15, show_default=True, help="Rounds of each case.")
+@click.option("--out", type=click.Path(path_type=Path), help="Where to write all figures as JSON.")
+def main(rounds: int, out: Path | None) -> None:
+    """Measure, and print a table."""
+    with tempfile.TemporaryDirectory() as folder:
+        repository = Path(folder) / "repository"
+        checkpoint = build_tiny_checkpoint(Path(folder) / "checkpoint", "llama", eos_token_id=None)
+        make_folder(repository, "plain", checkpoint, "")
+        make_folder(repository, "direct", checkpoint, "model_transaction_policy { decoupled: true }", stream="true")
+        shutil.copytree(ROOT / "stream_door", repository / "plain_stream")
+        with TritonServer(repository) as server:
+            figures = measure(server, rounds)
+    print(f"{'':<10}{'direct':>9}{'door':>9}{'ratio':>8}{'quartiles':>16}")
+    for case, found in figures.items():
+        low, middle, high = statistics.quantiles([each["door"] / each["direct"] for each in found], n=4)
+        direct, door = (statistics.median(each[way] for each in found) for way in WAYS)
+        print(f"{case:<10}{direct:>9.2f}{door:>9.2f}{middle:>8.3f}{f'{low:.3f}-{high:.3f}':>16}")
+    if out is not None:
+        versions = {
+            "torch": torch.__version__,
+            "cpu": platform.processor(),
+            "threads": os.environ.get("OMP_NUM_THREADS"),
+        }
+        out.write_text(json.dumps({"versions": versions, "rounds": figures}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counting costs: one server, two folders of one checkpoint, metrics on and off: `python benchmarks/metrics.py`.
+
+Useful tokens a second by the clock, the two taking turns; the ratio is on to off within a round, and its median is
+shown with its quartiles, because machines are shared and noisy. The checkpoint is a tiny one, whose steps take a
+millisecond or so: for a model of any use the cost is smaller.
+
+    many   one request of 256 prompts, 32 new tokens each, 32 rows at a time: every row's tokens are noted
+    short  256 requests of one prompt and one new token, 16 at a time: most figures for the fewest tokens
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+import tritonclient.grpc as grpcclient
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+
+MODEL = '''import hf_triton
+
+
+class TritonPythonModel(hf_triton.TritonPythonModel):
+    """The checkpoint in config.pbtxt."""
+'''
+NUM_PROMPTS = 256
+WIDTH = 16
+
+
+def make_folder(repository: Path, name: str, checkpoint: Path, metrics: str) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "1" / "model.py").write_text(MODEL)
+    settings = {"huggingface_model": str(checkpoint), "metrics": metrics, "share_prefixes": "false"}
+    lines = [f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}' for key, text in settings.items()]
+    (repository / name / "config.pbtxt").write_text("\n".join(['backend: "python"', *lines]))
+
+
+def infer(client: grpcclient.InferenceServerClient, model: str, texts: list[str], num_new: int) -> None:
+    tensor = grpcclient.InferInput("text_input", [len(texts)], "BYTES")
+    tensor.set_data_from_numpy(np.array([text.encode() for text in texts], dtype=object))
+    client.infer(model, [tensor], parameters={"max_new_tokens": num_new})
+
+
+def many(client: grpcclient.InferenceServerClient, model: str) -> int:
+    infer(client, model, [f"prompt {number}" for number in range(NUM_PROMPTS)], 32)
+    return NUM_PROMPTS * 32
+
+
+def short(client: grpcclient.InferenceServerClient, model: str) -> int:
+    with ThreadPoolExecutor(WIDTH) as pool:
+        list(pool.map(lambda number: infer(client, model, [f"prompt {number}"], 1), range(NUM_PROMPTS)))
+    return NUM_PROMPTS
+
+
+CASES: dict[str, Callable[[grpcclient.InferenceServerClient, str], int]] = {"many": many, "short": short}
+
+
+def tokens_per_s(client: grpcclient.InferenceServerClient, case: str, model: str) -> float:
+    started_s = time.perf_counter()
+    num_tokens = CASES[case](client, model)
+    return num_tokens / (time.perf_counter() - started_s)
+
+
+def measure(server: TritonServer, rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Tokens a second of every case and round, by the folder's name."""
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        figures: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
+        for number in range(rounds + 1):
+            for case in CASES:
+                order = ("on", "off") if number % 2 else ("off", "on")
+                found = {model: tokens_per_s(client, case, model) for model in order}
+                if number:  # the first one warms up
+                    figures[case].append(found)
+    return figures
+
+
+@click.command()
+@click.option("--rounds", default=15, show_default=True, help="Rounds of each case.")
+@click.option("--out", type=click.Path(path_type=Path), help="Where to write all figures as JSON.")
+def main(rounds: int, out: Path | None) -> None:
+    """Measure, and print a table."""
+    with tempfile.TemporaryDirectory() as folder:
+        repository = Path(folder) / "repository"
+        checkpoint = build_tiny_checkpoint(Path(folder) / "checkpoint", "llama", eos_token_id=None)
+        make_folder(repository, "on", checkpoint, "true")
+        make_folder(repository, "off", checkpoint, "false")
+        with TritonServer(repository) as server:
+            figures = measure(server, rounds)
+    print(f"{'tokens/s':<8}{'off':>9}{'on':>9}{'ratio':>8}{'quartiles':>16}")
+    for case, found in figures.items():
+        low, middle, high = statistics.quantiles([each["on"] / each["off"] for each in found], n=4)
+        off, on = (statistics.median(each[name] for each in found) for name in ("off", "on"))
+        print(f"{case:<8}{off:>9.0f}{on:>9.0f}{middle:>8.3f}{f'{low:.3f}-{high:.3f}':>16}")
+    if out is not None:
+        versions = {
+            "torch": torch.__version__,
+            "cpu": platform.processor(),
+            "threads": os.environ.get("OMP_NUM_THREADS"),
+        }
+        out.write_text(json.dumps({"versions": versions, "rounds": figures}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How to end a text that follows a grammar: a short sequence of tokens behind which the grammar may end.
+
+llguidance says which tokens may come next, and not how far the end is. So the end is searched for, byte by byte, with
+the bytes first that tend to close something (limited discrepancy search, Harvey and Ginsberg 1995): each time that the
+search passes over the first byte that would do, it pays one, and the cheapest way is followed first. What is found is
+short, not always the shortest. Knows no model and no requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+
+BRACKETS: Final = b"}])>"
+ORDER: Final = BRACKETS + b"\"'`,:;0123456789ntfyxabcdeghijklmopqrsuvwzABCDEFGHIJKLMNOPQRSTUVWXYZ_-.=+*/{[(<"
+"""What closes something; then what begins a short value (0, null, true); what opens something or is white comes last.
+"""
+LETTER: Final = ord("x")
+ESCAPE: Final = ord("\\")
+"""Comes, as the bytes beyond ASCII do, only where nothing else may: what it begins leads back to where one was."""
+STRETCH_LENGTHS: Final = (16, 8, 4, 2)
+"""Bytes of the tokens that fill a text of a least length."""
+MAX_FALLBACKS: Final = 16
+"""Tokens tried where no single printable character may come: a tokenizer may have none for those that may."""
+MAX_PLACES: Final = 2048
+"""Places that a search keeps, up to 0.2 MB each."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to search."""
+
+    max_visits: int
+    max_time_s: float
+    """Of this thread's time on the processor."""
+
+
+class ClosingFinder:
+    """Finds tokens that end a text.
+
+    Args:
+        tokenizer: llguidance's.
+        vocabulary_size: The model's tokens.
+        end_ids: The tokens that end a text, which therefore cannot write one.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, vocabulary_size: int, end_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary_size = vocabulary_size
+        self._end_ids = end_ids
+        spelled = {
+            token_id: tokenizer.decode_bytes([token_id])
+            for token_id in range(min(vocabulary_size, tokenizer.vocab_size))
+            if self._can_write(token_id) and not tokenizer.is_special_token(token_id)
+        }
+        self._by_byte = {text[0]: token_id for token_id, text in reversed(spelled.items()) if len(text) == 1}
+        order = dict.fromkeys([*ORDER, *range(32, 127)])
+        self._single = [self._by_byte[byte] for byte in order if byte in self._by_byte and byte != ESCAPE]
+        self._brackets = frozenset(self._by_byte[byte] for byte in BRACKETS if byte in self._by_byte)
+        self._stretches = _stretches(spelled)
+
+    def find(
+        self, matcher: LLMatcher, room: int, effort: Effort, known: Sequence[int] = (), literals: bytes = b""
+    ) -> tuple[int, ...] | None:
+        """Tokens behind which the grammar may end, at most `room` of them; None where none were found.
+
+        Args:
+            matcher: The grammar, at the text's present end. It is left as it is.
+            room: Tokens.
+            effort: How long to search.
+            known: What ended the text a token ago: often a part of it does again.
+            literals: Bytes that the grammar asks for somewhere. They are tried even where the tokens that may come next
+                are the same behind all: `.*@.*` does not show that it waits for its `@`.
+        """
+        if matcher.is_accepting():
+            return ()
+        if (rest := _ending_tail(matcher, known)) is not None:
+            return rest if len(rest) <= room else None
+        deadline_s = time.thread_time() + effort.max_time_s
+        search = _Search(self, matcher, [self._by_byte[byte] for byte in literals if byte in self._by_byte])
+        for _ in range(effort.max_visits):
+            if not search.heap or time.thread_time() > deadline_s:
+                return None
+            place = search.visit(room)
+            if place is None:
+                continue
+            rest = () if place.matcher.is_accepting() else _ending_tail(place.matcher, known)
+            if rest is not None and len(place.tokens) + len(rest) <= room:
+                return self._shortened(matcher, place.tokens + rest)
+        return None
+
+    def candidates(self, place: _Place, literals: list[int]) -> Iterator[int]:
+        """The tokens to try at a place of the search, in order; few where all were tried one place before."""
+        bits = np.unpackbits(np.frombuffer(place.matcher.compute_bitmask(), np.uint8), bitorder="little")
+        tried = [*self._filling(bits), *literals, place.tokens[-1]] if place.repeats else self._single
+        allowed = [token_id for token_id in dict.fromkeys(tried) if bits[token_id]]
+        if not allowed:
+            allowed = [int(token_id) for token_id in np.flatnonzero(bits)[:MAX_FALLBACKS]]
+        return iter([*filter(self._can_write, allowed)] or self.forced(place.matcher)[:1])
+
+    def _filling(self, bits: npt.NDArray[np.uint8]) -> Iterator[int]:
+        """The longest token for a text that must be longer."""
+        return islice((token_id for token_id in self._stretches if bits[token_id]), 1)
+
+    def forced(self, matcher: LLMatcher) -> list[int]:
+        """Tokens for the text that must come next; byte by byte where the tokenizer's own cannot be written."""
+        text = matcher.compute_ff_bytes()
+        tokens = self._tokenizer.tokenize_bytes(text) if text else []
+        if all(map(self._can_write, tokens)):
+            return tokens
+        return [self._by_byte[byte] for byte in text] if self._by_byte.keys() >= set(text) else []
+
+    def place(self, matcher: LLMatcher, tokens: tuple[int, ...]) -> _Place:
+        """Where the search has come to with these tokens."""
+        mask = matcher.compute_bitmask()
+        letter = self._by_byte.get(LETTER)
+        is_text = letter is not None and bool(mask[letter // 8] >> letter % 8 & 1)
+        return _Place(matcher, tokens, state=hash(mask), is_text=is_text)
+
+    def is_bracket(self, token_id: int) -> bool:
+        """Whether a token may close something."""
+        return token_id in self._brackets
+
+    def _can_write(self, token_id: int) -> bool:
+        """Whether the model has this token, and it does not end the text."""
+        return token_id < self._vocabulary_size and token_id not in self._end_ids
+
+    def _shortened(self, matcher: LLMatcher, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """The same text as the tokenizer would spell it, where that is shorter."""
+        spelled = tuple(self._tokenizer.tokenize_bytes(self._tokenizer.decode_bytes(list(tokens))))
+        is_better = len(spelled) < len(tokens) and all(map(self._can_write, spelled)) and _ends(matcher, spelled)
+        return spelled if is_better else tokens
+
+
+@dataclass(eq=False)
+class _Place:
+    """A text that the search has come to."""
+
+    matcher: LLMatcher
+    tokens: tuple[int, ...] = ()
+    repeats: bool = False
+    """Whether its last token changed nothing: the grammar wants more of the kind."""
+    state: int = 0
+    """Of what may come next; places of the same state are taken to be alike."""
+    is_text: bool = False
+    """Whether letters may come next, and so brackets that close nothing."""
+    seen: set[int] = field(default_factory=set)
+    """The states behind the tokens that were tried."""
+
+
+class _Search:
+    """The places to go on from, the cheapest first and the furthest of them."""
+
+    def __init__(self, finder: ClosingFinder, matcher: LLMatcher, literals: list[int]) -> None:
+        self._finder = finder
+        self._literals = literals
+        self._numbers = itertools.count()
+        self.heap: list[tuple[int, int, int, _Place, Iterator[int]]] = []
+        self._open(0, finder.place(matcher.deep_copy(), ()))
+
+    def visit(self, room: int) -> _Place | None:
+        """Try the next token of the cheapest place; where it leads to, unless it is too far or nowhere new."""
+        cost, _, _, place, candidates = heapq.heappop(self.heap)
+        token_id = next(candidates, None)
+        if token_id is None:
+            return None
+        reached = self._reached(place, token_id)
+        if reached is None or len(reached.tokens) > room:
+            self._push(cost, place, candidates)
+            return None
+        closes = self._finder.is_bracket(token_id) and not place.is_text
+        reached.repeats = reached.state == place.state and not closes
+        is_known = reached.state in place.seen
+        place.seen.add(reached.state)
+        if reached.repeats and place.repeats:
+            self._push(cost + 1, place, candidates)
+            self._open(cost + _is_power_of_two(len(reached.tokens)), reached)
+        elif reached.repeats or is_known:  # rather another token, which leads on
+            self._push(cost, place, candidates)
+            if not is_known or token_id in self._literals:
+                self._open(cost + 1, reached)
+        else:
+            self._push(cost + 1, place, candidates)
+            self._open(cost, reached)
+        return reached
+
+    def _reached(self, place: _Place, token_id: int) -> _Place | None:
+        matcher = place.matcher.deep_copy()
+        tokens = [token_id]
+        if not matcher.consume_token(token_id):
+            return None
+        if not matcher.is_accepting() and (forced := self._finder.forced(matcher)):
+            if not matcher.consume_tokens(forced):
+                return None
+            tokens += forced
+        reached = self._finder.place(matcher, (*place.tokens, *tokens))
+        return None if matcher.is_error() else reached
+
+    def _open(self, cost: int, place: _Place) -> None:
+        self._push(cost, place, self._finder.candidates(place, self._literals))
+
+    def _push(self, cost: int, place: _Place, candidates: Iterator[int]) -> None:
+        heapq.heappush(self.heap, (cost, -len(place.tokens), next(self._numbers), place, candidates))
+        if len(self.heap) > MAX_PLACES:
+            self.heap = heapq.nsmallest(MAX_PLACES // 2, self.heap)
+
+
+def _ending_tail(matcher: LLMatcher, known: Sequence[int]) -> tuple[int, ...] | None:
+    """The shortest tail of `known` that ends the text; None where none does."""
+    for start in reversed(range(len(known))):
+        tail = tuple(known[start:])
+        if matcher.validate_tokens(list(tail)) == len(tail) and _ends(matcher, tail):
+            return tail
+    return None
+
+
+def _ends(matcher: LLMatcher, tokens: tuple[int, ...]) -> bool:
+    ended = matcher.deep_copy()
+    return ended.consume_tokens(list(tokens)) and ended.is_accepting()
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _stretches(spelled: dict[int, bytes]) -> list[int]:
+    """Long tokens of small letters, of digits and of hyphens, the longest first."""
+    found = []
+    for length, kind in itertools.product(STRETCH_LENGTHS, (_is_letters, bytes.isdigit, _is_hyphens)):
+        found += list(islice((each for each, text in spelled.items() if len(text) == length and kind(text)), 1))
+    return found
+
+
+def _is_letters(text: bytes) -> bool:
+    return text.isalpha() and text.islower()
+
+
+def _is_hyphens(text: bytes) -> bool:
+    return set(text) == {ord("-")}

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's tokenizer as llguidance wants it: each token by the bytes that it stands for. Knows no grammar."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+SAMPLE: Final = '{"key": [1, -2.5e3, "two words"], "x_y": null}\n'
+
+
+def build_guide(tokenizer: Any, vocabulary_size: int) -> LLTokenizer | None:
+    """A tokenizer as the library wants it; None where that does not read a text as the tokenizer does."""
+    if not tokenizer.is_fast:  # Python's own decode no token by itself
+        return None
+    from llguidance.hf import from_tokenizer
+
+    size = max(vocabulary_size, len(tokenizer))
+    try:
+        guide = from_tokenizer(tokenizer, n_vocab=size)
+    except ValueError:  # it knows two ways in which tokens spell bytes
+        if not _are_tokens_texts(tokenizer):
+            return None
+        guide = LLTokenizer(TokenizerWrapper(_SpelledTokenizer(tokenizer)), n_vocab=size)
+    sample = tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = [token_id for token_id in sample if token_id != tokenizer.unk_token_id]
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return guide if guide.decode_bytes(ids).decode("utf-8", "replace").strip() == text.strip() else None
+
+
+class _SpelledTokenizer:
+    """A tokenizer whose tokens are texts, spelled out for the library, which reads a text by the longest of them.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.eos_token_id: int = tokenizer.eos_token_id
+        self.bos_token_id: int | None = tokenizer.bos_token_id
+        self.special_token_ids: list[int] = tokenizer.all_special_ids
+        self.tokens = _spelled(tokenizer)
+        self._ids = {text: token_id for token_id, text in enumerate(self.tokens) if text}
+        self._longest = max(map(len, self.tokens))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Its tokens, bytes that none begins with passed over."""
+        ids, start = [], 0
+        while start < len(text):
+            lengths = range(min(self._longest, len(text) - start), 0, -1)
+            length = next((length for length in lengths if text[start : start + length] in self._ids), 0)
+            if length:
+                ids.append(self._ids[text[start : start + length]])
+            start += max(1, length)
+        return ids
+
+
+def _spelled(tokenizer: Any) -> list[bytes]:
+    """What each token adds to a text that has begun; nothing for special ones, and those that change what is there."""
+    special = frozenset(tokenizer.all_special_ids)
+    pairs = [[_beginning(tokenizer), token_id] for token_id in range(len(tokenizer))]
+    before = tokenizer.decode(pairs[0][:1])
+    texts = tokenizer.batch_decode(pairs, clean_up_tokenization_spaces=False)
+    return [
+        text[len(before) :].encode() if text.startswith(before) and token_id not in special else b""
+        for token_id, text in enumerate(texts)
+    ]
+
+
+def _beginning(tokenizer: Any) -> int:
+    """A token that is a word or a part of one."""
+    return next(token_id for token_id in range(len(tokenizer)) if tokenizer.decode([token_id]).strip().isalpha())
+
+
+def _are_tokens_texts(tokenizer: Any) -> bool:
+    """Whether each token adds the same text wherever it comes: with sentencepiece's spaces and no bytes (T5)."""
+    return "Metaspace" in str(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From texts to responses: a thread that sends, so that the engine does not wait for Triton.
+
+What a stream writes faster than it can be sent goes out together. Knows Triton only by the `Call` that it is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from hf_triton import wire
+from hf_triton.errors import HfTritonError, where
+
+logger = logging.getLogger(__name__)
+
+
+class Call(Protocol):
+    """A request to be answered once, Triton's own (`_triton.Call`) or one that came through a stream door."""
+
+    request_id: str
+
+    def inputs(self) -> dict[str, npt.NDArray[Any]]: ...
+
+    def parameters(self) -> dict[str, object]: ...
+
+    def timeout_s(self) -> float | None: ...
+
+    def is_cancelled(self) -> bool: ...
+
+    def add(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None: ...
+
+    def answer(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None: ...
+
+    def refuse(self, error: HfTritonError) -> None: ...
+
+
+class Outbox:
+    """Sends in a thread of its own, in order."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="hf_triton-outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, send: Callable[[], None]) -> None:
+        """Have something sent."""
+        self._queue.put(send)
+
+    def close(self) -> None:
+        """Send what is there, then end."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while (send := self._queue.get()) is not None:
+            try:
+                send()
+            except BaseException as error:  # the thread serves the other calls too
+                logger.error("sending a response failed: %s", where(error))
+
+
+@dataclass(frozen=True)
+class Outlet:
+    """How the calls of a folder are answered."""
+
+    output_names: list[str]
+    """The outputs that it declares."""
+    is_decoupled: bool
+    """Whether an answer may come in parts."""
+    streams: bool
+    """Whether it does where the request does not say."""
+    outbox: Outbox
+    """What sends it."""
+
+
+class CallReply:
+    """The answer to one call.
+
+    Args:
+        call: Where it goes.
+        request: What is answered.
+        output_names: The outputs that the folder declares.
+        outbox: What sends it.
+    """
+
+    def __init__(
+        self, call: Call, request: wire.GenerationRequest, output_names: Sequence[str], outbox: Outbox
+    ) -> None:
+        self._call = call
+        self._request = request
+        self._output_names = output_names
+        self._outbox = outbox
+        self._pieces: list[str] = []
+        self._is_due = False
+        self._lock = threading.Lock()
+
+    def start(self, num_texts: int) -> None:
+        """A stream of so many texts begins."""
+        self._pieces = [""] * num_texts
+
+    def add(self, text: int, piece: str) -> None:
+        """A text goes on."""
+        with self._lock:
+            self._pieces[text] += piece
+            was_due, self._is_due = self._is_due, True
+        if not was_due:
+            self._outbox.put(self._send_pieces)
+
+    def finish(self, result: list[wire.GeneratedText] | HfTritonError) -> None:
+        """The texts, or what is left of them, or an error."""
+        self._outbox.put(partial(self._finish, result))
+
+    def _take_pieces(self) -> list[str]:
+        with self._lock:
+            pieces, self._pieces, self._is_due = self._pieces, [""] * len(self._pieces), False
+        return pieces
+
+    def _send_pieces(self) -> None:
+        pieces = self._take_pieces()
+        if any(pieces):
+            self._call.add(wire.encode_pieces(pieces, self._request, self._output_names))
+
+    def _finish(self, result: list[wire.GeneratedText] | HfTritonError) -> None:
+        self._send_pieces()
+        if isinstance(result, HfTritonError):
+            self._call.refuse(result)
+        else:
+            self._call.answer(wire.encode_answer(result, self._request, self._output_names))

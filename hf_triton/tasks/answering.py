@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way back of one request: tokens become pieces and texts, and the outcomes of its prompts one answer.
+
+Knows neither engine nor Triton: the answer goes to a `Reply`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from hf_triton.engine.interface import Completion, Constraint, FinishReason, Outcome, TokenLogprobs
+from hf_triton.errors import HfTritonError, where
+from hf_triton.generation import SamplingPlan, TaskPlan
+from hf_triton.tasks.hooks import Hooks, is_overridden
+from hf_triton.text import TextCodec, TextStream
+from hf_triton.wire import GeneratedText
+
+logger = logging.getLogger(__name__)
+
+FINISH_REASONS: Final[dict[FinishReason, str]] = {
+    "eos": "stop",
+    "stop_string": "stop",
+    "length": "length",
+    "deadline": "deadline",
+}
+"""The engine's reasons, and what clients know them by."""
+LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity; the number is OpenAI's
+
+
+class Reply(Protocol):
+    """Where the answer to a request goes. Called in the engine's thread as a rule, so it must be quick."""
+
+    def start(self, num_texts: int) -> None:
+        """A stream of so many texts begins. Called for streams alone, once, before anything else."""
+
+    def add(self, text: int, piece: str) -> None:
+        """A text goes on with a piece that is not empty. Called for streams alone.
+
+        Args:
+            text: Which: the number of the prompt times `num_return_sequences`, plus that of the prompt's text.
+            piece: Joined, a text's pieces and what `finish` has of it are the text.
+        """
+
+    def finish(self, result: list[GeneratedText] | HfTritonError) -> None:
+        """The texts of all prompts in order, or the error of the whole request; called once."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a request, checked."""
+
+    front: str
+    """What its texts begin with: itself, or nothing."""
+    ids: list[int]
+    preceding_ids: list[int]
+    """The tokens that its texts follow: its own, or none where the model writes apart (T5)."""
+    plan: SamplingPlan
+    task: TaskPlan
+    constraint: Callable[[], Constraint] | None = None
+    """Makes what each of its texts may hold; None: anything."""
+
+
+class Answering:
+    """Collects what becomes of a request's prompts and gives its one answer: with the last of them, or the first error.
+
+    Args:
+        prompts: At least one.
+        codec: The model's tokenizer.
+        reply: Where the answer goes.
+        is_cancelled: Whether the client gave the request up.
+        hooks: The folder's own.
+        streams: Whether the texts go out piece by piece.
+    """
+
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        codec: TextCodec,
+        reply: Reply,
+        is_cancelled: Callable[[], bool],
+        *,
+        hooks: Hooks,
+        streams: bool,
+    ) -> None:
+        self._prompts = prompts
+        self._codec = codec
+        self._reply = reply
+        self._is_cancelled = is_cancelled
+        listener = reply if streams and not is_overridden(hooks, "postprocess") else None
+        self._writers = [_Writer(codec, prompt, hooks, listener, row) for row, prompt in enumerate(prompts)]
+        if streams:
+            reply.start(sum(prompt.plan.num_rows for prompt in prompts))
+        self._completions: dict[int, list[Completion]] = {}
+        self._is_answered = False
+        self._lock = threading.Lock()
+
+    def is_given_up(self) -> bool:
+        """Whether nobody waits for the request any more."""
+        return self._is_answered or self._is_cancelled()
+
+    def listener(self, row: int) -> Callable[[int, int], bool] | None:
+        """What must hear the tokens of a prompt's texts, in the engine's thread; None: nobody."""
+        writer = self._writers[row]
+        if not writer.is_needed:
+            return None
+
+        def on_token(copy: int, token_id: int) -> bool:
+            try:
+                return writer.push(copy, token_id)
+            except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
+                self.refuse(fault("reading a new token", error))
+                return True
+
+        return on_token
+
+    def put(self, row: int, outcome: Outcome) -> None:
+        """Take one prompt's outcome."""
+        if isinstance(outcome, HfTritonError):
+            self.refuse(outcome)
+            return
+        with self._lock:
+            self._completions[row] = outcome
+            is_complete = len(self._completions) == len(self._prompts)
+        if is_complete:
+            self._complete()
+
+    def refuse(self, error: HfTritonError) -> None:
+        """Answer with an error; the request's other prompts are given up."""
+        self._deliver(error)
+
+    def _complete(self) -> None:
+        try:
+            texts = [
+                self._text(writer, copy, completion)
+                for row, writer in enumerate(self._writers)
+                for copy, completion in enumerate(self._completions[row])
+            ]
+        except BaseException as error:  # as above
+            self.refuse(fault("putting the answer together", error))
+        else:
+            self._deliver(texts)
+
+    def _text(self, writer: _Writer, copy: int, completion: Completion) -> GeneratedText:
+        logprobs = completion.logprobs
+        return GeneratedText(
+            text=writer.finish(copy, completion),
+            finish_reason=FINISH_REASONS[completion.finish_reason],
+            num_input_tokens=len(writer.prompt.ids),
+            num_output_tokens=len(completion.token_ids),
+            cumulative_logprob=sum(each.logprob for each in logprobs or ()),
+            logprobs="" if logprobs is None else _logprobs_json(self._codec, logprobs),
+        )
+
+    def _deliver(self, result: list[GeneratedText] | HfTritonError) -> None:
+        with self._lock:
+            was_answered, self._is_answered = self._is_answered, True
+        if not was_answered:
+            self._reply.finish(result)
+
+
+class _Writer:
+    """Writes the texts of one prompt.
+
+    Args:
+        codec: The model's tokenizer.
+        prompt: The prompt.
+        hooks: The folder's own.
+        reply: Where pieces go; None: the texts go out whole.
+        row: The prompt's number.
+    """
+
+    def __init__(self, codec: TextCodec, prompt: Prompt, hooks: Hooks, reply: Reply | None, row: int) -> None:
+        self.prompt = prompt
+        self._codec = codec
+        self._hooks = hooks
+        self._has_rule = is_overridden(hooks, "is_complete")
+        self._reply = reply
+        self._first_text = row * prompt.plan.num_rows
+        self.is_needed = reply is not None or self._has_rule or bool(prompt.task.stop_strings)
+        """Whether it must hear every token."""
+        self._streams: list[TextStream] = (
+            [codec.stream(prompt.preceding_ids, prompt.task.stop_strings) for _ in range(prompt.plan.num_rows)]
+            if self.is_needed
+            else []
+        )
+        self._fronts = [prompt.front] * prompt.plan.num_rows  # what is still to be sent before the first piece
+        self._texts = [""] * prompt.plan.num_rows  # so far, for the folder's own stopping rule
+
+    def push(self, copy: int, token_id: int) -> bool:
+        """Write a token; whether the text ends with it."""
+        stream = self._streams[copy]
+        piece = stream.push(token_id)
+        if self._reply is not None and (piece or self._fronts[copy]):
+            self._reply.add(self._first_text + copy, self._fronts[copy] + piece)
+            self._fronts[copy] = ""
+        return stream.is_stopped or self._is_complete(copy, piece)
+
+    def _is_complete(self, copy: int, piece: str) -> bool:
+        if not (self._has_rule and piece):
+            return False
+        self._texts[copy] += piece
+        return self._hooks.is_complete(self._texts[copy])
+
+    def finish(self, copy: int, completion: Completion) -> str:
+        """The text; of a stream, what was not in its pieces."""
+        if self._reply is not None:
+            return self._fronts[copy] + self._streams[copy].finish()
+        # Not of the stream's own making: `best_of` has reordered the completions.
+        prompt = self.prompt
+        text = self._codec.continuation(prompt.preceding_ids, completion.token_ids, prompt.task.stop_strings)
+        return prompt.front + self._hooks.postprocess(text)
+
+
+def _logprobs_json(codec: TextCodec, logprobs: list[TokenLogprobs]) -> str:
+    """Log probabilities in the vLLM backend's form: for each place an object of tokens by their ids."""
+    return json.dumps([_place(codec, each) for each in logprobs])
+
+
+def _place(codec: TextCodec, found: TokenLogprobs) -> dict[int, dict[str, object]]:
+    ranks = {token_id: rank for rank, (token_id, _) in enumerate(found.top, start=1)}
+    return {
+        token_id: {
+            "logprob": logprob if math.isfinite(logprob) else LEAST_LOGPROB,
+            "rank": ranks.get(token_id),
+            "decoded_token": codec.decode([token_id]),
+        }
+        for token_id, logprob in {found.token_id: found.logprob, **dict(found.top)}.items()
+    }
+
+
+def fault(doing: str, error: BaseException) -> HfTritonError:
+    """A fault of our own: where it was goes to the log."""
+    logger.error("%s failed: %s", doing, where(error))
+    return HfTritonError("internal", f"{doing} failed; the server's log says where")

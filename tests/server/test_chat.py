@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chats on a real server: `messages` go through the model's own chat template, over every endpoint."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from transformers import AutoTokenizer
+
+from hf_triton.server import TritonServer
+from hf_triton.testing import build_tiny_checkpoint
+from tests.client import Reply, generate, post
+from tests.reference import Reference, load_reference, solo_ids
+
+TEMPLATE = """{%- for message in messages -%}
+{%- if message.role not in ('system', 'user', 'assistant') -%}{{ raise_exception('no such role') }}{%- endif -%}
+<{{ message.role }}>{{ message.content }}
+{% endfor %}{% if add_generation_prompt %}<assistant>{{ 'think: ' if enable_thinking else '' }}{% endif %}"""
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where does the river go?"},
+]
+NUM_TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Reference:
+    return load_reference(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
+) -> Iterator[TritonServer]:
+    root = tmp_path_factory.mktemp("repository")
+    bare = build_tiny_checkpoint(tmp_path_factory.mktemp("bare"), "llama", eos_token_id=None)
+    make_folder(root, "chatty", huggingface_model=checkpoint)
+    make_folder(root, "typed", huggingface_model=checkpoint, parameters_as_inputs="true")
+    make_folder(root, "untold", huggingface_model=bare)
+    own = make_folder(root, "own", huggingface_model=bare, chat_template="chat.jinja")
+    (own / "chat.jinja").write_text(TEMPLATE)
+    with TritonServer(root) as running:
+        for name in ("chatty", "typed", "untold", "own"):
+            assert running.is_model_ready(name), running.log_tail()
+        yield running
+
+
+def ask(server: TritonServer, name: str = "chatty", **fields: object) -> Reply:
+    return post(server, f"/v2/models/{name}/generate", {"max_new_tokens": NUM_TOKENS, **fields})
+
+
+def answer(reference: Reference, chat: list[dict[str, str]], **options: Any) -> str:
+    """What transformers itself makes of a chat."""
+    ids = reference.tokenizer.apply_chat_template(
+        chat, tokenize=True, return_dict=False, **{"add_generation_prompt": True, **options}
+    )
+    written = solo_ids(reference.model, ids, NUM_TOKENS)
+    before, whole = (reference.tokenizer.decode(each, skip_special_tokens=True) for each in (ids, ids + written))
+    return str(whole)[len(before) :]
+
+
+def test_a_chat_is_answered_without_its_prompt(server: TritonServer, reference: Reference) -> None:
+    reply = ask(server, messages=json.dumps(CHAT))
+    assert reply.status == 200, reply.body
+    assert reply.json()["text_output"] == answer(reference, CHAT)
+
+
+def test_a_folder_may_bring_the_template(server: TritonServer, reference: Reference) -> None:
+    assert ask(server, "own", messages=json.dumps(CHAT)).json()["text_output"] == answer(reference, CHAT)
+
+
+def test_messages_may_come_one_by_one(server: TritonServer, reference: Reference) -> None:
+    wanted = answer(reference, CHAT)
+    assert ask(server, "typed", messages=[json.dumps(turn) for turn in CHAT]).json()["text_output"] == wanted
+    client = grpcclient.InferenceServerClient(server.grpc_url)
+    tensor = grpcclient.InferInput("messages", [len(CHAT)], "BYTES")
+    tensor.set_data_from_numpy(np.array([json.dumps(turn).encode() for turn in CHAT], dtype=np.object_))
+    result = client.infer("typed", [tensor], parameters={"max_new_tokens": NUM_TOKENS})
+    client.close()
+    assert result.as_numpy("text_output").tolist() == [wanted.encode()]
+
+
+def test_the_template_gets_its_arguments(server: TritonServer, reference: Reference) -> None:
+    reply = ask(server, messages=json.dumps(CHAT), chat_template_kwargs='{"enable_thinking": true}')
+    assert reply.json()["text_output"] == answer(reference, CHAT, enable_thinking=True)
+    plain = ask(server, messages=json.dumps(CHAT), add_generation_prompt=False)
+    assert plain.json()["text_output"] == answer(reference, CHAT, add_generation_prompt=False)
+
+
+def test_the_last_message_can_be_gone_on_with(server: TritonServer, reference: Reference) -> None:
+    chat = [*CHAT, {"role": "assistant", "content": "To the"}]
+    reply = ask(server, messages=json.dumps(chat), continue_final_message=True)
+    wanted = answer(reference, chat, add_generation_prompt=False, continue_final_message=True)
+    assert reply.json()["text_output"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": "no JSON"}, ["messages"]),
+        ({"messages": json.dumps([{"content": "x"}])}, ["messages[0]", "role"]),
+        ({"messages": json.dumps([{"role": "clown", "content": "x"}])}, ["no such role"]),
+        ({"messages": json.dumps(CHAT), "text_input": "x"}, ["text_input or messages"]),
+        ({"messages": json.dumps(CHAT), "chat_template_kwargs": '{"tokenize": false}'}, ["tokenize"]),
+        ({"messages": json.dumps(CHAT), "continue_final_message": True}, ["assistant"]),
+        ({"text_input": "x", "add_generation_prompt": True}, ["add_generation_prompt", "without messages"]),
+        ({}, ["text_input or messages"]),
+    ],
+    ids=str,
+)
+def test_a_bad_chat_is_refused(server: TritonServer, fields: dict[str, object], words: list[str]) -> None:
+    reply = ask(server, **fields)
+    assert reply.status == 400
+    for word in words:
+        assert word in reply.error
+    assert generate(server, "chatty", "still there", max_new_tokens=1).status == 200
+
+
+def test_a_model_without_a_template_says_so(server: TritonServer) -> None:
+    reply = ask(server, "untold", messages=json.dumps(CHAT))
+    assert reply.status == 400
+    assert "chat_template" in reply.error

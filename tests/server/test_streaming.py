@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts piece by piece, over `/generate_stream` and gRPC streams, on both engines."""
+
+import itertools
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException, deserialize_bytes_tensor
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.chain import build_chain
+from tests.client import Reply, generate, generate_stream, get, infer, open_stream, post, read_events
+from tests.server.doors import pack
+from tests.unit.test_text import tokenizer_of
+
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+STEP_S = 0.1
+SLOW_MODEL = f"""
+import time
+
+import hf_triton
+
+
+class TritonPythonModel(hf_triton.TritonPythonModel):
+    def _start(self, settings, args):
+        import torch
+
+        def nap(module, inputs):
+            if type(module).__name__ == "LlamaForCausalLM":
+                time.sleep({STEP_S})
+
+        super()._start(settings, args)
+        torch.nn.modules.module.register_module_forward_pre_hook(nap)
+"""
+FAILING_MODEL = """
+import hf_triton
+
+
+class TritonPythonModel(hf_triton.TritonPythonModel):
+    def is_complete(self, text):
+        if len(text) > 12 and "x" in text:
+            raise RuntimeError("in the middle")
+        return False
+"""
+FOLDERS = ("stream", "always", "batched", "whole", "slow", "failing", "bytes", "pieces")
+ROUNDS = {"bytes": "🙂你é x", "pieces": " 🙂你éx"}
+"""What the models that write a known text write behind `x`, round and round: bytes, or sentencepiece's byte tokens."""
+ROUND_TOKENS = {"bytes": 10, "pieces": 11}
+PROMPT, OTHER_PROMPT = "The canary sings", "Where does the river go"
+NUM_TOKENS = 30
+LONG_TOKENS = 230
+
+
+@pytest.fixture(scope="module", params=["rolling", "batch"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
+) -> Iterator[TritonServer]:
+    """`slow` writes at most two texts at a time, 10 tokens/s each; `failing` raises in the middle of some texts."""
+    root = tmp_path_factory.mktemp("repository")
+    plain = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
+    known = {
+        "bytes": build_chain(tmp_path_factory.mktemp("bytes"), ROUNDS["bytes"]),
+        "pieces": build_chain(tmp_path_factory.mktemp("pieces"), "🙂你éx", tokenizer_of("byte_fallback")),
+    }
+    shared = {"engine": request.param, "max_output_length": NUM_TOKENS}
+    for name in FOLDERS:
+        batching = "max_batch_size: 4" if name == "batched" else ""
+        folder = make_folder(
+            root,
+            name,
+            config=f"{'' if name == 'whole' else DECOUPLED} {batching}",
+            huggingface_model=known.get(name, known["bytes"] if name == "failing" else plain),
+            stream=name == "always",
+            max_batch_rows=2 if name == "slow" else 32,
+            **shared,
+        )
+        if name == "slow":
+            (folder / "1" / "model.py").write_text(SLOW_MODEL)
+        if name == "failing":
+            (folder / "1" / "model.py").write_text(FAILING_MODEL)
+    with TritonServer(root) as running:
+        for name in FOLDERS:
+            assert running.is_model_ready(name), running.log_tail()
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _unharmed(server: TritonServer) -> Iterator[None]:
+    """After every test the same prompt has the same text, and the server lives."""
+    before = write(server, "stream", PROMPT)
+    yield
+    assert write(server, "stream", PROMPT) == before
+    assert server.is_live()
+
+
+def write(server: TritonServer, model: str, text: str, **fields: object) -> str:
+    """The text at once, without the prompt."""
+    reply = generate(server, model, text, **({"exclude_input_in_output": True, "stream": False} | fields))
+    assert reply.status == 200, reply.body
+    return str(reply.json()["text_output"])
+
+
+def streamed(server: TritonServer, model: str, text: str, **fields: object) -> str:
+    return generate_stream(server, model, text, stream=True, **fields).text()
+
+
+# --- a client of gRPC streams ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Response:
+    request_id: str
+    texts: list[str]
+    outputs: dict[str, list[Any]]
+    is_final: bool
+    arrival_s: float
+
+
+class GrpcStream:
+    """Requests and responses over one stream of tritonclient."""
+
+    def __init__(self, server: TritonServer, wants_empty_final: bool = False) -> None:
+        self._client = grpcclient.InferenceServerClient(server.grpc_url)
+        self._answers: queue.Queue[tuple[Any, InferenceServerException | None, float]] = queue.Queue()
+        self._wants_empty_final = wants_empty_final
+
+    def __enter__(self) -> "GrpcStream":
+        self._client.start_stream(lambda result, error: self._answers.put((result, error, time.monotonic())))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._client.stop_stream(cancel_requests=True)
+        self._client.close()
+
+    def ask(self, model: str, *texts: str, request_id: str = "", **parameters: object) -> None:
+        tensor = grpcclient.InferInput("text_input", [len(texts)], "BYTES")
+        tensor.set_data_from_numpy(np.array([text.encode() for text in texts], dtype=np.object_))
+        self._client.async_stream_infer(
+            model,
+            [tensor],
+            request_id=request_id,
+            parameters={"stream": True, **parameters},
+            enable_empty_final_response=self._wants_empty_final,
+        )
+
+    def take(self) -> Response:
+        result, error, arrival_s = self._answers.get(timeout=60)
+        if error is not None:
+            raise error
+        message = result.get_response()
+        outputs = {output.name: result.as_numpy(output.name).ravel().tolist() for output in message.outputs}
+        texts = [element.decode() for element in outputs.get("text_output", [])]
+        return Response(message.id, texts, outputs, message.parameters["triton_final_response"].bool_param, arrival_s)
+
+    def take_all(self) -> list[Response]:
+        """Up to the next final response."""
+        responses = [self.take()]
+        while not responses[-1].is_final:
+            responses.append(self.take())
+        return responses
+
+    def is_silent(self, seconds: float = 0.3) -> bool:
+        """Whether nothing more comes."""
+        time.sleep(seconds)
+        return self._answers.empty()
+
+
+def joined(responses: list[Response]) -> list[str]:
+    return ["".join(pieces) for pieces in zip(*[each.texts for each in responses], strict=True)]
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_come_as_they_are_written_over_http(server: TritonServer) -> None:
+    found = generate_stream(server, "slow", PROMPT, stream=True)
+    assert found.content_type.startswith("text/event-stream")
+    assert len(found.events) > NUM_TOKENS / 3
+    assert found.events[-1].arrival_s - found.events[0].arrival_s > NUM_TOKENS * STEP_S / 2
+    assert found.text() == write(server, "stream", PROMPT)
+    assert all(data["model_name"] == "slow" for data in found.data)
+
+
+def test_pieces_come_as_they_are_written_over_grpc(server: TritonServer) -> None:
+    with GrpcStream(server) as stream:
+        stream.ask("slow", PROMPT)
+        responses = stream.take_all()
+        assert stream.is_silent()
+    assert len(responses) > NUM_TOKENS / 3
+    assert responses[-1].arrival_s - responses[0].arrival_s > NUM_TOKENS * STEP_S / 2
+    assert joined(responses) == [write(server, "stream", PROMPT)]
+
+
+@pytest.mark.parametrize("parameters", [{}, {"temperature": 1.0, "seed": 3}, {"max_new_tokens": 1}], ids=str)
+@pytest.mark.parametrize("prompt", [PROMPT, "", "🙂 你好", " the sea "])
+def test_the_pieces_are_the_text(server: TritonServer, prompt: str, parameters: dict[str, Any]) -> None:
+    whole = write(server, "stream", prompt, **parameters)
+    assert streamed(server, "stream", prompt, **parameters) == whole
+    assert streamed(server, "batched", prompt, **parameters) == whole
+    with GrpcStream(server) as stream:
+        stream.ask("stream", prompt, **parameters)
+        assert joined(stream.take_all()) == [whole]
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_character_of_several_tokens_comes_whole(server: TritonServer, name: str) -> None:
+    expected = ROUNDS[name] * 4
+    num_tokens = 4 * (ROUND_TOKENS[name])
+    assert write(server, name, "x", max_new_tokens=num_tokens) == expected
+    found = generate_stream(server, name, "x", stream=True, max_new_tokens=num_tokens)
+    assert found.text() == expected
+    assert len(found.events) > 4
+    assert not any("\ufffd" in data["text_output"] for data in found.data)
+    for cut in range(1, num_tokens):  # and one that is cut off is U+FFFD, as in the whole text
+        whole = write(server, name, "x", max_new_tokens=cut)
+        assert streamed(server, name, "x", max_new_tokens=cut) == whole
+
+
+STOPS = ["é x🙂", "你é", "x🙂", "\U0001f642", " ", "never"]
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_stop_string_over_tokens_borders_ends_a_stream(server: TritonServer, stop: str) -> None:
+    whole = ROUNDS["bytes"] * 4
+    expected = whole[: whole.find(stop)] if stop in whole else whole
+    fields = {"stop": stop, "max_new_tokens": 4 * ROUND_TOKENS["bytes"]}
+    assert write(server, "bytes", "x", **fields) == expected
+    found = generate_stream(server, "bytes", "x", stream=True, return_finish_reason=True, **fields)
+    assert found.text() == expected
+    assert found.data[-1]["finish_reason"] == ("stop" if stop in whole else "length")
+
+
+def test_the_prompt_comes_first_where_it_is_wanted(server: TritonServer) -> None:
+    prompt = "你好, " + PROMPT
+    found = generate_stream(server, "stream", prompt, stream=True, exclude_input_in_output=False)
+    assert found.data[0]["text_output"].startswith(prompt)
+    assert found.text() == write(server, "stream", prompt, exclude_input_in_output=False)
+    assert streamed(server, "stream", prompt) == found.text().removeprefix(prompt)
+
+
+def test_several_prompts_and_texts_go_on_side_by_side(server: TritonServer) -> None:
+    prompts, drawn = [PROMPT, OTHER_PROMPT, "x"], {"temperature": 1.0, "seed": 5, "num_return_sequences": 2}
+    reply = generate(server, "stream", prompts, exclude_input_in_output=True, **drawn)
+    with GrpcStream(server) as stream:
+        stream.ask("stream", *prompts, **drawn)
+        responses = stream.take_all()
+    assert all(len(response.texts) == 6 for response in responses)
+    assert joined(responses) == reply.json()["text_output"]
+    found = generate_stream(server, "stream", prompts, stream=True, **drawn)
+    texts = ["".join(pieces) for pieces in zip(*[data["text_output"] for data in found.data], strict=True)]
+    assert texts == joined(responses)
+
+
+# --- one response ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": False}], ids=str)
+def test_without_a_word_the_answer_is_one(server: TritonServer, fields: dict[str, object]) -> None:
+    whole = PROMPT + write(server, "stream", PROMPT)
+    assert generate(server, "stream", PROMPT, **fields).json()["text_output"] == whole
+    found = generate_stream(server, "stream", PROMPT, **fields)
+    assert [data["text_output"] for data in found.data] == [whole]
+    with GrpcStream(server) as stream:
+        stream.ask("stream", PROMPT, **({"stream": False} | fields))
+        assert joined(stream.take_all()) == [whole]
+        assert stream.is_silent()
+
+
+def test_the_folder_may_stream_by_default(server: TritonServer) -> None:
+    whole = write(server, "stream", PROMPT)
+    found = generate_stream(server, "always", PROMPT)
+    assert len(found.events) > 1
+    assert found.text() == whole
+    assert generate(server, "always", PROMPT, stream=False).json()["text_output"] == PROMPT + whole
+    assert [data["text_output"] for data in generate_stream(server, "always", PROMPT, stream=False).data] == [
+        PROMPT + whole
+    ]
+
+
+def test_a_folder_that_is_not_decoupled_answers_with_one_event(server: TritonServer) -> None:
+    whole = write(server, "stream", PROMPT)
+    for fields in ({}, {"stream": True}):
+        found = generate_stream(server, "whole", PROMPT, **fields)
+        assert [data["text_output"] for data in found.data] == [PROMPT + whole]
+    assert infer(server, "whole", [PROMPT], parameters={"stream": True}).status == 200
+    with GrpcStream(server) as stream:
+        stream.ask("whole", PROMPT)
+        assert joined(stream.take_all()) == [PROMPT + whole]
+
+
+def test_generate_takes_no_stream(server: TritonServer) -> None:
+    """Triton's own words, and its status is 200."""
+    reply = generate(server, "stream", PROMPT, stream=True)
+    assert "generate expects model to produce exactly 1 response" in reply.error
+
+
+# --- the last response -----------------------------------------------------------------------------------------------
+
+RETURNS = {
+    "return_finish_reason": True,
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+    "return_cumulative_logprob": True,
+    "return_logprobs": True,
+}
+
+
+def test_what_is_asked_for_beside_the_text_comes_with_the_last_response(server: TritonServer) -> None:
+    whole = generate(server, "stream", PROMPT, **RETURNS).json()
+    found = generate_stream(server, "stream", PROMPT, stream=True, **RETURNS)
+    told = [name.removeprefix("return_") for name in RETURNS]
+    for data in found.data[:-1]:
+        assert not any(name in data for name in told)
+    assert {name: found.data[-1][name] for name in told} == {name: whole[name] for name in told}
+    assert whole["finish_reason"] == "length"
+    assert whole["num_output_tokens"] == NUM_TOKENS
+
+
+@pytest.mark.parametrize("wants_empty_final", [True, False])
+def test_exactly_the_last_response_is_final(server: TritonServer, wants_empty_final: bool) -> None:
+    wholes = [write(server, "stream", PROMPT, max_new_tokens=count) for count in range(1, 21)]
+    with GrpcStream(server, wants_empty_final) as stream:
+        for count, whole in enumerate(wholes, start=1):
+            stream.ask("stream", PROMPT, request_id=str(count), max_new_tokens=count)
+            responses = stream.take_all()
+            assert [response.is_final for response in responses] == [False] * (len(responses) - 1) + [True]
+            assert {response.request_id for response in responses} == {str(count)}
+            assert joined([response for response in responses if response.texts]) == [whole]
+        assert stream.is_silent()
+
+
+def test_requests_on_one_stream_come_mixed_and_each_is_whole(server: TritonServer) -> None:
+    prompts = [f"Story {number}:" for number in range(6)]
+    wholes = [write(server, "stream", prompt, max_new_tokens=8) for prompt in prompts]
+    with GrpcStream(server, wants_empty_final=True) as stream:
+        for number, prompt in enumerate(prompts):
+            stream.ask("slow", prompt, request_id=str(number), max_new_tokens=8)
+        responses: list[Response] = []
+        while sum(response.is_final for response in responses) < len(prompts):
+            responses.append(stream.take())
+    by_id: dict[str, list[Response]] = defaultdict(list)
+    for response in responses:
+        by_id[response.request_id].append(response)
+    assert [joined(by_id[str(number)]) for number in range(6)] == [[whole] for whole in wholes]
+    changes = sum(first.request_id != second.request_id for first, second in itertools.pairwise(responses))
+    assert changes > len(prompts), "two at a time, so their pieces alternate"
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "an impossible value": ({"max_new_tokens": 0}, "invalid_parameter: max_new_tokens must be an integer >= 1"),
+    "too long": ({"max_new_tokens": 1000}, "context_exceeded: text_input row 0 has "),
+    "texts that are thrown away": (
+        {"best_of": 3, "temperature": 1.0},
+        "invalid_parameter: best_of cannot be streamed: leave it out, or say stream false",
+    ),
+    "no boolean": ({"stream": 1}, "invalid_parameter: stream must be true or false, got 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_is_refused_before_the_first_piece(server: TritonServer, case: str) -> None:
+    fields, sentence = REFUSED[case]
+    found = generate_stream(server, "stream", PROMPT, **({"stream": True} | fields))
+    assert found.status == 400
+    [data] = found.data
+    assert data["error"].startswith(sentence)
+    with GrpcStream(server, wants_empty_final=True) as stream:
+        stream.ask("stream", PROMPT, **fields)
+        with pytest.raises(InferenceServerException) as caught:
+            stream.take()
+        assert sentence in str(caught.value)
+        stream.ask("stream", PROMPT)  # the stream goes on
+        assert joined(stream.take_all()) == [write(server, "stream", PROMPT)]
+
+
+def test_best_of_is_answered_at_once(server: TritonServer) -> None:
+    fields = {"best_of": 3, "temperature": 1.0, "seed": 1}
+    assert generate(server, "stream", PROMPT, **fields).status == 200
+
+
+def test_a_failure_in_the_middle_is_the_last_event(server: TritonServer) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(streamed, server, "bytes", "x")
+        found = generate_stream(server, "failing", "x", stream=True)
+        assert beside.result() == write(server, "bytes", "x")
+    assert found.status == 200
+    pieces, last = found.data[:-1], found.data[-1]
+    assert len(pieces) > 1
+    assert "".join(data["text_output"] for data in pieces) == write(server, "bytes", "x")[:13]
+    assert last["error"].startswith("internal: ")
+    assert "in the middle" not in last["error"]
+
+
+def test_a_failure_in_the_middle_of_one_request_is_not_the_end_of_its_grpc_stream(server: TritonServer) -> None:
+    with GrpcStream(server, wants_empty_final=True) as stream:
+        stream.ask("failing", "x", request_id="bad")
+        texts = []
+        with pytest.raises(InferenceServerException, match="internal: "):
+            texts.extend(each.texts[0] for each in iter(stream.take, None))
+        assert "".join(texts) == write(server, "bytes", "x")[:13]
+        stream.ask("bytes", "x")
+        assert joined(stream.take_all()) == [write(server, "bytes", "x")]
+
+
+# --- clients that go, or are slow ------------------------------------------------------------------------------------
+
+
+def wait_for_a_row(server: TritonServer) -> float:
+    """Seconds until the slow model has room for another text."""
+    started = time.monotonic()
+    assert generate(server, "slow", PROMPT, max_new_tokens=2).status == 200
+    return time.monotonic() - started
+
+
+def test_a_client_of_http_that_goes_frees_its_row(server: TritonServer) -> None:
+    with ThreadPoolExecutor(2) as pool:
+
+        def leave() -> None:
+            with open_stream(server, "slow", PROMPT, stream=True, max_new_tokens=LONG_TOKENS) as response:
+                next(read_events(response))
+
+        for future in [pool.submit(leave) for _ in range(2)]:
+            future.result()
+    assert wait_for_a_row(server) < LONG_TOKENS * STEP_S / 2
+
+
+def test_a_client_of_grpc_that_goes_frees_its_row(server: TritonServer) -> None:
+    with GrpcStream(server) as stream:
+        for _ in range(2):
+            stream.ask("slow", PROMPT, max_new_tokens=LONG_TOKENS)
+        stream.take()
+    assert wait_for_a_row(server) < LONG_TOKENS * STEP_S / 2
+
+
+def test_a_stream_is_given_up_by_its_id(server: TritonServer) -> None:
+    with GrpcStream(server, wants_empty_final=True) as stream:
+        for name in ("given up", "kept"):
+            stream.ask(
+                "slow", PROMPT, request_id=name, max_new_tokens=LONG_TOKENS if name == "given up" else NUM_TOKENS
+            )
+        stream.take()
+        assert generate(server, "slow", "", id="given up", stream=False, stop=True).status == 200
+        texts, errors = "", []
+        while True:
+            try:
+                response = stream.take()
+            except InferenceServerException as error:
+                errors.append(str(error))
+                continue
+            texts += "".join(response.texts) if response.request_id == "kept" else ""
+            if response.is_final and response.request_id == "kept":
+                break
+        assert ["cancelled: the client cancelled the request" in error for error in errors] == [True]
+    assert write(server, "stream", PROMPT).endswith(texts[-8:])
+
+
+def test_readers_that_do_not_read_hold_up_nobody(server: TritonServer) -> None:
+    """Megabytes that nobody takes: more than flow control and the buffers of a connection hold."""
+    prompts = ["x" * 240] * 128
+    whole = "x" * 240 + write(server, "stream", prompts[0], max_new_tokens=2)
+    message = service_pb2.ModelInferRequest(
+        model_name="stream", raw_input_contents=[pack(*[prompt.encode() for prompt in prompts])]
+    )
+    message.inputs.add(name="text_input", datatype="BYTES", shape=[len(prompts)])
+    message.parameters["stream"].bool_param = True
+    message.parameters["exclude_input_in_output"].bool_param = False
+    message.parameters["max_new_tokens"].int64_param = 2
+    num_requests = 30
+    is_done = threading.Event()
+
+    def requests() -> Iterator[service_pb2.ModelInferRequest]:
+        for number in range(num_requests):
+            message.id = str(number)
+            yield message
+        is_done.wait(60)
+
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        unread = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(requests())
+        with open_stream(server, "stream", prompts, stream=True, exclude_input_in_output=False):
+            expected = write(server, "stream", OTHER_PROMPT)
+            for _ in range(5):
+                assert streamed(server, "stream", OTHER_PROMPT) == expected
+        texts: dict[str, list[str]] = defaultdict(lambda: [""] * len(prompts))
+        num_ended = 0
+        while num_ended < num_requests:
+            response = next(unread).infer_response
+            num_ended += response.parameters["triton_final_response"].bool_param
+            pieces = deserialize_bytes_tensor(response.raw_output_contents[0])
+            texts[response.id] = [text + piece.decode() for text, piece in zip(texts[response.id], pieces, strict=True)]
+        is_done.set()
+    assert len(texts) == num_requests
+    assert all(each == [whole] * len(prompts) for each in texts.values())
+
+
+# --- what else is on -------------------------------------------------------------------------------------------------
+
+
+def test_infer_is_refused_by_triton_where_a_folder_is_decoupled(server: TritonServer) -> None:
+    reply: Reply = infer(server, "stream", [PROMPT])
+    assert (reply.status, reply.error) == (
+        501,
+        "HTTP end point doesn't support models with decoupled transaction policy",
+    )
+
+
+def test_many_streams_at_once_are_each_their_own_text(server: TritonServer) -> None:
+    prompts = [f"Story {number}:" for number in range(24)]
+    wholes = [write(server, "stream", prompt) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(lambda prompt: streamed(server, "stream", prompt), prompts)) == wholes
+
+
+def test_a_decoupled_folder_says_so(server: TritonServer) -> None:
+    config = get(server, "/v2/models/stream/config").json()
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    assert post(server, "/v2/models/stream/generate_stream", {"text_input": PROMPT}).status == 200

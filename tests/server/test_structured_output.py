@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structured output over Triton's doors: whole texts, and refusals that leave everybody else alone."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.client import generate, generate_stream, infer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "people": {"type": "integer"}},
+    "required": ["city", "people"],
+    "additionalProperties": False,
+}
+RESPONSE_FORMAT = json.dumps({"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}})
+PROMPT = "The old harbour has"
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+
+
+@pytest.fixture(scope="module", params=["rolling", "batch"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
+) -> Iterator[TritonServer]:
+    root = tmp_path_factory.mktemp("repository")
+    checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+    shared = {"huggingface_model": checkpoint, "engine": request.param, "max_output_length": 60}
+    make_folder(root, "flat", exclude_input_in_output=True, **shared)
+    make_folder(root, "stream", config=DECOUPLED, **shared)
+    make_folder(root, "strict", generation_defaults=json.dumps({"guided_choice": ["yes", "no"]}), **shared)
+    make_folder(root, "typed", parameters_as_inputs=True, exclude_input_in_output=True, **shared)
+    with TritonServer(root) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _unharmed(server: TritonServer) -> Iterator[None]:
+    yield
+    assert generate(server, "flat", PROMPT).status == 200
+
+
+def check(text: str) -> None:
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("max_tokens", [24, 40, 200])
+def test_json_of_a_schema_over_generate(server: TritonServer, sampling: dict[str, object], max_tokens: int) -> None:
+    fields = {"max_tokens": max_tokens, **sampling}
+    flat = generate(server, "flat", PROMPT, response_format=RESPONSE_FORMAT, **fields)
+    nested = generate(server, "flat", PROMPT, parameters={"response_format": RESPONSE_FORMAT, **fields})
+    assert flat.status == nested.status == 200, (flat.body, nested.body)
+    check(flat.json()["text_output"])
+    assert nested.json()["text_output"] == flat.json()["text_output"]
+
+
+def test_json_of_a_schema_over_infer_for_every_text_of_every_prompt(server: TritonServer) -> None:
+    parameters = {"guided_json": json.dumps(SCHEMA), "n": 2, "temperature": 1.0}
+    reply = infer(server, "flat", [PROMPT, "Where does"], parameters=parameters)
+    assert reply.status == 200, reply.body
+    texts = reply.json()["outputs"][0]["data"]
+    assert len(texts) == 4
+    for text in texts:
+        check(text)
+
+
+def test_forms_by_other_names(server: TritonServer) -> None:
+    def written(**fields: object) -> str:
+        reply = generate(server, "flat", PROMPT, **fields)
+        assert reply.status == 200, reply.body
+        return str(reply.json()["text_output"])
+
+    assert isinstance(json.loads(written(response_format='{"type": "json_object"}')), dict)
+    assert written(guided_choice='["north", "south"]') in ("north", "south")
+    assert written(guided_regex="[0-9]{3}-[0-9]{4}", temperature=1.0)[3] == "-"
+    assert written(guided_grammar='start: "(" start ")" | "x"').strip("()") == "x"
+    assert written(response_format='{"type": "text"}') == written()
+
+
+def test_a_declared_input_is_as_good_as_a_parameter(server: TritonServer) -> None:
+    reply = generate(server, "typed", PROMPT, guided_choice=["north", "south"])
+    assert reply.status == 200, reply.body
+    assert reply.json()["text_output"] in ("north", "south")
+
+
+def test_a_stream_is_the_same_text(server: TritonServer) -> None:
+    reply = generate(server, "flat", PROMPT, response_format=RESPONSE_FORMAT)
+    streamed = generate_stream(server, "stream", PROMPT, stream=True, response_format=RESPONSE_FORMAT)
+    assert streamed.text() == reply.json()["text_output"]
+    check(streamed.text())
+
+
+def test_a_folder_can_have_a_form_and_a_request_another(server: TritonServer) -> None:
+    answer = {"exclude_input_in_output": True}
+    assert generate(server, "strict", PROMPT, **answer).json()["text_output"] in ("yes", "no")
+    assert generate(server, "strict", PROMPT, guided_regex="ab+c", **answer).json()["text_output"].startswith("ab")
+    assert "the folder's guided_choice" in generate(server, "strict", PROMPT, stop="x").error
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"response_format": '{"type": "xml"}'}, "json_schema"),
+        ({"response_format": "{"}, "JSON object"),
+        ({"guided_json": '{"type": "strin"}'}, "strin"),
+        ({"guided_json": '{"not": {"type": "integer"}}'}, "not"),
+        ({"guided_json": "{" * 5000}, "JSON object"),
+        ({"guided_json": json.dumps(SCHEMA), "max_tokens": 3}, "max_new_tokens is 3, and "),
+        ({"guided_regex": "a("}, "unclosed group"),
+        ({"guided_regex": "(a{1000}){1000}"}, "guided_regex"),
+        ({"guided_regex": "a", "guided_choice": "a"}, "leave one of them out"),
+        ({"guided_regex": "a", "stop": "x"}, "leave one of them out"),
+        ({"guided_grammar": "begin: /a/"}, "start rule"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_at_once(server: TritonServer, parameters: dict[str, object], words: str) -> None:
+    reply = infer(server, "flat", [PROMPT], parameters=parameters)
+    assert reply.status == 400
+    assert reply.error.startswith("invalid_parameter: ")
+    assert words in reply.error
+    assert len(reply.error) < 400

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From tokens to one answer: what is told of each text, and that a request is answered once, whatever happens."""
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from hf_triton.engine.interface import Completion, FinishReason, TokenLogprobs
+from hf_triton.errors import CancelledError, GenerationError
+from hf_triton.generation import SamplingPlan, TaskPlan
+from hf_triton.tasks.answering import FINISH_REASONS, LEAST_LOGPROB, Answering, Prompt
+from hf_triton.tasks.hooks import Hooks
+from hf_triton.wire import GeneratedText
+from tests.unit.test_text import codec_of, raw_ids
+from tests.unit.test_text_generation import Collector
+
+KIND = "byte_level"
+PLAN = SamplingPlan(max_new_tokens=20)
+
+
+def prompt_of(text: str, plan: SamplingPlan = PLAN, task: TaskPlan | None = None) -> Prompt:
+    ids = raw_ids(KIND, text)
+    return Prompt(front="", ids=ids, preceding_ids=ids, plan=plan, task=task or TaskPlan())
+
+
+def answering(
+    *prompts: Prompt, streams: bool = False, hooks: Hooks | None = None, was_cancelled: bool = False
+) -> tuple[Answering, Collector]:
+    reply = Collector()
+    made = Answering(
+        list(prompts), codec_of(KIND), reply, lambda: was_cancelled, hooks=hooks or Hooks(), streams=streams
+    )
+    return made, reply
+
+
+def completion(text: str, reason: FinishReason = "length", logprobs: Any = None) -> Completion:
+    return Completion(raw_ids(KIND, text), reason, logprobs)
+
+
+def texts_of(reply: Collector) -> list[GeneratedText]:
+    [result] = reply.results
+    assert isinstance(result, list), result
+    return result
+
+
+# --- what is told of a text ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", get_args(FinishReason))
+def test_every_reason_of_the_engine_has_a_word_for_clients(reason: FinishReason) -> None:
+    made, reply = answering(prompt_of("x"))
+    made.put(0, [completion("text", reason)])
+    assert [each.finish_reason for each in texts_of(reply)] == [FINISH_REASONS[reason]]
+
+
+def test_log_probabilities_are_told_by_place_and_token() -> None:
+    first, second, other = (raw_ids(KIND, letter)[0] for letter in "abc")
+    logprobs = [
+        TokenLogprobs(first, -0.25, ((first, -0.25), (other, -1.5))),
+        TokenLogprobs(second, -3.5, ((other, -0.5), (first, -math.inf))),
+    ]
+    made, reply = answering(prompt_of("x"))
+    made.put(0, [Completion([first, second], "length", logprobs)])
+    [text] = texts_of(reply)
+    assert text.cumulative_logprob == pytest.approx(-3.75)
+    assert json.loads(text.logprobs) == [
+        {
+            str(first): {"logprob": -0.25, "rank": 1, "decoded_token": "a"},
+            str(other): {"logprob": -1.5, "rank": 2, "decoded_token": "c"},
+        },
+        {
+            str(second): {"logprob": -3.5, "rank": None, "decoded_token": "b"},
+            str(other): {"logprob": -0.5, "rank": 1, "decoded_token": "c"},
+            str(first): {"logprob": LEAST_LOGPROB, "rank": 2, "decoded_token": "a"},
+        },
+    ]
+
+
+def test_without_log_probabilities_nothing_is_made_up() -> None:
+    made, reply = answering(prompt_of("x"))
+    made.put(0, [completion("ab")])
+    assert [(each.cumulative_logprob, each.logprobs) for each in texts_of(reply)] == [(0.0, "")]
+
+
+# --- one answer ------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_end_in_any_order_are_answered_in_theirs() -> None:
+    made, reply = answering(*[prompt_of(str(row)) for row in range(4)])
+    for row in (2, 0, 3, 1):
+        assert not reply.results
+        made.put(row, [completion(f"text {row}")])
+    assert [each.text for each in texts_of(reply)] == ["text 0", "text 1", "text 2", "text 3"]
+
+
+def test_the_first_error_is_the_answer_and_gives_the_rest_up() -> None:
+    made, reply = answering(*[prompt_of(str(row)) for row in range(3)])
+    made.put(0, [completion("good")])
+    assert not made.is_given_up()
+    made.put(1, GenerationError("generation_failed", "x"))
+    assert made.is_given_up()
+    made.put(2, CancelledError())
+    assert [getattr(each, "code", None) for each in reply.results] == ["generation_failed"]
+
+
+def test_a_client_that_gave_up_has_given_the_request_up() -> None:
+    assert answering(prompt_of("x"), was_cancelled=True)[0].is_given_up()
+
+
+def test_outcomes_from_many_threads_are_one_answer() -> None:
+    for _ in range(20):
+        made, reply = answering(*[prompt_of(str(row)) for row in range(8)])
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda row, made=made: made.put(row, [completion(f"{row}")]), range(8)))
+        assert [each.text for each in texts_of(reply)] == [str(row) for row in range(8)]
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def write(made: Answering, row: int, copy: int, text: str) -> list[bool]:
+    on_token = made.listener(row)
+    assert on_token is not None
+    return [on_token(copy, token_id) for token_id in raw_ids(KIND, text)]
+
+
+def test_the_texts_of_a_stream_are_numbered_through_all_prompts() -> None:
+    plan = replace(PLAN, num_return_sequences=2, do_sample=True)
+    made, reply = answering(prompt_of("x", plan), prompt_of("y", plan), streams=True)
+    for row, copy in ((1, 1), (0, 0), (1, 0), (0, 1)):
+        write(made, row, copy, f"{row}{copy}")
+    for row in (1, 0):
+        made.put(row, [completion(f"{row}{copy}") for copy in (0, 1)])
+    assert reply.num_texts == [4]
+    pieces = ["".join(piece for text, piece in reply.pieces if text == number) for number in range(4)]
+    assert [piece + rest.text for piece, rest in zip(pieces, texts_of(reply), strict=True)] == ["00", "01", "10", "11"]
+
+
+def test_a_piece_goes_out_as_soon_as_it_is_decided() -> None:
+    made, reply = answering(prompt_of("x"), streams=True)
+    write(made, 0, 0, "one")
+    assert "".join(piece for _, piece in reply.pieces) == "one"
+    assert not reply.results
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    made, reply = answering(prompt_of("x", task=TaskPlan(stop_strings=("stop",))), streams=True)
+    assert not any(write(made, 0, 0, "a st"))
+    assert "".join(piece for _, piece in reply.pieces) == "a "
+    made.put(0, [completion("a st")])
+    assert [each.text for each in texts_of(reply)] == ["st"]
+
+
+def test_a_stop_string_ends_a_stream_in_front_of_it() -> None:
+    made, reply = answering(prompt_of("x", task=TaskPlan(stop_strings=("stop",))), streams=True)
+    ends = write(made, 0, 0, "a stop b")
+    assert any(ends)
+    made.put(0, [completion("a stop b", "stop_string")])
+    assert "".join(piece for _, piece in reply.pieces) + texts_of(reply)[0].text == "a "
+    assert texts_of(reply)[0].finish_reason == "stop"
+
+
+def test_an_error_in_the_middle_is_the_end_of_a_stream() -> None:
+    made, reply = answering(prompt_of("x"), prompt_of("y"), streams=True)
+    write(made, 0, 0, "one")
+    made.put(1, GenerationError("generation_failed", "x"))
+    assert [getattr(each, "code", None) for each in reply.results] == ["generation_failed"]
+    assert made.is_given_up()
+
+
+def test_a_folder_that_rewrites_whole_texts_streams_each_as_one_piece() -> None:
+    class Shouting(Hooks):
+        def postprocess(self, text: str) -> str:
+            return text.upper()
+
+    made, reply = answering(prompt_of("x"), streams=True, hooks=Shouting())
+    assert made.listener(0) is None
+    made.put(0, [completion("one")])
+    assert reply.pieces == []
+    assert [each.text for each in texts_of(reply)] == ["ONE"]

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages and their options: every form that clients can send, and a sentence for whatever is wrong with them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from hf_triton.chat import MAX_DEPTH, MAX_MESSAGES, MAX_NUMBER, MAX_TOOLS, RESERVED, Chat, ChatOptions, parse_chat
+from hf_triton.declare import allowed
+from hf_triton.errors import RequestError
+
+MAX_BYTES = 100_000
+HI = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+CALL = {"id": "a1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Riga"}'}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "It.", "parameters": {"type": "object"}}}
+WEIRD = "ß ☕ \u0000 \ud83e\udd9c {{ 7 * 7 }} {% raw %} <|im_end|> </s>".encode("utf-16", "surrogatepass").decode(
+    "utf-16"
+)
+
+
+def parse(*messages: object, **options: object) -> Chat:
+    return parse_chat(json.dumps(messages), options, MAX_BYTES)
+
+
+def refusal(*messages: object, **options: object) -> str:
+    with pytest.raises(RequestError) as caught:
+        parse(*messages, **options)
+    return str(caught.value)
+
+
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+# --- forms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        json.dumps([HI, ANSWER]),
+        [json.dumps([HI, ANSWER])],
+        [json.dumps(HI), json.dumps(ANSWER)],
+        (json.dumps(HI), json.dumps(ANSWER)),
+        json.dumps([HI, ANSWER], indent=2, ensure_ascii=True),
+    ],
+    ids=["one text", "a tensor of one text", "a text a message", "as a tuple", "indented"],
+)
+def test_messages_come_as_one_json_text_or_as_one_for_each(given: Any) -> None:
+    chat = parse_chat(given, {}, MAX_BYTES)
+    assert chat == Chat((HI, ANSWER), None, {}, add_generation_prompt=True, continue_final_message=False)
+
+
+@pytest.mark.parametrize("given", [json.dumps(HI), [json.dumps(HI)], json.dumps([HI])], ids=["text", "list", "array"])
+def test_one_message_needs_no_array(given: Any) -> None:
+    assert parse_chat(given, {}, MAX_BYTES).messages == (HI,)
+
+
+def test_a_text_stays_as_it_is() -> None:
+    assert parse({"role": "user", "content": WEIRD}).messages[0]["content"] == WEIRD
+
+
+def test_what_is_null_is_not_said() -> None:
+    replayed = ANSWER | {"tool_calls": None, "refusal": None, "function_call": None, "reasoning_content": None}
+    assert parse(HI, replayed).messages == (HI, ANSWER)
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer", "tool", "ipython", "gebruiker"])
+def test_roles_are_up_to_the_template(role: str) -> None:
+    assert parse({"role": role, "content": "x"}).messages[0]["role"] == role
+
+
+def test_every_field_reaches_the_template_in_its_order() -> None:
+    message = {
+        "tool_call_id": "a1",
+        "name": "weather",
+        "reasoning_content": "hm",
+        "content": "x",
+        "role": "tool",
+    }
+    assert list(parse(message).messages[0].items()) == list(message.items())
+
+
+def test_text_parts_become_lines() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert parse({"role": "user", "content": parts}).messages == ({"role": "user", "content": "one\ntwo"},)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [('{"city": "Riga"}', {"city": "Riga"}), ({"city": "Riga"}, {"city": "Riga"}), ("{}", {}), ("", {})],
+    ids=["text", "object", "none", "empty"],
+)
+def test_arguments_of_a_call_become_an_object(arguments: object, read: object) -> None:
+    call = {"id": "a1", "type": "function", "function": {"name": "weather", "arguments": arguments}, "index": 0}
+    message = parse(HI, {"role": "assistant", "tool_calls": [call]}).messages[1]
+    assert message["tool_calls"] == [call | {"function": {"name": "weather", "arguments": read}}]
+    assert "content" not in message
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[TOOL], json.dumps([TOOL]), json.dumps(TOOL), [json.dumps(TOOL)]],
+    ids=["array", "text", "text of one", "a text a tool"],
+)
+def test_tools_are_kept_as_they_are_written(given: object) -> None:
+    chat = parse(HI, tools=given)
+    assert chat.tools is not None
+    assert [json.dumps(tool) for tool in chat.tools] == [json.dumps(TOOL)]
+
+
+def test_what_a_tool_holds_besides_is_kept_in_its_order() -> None:
+    tool = {"function": {"strict": True, "parameters": {"b": 1, "a": None}, "name": "f"}, "type": "function"}
+    chat = parse(HI, tools=[tool])
+    assert chat.tools is not None
+    assert json.dumps(chat.tools[0]) == json.dumps(tool)
+
+
+@pytest.mark.parametrize("given", [{"enable_thinking": False}, '{"enable_thinking": false}'], ids=["object", "text"])
+def test_template_arguments_may_be_a_json_text(given: object) -> None:
+    assert parse(HI, chat_template_kwargs=given).template_kwargs == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "begins", "continues"),
+    [
+        ({}, True, False),
+        ({"add_generation_prompt": False}, False, False),
+        ({"add_generation_prompt": True}, True, False),
+        ({"continue_final_message": True}, False, True),
+        ({"continue_final_message": False}, True, False),
+        ({"continue_final_message": True, "add_generation_prompt": False}, False, True),
+        ({"continue_final_message": False, "add_generation_prompt": True}, True, False),
+    ],
+    ids=str,
+)
+def test_an_answer_begins_or_the_last_message_goes_on(
+    options: dict[str, object], begins: bool, continues: bool
+) -> None:
+    chat = parse(HI, ANSWER, **options)
+    assert (chat.add_generation_prompt, chat.continue_final_message) == (begins, continues)
+
+
+def test_as_much_as_is_allowed_is_taken() -> None:
+    assert len(parse(*[HI] * MAX_MESSAGES).messages) == MAX_MESSAGES
+    assert len(parse(HI, tools=[TOOL] * MAX_TOOLS).tools or ()) == MAX_TOOLS
+    kwargs = '{"deep": ' + nested(MAX_DEPTH - 1) + "}"
+    assert parse(HI, chat_template_kwargs=kwargs).template_kwargs == json.loads(kwargs)
+    text = json.dumps([HI])
+    assert parse_chat(text, {}, len(text)).messages == (HI,)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+REFUSED_TEXTS = {
+    "nothing": ([], f"invalid_input: messages must hold 1 to {MAX_MESSAGES} messages, got 0"),
+    "an empty array": ("[]", "messages must hold 1 to"),
+    "too many": (json.dumps([HI] * (MAX_MESSAGES + 1)), f"got {MAX_MESSAGES + 1}"),
+    "too many texts": (["{}"] * (MAX_MESSAGES + 1), f"got {MAX_MESSAGES + 1}"),
+    "a bare text": ("hi", "messages is no JSON: expected value at line 1 column 1"),
+    "an empty text": ("", "messages is no JSON: EOF"),
+    "half an array": ('[{"role": "user"', "messages is no JSON: EOF"),
+    "half a message among others": ([json.dumps(HI), "{"], "messages[1] is no JSON: EOF"),
+    "two arrays": ([json.dumps([HI])] * 2, "messages[0] must be like"),
+    "a number": ("5", 'messages[0] must be like {"role": "user", "content": "..."}, got 5'),
+    "half a character": ('[{"role": "user", "content": "\\ud83e"}]', "messages is no JSON: unexpected end of hex"),
+    "NaN": ('[{"role": "user", "content": NaN}]', "messages is no JSON: expected value"),
+    "a number of thousands of digits": (f"[{'9' * 9000}]", "messages is no JSON: number out of range"),
+    "thousands of brackets": (nested(10_000), "messages is no JSON: recursion limit exceeded"),
+    "too deep": (nested(MAX_DEPTH + 1), f"messages is nested more than {MAX_DEPTH} levels deep"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_TEXTS)
+def test_what_is_no_list_of_messages_is_refused(case: str) -> None:
+    texts, words = REFUSED_TEXTS[case]
+    with pytest.raises(RequestError) as caught:
+        parse_chat(texts, {}, MAX_BYTES)
+    assert caught.value.code == "invalid_input"
+    assert words in str(caught.value)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
+REFUSED_MESSAGES: dict[str, tuple[object, str]] = {
+    "no object": (["user", "hi"], "messages[1] must be like"),
+    "no role": ({"content": "x"}, "messages[1]: role is required"),
+    "an empty role": ({"role": "", "content": "x"}, "messages[1]: role must be a text that is not empty, got ''"),
+    "a role that is no text": (
+        {"role": 5, "content": "x"},
+        "messages[1]: role must be a text that is not empty, got 5",
+    ),
+    "no content": ({"role": "user"}, "messages[1]: content is required where there are no tool_calls"),
+    "null content": ({"role": "user", "content": None}, "messages[1]: content is required"),
+    "no content and no calls": ({"role": "assistant", "tool_calls": []}, "messages[1]: content is required"),
+    "a number as content": ({"role": "user", "content": 5}, "messages[1]: content must be a text, got 5"),
+    "an object as content": ({"role": "user", "content": {}}, "messages[1]: content must be a text, got {}"),
+    "a typo": (HI | {"contnet": "x"}, "messages[1] has no field 'contnet', did you mean 'content'?"),
+    "an unknown field": (HI | {"zzz": 1}, "messages[1] has no field 'zzz'; known are content, name, "),
+    "no parts": ({"role": "user", "content": []}, "messages[1]: content is an empty array: give a text"),
+    "an image": (
+        {"role": "user", "content": [{"type": "text", "text": "See:"}, IMAGE]},
+        "messages[1]: content[1] is of type 'image_url', and this model takes parts of type 'text' alone",
+    ),
+    "a part that is no object": (
+        {"role": "user", "content": ["x"]},
+        'content[0] must be {"type": "text", "text": "...',
+    ),
+    "a part of no type": ({"role": "user", "content": [{"text": "x"}]}, "content[0] must be"),
+    "a part without text": ({"role": "user", "content": [{"type": "text"}]}, "content[0] must be"),
+    "a part whose text is none": ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content[0] must be"),
+    "a name that is none": (HI | {"name": 5}, "messages[1]: name must be a text, got 5"),
+    "reasoning that is none": (ANSWER | {"reasoning_content": []}, "reasoning_content must be a text, got []"),
+    "calls that are none": (ANSWER | {"tool_calls": 5}, "messages[1]: tool_calls must be a JSON array, got 5"),
+    "a call that is none": (ANSWER | {"tool_calls": [5]}, 'tool_calls[0] must be {"type": "function", "function": {'),
+    "a call of another kind": (ANSWER | {"tool_calls": [CALL | {"type": "mcp"}]}, "tool_calls[0] must be"),
+    "a call of nothing": (ANSWER | {"tool_calls": [{"type": "function"}]}, "tool_calls[0] must be"),
+    "a call of a text": (
+        ANSWER | {"tool_calls": [CALL, {"function": "weather"}]},
+        "messages[1]: tool_calls[1].function must be a JSON object, got 'weather'",
+    ),
+    "a call without a name": (
+        ANSWER | {"tool_calls": [{"function": {"arguments": "{}"}}]},
+        "messages[1]: tool_calls[0].function: name is required",
+    ),
+    "arguments that are no JSON": (
+        ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": "city=Riga"}}]},
+        "messages[1]: tool_calls[0].function: arguments is no JSON: expected value",
+    ),
+    "arguments that are an array": (
+        ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+        "tool_calls[0].function: arguments must be a JSON object, got [1]",
+    ),
+    "arguments that are too deep": (
+        ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": nested(MAX_DEPTH + 1)}}]},
+        f"arguments is nested more than {MAX_DEPTH} levels deep",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_MESSAGES)
+def test_a_refusal_names_the_message_and_its_place(case: str) -> None:
+    message, words = REFUSED_MESSAGES[case]
+    sentence = refusal(HI, message)
+    assert sentence.startswith("invalid_input: messages[1]")
+    assert words in sentence
+
+
+REFUSED_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
+    "a typo": ({"tols": []}, "unknown_parameter: there is no parameter 'tols', did you mean 'tools'?"),
+    "both": (
+        {"add_generation_prompt": True, "continue_final_message": True},
+        "invalid_parameter: add_generation_prompt begins a new message and continue_final_message goes on",
+    ),
+    "a prompt of no kind": ({"add_generation_prompt": "yes"}, "add_generation_prompt must be true or false, got 'yes'"),
+    "no tools": ({"tools": "[]"}, f"tools must be a JSON object or a JSON array of 1 to {MAX_TOOLS} of them"),
+    "too many tools": ({"tools": [TOOL] * (MAX_TOOLS + 1)}, "tools must be a JSON object or a JSON array of 1 to "),
+    "tools that are no JSON": ({"tools": "weather"}, "invalid_parameter: tools is no JSON: expected value"),
+    "a tool that is no JSON": ({"tools": ["weather"]}, "invalid_parameter: tools[0] is no JSON: expected value"),
+    "a tool that is none": ({"tools": [5]}, 'tools[0] must be {"type": "function", "function": {...}}'),
+    "a tool without a name": ({"tools": [TOOL, {"function": {}}]}, "tools[1].function: name is required"),
+    "parameters of no kind": (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+        "tools[0].function: parameters must be a JSON object, got []",
+    ),
+    "tools that are too deep": ({"tools": nested(MAX_DEPTH + 1)}, "tools is nested more than"),
+    "kwargs that are no JSON": ({"chat_template_kwargs": "{"}, "chat_template_kwargs is no JSON: EOF"),
+    "kwargs that are no object": ({"chat_template_kwargs": "[]"}, "chat_template_kwargs must be a JSON object, got []"),
+    "kwargs that are too deep": ({"chat_template_kwargs": nested(MAX_DEPTH + 1)}, "is nested more than"),
+    "an endless indent": (
+        {"chat_template_kwargs": {"indent": MAX_NUMBER + 1}},
+        f"chat_template_kwargs: 'indent' must be >= -{MAX_NUMBER} and <= {MAX_NUMBER}, got {MAX_NUMBER + 1}",
+    ),
+    "infinity": ({"chat_template_kwargs": '{"indent": 1e999}'}, "chat_template_kwargs: 'indent' must be"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_OPTIONS)
+def test_an_option_that_cannot_be_is_refused(case: str) -> None:
+    options, words = REFUSED_OPTIONS[case]
+    assert words in refusal(HI, **options)
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_template_arguments_cannot_set_what_is_reserved(name: str) -> None:
+    expected = f"invalid_parameter: chat_template_kwargs cannot set {name}: take it out"
+    assert refusal(HI, chat_template_kwargs={name: "x"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (HI, "and messages[1] is of role 'user'"),
+        ({"role": "tool", "content": "x"}, "and messages[1] is of role 'tool'"),
+        ({"role": "assistant", "reasoning_content": "hm"}, "messages[1] ends with something else"),
+        (ANSWER | {"tool_calls": [CALL]}, "messages[1] ends with something else"),
+    ],
+    ids=["user", "tool", "reasoning", "calls"],
+)
+def test_only_the_assistants_text_can_go_on(last: dict[str, object], words: str) -> None:
+    sentence = refusal(HI, last, continue_final_message=True)
+    assert sentence.startswith("invalid_input: continue_final_message goes on with")
+    assert words in sentence
+
+
+@pytest.mark.parametrize("where", ["messages", "tools", "a text a tool", "chat_template_kwargs"])
+def test_bytes_are_counted_over_all_that_is_given(where: str) -> None:
+    messages = [HI | {"content": "ß" * 400}] if where == "messages" else [HI]
+    cases: dict[str, dict[str, Any]] = {
+        "tools": {"tools": json.dumps([{"function": {"name": "ß" * 400}}], ensure_ascii=False)},
+        "a text a tool": {"tools": [json.dumps({"function": {"name": "ß" * 200}}, ensure_ascii=False)] * 2},
+        "chat_template_kwargs": {"chat_template_kwargs": json.dumps({"x": "ß" * 400}, ensure_ascii=False)},
+    }
+    options = cases.get(where, {})
+    text = json.dumps(messages, ensure_ascii=False)
+    size = len(text.encode()) + sum(len("".join(each).encode()) for each in options.values())
+    assert size > 800
+    assert parse_chat(text, options, size)
+    with pytest.raises(RequestError, match=f"context_exceeded: .* have {size} bytes, more than the {size - 1} "):
+        parse_chat(text, options, size - 1)
+
+
+def test_refusals_are_short_whatever_is_sent() -> None:
+    long = "x" * 50_000
+    for message in ({"role": "user", "content": [long]}, {"role": [long], "content": ""}, HI | {long: 1}, long):
+        assert len(refusal(message)) < 300
+
+
+# --- documentation ---------------------------------------------------------------------------------------------------
+
+
+def test_every_option_says_what_it_means_and_takes() -> None:
+    words = {name: allowed(field) for name, field in ChatOptions.model_fields.items()}
+    assert words == {
+        "add_generation_prompt": "true or false",
+        "continue_final_message": "true or false",
+        "tools": f"a JSON object or a JSON array of 1 to {MAX_TOOLS} of them",
+        "chat_template_kwargs": "a JSON object",
+    }
+    assert all(len(field.description or "") > 20 for field in ChatOptions.model_fields.values())

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts that follow a grammar, drawn token by token with nothing but chance to choose them: each is whole."""
+
+import json
+import random
+import re
+import time
+from functools import cache
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLParserLimits
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_triton import grammar as grammar_module
+from hf_triton.errors import RequestError
+from hf_triton.generation import Grammar, SamplingPlan
+from hf_triton.grammar import GrammarCompiler, TextConstraint
+from tests.unit.test_text import EOS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
+
+KIND = "byte_level"
+NULLABLE = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}
+NODE = {
+    "type": "object",
+    "properties": {"value": {"type": "integer"}, "next": NULLABLE},
+    "required": ["value", "next"],
+    "additionalProperties": False,
+}
+ENDLESS = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+TREE = {
+    "type": "object",
+    "properties": {"of": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+    "required": ["of"],
+}
+MANY = {f"part {number}": {"type": "string"} for number in range(8)}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "anything": {"type": "object"},
+    "object": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "an option with much in it": {
+        "type": "object",
+        "properties": {
+            "short": {"type": "string"},
+            "long": {"type": "object", "properties": MANY, "required": [*MANY]},
+        },
+        "required": ["short"],
+    },
+    "nested": {"type": "array", "minItems": 2, "items": {"type": "array", "items": {"enum": ["red", "é\n", 1, None]}}},
+    "tuple": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "number"}], "items": False, "minItems": 2},
+    "text": {"type": "string", "minLength": 12, "maxLength": 40},
+    "pattern": {"type": "string", "pattern": "^[a-f]{3}-[0-9]{2,4}$"},
+    "number": {"type": "number"},
+    "range": {"type": "integer", "minimum": 100, "maximum": 2500},
+    "union": {"anyOf": [{"type": "null"}, {"type": "boolean"}, {"type": "array", "items": {"type": "number"}}]},
+    "list": {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
+    "tree": {"$defs": {"tree": TREE}, "$ref": "#/$defs/tree"},
+    "constant": {"const": {"a": [1, 'é"\n\\']}},
+    "map": {"type": "object", "additionalProperties": {"type": "boolean"}, "required": ["key"]},
+}
+REGEXES = [
+    "[a-z]{5,10}-[0-9]{3}",
+    "(a|b)*c",
+    "[0-9]+([.][0-9]{2})?",
+    "(yes|no), (sir|madam)",
+    "[a-z]*q",
+    "[a-z]+@[a-z]+[.](com|org)",
+    "a{3}x|b{5}y",
+    "[^@ ]+@[^@ ]+[.][a-z]+",
+    "x?",
+]
+CHOICES = ["yes", "no", "yes and no", 'a "quote"', "back\\slash", "line\nbreak", "é"]
+LIMIT_S = 20.0  # of what takes a second on an idle machine
+
+
+@cache
+def compiler_of(kind: str) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer_of(kind), len(tokenizer_of(kind)), frozenset([end_of(kind)]))
+
+
+def end_of(kind: str) -> int:
+    return int(tokenizer_of(kind).convert_tokens_to_ids(EOS))
+
+
+def json_schema(schema: object) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema), "guided_json")
+
+
+def regex(text: str) -> Grammar:
+    return Grammar("regex", text, "guided_regex")
+
+
+def choice(*texts: str) -> Grammar:
+    return Grammar("choice", json.dumps(texts), "guided_choice")
+
+
+def constraint_of(kind: str, grammar: Grammar, most: int, **plan: Any) -> TextConstraint:
+    _, make = compiler_of(kind).compile(grammar, SamplingPlan(most, **plan))
+    return make()
+
+
+def refusal(grammar: Grammar, most: int = 100, kind: str = KIND) -> str:
+    with pytest.raises(RequestError) as caught:
+        compiler_of(kind).compile(grammar, SamplingPlan(most))
+    assert caught.value.code == "invalid_parameter"
+    assert caught.value.sentence.startswith(grammar.parameter)
+    assert len(caught.value.sentence) < 300
+    return caught.value.sentence
+
+
+def least_of(kind: str, grammar: Grammar) -> int:
+    """The tokens of the shortest text that is found."""
+    try:
+        compiler_of(kind).compile(grammar, SamplingPlan(1))
+    except RequestError as error:
+        return int(re.findall(r"and (\d+) do$", error.sentence)[0])
+    return 1
+
+
+def allowed_by(constraint: TextConstraint, size: int) -> list[int]:
+    bits = np.unpackbits(constraint.mask(), bitorder="little")[:size]
+    return [int(token_id) for token_id in np.flatnonzero(bits)]
+
+
+def draw(kind: str, constraint: TextConstraint, most: int, source: random.Random) -> list[int]:
+    """A text of random tokens: any that may come, as a rule one that goes on, and now and then one that may not."""
+    end, size, ids = end_of(kind), len(tokenizer_of(kind)), list[int]()
+    while len(ids) < most:
+        allowed = allowed_by(constraint, size)
+        going_on = [token_id for token_id in allowed if token_id != end]
+        wanted = source.choice(going_on if going_on and source.random() < 0.9 else allowed)
+        if source.random() < 0.05:
+            wanted = source.randrange(size)
+        token_id = constraint.settle(wanted)
+        assert token_id in allowed
+        constraint.accept(token_id)
+        if token_id == end:
+            break
+        ids.append(token_id)
+    return ids
+
+
+def read(kind: str, ids: list[int]) -> str:
+    return codec_of(kind).continuation(raw_ids(kind, "The river"), ids)
+
+
+def check_texts(kind: str, grammar: Grammar, matches: Any, num_texts: int = 8) -> None:
+    source, least = random.Random(0), least_of(kind, grammar)
+    for extra in [0, 0, 1, 2, 3, 5, 10, 40][:num_texts]:
+        most = least + extra
+        ids = draw(kind, constraint_of(kind, grammar, most), most, source)
+        assert len(ids) <= most
+        assert matches(read(kind, ids)), read(kind, ids)
+
+
+# --- whole texts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", WITH_BYTES)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_json_is_whole_however_few_tokens_it_has(name: str, kind: str) -> None:
+    schema = SCHEMAS[name]
+
+    def matches(text: str) -> bool:
+        jsonschema.validate(json.loads(text), schema)
+        return True
+
+    check_texts(kind, json_schema(schema), matches)
+
+
+@pytest.mark.parametrize("kind", WITH_BYTES)
+@pytest.mark.parametrize("pattern", REGEXES)
+def test_the_whole_text_matches_its_regex(pattern: str, kind: str) -> None:
+    check_texts(kind, regex(pattern), lambda text: re.fullmatch(pattern, text))
+
+
+@pytest.mark.parametrize("kind", WITH_BYTES)
+def test_one_of_the_choices_is_written_and_each_can_be(kind: str) -> None:
+    check_texts(kind, choice(*CHOICES), lambda text: text in CHOICES)
+    source, grammar = random.Random(0), choice(*CHOICES)
+    texts = {read(kind, draw(kind, constraint_of(kind, grammar, 40), 40, source)) for _ in range(200)}
+    assert texts == set(CHOICES)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "metaspace"])
+def test_tokenizers_without_bytes_write_what_they_have_letters_for(kind: str) -> None:
+    check_texts(kind, choice("the river goes", "the sea"), lambda text: text in ("the river goes", "the sea"))
+    check_texts(kind, regex("[a-z]{3,9}"), lambda text: re.fullmatch("[a-z]{3,9}", text))
+    assert "allows no text" in refusal(regex("[0-9]{4}~"), kind=kind)
+
+
+def test_a_lark_grammar_is_followed() -> None:
+    source = 'start: "(" start ")" | "x"'
+    check_texts(KIND, Grammar("lark", source, "guided_grammar"), lambda text: re.fullmatch(r"\(*x\)*", text))
+
+
+def test_a_text_goes_on_freely_while_there_is_room() -> None:
+    """Whatever the endings that are known: every text of the grammar can be written, token by token."""
+    text = '{"name": "Ann, who said \\"no\\"", "age": 41}'
+    constraint = constraint_of(KIND, json_schema(SCHEMAS["object"]), 200)
+    for token_id in raw_ids(KIND, text):
+        assert constraint.settle(token_id) == token_id
+        constraint.accept(token_id)
+    assert allowed_by(constraint, len(tokenizer_of(KIND))) == [end_of(KIND)]
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_may_come_exactly_where_the_text_may_end() -> None:
+    constraint, end = constraint_of(KIND, regex("a+b?"), 20), end_of(KIND)
+    (letter,) = raw_ids(KIND, "a")
+    assert end not in allowed_by(constraint, 400)
+    assert constraint.settle(end) != end
+    constraint.accept(letter)
+    assert end in allowed_by(constraint, 400)
+    assert constraint.settle(end) == end
+    assert constraint.closing() == [end]
+
+
+def test_other_tokens_that_end_a_text_write_none() -> None:
+    ends = frozenset([*raw_ids(KIND, "a"), *raw_ids(KIND, "b")])
+    plan, make = compiler_of(KIND).compile(regex("[a-d]+"), SamplingPlan(20, eos_ids=ends))
+    assert plan.eos_ids == ends
+    constraint = make()
+    assert not ends.intersection(allowed_by(constraint, 400))
+    constraint.accept(raw_ids(KIND, "c")[0])
+    assert ends <= set(allowed_by(constraint, 400))
+    with pytest.raises(RequestError, match="allows no text"):
+        compiler_of(KIND).compile(regex("a|b"), plan)
+
+
+def test_tokens_that_only_the_tokenizer_has_end_no_text() -> None:
+    size = max(bytes_of(KIND, "".join(chr(place) for place in range(32, 127)))) + 1
+    assert max(raw_ids(KIND, "the river goes")) >= size
+    compiler = GrammarCompiler(tokenizer_of(KIND), size, frozenset([end_of(KIND)]))
+    constraint = compiler.compile(choice("the river goes"), SamplingPlan(40))[1]()
+    ids = constraint.closing()
+    assert max(ids) < size
+    assert read(KIND, ids[:-1]) == "the river goes"
+
+
+def test_a_model_without_an_end_takes_its_tokenizers() -> None:
+    compiler = GrammarCompiler(tokenizer_of(KIND), len(tokenizer_of(KIND)), frozenset())
+    plan, _ = compiler.compile(regex("a"), SamplingPlan(1, eos_ids=frozenset()))
+    assert plan.eos_ids == frozenset([end_of(KIND)])
+    endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(KIND).backend_tokenizer)  # type: ignore[no-untyped-call]
+    with pytest.raises(RequestError, match="eos_token_id"):
+        GrammarCompiler(endless, len(endless), frozenset()).compile(regex("a"), SamplingPlan(1))
+
+
+def test_a_text_that_fits_is_asked_for() -> None:
+    grammar = json_schema(SCHEMAS["an option with much in it"])
+    least = least_of(KIND, grammar)
+    assert f"max_new_tokens is {least - 1}, and {least} do" in refusal(grammar, least - 1)
+    constraint_of(KIND, grammar, least)
+
+
+def test_asking_changes_nothing() -> None:
+    """A step that failed after its picks is picked again."""
+    grammar, source = json_schema(SCHEMAS["object"]), random.Random(1)
+    constraint, other = constraint_of(KIND, grammar, 40), constraint_of(KIND, grammar, 40)
+    for _ in range(30):
+        for _ in range(5):
+            constraint.settle(source.randrange(400))
+        assert constraint.mask().tolist() == other.mask().tolist()
+        wanted = source.choice(allowed_by(other, 400))
+        token_id = constraint.settle(wanted)
+        assert token_id == other.settle(wanted)
+        constraint.accept(token_id)
+        other.accept(token_id)
+        if token_id == end_of(KIND):
+            break
+
+
+# --- a library that gives up -----------------------------------------------------------------------------------------
+
+
+def test_a_grammar_that_grows_too_large_on_its_way_still_ends_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own limits: the ending that is known comes, without it."""
+    monkeypatch.setattr(grammar_module, "LIMITS", LLParserLimits(max_lexer_states=200))
+    pattern, source = "(a|b)*a(a|b){12}", random.Random(0)
+    constraint = constraint_of(KIND, regex(pattern), 1000)
+    ids: list[int] = []
+    while (token_id := constraint.settle(source.choice(bytes_of(KIND, "ab")))) != end_of(KIND) and len(ids) < 1000:
+        constraint.mask()
+        constraint.accept(token_id)
+        ids.append(token_id)
+    assert len(ids) < 200
+    assert re.fullmatch(pattern, read(KIND, ids))
+
+
+def test_where_no_ending_is_found_the_known_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "DURING", grammar_module.Effort(0, 1.0))
+    check_texts(KIND, json_schema(SCHEMAS["nested"]), lambda text: json.loads(text) is not None)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (regex("a("), "unclosed group"),
+        (regex("(?=a)b"), "look-around"),
+        (regex("[^\\s\\S]"), "allows no text at all"),
+        (regex("(" * 500 + "a" + ")" * 500), "cannot be read"),
+        (json_schema({"type": "strin"}), "strin"),
+        (json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (json_schema({"$ref": "http://localhost/x"}), "cannot be read"),
+        (json_schema({"$ref": "#"}), "allows no text"),
+        (json_schema({"$ref": "#/$defs/none"}), "cannot be read"),
+        (json_schema({"enum": ["x" * 70_000] * 8}), "allows no text that could be found"),
+        (json_schema({"$defs": {"node": ENDLESS}, "$ref": "#/$defs/node"}), "no text"),
+        (Grammar("lark", 'begin: "a"', "guided_grammar"), "no start rule"),
+        (Grammar("lark", 'start: "a" start', "guided_grammar"), "no text"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.text[:30],
+)  # fmt: skip
+def test_a_grammar_that_cannot_be_is_refused_with_the_reason(grammar: Grammar, words: str) -> None:
+    assert words in refusal(grammar)
+
+
+def nest(depth: int) -> str:
+    schema = '{"type": "integer"}'
+    for _ in range(depth):
+        schema = f'{{"type": "object", "properties": {{"a": {schema}}}, "required": ["a"]}}'
+    return schema
+
+
+HOSTILE = [
+    regex("(a{1000}){1000}"),
+    regex("(.*a.{20}){3}"),
+    regex("(x+x+)+y"),
+    regex("(a|a)*b(a|b){2000}"),
+    regex("|".join(f"w{number}x" for number in range(8000))),
+    regex("a" * 60_000),
+    Grammar("json_schema", nest(40), "guided_json"),
+    Grammar("json_schema", nest(1000), "guided_json"),
+    json_schema({"type": "string", "pattern": "^(a|b)*a(a|b){18}$"}),
+    json_schema({"type": "string", "minLength": 1_000_000}),
+    json_schema({"type": "array", "minItems": 10_000, "items": {"type": "integer"}}),
+    json_schema({"enum": [f"value {number}" for number in range(3000)]}),
+    json_schema({"allOf": [{"anyOf": [{"required": [f"a{i}{j}"]} for j in range(6)]} for i in range(6)]}),
+    Grammar("lark", 'start: e\ne: e e | "a" | ', "guided_grammar"),
+]
+
+
+@pytest.mark.parametrize("grammar", HOSTILE, ids=lambda grammar: grammar.text[:24])
+def test_a_hostile_grammar_takes_no_long_time(grammar: Grammar) -> None:
+    start_s, source = time.thread_time(), random.Random(0)
+    try:
+        constraint = constraint_of(KIND, grammar, 4096)
+    except RequestError:
+        pass
+    else:
+        draw(KIND, constraint, 200, source)
+    assert time.thread_time() - start_s < LIMIT_S
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_is_not_known_by_its_bytes_is_refused() -> None:
+    assert "tokenizer" in refusal(regex("a+"), kind="wordpiece")
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    class Slow:
+        is_fast = False
+        eos_token_id = 1
+
+    with pytest.raises(RequestError, match="tokenizer"):
+        GrammarCompiler(Slow(), 10, frozenset([1])).compile(regex("a"), SamplingPlan(1))
+
+
+def test_a_tokenizer_that_reads_otherwise_than_it_says_is_refused() -> None:
+    tokenizer = Tokenizer(
+        models.BPE({letter: place for place, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, [])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("e", "")])
+    built: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+    with pytest.raises(RequestError, match="tokenizer"):
+        GrammarCompiler(built, 256, frozenset([0])).compile(regex("a"), SamplingPlan(1))

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The meter: what is noted arrives, whoever notes it and whatever the sink does."""
+
+import logging
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hf_triton.engine.interface import Completion, EngineLoad, Sequence
+from hf_triton.generation import SamplingPlan
+from hf_triton.metrics import (
+    COMPLETIONS,
+    GENERATED_TOKENS,
+    HELD_TOKENS,
+    IN_FLIGHT,
+    LATENCY,
+    METRICS,
+    PROMPT_TOKENS,
+    QUEUE_TIME,
+    REQUESTS,
+    RUNNING,
+    TIME_PER_TOKEN,
+    TIME_TO_FIRST_TOKEN,
+    Meter,
+    Metric,
+    NoMeter,
+    build_meter,
+)
+
+
+class Board:
+    """A sink that keeps what it is told, and can be out of order."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[Metric, str], float] = defaultdict(float)
+        self.seen: dict[Metric, list[float]] = defaultdict(list)
+        self.declared: set[tuple[Metric, str]] = set()
+        self.is_broken = False
+        self.was_called = threading.Event()
+
+    def declare(self, metric: Metric, value: str) -> None:
+        self.declared.add((metric, value))
+
+    def add(self, metric: Metric, value: str, amount: float) -> None:
+        self.was_called.set()
+        if self.is_broken:
+            raise RuntimeError("no room")
+        self.values[metric, value] += amount
+
+    def observe(self, metric: Metric, amount: float) -> None:
+        if self.is_broken:
+            raise RuntimeError("no room")
+        self.seen[metric].append(amount)
+
+
+def idle() -> EngineLoad:
+    return EngineLoad()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(200):
+        if is_so():
+            return
+        pause.wait(0.05)
+    raise AssertionError("never")
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_declarations_keep_the_conventions(metric: Metric) -> None:
+    assert re.fullmatch(r"hf_triton_[a-z0-9_]+", metric.name)  # an invalid name can end the whole server
+    assert metric.name.endswith("_total") == (metric.kind == "counter")
+    assert not metric.name.endswith(("_count", "_sum", "_bucket"))
+    assert metric.help.endswith(".")
+    assert metric.label not in ("instance", "model", "version", "le")
+    assert bool(metric.label) == (metric.values != ("",))
+    assert bool(metric.buckets) == (metric.kind == "histogram")
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+
+
+def test_names_are_unique() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_everything_is_declared_before_it_happens() -> None:
+    board = Board()
+    meter = Meter(board)
+    meter.start(idle)
+    meter.close()
+    assert {metric for metric, _ in board.declared} == set(METRICS)
+    assert {value for metric, value in board.declared if metric is COMPLETIONS} == {
+        "eos",
+        "stop_string",
+        "length",
+        "deadline",
+    }
+
+
+def test_nothing_is_lost_of_what_many_threads_note() -> None:
+    board = Board()
+    meter = Meter(board)
+    meter.start(idle)
+
+    def work(_: int) -> None:
+        for number in range(500):
+            meter.begin_request()("ok" if number % 5 else "queue_full")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    meter.close()
+    assert board.values[REQUESTS, "ok"] == 8 * 400
+    assert board.values[REQUESTS, "queue_full"] == 8 * 100
+    assert board.values[IN_FLIGHT, ""] == 0
+    assert len(board.seen[LATENCY]) == 8 * 400
+
+
+def test_instances_that_share_a_sink_add_up_and_leave_nothing() -> None:
+    board = Board()
+    meters = [Meter(board), Meter(board)]
+    for meter in meters:
+        meter.start(lambda: EngineLoad(num_waiting=1, num_running=3, num_held_tokens=100, max_held_tokens=1000))
+        meter.begin_request()
+    wait_until(lambda: (board.values[RUNNING, ""], board.values[HELD_TOKENS, ""]) == (6, 200))
+    assert board.values[IN_FLIGHT, ""] == 2
+    meters[0].close()
+    assert (board.values[RUNNING, ""], board.values[HELD_TOKENS, ""]) == (3, 100)
+    meters[1].close()
+    assert (board.values[RUNNING, ""], board.values[HELD_TOKENS, ""]) == (0, 0)
+
+
+def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    board, clock = Board(), [100.0]
+    monkeypatch.setattr("hf_triton.metrics.time.monotonic", lambda: clock[0])
+    meter = Meter(board)
+    plan = SamplingPlan(8, num_return_sequences=2)
+    sequence = Sequence([1, 2, 3], plan, on_finish=lambda outcome: None, arrival_s=99.0)
+    clock[0] = 100.5
+    observer = meter.on_admit(sequence)
+    for now_s, copy, is_text in [(101.0, 0, True), (101.0, 1, True), (102.0, 0, True), (105.0, 0, False)]:
+        clock[0] = now_s
+        observer.on_pick(copy, is_text=is_text)
+    observer.on_complete([Completion([7, 8], "eos"), Completion([9], "length")])
+    meter.start(idle)
+    meter.close()
+    assert board.seen[QUEUE_TIME] == [1.5]
+    assert board.seen[TIME_TO_FIRST_TOKEN] == [2.0]
+    assert board.seen[TIME_PER_TOKEN] == [2.0]  # of the one text with more than a token
+    assert board.values[PROMPT_TOKENS, ""] == 3
+    assert board.values[GENERATED_TOKENS, ""] == 3
+    assert (board.values[COMPLETIONS, "eos"], board.values[COMPLETIONS, "length"]) == (1, 1)
+
+
+def test_a_sink_out_of_order_hurts_nobody_and_counters_catch_up(caplog: pytest.LogCaptureFixture) -> None:
+    board = Board()
+    board.is_broken = True
+    meter = Meter(board)
+    meter.start(idle)
+    with caplog.at_level(logging.ERROR, "hf_triton"):
+        for _ in range(10):
+            meter.begin_request()("ok")
+        assert board.was_called.wait(10)
+        board.was_called.clear()
+        assert board.was_called.wait(10)  # it is tried again
+        board.is_broken = False
+        meter.close()
+    assert board.values[REQUESTS, "ok"] == 10
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "no room" not in caplog.text
+
+
+def test_an_engine_that_cannot_tell_its_load_hurts_nobody() -> None:
+    was_asked = threading.Event()
+
+    def load() -> EngineLoad:
+        was_asked.set()
+        raise RuntimeError("no idea")
+
+    board = Board()
+    meter = Meter(board)
+    meter.start(load)
+    meter.begin_request()("ok")
+    assert was_asked.wait(10)
+    meter.close()
+    assert board.values[REQUESTS, "ok"] == 1
+
+
+def test_where_there_is_no_sink_nothing_is_counted_and_serving_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    def no_sink() -> Board:
+        raise RuntimeError("metrics are off")
+
+    with caplog.at_level(logging.WARNING, "hf_triton"):
+        meter = build_meter(no_sink)
+    assert type(meter) is NoMeter
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    meter.start(idle)
+    meter.begin_request()("ok")
+    meter.close()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes out, and in which order, beside a call that notes what it is told."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from hf_triton.errors import CancelledError, HfTritonError
+from hf_triton.reply import CallReply, Outbox
+from hf_triton.wire import GeneratedText, GenerationRequest, RequestOptions
+
+TEXT = "text_output"
+
+
+class Call:
+    """Notes every part and the one end; `may_send` holds it up."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[str]] = []
+        self.ends: list[Any] = []
+        self.may_send = threading.Event()
+        self.may_send.set()
+        self.is_broken = False
+
+    def add(self, outputs: dict[str, Any]) -> None:
+        assert self.may_send.wait(10)
+        assert not self.ends, "a part behind the end"
+        if self.is_broken:
+            raise KeyboardInterrupt
+        self.parts.append(texts_of(outputs))
+
+    def answer(self, outputs: dict[str, Any]) -> None:
+        self.ends.append(outputs)
+
+    def refuse(self, error: HfTritonError) -> None:
+        self.ends.append(error)
+
+
+def texts_of(outputs: dict[str, Any]) -> list[str]:
+    return [element.decode() for element in outputs[TEXT]]
+
+
+@pytest.fixture
+def outbox() -> Iterator[Outbox]:
+    outbox = Outbox()
+    yield outbox
+    outbox.close()
+
+
+def reply_to(call: Call, outbox: Outbox, num_texts: int = 1, **options: bool) -> CallReply:
+    request = GenerationRequest([], [], RequestOptions(**options), (num_texts,))
+    reply = CallReply(call, request, [TEXT, "num_output_tokens"], outbox)  # type: ignore[arg-type]
+    reply.start(num_texts)
+    return reply
+
+
+def rest(*texts: str) -> list[GeneratedText]:
+    return [GeneratedText(text, "length", 1, 2, 0.0, "") for text in texts]
+
+
+def joined(call: Call) -> list[str]:
+    [end] = call.ends
+    return ["".join(pieces) for pieces in zip(*call.parts, texts_of(end), strict=True)]
+
+
+def test_pieces_go_out_before_the_rest_and_a_text_that_does_not_go_on_is_empty() -> None:
+    outbox, call = Outbox(), Call()
+    reply = reply_to(call, outbox, num_texts=2)
+    reply.add(1, "ba")
+    while not call.parts:
+        time.sleep(0.001)
+    reply.add(0, "a")
+    reply.finish(rest("b", "r"))
+    outbox.close()
+    assert call.parts[0] == ["", "ba"]
+    assert call.parts[1] == ["a", ""]
+    assert joined(call) == ["ab", "bar"]
+
+
+def test_what_is_told_beside_the_text_comes_with_the_last_response_alone() -> None:
+    outbox, call = Outbox(), Call()
+    reply = reply_to(call, outbox, return_num_output_tokens=True)
+    reply.add(0, "a")
+    reply.finish(rest(""))
+    outbox.close()
+    [end] = call.ends
+    assert end["num_output_tokens"].tolist() == [2]
+    assert call.parts == [["a"]]
+
+
+def test_what_is_written_while_nothing_can_be_sent_goes_out_together() -> None:
+    outbox, call = Outbox(), Call()
+    call.may_send.clear()
+    reply = reply_to(call, outbox)
+    for letter in "abcdef":
+        reply.add(0, letter)
+    call.may_send.set()
+    reply.finish(rest("g"))
+    outbox.close()
+    assert joined(call) == ["abcdefg"]
+    assert len(call.parts) <= 2
+
+
+def test_an_error_comes_behind_the_pieces_and_ends_the_stream() -> None:
+    outbox, call = Outbox(), Call()
+    reply = reply_to(call, outbox)
+    reply.add(0, "a")
+    reply.finish(CancelledError())
+    reply.add(0, "b")  # the engine has not heard of the error yet
+    outbox.close()
+    assert call.parts in ([["a"]], [["ab"]])
+    assert [str(end) for end in call.ends] == ["cancelled: the client cancelled the request"]
+
+
+def test_a_whole_answer_is_one_response() -> None:
+    outbox, call = Outbox(), Call()
+    request = GenerationRequest([], [], RequestOptions(), (1,))
+    CallReply(call, request, [TEXT], outbox).finish(rest("whole"))  # type: ignore[arg-type]
+    outbox.close()
+    assert (call.parts, joined(call)) == ([], ["whole"])
+
+
+def test_one_call_that_cannot_be_sent_to_is_no_matter_of_the_others(outbox: Outbox) -> None:
+    broken, sound = Call(), Call()
+    broken.is_broken = True
+    reply_to(broken, outbox).add(0, "a")
+    reply = reply_to(sound, outbox)
+    reply.add(0, "b")
+    reply.finish(rest("c"))
+    outbox.close()
+    assert joined(sound) == ["bc"]
+
+
+def test_many_streams_from_many_threads_keep_their_texts() -> None:
+    outbox, calls = Outbox(), [Call() for _ in range(8)]
+    replies = [reply_to(call, outbox, num_texts=2) for call in calls]
+
+    def write(number: int) -> None:
+        for step in range(500):
+            replies[number].add(step % 2, f"{number}.{step} ")
+        replies[number].finish(rest("!", "?"))
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        list(pool.map(write, range(len(calls))))
+    outbox.close()
+    for number, call in enumerate(calls):
+        even, odd = ("".join(f"{number}.{step} " for step in range(start, 500, 2)) for start in (0, 1))
+        assert joined(call) == [even + "!", odd + "?"]
