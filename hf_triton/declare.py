@@ -132,7 +132,7 @@ def read_one_or_many(value: object) -> object:
 
 
 def read_texts(value: object) -> object:
-    """Read one text, or an array of them, as a tuple; a text that reads as a JSON array is one, an empty one is none."""
+    """Read one text, or an array of them, as a tuple; a text that reads as a JSON array is one, an empty one none."""
     if value == "":
         return ()
     return _tuple(_read_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else value)
