@@ -45,6 +45,7 @@ class TextGeneration:
     Args:
         engine: Runs the sequences. It is closed with this task.
         codec: The model's tokenizer.
+        chat_template: Makes prompts of chats.
         grammars: Reads what texts must follow.
         context_length: Tokens that a prompt and its continuation may have together.
         is_encoder_decoder: Whether the model reads the prompt and writes apart (T5): the two are bounded each, and the
