@@ -15,9 +15,11 @@ TESTS ?= tests
 BIN := .venv/bin
 SETUP := .venv/.set-up
 PERF_ANALYZER := .venv/perf_analyzer/.set-up
+LITELLM := .venv/litellm/.set-up
+GENAI_PERF := .venv/genai_perf/.set-up
 PROMETHEUS := .venv/prometheus/.set-up
 
-.PHONY: help setup serve test check format docs test-container clean
+.PHONY: help setup serve test test-clients check format docs test-container clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +53,20 @@ $(PROMETHEUS): $(SETUP) tests/server/prometheus.sh
 	tests/server/prometheus.sh $(@D)
 	@touch $@
 
+test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) ## Run LiteLLM and genai-perf too (1.3 GB more)
+	REQUIRE_CLIENTS=1 $(BIN)/pytest tests/server/test_dialects.py
+
+# Both need other versions of what is in .venv.
+$(LITELLM): $(SETUP)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet litellm==1.106.2
+	@touch $@
+
+$(GENAI_PERF): $(SETUP)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet genai-perf==0.0.16
+	@touch $@
+
 check: $(SETUP) ## Check format, lint, types, the arrows between modules, and the Dockerfile
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -61,6 +77,14 @@ check: $(SETUP) ## Check format, lint, types, the arrows between modules, and th
 format: $(SETUP) ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench: $(SETUP) ## Measure the engine and the server; figures and plots go to .venv/bench
+	$(BIN)/pip install --quiet --constraint constraints.txt '.[bench]'
+	$(BIN)/python benchmarks/engine.py --out .venv/bench
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/server.py --out .venv/bench
+
+soak: $(SETUP) ## Send 20,000 requests of all kinds and watch the memory
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py
 
 docs: $(SETUP) ## Write the generated parts of README.md again
 	$(BIN)/python scripts/render_docs.py

@@ -51,7 +51,7 @@ class Call:
         self._was_cancelled = False
         self._sender = request.get_response_sender()
         self._request = request
-        self.request_id: str = request.request_id()
+        self.request_id = _request_id(request)
         """What the client calls it; empty where it does not."""
         _cancel_watch.add(self)
 
@@ -135,6 +135,13 @@ class Call:
     def __del__(self) -> None:
         if not getattr(self, "_is_answered", True):
             self.refuse(HfTritonError("internal", "the request was dropped; the server's log may say why"))
+
+
+def _request_id(request: pb_utils.InferenceRequest) -> str:
+    try:
+        return request.request_id()
+    except UnicodeDecodeError:  # `parameters` has it too, and refuses the request
+        return ""
 
 
 class _CancelWatch:

@@ -257,6 +257,7 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
     Raises:
         RequestError: The message names what is wrong and what would do.
     """
+    _check_names(parameters)  # first: of a misspelt `text_input`, the spelling is to be told
     has_chat = MESSAGES in inputs or MESSAGES in parameters
     if has_chat == (PROMPT in inputs):
         raise RequestError("invalid_input", f"give {PROMPT} or {MESSAGES}, one of them")
@@ -352,9 +353,6 @@ def _rows_of_parameters(
 ) -> list[dict[str, object]]:
     """What each prompt asks for, from request parameters and parameter tensors alike."""
     shared = {name: value for name, value in parameters.items() if not _is_tritons_own(name) and name != MESSAGES}
-    for name in shared:
-        if ALIASES.get(name, name) not in PARAMETERS:
-            raise _unknown_parameter(name)
     rows = [dict(shared) for _ in range(num_rows)]
     for name, array in inputs.items():
         if name in (PROMPT, MESSAGES):
@@ -366,6 +364,12 @@ def _rows_of_parameters(
         for row, value in zip(rows, _values(name, array, num_rows), strict=True):
             row[name] = value
     return rows
+
+
+def _check_names(parameters: Mapping[str, object]) -> None:
+    for name in parameters:
+        if ALIASES.get(name, name) not in PARAMETERS and name != MESSAGES and not _is_tritons_own(name):
+            raise _unknown_parameter(name)
 
 
 def _unknown_parameter(name: str) -> RequestError:

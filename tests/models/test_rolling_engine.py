@@ -92,7 +92,7 @@ def start() -> Iterator[Callable[..., RollingEngine]]:
 
 def start_engine(model: Any, **options: Any) -> Any:
     """The engine that a folder without settings gets."""
-    defaults = {"max_waiting": 100, "max_cache_tokens": None, "shares_prefixes": True, "decoding": "auto"}
+    defaults = {"max_waiting": 1000, "max_cache_tokens": None, "shares_prefixes": True, "decoding": "auto"}
     return build_engine(model, "auto", **{**defaults, "on_fatal": lambda: None, **options})
 
 

@@ -69,7 +69,7 @@ TENSORS: dict[str, Case] = {
     ),
     "text for a number": (with_tensor("temperature", "FP32", ["1"]), NO_JSON, "non-number"),
     "number for a boolean": (with_tensor("do_sample", "BOOL", [2]), NO_JSON, "non-boolean"),
-    "2^63 in INT64": (with_tensor("seed", "INT64", [2**63]), NO_JSON, "non-signed-integer|out of range"),
+    "2^63 in INT64": (with_tensor("max_new_tokens", "INT64", [2**63]), NO_JSON, "non-signed-integer|out of range"),
     "too few bytes": (
         over_grpc([pack(b"x"), b"\1\2\3"], inputs=(ONE_TEXT, ("max_new_tokens", "INT64", [1, 1])), model=TYPED),
         ["INVALID_ARGUMENT"],
@@ -125,8 +125,9 @@ TENSORS: dict[str, Case] = {
         BAD_REQUEST,
         "input 'seed' already exists",
     ),
-    "null": (to_generate({"text_input": "x", "seed": None}, TYPED), NO_JSON, "non-signed-integer"),
+    "null": (to_generate({"text_input": "x", "max_new_tokens": None}, TYPED), NO_JSON, "non-signed-integer"),
     "a nested list": (to_generate({"text_input": "x", "seed": [[1, 2]]}, TYPED), NO_JSON, "."),
+    "-1 in UINT64": (with_tensor("seed", "UINT64", [-1]), NO_JSON, "non-unsigned-integer"),
     "larger than the batch": (
         to_infer_inputs(tensor(shape=[9, 1], data=["x"] * 9), model=TYPED),
         BAD_REQUEST,
@@ -146,6 +147,7 @@ TENSORS: dict[str, Case] = {
 
 # --- tensors and prompts ---------------------------------------------------------------------------------------------
 
+NEITHER = "invalid_input: give text_input or messages, one of them"
 NO_PROMPT = r"invalid_input: text_input holds no prompt, its shape is \[0\]"
 REQUESTS: dict[str, Case] = {
     # dtype, rank, number and name of tensors
@@ -177,14 +179,18 @@ REQUESTS: dict[str, Case] = {
         "But no field is set",
     ),
     "no name": (to_infer_inputs({"datatype": "BYTES", "shape": [1], "data": ["x"]}), NO_JSON, "'name'"),
-    "no input": (to_infer_inputs(), BAD_REQUEST, r"missing required input\(s\) \['text_input'\]"),
+    "no input": (to_infer_inputs(), BAD_REQUEST, NEITHER),
     "unknown input": (to_infer_inputs(tensor(name="text")), BAD_REQUEST, "unexpected inference input 'text'"),
-    "one input too many": (to_infer_inputs(tensor(), tensor(name="more")), BAD_REQUEST, "expected 1 inputs but got 2"),
+    "one input too many": (
+        to_infer_inputs(tensor(), tensor(name="more")),
+        BAD_REQUEST,
+        "expected number of inputs between 0 and 1 but got 2",
+    ),
     "duplicate input": (to_infer_inputs(tensor(), tensor()), BAD_REQUEST, "input 'text_input' already exists"),
     "a parameter as an undeclared input": (
         to_infer_inputs(tensor(), tensor(name="max_new_tokens", datatype="INT64", data=[4])),
         BAD_REQUEST,
-        "expected 1 inputs but got 2",
+        "expected number of inputs between 0 and 1 but got 2",
     ),
     "unknown output": (
         to_infer_inputs(tensor(), outputs=[{"name": "logits"}]),
@@ -216,11 +222,11 @@ REQUESTS: dict[str, Case] = {
     "generate: null": (to_generate({"text_input": None}), NO_JSON, "non-string as string"),
     "generate: object": (to_generate({"text_input": {"a": 1}}), NO_JSON, "non-string as string"),
     "generate: nested list": (to_generate({"text_input": [["x", "y"]]}), NO_JSON, "."),
-    "generate: no prompt": (to_generate({}), BAD_REQUEST, r"missing required input\(s\) \['text_input'\]"),
+    "generate: no prompt": (to_generate({}), BAD_REQUEST, NEITHER),
     "generate: typo in the prompt's name": (
         to_generate({"text_inptu": "x"}),
         BAD_REQUEST,
-        r"missing required input\(s\) \['text_input'\]",
+        r"unknown_parameter: there is no parameter 'text_inptu', did you mean 'text_input'\?",
     ),
     # JSON
     "empty body": (to_generate(b""), NO_JSON, "document is empty"),
@@ -304,7 +310,7 @@ REQUESTS: dict[str, Case] = {
     "gRPC: shape 0": (over_grpc([b""], inputs=[("text_input", "BYTES", [0])]), ["INVALID_ARGUMENT"], NO_PROMPT),
     "gRPC: shape 2^62": (over_grpc(inputs=[("text_input", "BYTES", [2**62])]), ["INVALID_ARGUMENT"], "expected|size"),
     "gRPC: dtype that is none": (over_grpc(inputs=[("text_input", "S", [1])]), ["INVALID_ARGUMENT"], "expects 'BYTES'"),
-    "gRPC: no input": (over_grpc([], inputs=[]), ["INVALID_ARGUMENT"], r"missing required input\(s\)"),
+    "gRPC: no input": (over_grpc([], inputs=[]), ["INVALID_ARGUMENT"], NEITHER),
     "gRPC: unknown input": (
         over_grpc(inputs=[("text", "BYTES", [1])]),
         ["INVALID_ARGUMENT"],

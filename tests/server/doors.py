@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import tritonclient.grpc as grpcclient
 from tritonclient.grpc import service_pb2, service_pb2_grpc
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from hf_triton.testing import TritonServer
 from tests.client import post
@@ -109,7 +109,7 @@ def over_client(model: str, tensors: Mapping[str, Any], parameters: Mapping[str,
         client = grpcclient.InferenceServerClient(server.grpc_url)
         inputs = []
         for name, array in tensors.items():
-            one = grpcclient.InferInput(name, list(array.shape), DATATYPES[array.dtype.kind])
+            one = grpcclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
             one.set_data_from_numpy(array)
             inputs.append(one)
         try:
@@ -121,9 +121,6 @@ def over_client(model: str, tensors: Mapping[str, Any], parameters: Mapping[str,
         return Answer("OK", str(answer.as_numpy("text_output")))
 
     return door
-
-
-DATATYPES = {"O": "BYTES", "i": "INT64", "f": "FP32", "b": "BOOL"}
 
 
 def prompts(*texts: bytes, is_batch: bool = False) -> Any:

@@ -259,7 +259,13 @@ OTHER_NAMES = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "see
 ALIASED = {OTHER_NAMES.get(name, name): value for name, value in PARAMETERS.items()}
 TYPES = {bool: "BOOL", int: "INT64", float: "FP32"}
 TENSORS = [
-    {"name": name, "datatype": TYPES[type(value)], "shape": [1], "data": [value]} for name, value in PARAMETERS.items()
+    {
+        "name": name,
+        "datatype": {"top_k": "INT32", "seed": "UINT64"}.get(name, TYPES[type(value)]),
+        "shape": [1],
+        "data": [value],
+    }
+    for name, value in PARAMETERS.items()
 ]
 
 

@@ -165,6 +165,14 @@ def test_calls_are_given_up_by_their_id(make_call: Callable[[Request], Any]) -> 
     assert [call.is_cancelled() for call in calls] == [False, True, True, False]
 
 
+def test_an_id_that_is_no_text_is_none(make_call: Callable[[Request], Any]) -> None:
+    class Unnamed(Request):
+        def request_id(self) -> str:
+            return b"\xff".decode()
+
+    assert make_call(Unnamed()).request_id == ""
+
+
 def test_a_call_that_is_answered_is_not_given_up(make_call: Callable[[Request], Any]) -> None:
     from hf_triton import _triton
 

@@ -363,6 +363,11 @@ def test_arrays_and_objects_are_parameters_as_they_are_or_as_json() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
     "no prompt": ({}, {}, "invalid_input: give text_input or messages, one of them"),
+    "a typo in the prompt's name": (
+        {},
+        {"text_inptu": "x"},
+        "unknown_parameter: there is no parameter 'text_inptu', did you mean 'text_input'?",
+    ),
     "an empty prompt tensor": (
         {PROMPT: texts(shape=(0,))},
         {},
