@@ -19,7 +19,7 @@ LITELLM := .venv/litellm/.set-up
 GENAI_PERF := .venv/genai_perf/.set-up
 PROMETHEUS := .venv/prometheus/.set-up
 
-.PHONY: help setup serve test test-clients check format docs test-container clean
+.PHONY: help setup serve test test-clients bench soak check format docs test-container clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,7 +79,7 @@ format: $(SETUP) ## Format the code
 	$(BIN)/ruff check --fix .
 
 bench: $(SETUP) ## Measure the engine and the server; figures and plots go to .venv/bench
-	$(BIN)/pip install --quiet --constraint constraints.txt '.[bench]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/engine.py --out .venv/bench
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/server.py --out .venv/bench
 

@@ -15,12 +15,13 @@ import locale
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -240,6 +241,36 @@ def end_with_server() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="hf_triton-server-watch", daemon=True).start()
+
+
+SENTINEL: Final = """
+read -r word && exit
+kill -TERM "$1" 2>/dev/null || exit
+echo "hf_triton: the process of the model $2 has died; stopping the server" >&2
+for second in 1 2 3 4 5 6 7 8 9 10; do sleep 1; kill -0 "$1" 2>/dev/null || exit; done
+kill -KILL "$1"
+"""
+"""A shell that waits for a word. Where the pipe closes without one, the server $1 is told to end, then made to."""
+
+
+class Sentinel:
+    """Ends the server when this process dies without a word, killed from outside or for its memory.
+
+    Triton starts no other one in its place, stays ready, and leaves the requests in flight without an answer for ever.
+
+    Args:
+        model_name: For the log.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", SENTINEL, "hf_triton-sentinel", str(os.getppid()), model_name], stdin=subprocess.PIPE
+        )
+
+    def dismiss(self) -> None:
+        """This process is going to end in good order."""
+        with contextlib.suppress(OSError):  # it has ended before
+            self._shell.communicate(b"word\n")
 
 
 def stop_server() -> None:

@@ -19,6 +19,7 @@ from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
 from hf_triton.tasks.hooks import Hooks
 
 if TYPE_CHECKING:
+    from hf_triton._triton import Sentinel
     from hf_triton.checkpoint import Checkpoint
     from hf_triton.tasks.text_generation import TextGeneration
 
@@ -54,6 +55,7 @@ class TritonPythonModel(Hooks):
     _task: TextGeneration
     _outlet: Outlet
     _door: DoorServer
+    _sentinel: Sentinel
     _limits: wire.Limits
     _meter: NoMeter
 
@@ -104,6 +106,7 @@ class TritonPythonModel(Hooks):
                 outbox=Outbox(),
             )
             self._start(loaded.settings, args)
+            self._sentinel = _triton.Sentinel(args["model_name"])
         except HfTritonError as error:
             raise _triton.load_failure(error) from None
         except UnicodeEncodeError as error:
@@ -126,6 +129,7 @@ class TritonPythonModel(Hooks):
 
     def finalize(self) -> None:
         """Answer whoever is still waiting and let the model go. Triton calls this when nothing is in flight."""
+        self._sentinel.dismiss()
         self._door.drain()
         self._task.close()
         self._outlet.outbox.close()

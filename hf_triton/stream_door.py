@@ -35,6 +35,7 @@ class StreamDoor(TritonPythonModel):
 
     def finalize(self) -> None:
         """Let the engine go. Triton calls this when nothing is in flight."""
+        self._sentinel.dismiss()
         self._engines.close()
         self._outlet.outbox.close()
 

@@ -60,9 +60,9 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
 
         torch.nn.modules.module.register_module_forward_pre_hook(forward)
 
-    def _submit(self, call):
+    def _submit(self, call, outlet):
         if call.parameters().get("max_new_tokens") != {IS_DROPPED}:
-            super()._submit(call)
+            super()._submit(call, outlet)
 """
 
 

@@ -471,35 +471,26 @@ def test_a_model_is_loaded_anew_under_its_streams(controlled: TritonServer) -> N
     assert num_texts >= 3
 
 
-def test_streams_end_when_the_model_is_killed_and_go_on_with_the_next(controlled: TritonServer) -> None:
+def test_streams_end_when_the_model_is_killed_and_the_server_with_them(controlled: TritonServer) -> None:
     load(controlled, "slow")
     streams = start_streams(controlled, "slow_stream", 4, max_new_tokens=NUM_LONG)
     os.kill(stub_of(controlled, "slow"), signal.SIGKILL)
-    started = time.monotonic()
     for each in streams:
         assert each.events()[-1]["error"].startswith("engine_failed: the process of the model slow")
-    assert time.monotonic() - started < 10
-    assert "not_loaded" in stream(controlled, "slow_stream")[0]["error"]
-    unload(controlled, "slow")
-    load(controlled, "slow")
-    assert len(stream(controlled, "slow_stream", max_new_tokens=10)) > 5
+    assert controlled.process is not None
+    assert controlled.process.wait(timeout=60) is not None
 
 
-def test_a_door_that_is_killed_frees_the_engine_at_once(controlled: TritonServer) -> None:
+def test_a_door_that_is_killed_takes_the_server_along(controlled: TritonServer) -> None:
     load(controlled, "slow")
     arrived = threading.Event()
     client = grpcclient.InferenceServerClient(controlled.grpc_url)
     client.start_stream(lambda result, error: arrived.set())
-    for _ in range(3 * NUM_ROWS):
-        client.async_stream_infer("slow_stream", [prompt_tensor()], parameters={"max_new_tokens": NUM_LONG})
+    client.async_stream_infer("slow_stream", [prompt_tensor()], parameters={"max_new_tokens": NUM_LONG})
     assert arrived.wait(SOON_S)
     os.kill(stub_of(controlled, "slow_stream"), signal.SIGKILL)
-    wait_for(lambda: is_free(controlled, "slow"), NUM_LONG * STEP_S)
-    unload(controlled, "slow_stream")
-    load(controlled, "slow_stream")
-    assert len(stream(controlled, "slow_stream", max_new_tokens=10)) > 5
     assert controlled.process is not None
-    controlled.process.kill()  # the dead stub's requests would hold its exit for 30 s
+    assert controlled.process.wait(timeout=60) is not None
     client.close()
 
 

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults from outside, with requests in flight: a killed stub, a reload, SIGTERM, a neighbour, clients that vanish."""
+
+import http.client
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import tritonclient.grpc as grpcclient
+from prometheus_client.parser import text_string_to_metric_families
+from tritonclient.utils import InferenceServerException
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.client import Reply, generate, generate_stream, get, infer, open_stream, post
+
+STEP_S = 0.02
+SLOW_MODEL = f"""
+import time
+
+import hf_triton
+
+
+class TritonPythonModel(hf_triton.TritonPythonModel):
+    def load(self, checkpoint):
+        checkpoint.model.register_forward_pre_hook(lambda module, inputs: time.sleep({STEP_S}))
+        return checkpoint
+"""
+LONG = 200  # new tokens: 4 s
+SHORT = 10
+CANARY = "The canary sings"
+NUM_VANISHING = 100
+AT_REST = ("requests_in_flight", "prompts_waiting", "rows_running")
+
+CLOSED = (OSError, EOFError, http.client.HTTPException, InferenceServerException)
+"""What a client sees of a server that is gone."""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Path:
+    """`slow` answers once, `streamed` piece by piece; at a token in `STEP_S` both."""
+    root = tmp_path_factory.mktemp("repository")
+    checkpoint = build_tiny_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None, max_position_embeddings=512
+    )
+    slow = make_folder(root, "slow", huggingface_model=checkpoint)
+    decoupled = "model_transaction_policy { decoupled: true }"
+    streamed = make_folder(root, "streamed", huggingface_model=checkpoint, config=decoupled, stream=True)
+    for folder in (slow, streamed):
+        (folder / "1" / "model.py").write_text(SLOW_MODEL)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[TritonServer]:
+    with start(repository, "slow", "streamed") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def canary(server: TritonServer) -> str:
+    reply = generate(server, "slow", CANARY, max_new_tokens=SHORT)
+    assert reply.status == 200, reply.body
+    return reply.body
+
+
+def start(repository: Path, *models: str) -> TritonServer:
+    loaded = [f"--load-model={name}" for name in models]
+    return TritonServer(repository, arguments=["--model-control-mode=explicit", *loaded])
+
+
+def in_background(*calls: Callable[[], object]) -> list[Future[object]]:
+    """Each call in a thread that is not waited for."""
+    pool = ThreadPoolExecutor(len(calls))
+    futures = [pool.submit(call) for call in calls]
+    pool.shutdown(wait=False)
+    return futures
+
+
+def infer_over_grpc(server: TritonServer, num_tokens: int) -> object:
+    client = grpcclient.InferenceServerClient(server.grpc_url)
+    tensor = grpcclient.InferInput("text_input", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([CANARY.encode()], dtype=np.object_))
+    try:
+        return client.infer("slow", [tensor], parameters={"max_new_tokens": num_tokens})
+    finally:
+        client.close()
+
+
+def read_stream(server: TritonServer, num_tokens: int) -> None:
+    """Read a stream that a closed connection may end: `http.client` takes that for its end."""
+    if len(generate_stream(server, "streamed", CANARY, max_new_tokens=num_tokens).events) < num_tokens // 2:
+        raise EOFError
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request of a `Load`, and its end."""
+
+    started_s: float
+    reply: Reply | None
+    """None where the connection was refused or closed."""
+
+
+class Load:
+    """Clients that ask `slow` again and again, each as soon as it has its answer, until the block ends."""
+
+    def __init__(self, server: TritonServer, num_clients: int = 12) -> None:
+        self.sent: list[Sent] = []
+        self._server = server
+        self._is_over = threading.Event()
+        self._clients = [threading.Thread(target=self._ask, args=(number,)) for number in range(num_clients)]
+
+    def __enter__(self) -> "Load":
+        for client in self._clients:
+            client.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for client in self._clients:
+            client.join(timeout=60)
+        assert not any(client.is_alive() for client in self._clients), "a client hangs"
+
+    def _ask(self, number: int) -> None:
+        while not self._is_over.is_set():
+            started_s = time.monotonic()
+            try:
+                reply = infer(self._server, "slow", [f"client {number}"], parameters={"max_new_tokens": SHORT})
+            except CLOSED:
+                reply = None
+            self.sent.append(Sent(started_s, reply))
+            if reply is None or reply.status != 200:
+                time.sleep(0.2)
+
+
+def statuses(sent: Iterable[Sent]) -> Counter[int | None]:
+    """How many replies there were of each status; None counts closed connections."""
+    return Counter(each.reply.status if each.reply else None for each in sent)
+
+
+def stubs(server: TritonServer) -> list[psutil.Process]:
+    assert server.process is not None
+    return psutil.Process(server.process.pid).children()
+
+
+def figures(server: TritonServer) -> dict[tuple[str, str], float]:
+    """What the server says of `streamed`, by name and outcome."""
+    with urllib.request.urlopen(server.metrics_url, timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return {
+        (sample.name.removeprefix("hf_triton_"), sample.labels.get("outcome", "")): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.labels.get("model") == "streamed"
+    }
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def test_clients_that_vanish_leave_no_rows_behind(server: TritonServer, canary: str) -> None:
+    def vanish() -> None:
+        with open_stream(server, "streamed", "never read", max_new_tokens=LONG) as response:
+            assert response.readline().startswith(b"data: ")
+
+    with ThreadPoolExecutor(20) as pool:
+        for future in [pool.submit(vanish) for _ in range(NUM_VANISHING)]:
+            future.result(timeout=60)
+    wait_until(lambda: not any(figures(server)[name, ""] for name in AT_REST))
+    assert figures(server)["requests_total", "cancelled"] == NUM_VANISHING
+    assert generate_stream(server, "streamed", CANARY, max_new_tokens=SHORT).status == 200
+    assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
+
+
+def test_a_reload_under_load_answers_every_request(server: TritonServer, canary: str) -> None:
+    with Load(server) as load:
+        time.sleep(1)
+        assert post(server, "/v2/repository/models/slow/unload", {}).status == 200
+        time.sleep(0.3)
+        assert post(server, "/v2/repository/models/slow/load", {}, timeout_s=120).status == 200
+        time.sleep(1)
+    counts = statuses(load.sent)
+    assert counts[200] >= 24, counts
+    assert counts[404] + counts[503] > 0, "nobody asked while it was gone"
+    assert set(counts) <= {200, 404, 503}, counts
+    assert get(server, "/v2/models/slow/ready").status == 200
+    assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
+
+
+def test_sigterm_under_load_answers_every_accepted_request_and_leaves_a_neighbour_alone(
+    server: TritonServer, canary: str, repository: Path
+) -> None:
+    with start(repository, "slow") as other:
+        assert other.process is not None
+        assert generate(other, "slow", CANARY, max_new_tokens=SHORT).body == canary
+        with Load(server, 4) as load, Load(other) as other_load:
+            time.sleep(2)
+            accepted_s = time.monotonic() - 0.2
+            other.process.send_signal(signal.SIGTERM)
+            code = other.process.wait(timeout=60)
+    assert code == 0
+    accepted = statuses(sent for sent in other_load.sent if sent.started_s < accepted_s)
+    assert set(accepted) == {200}, accepted
+    assert accepted[200] >= 12
+    assert set(statuses(other_load.sent)) <= {200, 503, None}
+    assert set(statuses(load.sent)) == {200}
+    assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
+
+
+def test_a_killed_stub_ends_the_server_and_nobody_hangs(repository: Path) -> None:
+    """Triton 24.10 neither answers the requests of a dead stub nor starts another, and stays ready."""
+    with start(repository, "slow", "streamed") as server:
+        assert server.process is not None
+        calls = in_background(
+            lambda: infer(server, "slow", ["once"], parameters={"max_new_tokens": LONG}),
+            lambda: generate(server, "slow", "once", max_new_tokens=LONG),
+            lambda: read_stream(server, LONG),
+            lambda: infer_over_grpc(server, LONG),
+        )
+        time.sleep(1)
+        os.kill(stubs(server)[0].pid, signal.SIGKILL)
+        assert server.process.wait(timeout=30) is not None
+        for call in calls:
+            failure = call.exception(timeout=30)
+            assert failure is None or isinstance(failure, CLOSED)
+        assert "has died; stopping the server" in server.read_log()
