@@ -23,8 +23,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import torch
@@ -40,6 +41,7 @@ VOCABULARY = 8192
 BARE_STEPS = 40
 CASES = (("equal", 16), ("mixed", 16), ("mixed", 32), ("single", 1))
 
+Result = TypeVar("Result")
 Request = tuple[list[int], int]
 """A prompt's tokens, and how many new ones to write."""
 
@@ -143,15 +145,21 @@ def reading_s(model: LlamaForCausalLM, requests: list[Request]) -> float:
     return time.perf_counter() - started
 
 
+def apart(work: Callable[[], Result]) -> Result:
+    """Do some work in a thread that ends: OpenMP's threads go with it, and do not slow down those of the next work."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
 def seconds(work: Callable[[], None]) -> float:
     started = time.perf_counter()
-    work()
+    apart(work)
     return time.perf_counter() - started
 
 
 def measure(model: LlamaForCausalLM, requests: list[Request], width: int) -> dict[str, float]:
     """One round of one case: tokens a second of each way."""
-    engine = RollingEngine(model, max_rows=width)
+    engine = apart(lambda: RollingEngine(model, max_rows=width))
     widths = Widths(engine)
     try:
         generate_s = seconds(lambda: generate(model, requests, width))
@@ -161,12 +169,13 @@ def measure(model: LlamaForCausalLM, requests: list[Request], width: int) -> dic
     num_tokens = sum(count for _, count in requests)
     rows, columns = statistics.mean(widths.rows), statistics.mean(widths.columns)
     # The engine's first token of every text comes from reading its prompt, without a step.
-    bare_s = (num_tokens - len(requests)) / rows * bare_step_s(model, round(rows), round(columns))
+    step_s = apart(lambda: bare_step_s(model, round(rows), round(columns)))
+    bare_s = (num_tokens - len(requests)) / rows * step_s
     return {
         "generate": num_tokens / generate_s,
         "rolling": num_tokens / rolling_s,
         "bare": num_tokens / bare_s,
-        "bare, prompts": num_tokens / (bare_s + reading_s(model, requests)),
+        "bare, prompts": num_tokens / (bare_s + apart(lambda: reading_s(model, requests))),
         "mean rows": rows,
         "mean columns": columns,
     }
@@ -215,7 +224,7 @@ def main(rounds: int, threads: int, out: Path | None) -> None:
     """Measure, and print a table."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(threads)
-    model, requests = build_model(), build_requests()
+    model, requests = apart(build_model), build_requests()
     for name, width in CASES:  # warm up
         measure(model, requests[name][:width], width)
     figures = [
