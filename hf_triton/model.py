@@ -106,8 +106,8 @@ class TritonPythonModel(Hooks):
                 streams=loaded.settings.stream,
                 outbox=Outbox(),
             )
-            # In a thread that ends, and takes its OpenMP threads along: beside a second set of them, those of the engine
-            # would sleep between any two operations, which makes a step on two cores a third slower.
+            # In a thread that ends, and takes its OpenMP threads along: beside a second set of them, the engine's would
+            # sleep between any two operations, which makes a step on two cores a third slower.
             with ThreadPoolExecutor(1, thread_name_prefix="hf_triton-load") as loader:
                 loader.submit(self._start, loaded.settings, args).result()
             self._sentinel = _triton.Sentinel(args["model_name"])
