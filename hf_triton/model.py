@@ -41,7 +41,7 @@ class TritonPythonModel(Hooks):
 
     Triton calls, in this order: `auto_complete_config` once (in a process that is thrown away), `initialize` once,
     `execute` for every batch of requests, `finalize` once. Nothing has to be overridden. What may be: `load`, and the
-    methods of `Hooks` (`build_prompt`, `is_complete`, `postprocess`), which change the texts.
+    methods of `Hooks` (`build_prompt`, `logits_processor`, `is_complete`, `postprocess`), which change the texts.
 
     Attributes:
         settings_class: The settings that config.pbtxt may hold. A subclass of `ModelSettings` adds to them or changes
