@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -26,23 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
-import torch
+from folders import ROOT, make_folder, save, take_turns
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
 WAYS = {"direct": "direct", "door": "plain_stream"}
 """A way's name in the table, and the folder that is asked."""
 WIDTH, NUM_STREAMS = 16, 64
 ALONE = 20
-
-
-def make_folder(repository: Path, name: str, checkpoint: Path, config: str, **settings: str) -> None:
-    folder = repository / name
-    shutil.copytree(ROOT / "falcon7b", folder)
-    values = {"huggingface_model": str(checkpoint), "share_prefixes": "false", **settings}
-    lines = [f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}' for key, text in values.items()]
-    (folder / "config.pbtxt").write_text("\n".join(['backend: "python"', config, *lines]))
 
 
 def stream(server: TritonServer, model: str, text: str, num_tokens: int) -> tuple[float, float]:
@@ -85,18 +74,6 @@ CASES: dict[str, Callable[[TritonServer, str], float]] = {
 }
 
 
-def measure(server: TritonServer, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """The figures of every case and round, by way."""
-    figures: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
-    for number in range(rounds + 1):
-        for case, take in CASES.items():
-            order = list(WAYS) if number % 2 else list(reversed(WAYS))
-            found = {way: take(server, WAYS[way]) for way in order}
-            if number:  # the first one warms up
-                figures[case].append(found)
-    return figures
-
-
 @click.command()
 @click.option("--rounds", default=15, show_default=True, help="Rounds of each case.")
 @click.option("--out", type=click.Path(path_type=Path), help="Where to write all figures as JSON.")
@@ -105,23 +82,19 @@ def main(rounds: int, out: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "repository"
         checkpoint = build_tiny_checkpoint(Path(folder) / "checkpoint", "llama", eos_token_id=None)
-        make_folder(repository, "plain", checkpoint, "")
-        make_folder(repository, "direct", checkpoint, "model_transaction_policy { decoupled: true }", stream="true")
+        make_folder(repository, "plain", checkpoint, share_prefixes="false")
+        decoupled = "model_transaction_policy { decoupled: true }"
+        make_folder(repository, "direct", checkpoint, decoupled, stream="true", share_prefixes="false")
         shutil.copytree(ROOT / "stream_door", repository / "plain_stream")
         with TritonServer(repository) as server:
-            figures = measure(server, rounds)
+            figures = take_turns(CASES, list(WAYS), rounds, lambda case, way: CASES[case](server, WAYS[way]))
     print(f"{'':<10}{'direct':>9}{'door':>9}{'ratio':>8}{'quartiles':>16}")
     for case, found in figures.items():
         low, middle, high = statistics.quantiles([each["door"] / each["direct"] for each in found], n=4)
         direct, door = (statistics.median(each[way] for each in found) for way in WAYS)
         print(f"{case:<10}{direct:>9.2f}{door:>9.2f}{middle:>8.3f}{f'{low:.3f}-{high:.3f}':>16}")
     if out is not None:
-        versions = {
-            "torch": torch.__version__,
-            "cpu": platform.processor(),
-            "threads": os.environ.get("OMP_NUM_THREADS"),
-        }
-        out.write_text(json.dumps({"versions": versions, "rounds": figures}, indent=1))
+        save(figures, out)
 
 
 if __name__ == "__main__":

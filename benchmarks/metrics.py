@@ -11,39 +11,23 @@ millisecond or so: for a model of any use the cost is smaller.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import click
 import numpy as np
-import torch
 import tritonclient.grpc as grpcclient
+from folders import make_folder, save, take_turns
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 
-MODEL = '''import hf_triton
-
-
-class TritonPythonModel(hf_triton.TritonPythonModel):
-    """The checkpoint in config.pbtxt."""
-'''
 NUM_PROMPTS = 256
 WIDTH = 16
-
-
-def make_folder(repository: Path, name: str, checkpoint: Path, metrics: str) -> None:
-    (repository / name / "1").mkdir(parents=True)
-    (repository / name / "1" / "model.py").write_text(MODEL)
-    settings = {"huggingface_model": str(checkpoint), "metrics": metrics, "share_prefixes": "false"}
-    lines = [f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}' for key, text in settings.items()]
-    (repository / name / "config.pbtxt").write_text("\n".join(['backend: "python"', *lines]))
 
 
 def infer(client: grpcclient.InferenceServerClient, model: str, texts: list[str], num_new: int) -> None:
@@ -72,19 +56,6 @@ def tokens_per_s(client: grpcclient.InferenceServerClient, case: str, model: str
     return num_tokens / (time.perf_counter() - started_s)
 
 
-def measure(server: TritonServer, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Tokens a second of every case and round, by the folder's name."""
-    with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        figures: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
-        for number in range(rounds + 1):
-            for case in CASES:
-                order = ("on", "off") if number % 2 else ("off", "on")
-                found = {model: tokens_per_s(client, case, model) for model in order}
-                if number:  # the first one warms up
-                    figures[case].append(found)
-    return figures
-
-
 @click.command()
 @click.option("--rounds", default=15, show_default=True, help="Rounds of each case.")
 @click.option("--out", type=click.Path(path_type=Path), help="Where to write all figures as JSON.")
@@ -93,22 +64,17 @@ def main(rounds: int, out: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "repository"
         checkpoint = build_tiny_checkpoint(Path(folder) / "checkpoint", "llama", eos_token_id=None)
-        make_folder(repository, "on", checkpoint, "true")
-        make_folder(repository, "off", checkpoint, "false")
-        with TritonServer(repository) as server:
-            figures = measure(server, rounds)
+        make_folder(repository, "on", checkpoint, metrics="true", share_prefixes="false")
+        make_folder(repository, "off", checkpoint, metrics="false", share_prefixes="false")
+        with TritonServer(repository) as server, grpcclient.InferenceServerClient(server.grpc_url) as client:
+            figures = take_turns(CASES, ("on", "off"), rounds, partial(tokens_per_s, client))
     print(f"{'tokens/s':<8}{'off':>9}{'on':>9}{'ratio':>8}{'quartiles':>16}")
     for case, found in figures.items():
         low, middle, high = statistics.quantiles([each["on"] / each["off"] for each in found], n=4)
         off, on = (statistics.median(each[name] for each in found) for name in ("off", "on"))
         print(f"{case:<8}{off:>9.0f}{on:>9.0f}{middle:>8.3f}{f'{low:.3f}-{high:.3f}':>16}")
     if out is not None:
-        versions = {
-            "torch": torch.__version__,
-            "cpu": platform.processor(),
-            "threads": os.environ.get("OMP_NUM_THREADS"),
-        }
-        out.write_text(json.dumps({"versions": versions, "rounds": figures}, indent=1))
+        save(figures, out)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ import math
 import os
 import platform
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -40,6 +39,7 @@ import click
 import torch
 import transformers
 from engine import VOCABULARY, Request, build_model, roll
+from folders import make_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -90,15 +90,9 @@ def save(model: LlamaForCausalLM, folder: Path) -> Path:
 
 
 def add_folder(repository: Path, name: str, checkpoint: Path, config: str = "", **settings: object) -> None:
-    shutil.copytree(ROOT / "falcon7b" / "1", repository / name / "1")
-    values = {
-        "huggingface_model": checkpoint,
-        "share_prefixes": "false",
-        "exclude_input_in_output": "true",
-        **settings,
-    }
-    lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in values.items()]
-    (repository / name / "config.pbtxt").write_text("\n".join(['backend: "python"', config, *lines]))
+    make_folder(
+        repository, name, checkpoint, config, share_prefixes="false", exclude_input_in_output="true", **settings
+    )
 
 
 # --- the client ------------------------------------------------------------------------------------------------------

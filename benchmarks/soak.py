@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import sys
 import tempfile
 import threading
@@ -34,6 +33,7 @@ import click
 import numpy as np
 import psutil
 import tritonclient.grpc as grpcclient
+from folders import make_folder
 from prometheus_client.parser import text_string_to_metric_families
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
@@ -245,15 +245,9 @@ def build_repository(scratch: Path) -> Path:
     """`plain` answers at once, `streamed` piece by piece."""
     checkpoint = build_tiny_checkpoint(scratch / "checkpoint", "llama", eos_token_id=None)
     repository = scratch / "repository"
-    values = {"huggingface_model": checkpoint, "max_cache_tokens": MAX_CACHE_TOKENS}
-    decoupled = ["model_transaction_policy { decoupled: true }"]
-    for name, lines, more in (("plain", [], {}), ("streamed", decoupled, {"stream": "true"})):
-        shutil.copytree(ROOT / "falcon7b" / "1", repository / name / "1")
-        settings = [
-            f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
-            for key, value in (values | more).items()
-        ]
-        (repository / name / "config.pbtxt").write_text("\n".join(['backend: "python"', *lines, *settings]))
+    make_folder(repository, "plain", checkpoint, max_cache_tokens=MAX_CACHE_TOKENS)
+    decoupled = "model_transaction_policy { decoupled: true }"
+    make_folder(repository, "streamed", checkpoint, decoupled, max_cache_tokens=MAX_CACHE_TOKENS, stream="true")
     return repository
 
 

@@ -21,7 +21,7 @@ from hf_triton.engine.padding import pad
 from hf_triton.engine.probe import PLAIN, Sharing, asks_for
 from hf_triton.engine.row import Job, Row
 from hf_triton.engine.sampling import pick_tokens, token_logprobs
-from hf_triton.engine.thread import EngineThread, cancellation, finish, is_late
+from hf_triton.engine.thread import EngineThread, finish
 from hf_triton.errors import HfTritonError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -81,15 +81,6 @@ class BatchEngine(EngineThread):
         for job in self._jobs:
             self._score_prompt(job)
         self._run([row for job in self._jobs for row in job.rows])
-
-    def submit(self, sequences: list[Sequence]) -> None:
-        """Queue the sequences of one request and return at once; all of them, or none."""
-        refusal = next((error for sequence in sequences if (error := self._misfit(sequence))), None)
-        if refusal is None:
-            super().submit(sequences)
-            return
-        for sequence in sequences:
-            finish(sequence, refusal)
 
     def load(self) -> EngineLoad:
         """What it has in hand; from any thread, and not quite at one moment."""
@@ -194,13 +185,8 @@ class BatchEngine(EngineThread):
         """Whether nobody waits for these rows any more, or the engine is closing. Answers those who need not wait."""
         self._sweep_queue()
         for job in self._jobs:
-            if job.is_finished:
-                continue
-            ending = cancellation(job.sequence)
-            if ending is not None:
-                job.finish(ending)
-            elif is_late(job.sequence):
-                job.expire()
+            if not job.is_finished:
+                job.drop_if_ended()
         return self.refusal() is not None or all(row.is_done for row in rows)
 
     def _generate(self, rows: list[Row]) -> None:

@@ -17,6 +17,7 @@ import torch
 from hf_triton.engine.cache import COLUMN_STEP, KeyValueRows
 from hf_triton.engine.faults import is_memory, kind
 from hf_triton.engine.forward import Forward
+from hf_triton.engine.rounding import agree
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,6 @@ DecodingMode = Literal["auto", "eager", "cuda_graphs", "static"]
 TRIAL_PROMPTS: Final = (19, 5, 8)
 """Lengths of the prompts that static decoding is tried on: two fill a bucket of rows, three do not."""
 TRIAL_TOKENS: Final = 19  # ids below, which every vocabulary has
-TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Of static logits to eager ones, relative to the largest."""
-HALF_TOLERANCE: Final = 5e-2  # bfloat16 keeps 8 bits
 
 _CAPTURING: Final = threading.Lock()  # torch: one capture at a time in a process
 
@@ -182,7 +180,7 @@ class Decoder:
             static = self._static(memory, input_ids)
             if static is None:
                 raise torch.OutOfMemoryError("a graph")  # or the model cannot be captured, which has been logged
-            if not _agree(eager, static):
+            if not agree(eager, static, eager.dtype):
                 return False
             memory.advance()
             newest = eager.argmax(-1).tolist()
@@ -195,8 +193,3 @@ def _bucket(memory: KeyValueRows) -> tuple[int, int]:
     rows = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
     step = max(COLUMN_STEP, 1 << (columns - 1).bit_length() >> 3)
     return min(rows, memory.shape[0]), min(-(-columns // step) * step, memory.shape[1])
-
-
-def _agree(eager: torch.Tensor, static: torch.Tensor) -> bool:
-    difference, scale = (eager - static).abs().max(), eager.abs().max()
-    return bool(difference <= TOLERANCE.get(eager.dtype, HALF_TOLERANCE) * scale)

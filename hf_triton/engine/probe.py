@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.engine.padding import pad
+from hf_triton.engine.rounding import agree
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +44,6 @@ NEUTRAL: Final[Mapping[str, object]] = {
 PROMPTS = ((3, 1), (3, 2), (11, 3))
 """Length and seed of the prompts tried."""
 NUM_STEPS = 3
-TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
-HALF_TOLERANCE = 5e-2  # bfloat16 keeps 8 bits
 
 
 def asks_for(model: Any, name: str) -> bool:
@@ -64,9 +63,9 @@ def probe_sharing(model: Any) -> Sharing:
     short, equal, long = (_prompt(model, *place) for place in PROMPTS)
     alone = _logits(model, [short])
     try:
-        if _agree(model, alone, _logits(model, [short, long])):
+        if same_logits(model, alone, _logits(model, [short, long])):
             return "padded"
-        return "equal_length" if _agree(model, alone, _logits(model, [short, equal])) else "alone"
+        return "equal_length" if same_logits(model, alone, _logits(model, [short, equal])) else "alone"
     except Exception as error:  # an odd architecture: what cannot be tried is not relied on
         logger.warning("batching could not be tried out (%s): every prompt runs alone", error)
         return "alone"
@@ -75,8 +74,10 @@ def probe_sharing(model: Any) -> Sharing:
 def probe_rolling(model: Any) -> bool:
     """Whether a prompt that joins a running row has the logits that it has alone in `generate`, however it is read."""
     try:
-        alone = _logits(model, [_prompt(model, *PROMPTS[0])])
-        return _agree(model, alone, _rolling_logits(model)) and _agree(model, alone[:1], _logits_in_pieces(model))
+        alone = sample_logits(model)
+        return same_logits(model, alone, _rolling_logits(model)) and same_logits(
+            model, alone[:1], _logits_in_pieces(model)
+        )
     except Exception as error:  # no key/value cache, or one of another kind
         logger.info("rolling rows were tried and failed (%s)", type(error).__name__)
         return False
@@ -134,12 +135,20 @@ def _logits_in_pieces(model: Any) -> torch.Tensor:
     return logits[:, -1].unsqueeze(0).float().cpu()
 
 
-def _agree(model: Any, alone: torch.Tensor, beside: torch.Tensor) -> bool:
-    """Whether row 0 is the same in both, `[steps, rows, vocabulary]`, up to the rounding of the model's dtype."""
+def sample_logits(model: Any) -> torch.Tensor:
+    """The logits of a short prompt's first tokens in `generate`, `[NUM_STEPS, 1, vocabulary]` float32 on the CPU."""
+    return _logits(model, [_prompt(model, *PROMPTS[0])])
+
+
+def same_logits(model: Any, alone: torch.Tensor, beside: torch.Tensor) -> bool:
+    """Whether row 0 is the same in both, `[steps, rows, vocabulary]`, up to the rounding of the model's dtype.
+
+    Where rounding turns a tie of the two likeliest tokens, the texts part, and the steps behind it say nothing.
+    """
     steps = min(len(alone), len(beside))
-    difference = (alone[:steps, 0] - beside[:steps, 0]).abs().max().item()
-    tolerance = TOLERANCE.get(str(model.dtype).removeprefix("torch."), HALF_TOLERANCE)
-    return bool(difference <= tolerance * alone.abs().max().item())
+    parted = (alone[:steps, 0].argmax(-1) != beside[:steps, 0].argmax(-1)).tolist()
+    steps = parted.index(True) + 1 if True in parted else steps
+    return agree(alone[:steps, 0], beside[:steps, 0], model.dtype)
 
 
 def _prompt(model: Any, length: int, seed: int) -> list[int]:

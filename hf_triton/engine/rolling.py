@@ -29,7 +29,7 @@ from hf_triton.engine.prefill import Prefill, Reading, fit_one_piece
 from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
 from hf_triton.engine.row import Job, Row
 from hf_triton.engine.sampling import pick_tokens
-from hf_triton.engine.thread import EngineThread, cancellation, finish, is_late
+from hf_triton.engine.thread import EngineThread, finish
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -98,15 +98,6 @@ class RollingEngine(EngineThread):
         self._memory.release()
         self._row_limit = self._max_rows
 
-    def submit(self, sequences: list[Sequence]) -> None:
-        """Queue the sequences of one request and return at once; all of them, or none."""
-        refusal = next((error for sequence in sequences if (error := self._misfit(sequence))), None)
-        if refusal is None:
-            super().submit(sequences)
-            return
-        for sequence in sequences:
-            finish(sequence, refusal)
-
     def load(self) -> EngineLoad:
         """What it has in hand; from any thread, and not quite at one moment."""
         num_running = len(self._rows) + len(self._rows_in_prefill())
@@ -134,11 +125,7 @@ class RollingEngine(EngineThread):
     def _drop_ended(self) -> None:
         """Let go of texts that nobody waits for any more, and of those whose time is up."""
         for job in self._jobs():
-            ending = cancellation(job.sequence)
-            if ending is not None:
-                job.finish(ending)
-            elif is_late(job.sequence):
-                job.expire()
+            job.drop_if_ended()
         self._ready = deque(group for rows in self._ready if (group := [row for row in rows if not row.is_done]))
         if all(row.is_done for row in self._rows_in_prefill()):
             self._prefill = None
@@ -257,9 +244,11 @@ class RollingEngine(EngineThread):
 
     def _remember(self, token_ids: list[int], read: Callable[[int], LayerContents]) -> None:
         """Keep what was computed for a text that ends, for one that begins with it."""
+        if not self._shares_prefixes or len(token_ids) < MIN_SHARED or self._memory.is_torn:
+            return
         allowed = self._budget.tokens(self._num_held())
         room = min(allowed // PREFIX_PART, allowed - self._num_held() + self._prefixes.num_tokens)
-        if not self._shares_prefixes or not MIN_SHARED <= len(token_ids) <= room or self._memory.is_torn:
+        if len(token_ids) > room:
             return
         self._prefixes.shrink(room - len(token_ids))
         try:

@@ -15,7 +15,7 @@ from hf_triton.engine.interface import (
     TokenLogprobs,
 )
 from hf_triton.engine.sampling import Pick, RowSampler
-from hf_triton.engine.thread import finish, too_late
+from hf_triton.engine.thread import cancellation, finish, is_late, too_late
 from hf_triton.errors import HfTritonError, where
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,14 @@ class Job:
         """Tell the listener its completions when all rows are done."""
         if all(row.finish_reason for row in self.rows):
             self.finish([row.completion() for row in self._best()])
+
+    def drop_if_ended(self) -> None:
+        """Finish it where nobody waits for it any more, or its time is up."""
+        ending = cancellation(self.sequence)
+        if ending is not None:
+            self.finish(ending)
+        elif is_late(self.sequence):
+            self.expire()
 
     def expire(self) -> None:
         """The time is up: the texts end with what they have."""

@@ -24,8 +24,8 @@ REST_S: Final = 10.0
 class EngineThread:
     """Queues sequences and calls `_turn` in a thread of its own, until it is closed or fails.
 
-    A subclass writes `_turn`, `_rest`, `_is_busy` and `_unfinished`, takes sequences from `_waiting` under the lock
-    `_wake`, and starts `_thread` when it is ready to.
+    A subclass writes `_turn`, `_misfit`, `_rest`, `_is_busy` and `_unfinished`, takes sequences from `_waiting` under
+    the lock `_wake`, and starts `_thread` when it is ready to.
 
     Args:
         max_waiting: Sequences that may wait; beyond it, they are refused at once.
@@ -48,6 +48,10 @@ class EngineThread:
         """Do a piece of work. Called when a sequence waits, or the engine is busy."""
         raise NotImplementedError
 
+    def _misfit(self, sequence: Sequence) -> HfTritonError | None:
+        """Why a sequence could never run here; None where it could. Called in the thread of `submit`."""
+        return None
+
     def _rest(self) -> None:
         """Give memory back. Called when there has been nothing to do for `REST_S`."""
 
@@ -63,8 +67,9 @@ class EngineThread:
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queue the sequences of one request and return at once; all of them, or none."""
+        misfit = next((error for sequence in sequences if (error := self._misfit(sequence))), None)
         with self._wake:
-            refusal = self.refusal() or self._refusal_of_queue(len(sequences))
+            refusal = misfit or self.refusal() or self._refusal_of_queue(len(sequences))
             if refusal is None:
                 for sequence in sequences:
                     bisect.insort(self._waiting, sequence, key=lambda each: each.priority)

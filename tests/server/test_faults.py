@@ -22,19 +22,10 @@ from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.client import Reply, generate, generate_stream, get, infer, open_stream, post
+from tests.server.slow_model import slow_model
 
 STEP_S = 0.02
-SLOW_MODEL = f"""
-import time
-
-import hf_triton
-
-
-class TritonPythonModel(hf_triton.TritonPythonModel):
-    def load(self, checkpoint):
-        checkpoint.model.register_forward_pre_hook(lambda module, inputs: time.sleep({STEP_S}))
-        return checkpoint
-"""
+SLOW_MODEL = slow_model(STEP_S)
 LONG = 200  # new tokens: 4 s
 SHORT = 10
 CANARY = "The canary sings"

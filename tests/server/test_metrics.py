@@ -24,30 +24,14 @@ from hf_triton.metrics import METRICS
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.client import generate, infer, post
+from tests.server.slow_model import slow_model
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROMETHEUS_BIN = ROOT / ".venv" / "prometheus" / "bin"  # of prometheus.sh
 STEP_S = 0.02
 IS_DROPPED = 23  # so many new tokens
-SLOW_MODEL = f"""
-import time
-
-import hf_triton
-
-
-class TritonPythonModel(hf_triton.TritonPythonModel):
-    def _start(self, settings, args):
-        import torch
-
-        super()._start(settings, args)
-
-        def forward(module, inputs):
-            if type(module).__name__ == "LlamaForCausalLM":
-                time.sleep({STEP_S})
-
-        torch.nn.modules.module.register_module_forward_pre_hook(forward)
-
+SLOW_MODEL = f"""{slow_model(STEP_S)}
     def _submit(self, call, *others):
         if call.parameters().get("max_new_tokens") != {IS_DROPPED}:
             super()._submit(call, *others)

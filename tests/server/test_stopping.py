@@ -15,25 +15,10 @@ from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.client import Reply, generate, infer
+from tests.server.slow_model import slow_model
 
 STEP_S = 0.1
-SLOW_MODEL = f"""
-import time
-
-import hf_triton
-
-
-class TritonPythonModel(hf_triton.TritonPythonModel):
-    def _start(self, settings, args):
-        import torch
-
-        def nap(module, inputs):
-            if type(module).__name__ == "LlamaForCausalLM":
-                time.sleep({STEP_S})
-
-        super()._start(settings, args)
-        torch.nn.modules.module.register_module_forward_pre_hook(nap)
-"""
+SLOW_MODEL = slow_model(STEP_S)
 PROMPT, OTHER_PROMPT = "The canary sings", "Where does the river go"
 NUM_TOKENS = 60
 

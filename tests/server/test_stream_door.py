@@ -23,21 +23,12 @@ import tritonclient.grpc as grpcclient
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.client import Reply, generate, infer, post
 from tests.conftest import ROOT
+from tests.server.slow_model import slow_model
 
 STEP_S = 0.05
 NUM_ROWS = 4  # texts at a time; the others wait
 NUM_LONG = 200  # tokens: ten seconds
-SLOW_MODEL = f"""
-import time
-
-import hf_triton
-
-
-class TritonPythonModel(hf_triton.TritonPythonModel):
-    def load(self, checkpoint):
-        checkpoint.model.register_forward_pre_hook(lambda module, inputs: time.sleep({STEP_S}))
-        return checkpoint
-"""
+SLOW_MODEL = slow_model(STEP_S)
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 PROMPT = "The canary sings"
 NUM_TOKENS = 40

@@ -23,27 +23,12 @@ from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.chain import build_chain
 from tests.client import Reply, generate, generate_stream, get, infer, open_stream, post, read_events
 from tests.server.doors import pack
+from tests.server.slow_model import slow_model
 from tests.unit.test_text import tokenizer_of
 
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 STEP_S = 0.1
-SLOW_MODEL = f"""
-import time
-
-import hf_triton
-
-
-class TritonPythonModel(hf_triton.TritonPythonModel):
-    def _start(self, settings, args):
-        import torch
-
-        def nap(module, inputs):
-            if type(module).__name__ == "LlamaForCausalLM":
-                time.sleep({STEP_S})
-
-        super()._start(settings, args)
-        torch.nn.modules.module.register_module_forward_pre_hook(nap)
-"""
+SLOW_MODEL = slow_model(STEP_S)
 FAILING_MODEL = """
 import hf_triton
 

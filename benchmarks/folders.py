@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model folders for the benchmarks over a server, and rounds in which two ways take turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+Figures = dict[str, list[dict[str, float]]]
+"""By case, a figure of each way for each round."""
+
+
+def make_folder(repository: Path, name: str, checkpoint: Path, config: str = "", **settings: object) -> None:
+    """A folder like falcon7b/ for another checkpoint.
+
+    Args:
+        repository: The model repository.
+        name: The folder's.
+        checkpoint: What it serves.
+        config: More lines of config.pbtxt.
+        settings: Its parameters.
+    """
+    folder = repository / name
+    shutil.copytree(ROOT / "falcon7b" / "1", folder / "1")
+    values = {"huggingface_model": str(checkpoint), **settings}
+    lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in values.items()]
+    (folder / "config.pbtxt").write_text("\n".join(['backend: "python"', config, *lines]))
+
+
+def take_turns(cases: Iterable[str], ways: Sequence[str], rounds: int, take: Callable[[str, str], float]) -> Figures:
+    """Measure every case by every way, in turns that change with each round; the first round warms up.
+
+    Args:
+        cases: What is measured.
+        ways: How.
+        rounds: How often.
+        take: Gives the figure of a case and a way.
+    """
+    figures: Figures = {case: [] for case in cases}
+    for number in range(rounds + 1):
+        for case, found in figures.items():
+            figure = {way: take(case, way) for way in (ways if number % 2 else reversed(ways))}
+            if number:
+                found.append(figure)
+    return figures
+
+
+def save(figures: Figures, out: Path) -> None:
+    """Write the figures as JSON, with what they were measured on."""
+    versions = {
+        "torch": torch.__version__,
+        "cpu": platform.processor(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+    out.write_text(json.dumps({"versions": versions, "rounds": figures}, indent=1))
