@@ -240,7 +240,10 @@ def build_text_generation(
         observer: Is told what the engine does.
     """
     from hf_triton.engine.choose import build_engine
+    from hf_triton.engine.packing import pack
 
+    if settings.pack_weights:
+        pack(checkpoint.model)
     codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
     engine = build_engine(
         checkpoint.model,

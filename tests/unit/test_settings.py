@@ -2,10 +2,13 @@
 """Settings: config.pbtxt before the environment before the default, and nothing unusable is let through."""
 
 import json
+import re
 from typing import Any
 
 import pytest
+from google.protobuf import text_format
 from pydantic import ValidationError
+from tritonclient.grpc import model_config_pb2
 
 from hf_triton.errors import SettingsError
 from hf_triton.settings import ENVIRONMENT_PREFIX, TRITONS_OWN, LoadedSettings, ModelSettings, load_settings
@@ -160,6 +163,15 @@ def test_a_secret_is_refused_and_not_repeated(name: str) -> None:
     assert "would be shown to every client" in sentence
     assert "HF_TOKEN_PATH" in sentence
     assert "hf_canary" not in sentence
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens", "temperature"])
+def test_a_request_parameter_is_told_where_its_default_goes(name: str) -> None:
+    sentence = refusal(**{name: "256"})
+    assert f"'{name}' (from config.pbtxt) is a parameter of requests" in sentence
+    [line] = re.findall(r"parameters \{.*\}", sentence)
+    config = text_format.Parse(line.replace("...", "1"), model_config_pb2.ModelConfig())
+    assert load(**{key: value.string_value for key, value in config.parameters.items()})
 
 
 def test_the_refusal_of_a_value_is_short() -> None:

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The linear layers of a model on a CPU, with their weights laid out once as oneDNN computes with them.
+
+torch by itself gives a float32 product to a BLAS that is half as fast on many processors, and has bfloat16 weights laid
+out anew at every call. What was packed is tried out: a model that computes something else with it, or looks into its
+own weights, is put back as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_triton.engine.faults import kind
+from hf_triton.engine.probe import same_logits, sample_logits
+from hf_triton.engine.rounding import agree
+
+logger = logging.getLogger(__name__)
+
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PackedLinear(nn.Linear):
+    """`x @ weight.T + bias`, for inference on a CPU: what a linear layer becomes, in place.
+
+    Its `weight` has shape and dtype, and nobody but oneDNN reads it.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return product
+
+    def extra_repr(self) -> str:
+        """Sizes, for those who print the model."""
+        return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
+
+
+def pack(model: nn.Module) -> int:
+    """Pack the linear layers of a model in place; how many. The memory of the weights as they were is given back.
+
+    Args:
+        model: A transformers model that generates, in eval mode. One that is not all on the CPU is left as it is.
+    """
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return 0
+    try:
+        plain = sample_logits(model)
+    except Exception:  # it cannot generate: the choice of an engine says so
+        return 0
+    changes: list[_Change] = []
+    try:
+        num_users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+        for layer in model.modules():
+            if _is_linear(layer):
+                changes.append(_Change.make(layer, is_shared=num_users[id(layer.weight)] > 1))
+        obstacle = None if same_logits(model, plain, sample_logits(model)) else "its logits are others then"
+    except Exception as error:
+        obstacle = kind(error)
+    if obstacle is None:
+        logger.info("%d linear layers packed for oneDNN", len(changes))
+        return len(changes)
+    for change in changes:
+        change.undo()
+    logger.info("linear layers are not packed for oneDNN: %s", obstacle)
+    return 0
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A layer that was packed, and how it was before."""
+
+    layer: Any
+    layer_class: type[nn.Module]
+    shared_weight: nn.Parameter | None
+    """Kept where another module, such as the input embedding, has it too."""
+
+    @classmethod
+    def make(cls, layer: Any, *, is_shared: bool) -> _Change:
+        """Pack a layer.
+
+        Raises:
+            RuntimeError: oneDNN cannot compute with such weights on this processor.
+        """
+        change = cls(layer, type(layer), layer.weight if is_shared else None)
+        packed = torch.ops.mkldnn._reorder_linear_weight(_matrix(layer), None)
+        layer.weight = nn.Parameter(packed, requires_grad=False)
+        layer.__class__ = PackedLinear
+        return change
+
+    def undo(self) -> None:
+        weight = self.shared_weight
+        if weight is None:
+            dense = self.layer.weight.to_dense()
+            weight = nn.Parameter(dense.t() if self.layer_class is Conv1D else dense, requires_grad=False)
+        self.layer.__class__ = self.layer_class
+        self.layer.weight = weight
+
+
+def _is_linear(layer: Any) -> bool:
+    """Whether all that a layer does is `x @ weight.T + bias`."""
+    is_plain = type(layer) in (nn.Linear, Conv1D)
+    if "forward" in vars(layer) or not (is_plain or isinstance(layer, nn.Linear)) or layer.weight.dtype not in DTYPES:
+        return False
+    return is_plain or (_has_nothing_else(layer) and _computes_the_same(layer))
+
+
+def _has_nothing_else(layer: nn.Module) -> bool:
+    tensors = {name for name, _ in (*layer.named_parameters(), *layer.named_buffers())}
+    return tensors <= {"weight", "bias"} and not any(layer.children())
+
+
+@torch.inference_mode()
+def _computes_the_same(layer: nn.Linear) -> bool:
+    """Of a class of its own, such as Falcon's: tried with one vector."""
+    x = torch.linspace(-1, 1, layer.in_features, dtype=layer.weight.dtype)[None]
+    try:
+        return agree(nn.functional.linear(x, layer.weight, layer.bias), layer(x), layer.weight.dtype)
+    except Exception:  # it takes or gives something else
+        return False
+
+
+def _matrix(layer: Any) -> torch.Tensor:
+    """A layer's weights as `[out_features, in_features]`."""
+    weight: torch.Tensor = layer.weight.detach()
+    return weight.t() if isinstance(layer, Conv1D) else weight

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed linear layers: what a model writes is what it wrote before, or it is as it was before."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
+
+from hf_triton.engine.packing import PackedLinear, pack
+from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
+from tests.architectures import BASE, BATCH, ROLLING, build
+from tests.models.test_rolling_architectures import check, requests
+from tests.models.test_rolling_engine import Client, start_engine
+from tests.reference import load_reference, solo_ids
+
+NUM_REQUESTS = 24
+LOOKS_INTO_ITS_WEIGHTS = ("mamba",)
+PROMPT = [7, 11, 13, 200, 5]
+
+
+def load(name: str, folder: Path) -> Any:
+    if name in ROLLING | BATCH:
+        return build(*(ROLLING | BATCH)[name])
+    build_tiny_checkpoint(folder, name, eos_token_id=None)
+    return load_reference(folder).model
+
+
+def llama(**options: Any) -> Any:
+    return build("LlamaConfig", BASE | options)
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D, FalconLinear)]
+
+
+def packed_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("name", [*ROLLING, *BATCH, *ARCHITECTURES])
+def test_a_packed_model_writes_what_the_plain_one_writes(name: str, tmp_path: Path) -> None:
+    plain, packed, source = load(name, tmp_path / "a"), load(name, tmp_path / "b"), random.Random(name)
+    layers = linear_layers(packed)
+    count = pack(packed)
+    assert count == len(packed_layers(packed))
+    if name not in LOOKS_INTO_ITS_WEIGHTS:
+        assert packed_layers(packed) == layers
+        assert count
+    engine = start_engine(packed, max_rows=5, context_length=256)
+    try:
+        check(plain, Client(engine), requests(NUM_REQUESTS, source), lambda: None)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_are_those_of_the_plain_model_up_to_rounding(dtype: torch.dtype) -> None:
+    plain, packed = llama().to(dtype), llama().to(dtype)
+    exact = llama().double()(torch.tensor([PROMPT])).logits
+    if not pack(packed):
+        pytest.skip(f"this processor does not compute with {dtype}")
+    with torch.inference_mode():
+        strays = [(model(torch.tensor([PROMPT])).logits - exact).abs().max() for model in (plain, packed)]
+    assert strays[1] < 2 * strays[0]
+
+
+def test_a_bias_and_any_number_of_dimensions() -> None:
+    model = llama(attention_bias=True, mlp_bias=True)
+    layer, x = model.model.layers[0].mlp.up_proj, torch.randn(2, 3, 7, BASE["hidden_size"])
+    nn.init.normal_(layer.bias)
+    wanted = functional.linear(x, layer.weight, layer.bias)
+    pack(model)
+    assert isinstance(layer, PackedLinear)
+    torch.testing.assert_close(layer(x), wanted)
+    torch.testing.assert_close(layer(x.transpose(0, 2)), wanted.transpose(0, 2))
+
+
+def test_the_weights_are_held_once() -> None:
+    model = llama()
+    pack(model)
+    assert all(model.get_submodule(name).weight.is_mkldnn for name in packed_layers(model))  # nothing else has them
+    assert not model.get_input_embeddings().weight.is_mkldnn
+
+
+def test_a_head_that_shares_its_weights_with_the_embedding_leaves_them_there() -> None:
+    model = llama(tie_word_embeddings=True)
+    embedding = model.get_input_embeddings()
+    before = embedding.weight.detach().clone()
+    pack(model)
+    assert isinstance(model.lm_head, PackedLinear)
+    assert torch.equal(embedding.weight, before)
+
+
+def test_a_layer_that_does_more_than_a_linear_layer_stays_as_it_is() -> None:
+    class Doubling(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    plain, model = llama(), llama()
+    for each in (plain, model):
+        each.model.layers[1].mlp.down_proj.__class__ = Doubling
+    layers = linear_layers(model)
+    assert pack(model) == len(layers)
+    assert packed_layers(model) == layers
+    assert type(model.model.layers[1].mlp.down_proj) is Doubling
+    assert solo_ids(model, PROMPT, 8) == solo_ids(plain, PROMPT, 8)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_model_that_looks_into_its_weights_is_put_back(is_tied: bool) -> None:
+    class Looking(nn.Module):
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(x, self.layer.weight.t())
+
+    model = llama(tie_word_embeddings=is_tied)
+    before, written = weights(model), solo_ids(model, PROMPT, 8)
+    model.lm_head = Looking(model.lm_head)
+    assert pack(model) == 0
+    model.lm_head = model.lm_head.layer
+    after = weights(model)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert type(model.lm_head) is nn.Linear
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == is_tied
+    assert solo_ids(model, PROMPT, 8) == written
+
+
+def test_a_layer_of_gpt2_is_put_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = load("gpt2", tmp_path)
+    before, written = weights(model), solo_ids(model, PROMPT, 8)
+    monkeypatch.setattr("hf_triton.engine.packing.same_logits", lambda *_: False)
+    assert pack(model) == 0
+    after = weights(model)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert solo_ids(model, PROMPT, 8) == written
+
+
+def test_a_model_that_is_not_all_on_the_cpu_stays_as_it_is() -> None:
+    model = llama()
+    model.lm_head.to("meta")
+    assert pack(model) == 0
+    assert not packed_layers(model)
