@@ -8,9 +8,11 @@ second by the clock; what counts is their ratio within a round, because machines
     mixed   64 requests, 8-128 prompt tokens, 8-192 new ones, in arrival order, 16 or 32 at a time
     single  one request of 128 new tokens, alone
 
-`generate` runs padded batches in arrival order, each as long as its longest request. `bare` is a loop of nothing but
-the model's forward and an argmax, as many rows wide and columns long as the engine's steps were on average: what no
-engine beats. It reads no prompts; `bare, prompts` adds the time of reading each prompt by itself.
+`generate` runs padded batches in arrival order, each as long as its longest request, on the model as transformers loads
+it; all others run it as the server does, with packed linear layers (`hf_triton/engine/packing.py`), `generate, packed`
+too. `bare` is a loop of nothing but the model's forward and an argmax, as many rows wide and columns long as the
+engine's steps were on average: what no engine beats. It reads no prompts; `bare, prompts` adds the time of reading each
+prompt by itself.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_triton.engine.interface import Outcome, Sequence
+from hf_triton.engine.packing import pack
 from hf_triton.engine.padding import pad
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
@@ -157,12 +160,20 @@ def seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def measure(model: LlamaForCausalLM, requests: list[Request], width: int) -> dict[str, float]:
-    """One round of one case: tokens a second of each way."""
+def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Request], width: int) -> dict[str, float]:
+    """One round of one case: tokens a second of each way.
+
+    Args:
+        plain: The model as transformers loads it.
+        model: The same, packed.
+        requests: In order of arrival.
+        width: How many run at a time.
+    """
     engine = apart(lambda: RollingEngine(model, max_rows=width))
     widths = Widths(engine)
     try:
-        generate_s = seconds(lambda: generate(model, requests, width))
+        generate_s = seconds(lambda: generate(plain, requests, width))
+        packed_s = seconds(lambda: generate(model, requests, width))
         rolling_s = seconds(lambda: roll(engine, requests, width))
     finally:
         engine.close()
@@ -173,6 +184,7 @@ def measure(model: LlamaForCausalLM, requests: list[Request], width: int) -> dic
     bare_s = (num_tokens - len(requests)) / rows * step_s
     return {
         "generate": num_tokens / generate_s,
+        "generate, packed": num_tokens / packed_s,
         "rolling": num_tokens / rolling_s,
         "bare": num_tokens / bare_s,
         "bare, prompts": num_tokens / (bare_s + apart(lambda: reading_s(model, requests))),
@@ -187,7 +199,7 @@ def table(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, floa
     for case in rounds[0]:
         figures = [each[case] for each in rounds]
         row = {name: statistics.median(each[name] for each in figures) for name in figures[0]}
-        for bound in ("generate", "bare", "bare, prompts"):
+        for bound in ("generate", "generate, packed", "bare", "bare, prompts"):
             row[f"rolling / {bound}"] = statistics.median(each["rolling"] / each[bound] for each in figures)
         row["rolling / rolling equal"] = statistics.median(
             each[case]["rolling"] / each["equal 16"]["rolling"] for each in rounds
@@ -203,14 +215,14 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
     """Bars of tokens a second, a group for each case."""
     from matplotlib.figure import Figure
 
-    ways = ("generate", "rolling", "bare, prompts", "bare")
+    ways = ("generate", "generate, packed", "rolling", "bare, prompts", "bare")
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     for number, way in enumerate(ways):
         axes.bar(
-            [place + 0.2 * number for place in range(len(rows))], [row[way] for row in rows.values()], 0.2, label=way
+            [place + 0.16 * number for place in range(len(rows))], [row[way] for row in rows.values()], 0.16, label=way
         )
-    axes.set_xticks([place + 0.3 for place in range(len(rows))], list(rows))
+    axes.set_xticks([place + 0.32 for place in range(len(rows))], list(rows))
     axes.set_ylabel("tokens a second")
     axes.legend()
     figure.savefig(path)
@@ -224,18 +236,20 @@ def main(rounds: int, threads: int, out: Path | None) -> None:
     """Measure, and print a table."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(threads)
-    model, requests = apart(build_model), build_requests()
+    plain, model, requests = apart(build_model), apart(build_model), build_requests()
+    apart(lambda: pack(model))
     for name, width in CASES:  # warm up
-        measure(model, requests[name][:width], width)
+        measure(plain, model, requests[name][:width], width)
     figures = [
-        {f"{name} {width}": measure(model, requests[name], width) for name, width in CASES} for _ in range(rounds)
+        {f"{name} {width}": measure(plain, model, requests[name], width) for name, width in CASES}
+        for _ in range(rounds)
     ]
     rows = table(figures)
     names = list(next(iter(rows.values())))
-    print(f"{'':26}" + "".join(f"{case:>12}" for case in rows))
+    print(f"{'':28}" + "".join(f"{case:>12}" for case in rows))
     for name in names:
         digits = 2 if "/" in name else 1
-        print(f"{name:26}" + "".join(f"{row[name]:>12.{digits}f}" for row in rows.values()))
+        print(f"{name:28}" + "".join(f"{row[name]:>12.{digits}f}" for row in rows.values()))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": threads}

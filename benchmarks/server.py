@@ -43,6 +43,7 @@ from folders import make_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hf_triton.engine.packing import pack
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.testing import TritonServer
 
@@ -308,6 +309,7 @@ def main(rounds: int, out: Path | None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch) / "repository"
         checkpoint = save(large, Path(scratch) / "large")
+        pack(large)  # as the server does
         add_folder(repository, "small", save(build_small_model(), Path(scratch) / "small"), max_batch_rows=128)
         add_folder(repository, "plain", checkpoint, max_batch_rows=WIDTH)
         decoupled = "model_transaction_policy { decoupled: true }"

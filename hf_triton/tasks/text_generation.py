@@ -240,8 +240,11 @@ def build_text_generation(
         observer: Is told what the engine does.
     """
     from hf_triton.engine.choose import build_engine
+    from hf_triton.engine.heap import keep_freed_memory
     from hf_triton.engine.packing import pack
 
+    if checkpoint.model.device.type == "cpu":
+        keep_freed_memory()
     if settings.pack_weights:
         pack(checkpoint.model)
     codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
