@@ -8,6 +8,7 @@ own weights, is put back as it was.
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections import Counter
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ logger = logging.getLogger(__name__)
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
+SIZES: Final = (*range(1, 17), *range(24, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
+"""Vectors that are multiplied at a time. For every number of them oneDNN makes code, which takes a millisecond and half
+a mebibyte that it never gives back: others are filled up with zeros to one of these, or divided."""
+
+
 class PackedLinear(nn.Linear):
     """`x @ weight.T + bias`, for inference on a CPU: what a linear layer becomes, in place.
 
@@ -34,12 +40,24 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return product
+        vectors = x.reshape(-1, x.shape[-1])
+        if len(vectors) in SIZES:
+            return self._product(x)
+        products = [self._product(_filled_up(part))[: len(part)] for part in torch.split(vectors, SIZES[-1])]
+        return torch.cat(products).view(*x.shape[:-1], self.weight.shape[0])
 
     def extra_repr(self) -> str:
         """Sizes, for those who print the model."""
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return product
+
+
+def _filled_up(vectors: torch.Tensor) -> torch.Tensor:
+    size = SIZES[bisect.bisect_left(SIZES, len(vectors))]
+    return nn.functional.pad(vectors, (0, 0, 0, size - len(vectors)))
 
 
 def pack(model: nn.Module) -> int:

@@ -2,6 +2,8 @@
 """Packed linear layers: what a model writes is what it wrote before, or it is as it was before."""
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,40 @@ def test_a_bias_and_any_number_of_dimensions() -> None:
     assert isinstance(layer, PackedLinear)
     torch.testing.assert_close(layer(x), wanted)
     torch.testing.assert_close(layer(x.transpose(0, 2)), wanted.transpose(0, 2))
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 17, 64, 65, 255, 256, 257, 300, 1000])
+def test_any_number_of_vectors(count: int) -> None:
+    model = llama(mlp_bias=True)
+    layer, x = model.model.layers[0].mlp.up_proj, torch.randn(count, BASE["hidden_size"])
+    nn.init.normal_(layer.bias)
+    wanted = functional.linear(x, layer.weight, layer.bias)
+    pack(model)
+    torch.testing.assert_close(layer(x), wanted)
+    torch.testing.assert_close(layer(x[None]), wanted[None])
+
+
+MEMORY = """
+import psutil, torch
+from torch import nn
+from hf_triton.engine.packing import PackedLinear
+
+layer = nn.Linear(256, 256)
+layer.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None), requires_grad=False)
+layer.__class__ = PackedLinear
+with torch.inference_mode():
+    layer(torch.randn(1000, 256))
+    before = psutil.Process().memory_info().rss
+    for count in range(1, 1000):
+        layer(torch.randn(count, 256))
+    print(psutil.Process().memory_info().rss - before)
+"""
+
+
+def test_memory_does_not_grow_with_every_number_of_vectors() -> None:
+    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 64 << 20
 
 
 def test_the_weights_are_held_once() -> None:
