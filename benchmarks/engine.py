@@ -34,6 +34,7 @@ import torch
 import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from hf_triton.engine.heap import keep_freed_memory
 from hf_triton.engine.interface import Outcome, Sequence
 from hf_triton.engine.packing import pack
 from hf_triton.engine.padding import pad
@@ -65,6 +66,14 @@ def build_model(context_length: int = 1024) -> LlamaForCausalLM:
         pad_token_id=None,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def build_packed_model(context_length: int = 1024) -> LlamaForCausalLM:
+    """The same, as the server runs it."""
+    keep_freed_memory()
+    model = build_model(context_length)
+    pack(model)
+    return model
 
 
 def build_requests() -> dict[str, list[Request]]:
@@ -236,8 +245,7 @@ def main(rounds: int, threads: int, out: Path | None) -> None:
     """Measure, and print a table."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(threads)
-    plain, model, requests = apart(build_model), apart(build_model), build_requests()
-    apart(lambda: pack(model))
+    plain, model, requests = apart(build_model), apart(build_packed_model), build_requests()
     for name, width in CASES:  # warm up
         measure(plain, model, requests[name][:width], width)
     figures = [

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What running texts notice of a long prompt: `python benchmarks/long_prompt.py`.
 
-Four texts of 300 tokens are being written when a prompt of 8,000 tokens arrives. It is read in one piece, and in the
-engine's pieces, in the same run, and the gaps between two tokens of a running text are measured. Wall time, which a
-busy machine disturbs, but for `cpu`. The model is that of `engine.py`.
+Four texts of 300 tokens are being written when a prompt of 8,000 tokens arrives. It is read in one piece, in pieces of
+512 tokens, and in the engine's own, which get shorter as the attention gets longer, in the same run, and the gaps
+between two tokens of a running text are measured. Wall time, which a busy machine disturbs, but for `cpu`. The model is
+that of `engine.py`.
 
     longest  the longest gap between two tokens of a running text, seconds
     cpu      the longest gap in CPU seconds of the engine's thread
@@ -19,15 +20,18 @@ import json
 import platform
 import random
 import statistics
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 import torch
 import transformers
-from engine import VOCABULARY, build_model
+from engine import VOCABULARY, build_packed_model
 
 from hf_triton.engine import prefill
 from hf_triton.engine.interface import Outcome, Sequence
@@ -47,7 +51,7 @@ WAIT_S = 600.0
 class Figures:
     """One run's."""
 
-    piece_tokens: int
+    pieces: str
     longest_s: float
     longest_cpu_s: float
     reading_s: float | None
@@ -94,11 +98,24 @@ def random_prompt(source: random.Random, length: int) -> list[int]:
     return [source.randrange(VOCABULARY) for _ in range(length)]
 
 
-def measure(model: transformers.PreTrainedModel, piece_tokens: int) -> Figures:
+@contextmanager
+def pieces_of(num_tokens: int) -> Iterator[None]:
+    """Have the engine read so many tokens at a time, whoever waits."""
+    names = ("PIECE_TOKENS", "COMPANY_PIECE_TOKENS", "COLUMNS_OF_A_PIECE")
+    before = {name: getattr(prefill, name) for name in names}
+    for name, value in zip(names, (num_tokens, num_tokens, sys.maxsize), strict=True):
+        setattr(prefill, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(prefill, name, value)
+
+
+def measure(model: transformers.PreTrainedModel, pieces: str) -> Figures:
     source = random.Random(0)
     texts = [Text(random_prompt(source, 32), NUM_TOKENS) for _ in range(NUM_ROWS)]
     late = Text(random_prompt(source, PROMPT_TOKENS), 8)
-    prefill.PIECE_TOKENS = piece_tokens  # type: ignore[misc]
     engine = RollingEngine(model, max_rows=NUM_ROWS + 1)
     try:
         engine.submit([text.sequence for text in texts])
@@ -117,7 +134,7 @@ def measure(model: transformers.PreTrainedModel, piece_tokens: int) -> Figures:
     cpu_gaps = [after - before for text in texts for before, after in itertools.pairwise(text.cpu_times_s)]
     reading = [after - before for before, after in pairs if arrived_s < after < first_s]
     return Figures(
-        piece_tokens,
+        pieces,
         longest_s=max(gaps),
         longest_cpu_s=max(cpu_gaps),
         reading_s=statistics.median(reading) if reading else None,
@@ -133,14 +150,17 @@ def main(threads: int, out: Path | None) -> None:
     """Measure, and print a table."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(threads)
-    model = build_model(context_length=PROMPT_TOKENS + 1000)
-    in_pieces = prefill.PIECE_TOKENS
-    rows = [measure(model, piece_tokens) for piece_tokens in (PROMPT_TOKENS, in_pieces)]
-    print(f"{'piece':>6}{'longest':>10}{'cpu':>10}{'reading':>10}{'median':>10}{'first':>10}   (tokens; seconds)")
+    model = build_packed_model(context_length=PROMPT_TOKENS + 1000)
+    with pieces_of(PROMPT_TOKENS):
+        rows = [measure(model, "one")]
+    with pieces_of(512):
+        rows.append(measure(model, "512"))
+    rows.append(measure(model, "engine"))
+    print(f"{'pieces':>6}{'longest':>10}{'cpu':>10}{'reading':>10}{'median':>10}{'first':>10}   (seconds)")
     for row in rows:
         reading = "none" if row.reading_s is None else f"{row.reading_s:.3f}"
         print(
-            f"{row.piece_tokens:>6}{row.longest_s:>10.3f}{row.longest_cpu_s:>10.3f}{reading:>10}"
+            f"{row.pieces:>6}{row.longest_s:>10.3f}{row.longest_cpu_s:>10.3f}{reading:>10}"
             f"{row.median_s:>10.3f}{row.first_s:>10.2f}"
         )
     if out is not None:

@@ -27,7 +27,7 @@ from typing import Any
 import click
 import torch
 import transformers
-from engine import VOCABULARY, build_model
+from engine import VOCABULARY, build_packed_model
 from transformers.cache_utils import DynamicCache
 
 from hf_triton.engine.interface import Outcome, Sequence
@@ -148,7 +148,7 @@ def main(rounds: int, out: Path | None) -> None:
     """Measure, and print a table."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    model = build_model()
+    model = build_packed_model()
     counter = PromptCounter(model)
     rows = [measure(model, counter, name) for _ in range(rounds) for name in WORKLOADS]
     print(f"{'':<14}{'CPU seconds':>18}{'':>8}{'prompt tokens':>20}{'equal':>10}")

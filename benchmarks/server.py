@@ -43,6 +43,7 @@ from folders import make_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hf_triton.engine.heap import keep_freed_memory
 from hf_triton.engine.packing import pack
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.testing import TritonServer
@@ -309,7 +310,8 @@ def main(rounds: int, out: Path | None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch) / "repository"
         checkpoint = save(large, Path(scratch) / "large")
-        pack(large)  # as the server does
+        keep_freed_memory()  # as the server does
+        pack(large)
         add_folder(repository, "small", save(build_small_model(), Path(scratch) / "small"), max_batch_rows=128)
         add_folder(repository, "plain", checkpoint, max_batch_rows=WIDTH)
         decoupled = "model_transaction_policy { decoupled: true }"
