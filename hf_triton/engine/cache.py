@@ -64,16 +64,6 @@ class KeyValueRows:
         """Columns in use."""
         return self.clock - self.first
 
-    @property
-    def needs_growth(self) -> bool:
-        """Whether the next `make_column` enlarges the buffers."""
-        return self.clock >= self.shape[1] and not self._is_worth_moving()
-
-    def tokens_for(self, num_rows: int, num_columns: int) -> int:
-        """Rows x columns of the smallest buffers with so many in use, and with what is in use now."""
-        rows, columns = self._least(num_rows, num_columns)
-        return rows * columns
-
     def attention_mask(self) -> torch.Tensor:
         """`[rows, columns]` int64, 1 where a row has a token, the one of the column just made included."""
         if self.bucket is None:
@@ -179,7 +169,7 @@ class KeyValueRows:
         self.clock_index.fill_(clock)
 
     def _least(self, rows: int, columns: int) -> tuple[int, int]:
-        return max(rows, self.num_rows), -(-max(columns, self.width) // COLUMN_STEP) * COLUMN_STEP
+        return max(rows, self.num_rows), _rounded(max(columns, self.width))
 
     def _is_worth_moving(self) -> bool:
         """Whether to move the rows to the left end: for a few columns only where the buffers would grow otherwise."""
@@ -239,3 +229,12 @@ class KeyValueRows:
         self._mask[row] = 0
         self._mask[row, start : self.clock] = 1
         self._positions[row] = self.clock - start
+
+
+def buffer_tokens(rows: int, columns: int) -> int:
+    """Rows x columns of the smallest buffers with so many in use."""
+    return rows * _rounded(columns)
+
+
+def _rounded(columns: int) -> int:
+    return -(-columns // COLUMN_STEP) * COLUMN_STEP

@@ -2,13 +2,14 @@
 """Continuous batching over any decoder-only model's own forward: prompts join the running rows, finished ones leave.
 
 A prompt is prefilled apart, a piece at a time, so that the running rows keep their pace; then its keys and values are
-laid into a free row that ends at the common clock (`cache.py`), and it takes part from the next step on.
+laid into a free row that ends at the common clock (`cache.py`, `lanes.py`), and it takes part from the next step on.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -20,11 +21,12 @@ import numpy as np
 import torch
 
 from hf_triton.engine.budget import TokenBudget
-from hf_triton.engine.cache import COLUMN_STEP, KeyValueRows
+from hf_triton.engine.cache import COLUMN_STEP
 from hf_triton.engine.decode import Decoder, DecodingMode
 from hf_triton.engine.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.engine.forward import Forward
 from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
+from hf_triton.engine.lanes import Lanes
 from hf_triton.engine.prefill import Prefill, Reading, fit_one_piece
 from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
 from hf_triton.engine.row import Job, Row
@@ -40,6 +42,9 @@ NO_ROOM_S: Final = 5.0
 NO_ROOM_POLL_S: Final = 0.02
 PREFIX_PART: Final = 4
 """The prefixes of past texts take a fourth of the key/value memory at most, and leave it to whoever needs it."""
+PADDING_PART: Final = 0.25
+"""A row whose padding would take more than this part of the weights' memory gets a lane of its own: attention takes
+about twice as long as the layers for a byte, and several such rows may come."""
 
 
 class RollingEngine(EngineThread):
@@ -71,8 +76,12 @@ class RollingEngine(EngineThread):
         super().__init__(max_waiting, on_fatal, observer)
         self._forward = Forward(model)
         self._decoder = Decoder(self._forward, decoding)
-        self._budget = TokenBudget(self._forward.device, _bytes_per_token(self._forward), max_cache_tokens)
-        self._memory = KeyValueRows(self._forward.device)
+        bytes_per_token = _bytes_per_token(self._forward)
+        self._budget = TokenBudget(self._forward.device, bytes_per_token, max_cache_tokens)
+        self._max_padding = PADDING_PART * _bytes_of_weights(model) / bytes_per_token
+        if self._decoder.is_static:
+            self._max_padding = math.inf  # captured graphs are those of one lane
+        self._memory = Lanes(self._forward.device, self._max_padding)
         self._prefixes = PrefixStore()
         self._shares_prefixes = shares_prefixes
         self._max_rows = max_rows
@@ -90,8 +99,8 @@ class RollingEngine(EngineThread):
     def _turn(self) -> None:
         self._guarded(self._drop_ended, list)
         self._admit()
-        self._guarded(self._advance_prefill, self._rows_in_prefill)
         self._guarded(self._make_room, list)
+        self._guarded(self._advance_prefill, self._rows_in_prefill)
         self._guarded(self._step, lambda: self._rows)
 
     def _rest(self) -> None:
@@ -175,7 +184,7 @@ class RollingEngine(EngineThread):
                 if readings and not fit_one_piece(together):
                     break
                 readings = together
-            elif self._fits(len(group), group[0].num_tokens + 1, group[0].num_tokens):
+            elif self._fits([row.num_tokens for row in group], group[0].num_tokens):
                 readings.append(self._reading(group))
             else:
                 self._wait_for_memory(group)
@@ -197,10 +206,9 @@ class RollingEngine(EngineThread):
         return Prefix(np.array(self._rows[index].context()[:-1]), partial(self._memory.read, index))
 
     def _has_room_for(self, readings: list[Reading], group: list[Row]) -> bool:
-        num_rows = len(self._rows) + sum(len(each.rows) for each in readings) + len(group)
-        longest = max([group[0].num_tokens, *(each.length for each in readings)])
-        in_prefill = (len(readings) + 1) * longest
-        return num_rows <= self._row_limit and self._fits(num_rows, max(self._memory.width, longest) + 1, in_prefill)
+        lengths = [row.num_tokens for rows in (*(each.rows for each in readings), group) for row in rows]
+        in_prefill = (len(readings) + 1) * max(lengths)
+        return len(self._rows) + len(lengths) <= self._row_limit and self._fits(lengths, in_prefill)
 
     def _join(self, prefill: Prefill, logits: torch.Tensor) -> None:
         """Give every row of the prefill its first token and its place."""
@@ -212,8 +220,7 @@ class RollingEngine(EngineThread):
             if row.take(pick):
                 self._remember(context, partial(prefill.read, at))
             else:
-                self._memory.add(prefill.cache, at, len(context))
-                self._rows.append(row)
+                self._rows.insert(self._memory.add(prefill.cache, at, len(context)), row)
 
     # --- step --------------------------------------------------------------------------------------------------------
 
@@ -221,7 +228,7 @@ class RollingEngine(EngineThread):
         """One token for every running row."""
         if not self._rows:
             return
-        logits = self._decoder.step(self._memory, [row.token_ids[-1] for row in self._rows])
+        logits = self._memory.step(self._decoder, [row.token_ids[-1] for row in self._rows])
         self._memory.is_torn = True  # until every row has the token that follows
         picks = pick_tokens(logits, [row.sampler for row in self._rows])
         done = [index for index, (row, pick) in enumerate(zip(self._rows, picks, strict=True)) if row.take(pick)]
@@ -230,17 +237,16 @@ class RollingEngine(EngineThread):
         self._retire(done)
 
     def _retire(self, indices: list[int]) -> None:
-        """Free rows; the last one takes the place of each."""
+        """Free rows; the last one of its lane takes the place of each."""
         for index in reversed(indices):
             row = self._rows[index]
             if row.finish_reason:
                 self._remember(row.context()[:-1], partial(self._memory.read, index))
-            self._memory.remove(index)
+            last = self._memory.remove(index)
             if row.is_done:
                 self._row_limit = min(self._row_limit + 1, self._max_rows)
-            last = self._rows.pop()
-            if index < len(self._rows):
-                self._rows[index] = last
+            self._rows[index] = self._rows[last]
+            del self._rows[last]
 
     def _remember(self, token_ids: list[int], read: Callable[[int], LayerContents]) -> None:
         """Keep what was computed for a text that ends, for one that begins with it."""
@@ -266,26 +272,22 @@ class RollingEngine(EngineThread):
         prefill = self._prefill  # as above
         return self._memory.num_tokens + self._prefixes.num_tokens + (prefill.num_tokens if prefill else 0)
 
-    def _fits(self, num_rows: int, num_columns: int, num_in_prefill: int) -> bool:
-        """Whether the memory may hold this; prefixes of past texts make room for it."""
-        allowed = self._budget.tokens(self._num_held())
-        least = self._memory.tokens_for(num_rows, num_columns) + num_in_prefill
-        if least > allowed:
+    def _fits(self, lengths: list[int], num_in_prefill: int) -> bool:
+        """Whether the memory may hold the running rows and new ones; prefixes of past texts make room for them."""
+        allowed = self._budget.tokens(self._num_held()) - num_in_prefill
+        if self._memory.tokens_with(lengths) > allowed:
             return False
-        if self._memory.num_tokens + num_in_prefill > allowed:
+        if self._memory.most_with(lengths) > allowed:
             self._memory.trim()
-        self._prefixes.shrink(allowed - max(least, self._memory.num_tokens + num_in_prefill))
-        self._memory.max_tokens = allowed - num_in_prefill - self._prefixes.num_tokens
+        self._prefixes.shrink(allowed - self._memory.most_with(lengths))
+        self._memory.limit(lengths, allowed - self._prefixes.num_tokens)
         return True
 
     def _make_room(self) -> None:
         """Where the rows outgrow the memory, the youngest go back and wait; those being read are to have room too."""
         while self._rows:
-            num_rows, width, in_prefill = len(self._rows), self._memory.width, 0
-            if self._prefill:
-                num_rows, width = num_rows + len(self._prefill.rows), max(width, self._prefill.longest)
-                in_prefill = self._prefill.num_tokens
-            if self._fits(num_rows, width + 1, in_prefill):
+            lengths = [row.num_tokens for row in self._rows_in_prefill()]
+            if self._fits(lengths, self._prefill.num_tokens if self._prefill else 0):
                 return
             if self._prefill:
                 self._put_back(self._prefill.rows)
@@ -387,11 +389,15 @@ class RollingEngine(EngineThread):
         if any(row in rows for row in self._rows_in_prefill()):
             self._prefill = None
         if self._memory.is_torn:
-            self._memory, self._rows = KeyValueRows(self._forward.device), []
+            self._memory, self._rows = Lanes(self._forward.device, self._max_padding), []
         else:
             self._retire([index for index, row in enumerate(self._rows) if row in rows])
         waiting = {id(row) for group in self._ready for row in group}
         self._ready.extendleft([row] for row in reversed(rows) if not row.is_done and id(row) not in waiting)
+
+
+def _bytes_of_weights(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _bytes_per_token(forward: Forward) -> int:

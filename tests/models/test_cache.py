@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_triton.engine import cache, cache_layer
-from hf_triton.engine.cache import COLUMN_STEP, KeyValueRows
+from hf_triton.engine.cache import COLUMN_STEP, KeyValueRows, buffer_tokens
 
 NUM_LAYERS, HEADS, KEY_DIM, VALUE_DIM = 3, 2, 4, 6
 
@@ -86,7 +86,7 @@ def test_rows_hold_their_texts_whoever_joins_and_leaves(
         act = source.random()
         if act < 0.12 and len(texts) < 6:
             batch = [[source.randrange(100) for _ in range(source.randrange(1, 30))] for _ in range(2)]
-            needed = rows.tokens_for(len(texts) + 1, max(rows.width, len(batch[0])) + 1)
+            needed = buffer_tokens(len(texts) + 1, max(rows.width, len(batch[0])) + 1)
             rows.add(prefilled(batch), 0, len(batch[0]))
             texts.append(batch[0])
             assert max_tokens is None or rows.num_tokens <= max(held, needed)
@@ -98,11 +98,9 @@ def test_rows_hold_their_texts_whoever_joins_and_leaves(
                 texts[row] = last
         elif texts:
             new = [source.randrange(100) for _ in texts]
-            grows, before = rows.needs_growth, rows.shape
-            least = rows.tokens_for(len(texts), rows.width + 1)
+            before, least = rows.shape, buffer_tokens(len(texts), rows.width + 1)
             check_step(rows, texts, new)
-            assert grows or rows.shape == before
-            if grows and max_tokens is not None:
+            if rows.shape != before and max_tokens is not None:
                 assert rows.num_tokens == least
             for text, token in zip(texts, new, strict=True):
                 text.append(token)
@@ -119,8 +117,8 @@ def test_buffers_grow_ahead_as_far_as_the_limit_lets_them() -> None:
     for _ in range(2):
         rows.add(prefilled([text]), 0, 10)
     assert rows.shape == (5, COLUMN_STEP)  # and not 8
-    assert rows.tokens_for(2, 5) == 5 * COLUMN_STEP
-    assert rows.tokens_for(6, COLUMN_STEP + 1) == 6 * 2 * COLUMN_STEP
+    assert buffer_tokens(5, 11) == rows.num_tokens
+    assert buffer_tokens(6, COLUMN_STEP + 1) == 6 * 2 * COLUMN_STEP
 
 
 def test_a_growth_that_fits_only_without_what_nobody_uses_gives_that_up() -> None:
@@ -154,9 +152,8 @@ def test_rows_are_moved_rather_than_the_buffers_enlarged() -> None:
         check_step(rows, texts, [token, token])
         for text in texts:
             text.append(token)
-    assert rows.needs_growth
+    assert rows.clock == rows.shape[1]
     rows.remove(0)
-    assert not rows.needs_growth
     check_step(rows, texts[1:], [5])
     assert rows.shape == (2, COLUMN_STEP)
     check(rows, [[*texts[1], 5]])
@@ -186,7 +183,7 @@ def test_the_allocation_tells_whether_addresses_are_the_same() -> None:
     for token in range(COLUMN_STEP - 10):
         check_step(rows, [text], [token])
         text.append(token)
-    assert rows.needs_growth
+    assert rows.clock == rows.shape[1]
     assert (addresses(), rows.allocation) == (before, allocation)
     rows.make_column()
     assert rows.allocation is not allocation

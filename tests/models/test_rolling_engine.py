@@ -247,7 +247,7 @@ def test_a_failure_while_rows_are_laid_in_loses_nobody(
         getattr(KeyValueRows, place)(self, *arguments)
 
     setattr(Failing, place, fail)
-    engine._memory = Failing(engine._forward.device)
+    engine._memory._lanes = [Failing(engine._forward.device)]
     client = Client(engine)
     items = [(prompt, SamplingPlan(5 + index)) for index, prompt in enumerate(prompts(20, seed=12))]
     for item in items:
@@ -367,7 +367,7 @@ def test_an_idle_engine_holds_no_rows(
     engine = start(load("llama"))
     Client(engine).ask([5, 6, 7], SamplingPlan(30))
     deadline = time.monotonic() + WAIT_S
-    while engine._memory.cache.layers:
+    while engine._memory.num_tokens:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -447,10 +447,10 @@ def test_a_failure_of_the_memory_itself_refuses_nobody(model: Any, start: Callab
     engine = start()
     remove, failures = engine._memory.remove, [RuntimeError("boom")]
 
-    def fail(row: int) -> None:
+    def fail(row: int) -> int:
         if failures:
             raise failures.pop()
-        remove(row)
+        return remove(row)
 
     engine._memory.remove = fail  # type: ignore[method-assign]
     client = Client(engine)
