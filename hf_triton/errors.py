@@ -38,6 +38,7 @@ CODES: dict[str, str] = {
     "engine_failed": "the engine has stopped after a fatal error; the server is restarting or needs to be",
     "cancelled": "the client cancelled the request",
     "generation_failed": "the model raised an error on this request; the server's log has it",
+    "hook_failed": "a method of the folder's own `1/model.py` failed, or returned something else than it must",
     "internal": "a fault in hf_triton itself; the server's log has it",
     "invalid_setting": "a setting in config.pbtxt or the environment is unknown, unusable or contradicts another one",
     "hub_auth": "the Hub refuses the access token, or wants one",

@@ -36,6 +36,10 @@ ALIASES: Final[Mapping[str, str]] = {
     "stop_words": "stop_strings",
 }
 """Other dialects' names for our parameters. Ours are transformers' own."""
+MEANT: Final[Mapping[str, str]] = {"prompt": "text_input", "max_length": "max_new_tokens"}
+"""What to suggest for names that mean nearly the same and are spelled otherwise."""
+NOT_THERE: Final[Mapping[str, str]] = {"num_beams": ": there is no beam search"}
+"""What to say of names that ask for what there is not."""
 
 MAX_NEW_TOKENS: Final = 1_048_576
 MAX_RETURN_SEQUENCES: Final = 64
@@ -356,7 +360,9 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
 def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
     """The refusal of a parameter that nobody declared."""
     known = [*GenerationParameters.model_fields, *ALIASES, *also]
-    return RequestError("unknown_parameter", f"there is no parameter {clip(name)}{suggest(name, known)}")
+    meant = MEANT.get(name)
+    hint = suggest(meant if meant in known else name, known)
+    return RequestError("unknown_parameter", f"there is no parameter {clip(name)}{NOT_THERE.get(name, '')}{hint}")
 
 
 @dataclass(frozen=True)

@@ -258,7 +258,8 @@ def _source(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "choice":
-        choices = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
+        # Lark's lexer takes no raw control character, and JSON leaves this one as it is.
+        choices = (json.dumps(text, ensure_ascii=False).replace("\x7f", r"\x7f") for text in json.loads(grammar.text))
         return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
     return LLMatcher.grammar_from_lark(grammar.text)
 

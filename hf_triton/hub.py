@@ -18,6 +18,7 @@ from typing import Final
 from hf_triton.download import Job
 from hf_triton.download_process import Patience, download
 from hf_triton.errors import CheckpointError, HubError
+from hf_triton.hub_failures import OF_FOLDERS
 from hf_triton.settings import ModelSettings
 from hf_triton.snapshot import missing_files, missing_weights
 
@@ -140,7 +141,8 @@ class Hub:
             raise HubError(
                 "offline_and_not_cached",
                 f"{wanted.name} (revision {wanted.revision}) is complete in no cache, and HF_HUB_OFFLINE forbids a "
-                f"download: unset it once, or mount a cache that has the model; looked in {', '.join(lacking)}",
+                f"download: unset it once, or mount a cache that has the model; looked in {', '.join(lacking)}; "
+                f"{OF_FOLDERS}",
             )
         return self._download(wanted, self._writable_cache(wanted))
 

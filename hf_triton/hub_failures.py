@@ -13,6 +13,8 @@ from hf_triton.errors import HfTritonError, HubError
 if TYPE_CHECKING:
     from hf_triton.download import Job
 
+OF_FOLDERS: Final = "a folder on disk begins with `/`, `./` or `../`"
+"""What whoever meant a folder, and named one as a model on the Hub is named, wants to know."""
 TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses that may be another one in a moment."""
 INCOMPLETE: Final = ("Consistency check failed", "without sending complete message body")
@@ -80,19 +82,19 @@ MEANINGS: Final = (
     _Meaning(
         lambda it: it.has("HFValidationError"),
         "hub_not_found",
-        "'{model}' is no name on the Hub: set {setting} to namespace/name, or to a folder beginning with / or ./",
+        "'{model}' is no name on the Hub: set {setting} to namespace/name; " + OF_FOLDERS,
     ),
     _Meaning(
         lambda it: it.has("RepositoryNotFoundError") and it.has_token,
         "hub_not_found",
         "there is no model {model} at {endpoint}, or the access token in HF_TOKEN may not read it: correct {setting}, "
-        "or set HF_TOKEN to another token",
+        "or set HF_TOKEN to another token; " + OF_FOLDERS,
     ),
     _Meaning(
         lambda it: it.has("RepositoryNotFoundError") or (it.status == 401 and not it.has_token),
         "hub_not_found",
         "there is no model {model} at {endpoint}, or it is private: correct {setting}, or set HF_TOKEN to an access "
-        "token",
+        "token; " + OF_FOLDERS,
     ),
     _Meaning(
         lambda it: it.status in (401, 403) and it.has_token,
@@ -118,7 +120,7 @@ MEANINGS: Final = (
         lambda it: it.has("OfflineModeIsEnabled"),
         "offline_and_not_cached",
         "{model} is in no cache, and HF_HUB_OFFLINE forbids a download: unset it once, or mount a cache that has the "
-        "model",
+        "model; " + OF_FOLDERS,
     ),
     _Meaning(
         lambda it: it.errno in NO_ROOM,
@@ -151,7 +153,7 @@ MEANINGS: Final = (
         lambda it: True,
         "hub_unavailable",
         "{model} is in no cache, and the Hub at {endpoint} cannot be reached ({cause}): check the network, HF_ENDPOINT "
-        "and HTTPS_PROXY, or copy the model into the cache",
+        "and HTTPS_PROXY, or copy the model into the cache; " + OF_FOLDERS,
     ),
 )
 """The first row that applies is the answer."""

@@ -17,7 +17,7 @@ from hf_triton.errors import HfTritonError, RequestError, SettingsError, where
 from hf_triton.metrics import NoMeter, build_meter
 from hf_triton.reply import Call, CallReply, Outbox, Outlet
 from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
-from hf_triton.tasks.hooks import Hooks
+from hf_triton.tasks.hooks import Hooks, checked_load, warn_of_misspelt_hooks
 
 if TYPE_CHECKING:
     from hf_triton._triton import Sentinel
@@ -173,7 +173,8 @@ class TritonPythonModel(Hooks):
         folder_template = load_chat_template(settings.chat_template, Path(args["model_repository"]))
         hub = Hub(Path(args["model_repository"]), settings, os.environ)
         placement = Placement(args["model_instance_kind"], int(args["model_instance_device_id"]))
-        checkpoint = self.load(load_checkpoint(hub, settings, placement))
+        warn_of_misspelt_hooks(type(self), TritonPythonModel)
+        checkpoint = checked_load(self, self.load, load_checkpoint(hub, settings, placement))
         max_prompt_bytes = settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length
         self._limits = wire.Limits(settings.max_prompts, max_prompt_bytes)
         labels = {"model": args["model_name"], "version": args["model_version"]}

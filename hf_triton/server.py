@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from hf_triton.errors import ServerError
 
@@ -288,11 +289,19 @@ class TritonServer:
 
     def models(self) -> list[ModelState]:
         """What became of every folder, by name; those that load again and again included."""
-        request = urllib.request.Request(f"{self.http_url}/v2/repository/index", data=b"{}", method="POST")
+        entries = self._json("/v2/repository/index", data=b"{}")
+        return [ModelState(each["name"], each.get("state", "UNAVAILABLE"), each.get("reason", "")) for each in entries]
+
+    def model_config(self, name: str) -> dict[str, Any]:
+        """The config of a model that takes requests, as the server completed it."""
+        config: dict[str, Any] = self._json(f"/v2/models/{name}/config")
+        return config
+
+    def _json(self, path: str, data: bytes | None = None) -> Any:
+        request = urllib.request.Request(self.http_url + path, data=data)
         request.add_header("Connection", "close")
         with urllib.request.urlopen(request, timeout=5) as answer:
-            entries = json.load(answer)
-        return [ModelState(each["name"], each.get("state", "UNAVAILABLE"), each.get("reason", "")) for each in entries]
+            return json.load(answer)
 
     def read_log(self) -> str:
         """What the server and its models have printed so far; empty where `log` was given."""

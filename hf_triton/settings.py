@@ -265,7 +265,7 @@ def _refuse_unknown(parameters: Mapping[str, str], environment: Mapping[str, str
         raise SettingsError(f"there is no setting '{key}' (from config.pbtxt){suggest(key, fields)}")
     for variable in environment:
         if variable.startswith(ENVIRONMENT_PREFIX) and _field_name(variable, {*fields, *OUR_FIELDS}) is None:
-            known = [ENVIRONMENT_PREFIX + name.upper() for name in fields]
+            known = [ENVIRONMENT_PREFIX + name.upper() for name in sorted({*fields, *OUR_FIELDS})]
             hint = suggest(variable, known)
             if "did you mean" in hint:  # any other may be a setting of another folder's own
                 raise SettingsError(f"there is no setting behind the environment variable {variable}{hint}")

@@ -8,14 +8,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import click
 
 import hf_triton
+from hf_triton.cli.examples import example_requests
+from hf_triton.cli.folders import flaws, is_model_folder, model_folders, silent_reason
 from hf_triton.errors import ServerError
-from hf_triton.server import ModelState, TritonServer, busy_ports
+from hf_triton.server import TritonServer, busy_ports
 
 DEMO_NAME = "demo"
 DEMO_CONFIG = """backend: "python"
@@ -25,12 +27,10 @@ instance_group [ {{ kind: KIND_CPU }} ]
 """
 DEMO_MODEL = "from hf_triton import TritonPythonModel as TritonPythonModel\n"
 
-CURLS = """
+TRY = """
 Try, in another terminal:
 
-  curl -X POST localhost:{port}/v2/models/{name}/generate -d '{{"text_input":"How can you be"}}'
-  curl -X POST localhost:{port}/v2/models/{name}/infer \\
-    -d '{{"inputs":[{{"name":"text_input","datatype":"BYTES","shape":[1],"data":["I am going"]}}]}}'
+{requests}
 
 Ctrl+C stops the server.
 """
@@ -67,12 +67,11 @@ def serve(
             f"port {' and '.join(map(str, busy))} in use: stop what listens there, or choose others with --http-port, "
             "--grpc-port and --metrics-port (make serve HTTP_PORT=... GRPC_PORT=... METRICS_PORT=...)"
         )
-    if model_repository is not None:
-        _check_folders(model_repository)
+    left_out = {} if model_repository is None else _check_folders(model_repository)
     show_log = verbose or model_repository is not None
     for number in (signal.SIGINT, signal.SIGTERM):  # a supervisor's stop is Ctrl+C to us; a shell's `&` ignores SIGINT
         signal.signal(number, signal.default_int_handler)
-    with _repository(model_repository) as repository:
+    with _repository(model_repository, left_out) as repository:
         server = TritonServer(
             repository,
             ports=ports,
@@ -82,45 +81,59 @@ def serve(
         )
         click.echo("Starting tritonserver and loading models; a model that is not cached is downloaded first.")
         with contextlib.suppress(KeyboardInterrupt), server:
-            _show(server.models(), http_port)
+            _show(server, left_out)
             _wait(server)
     click.echo("Stopped.")
 
 
-def _check_folders(repository: Path) -> None:
-    """Refuse what tritonserver would wait for without an end: a version folder without its model.py."""
-    for version in sorted(repository.glob("*/[0-9]*/")):
-        if version.parent.name.split() != [version.parent.name]:
-            raise click.UsageError(
-                f"'{version.parent.name}' has a space in its name, which Triton cannot start: rename it"
-            )
-        is_ours = 'backend: "python"' in _text(version.parent / "config.pbtxt")
-        if is_ours and not (version / "model.py").exists():
-            raise click.UsageError(
-                f"{version.parent.name} has no {version.name}/model.py: copy one from a model folder"
-            )
+def _check_folders(repository: Path) -> Mapping[str, str]:
+    """What is wrong with folders that tritonserver had better not see, by name.
+
+    Raises:
+        click.UsageError: This is no folder of model folders.
+        ServerError: Something is wrong with every one of them.
+    """
+    if is_model_folder(repository):
+        raise click.UsageError(
+            f"{repository} is a model folder itself: give the folder that holds it, in which every folder is served; "
+            "to serve this one alone, copy it into a new folder and give that"
+        )
+    folders = model_folders(repository)
+    if not folders:
+        raise click.UsageError(f"there is no model folder in {repository}: copy one in")
+    left_out = flaws(repository)
+    if len(left_out) == len(folders):
+        _show_reasons(left_out)
+        raise ServerError("server_failed", "no model is served: correct what is said above")
+    return left_out
 
 
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _show(models: list[ModelState], http_port: int) -> None:
+def _show(server: TritonServer, left_out: Mapping[str, str]) -> None:
     """Say which folders are served and why the others are not.
 
     Raises:
         ServerError: None is served.
     """
-    ready = sorted(model.name for model in models if model.state == "READY")
-    for model in models:
-        if model.name not in ready:
-            click.echo(f"Not served: {model.name}: {model.sentence}", err=True)
+    models = server.models()
+    ready = sorted({model.name for model in models if model.state == "READY"})
+    reasons = {
+        model.name: model.sentence or silent_reason(server.model_repository / model.name)
+        for model in models
+        if model.name not in ready
+    }
+    _show_reasons({**left_out, **reasons})
     if not ready:
         raise ServerError(
             "server_failed", "no model is served: correct what is said above, and look at the log above it"
         )
     click.echo(f"Ready: {', '.join(ready)}.")
-    click.echo(CURLS.format(port=http_port, name=ready[0]))
+    requests = example_requests(map(server.model_config, ready), server.http_port)
+    click.echo(TRY.format(requests=requests))
+
+
+def _show_reasons(reasons: Mapping[str, str]) -> None:
+    for name, reason in sorted(reasons.items()):
+        click.echo(f"Not served: {name}: {reason}", err=True)
 
 
 def _wait(server: TritonServer) -> None:
@@ -133,12 +146,26 @@ def _wait(server: TritonServer) -> None:
     raise ServerError("server_failed", f"tritonserver ended by itself; its log ends:\n{server.log_tail()}")
 
 
+def _repository(given: Path | None, left_out: Collection[str]) -> contextlib.AbstractContextManager[Path]:
+    """The repository to serve: the given one, without some of its folders, or that of the demo."""
+    if given is None:
+        return _demo_repository()
+    return _links_to_others(given, left_out) if left_out else contextlib.nullcontext(given)
+
+
 @contextlib.contextmanager
-def _repository(given: Path | None) -> Iterator[Path]:
-    """The repository to serve; without one, a temporary one with the demo folder in it."""
-    if given is not None:
-        yield given
-        return
+def _links_to_others(given: Path, left_out: Collection[str]) -> Iterator[Path]:
+    """A temporary repository of links to the folders that are not left out."""
+    with tempfile.TemporaryDirectory(prefix="hf_triton_served_") as root:
+        for folder in model_folders(given):
+            if folder.name not in left_out:
+                (Path(root) / folder.name).symlink_to(folder.resolve())
+        yield Path(root)
+
+
+@contextlib.contextmanager
+def _demo_repository() -> Iterator[Path]:
+    """A temporary repository with the demo folder in it."""
     checkpoint = Path(hf_triton.__file__).parent / "demo"
     with tempfile.TemporaryDirectory(prefix="hf_triton_demo_") as root:
         folder = Path(root) / DEMO_NAME

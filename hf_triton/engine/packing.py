@@ -24,6 +24,7 @@ from hf_triton.engine.rounding import agree
 
 logger = logging.getLogger(__name__)
 
+MAX_REASON: Final = 160  # characters of torch's words in the log
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -80,7 +81,7 @@ def pack(model: nn.Module) -> int:
                 changes.append(_Change.make(layer, is_shared=num_users[id(layer.weight)] > 1))
         obstacle = None if same_logits(model, plain, sample_logits(model)) else "its logits are others then"
     except Exception as error:
-        obstacle = kind(error)
+        obstacle = f"{kind(error)}: {str(error)[:MAX_REASON]}"
     if obstacle is None:
         logger.info("%d linear layers packed for oneDNN", len(changes))
         return len(changes)

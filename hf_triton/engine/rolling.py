@@ -31,7 +31,7 @@ from hf_triton.engine.prefill import Prefill, Reading, fit_one_piece
 from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
 from hf_triton.engine.row import Job, Row
 from hf_triton.engine.sampling import pick_tokens
-from hf_triton.engine.thread import EngineThread, finish
+from hf_triton.engine.thread import EngineThread, ending_in_queue, finish
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,10 @@ class RollingEngine(EngineThread):
         with self._wake:
             while self._waiting and (self._waiting[0].plan.num_rows <= room or not self._is_busy()):
                 sequence = self._waiting.pop(0)
+                ending = ending_in_queue(sequence)
+                if ending is not None:
+                    finish(sequence, ending)
+                    continue
                 try:
                     job = Job(sequence, self._eos_ids, self._observer.on_admit(sequence), next(self._numbers))
                 except Exception as error:

@@ -12,12 +12,12 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
-from hf_triton.engine.interface import Completion, Constraint, FinishReason, Outcome, TokenLogprobs
+from hf_triton.engine.interface import Completion, Constraint, FinishReason, LogitsProcessor, Outcome, TokenLogprobs
 from hf_triton.errors import HfTritonError, where
 from hf_triton.generation import SamplingPlan, TaskPlan
-from hf_triton.tasks.hooks import Hooks, is_overridden
+from hf_triton.tasks.hooks import CheckedHooks
 from hf_triton.text import TextCodec, TextStream
 from hf_triton.wire import GeneratedText
 
@@ -85,14 +85,15 @@ class Answering:
         reply: Reply,
         is_cancelled: Callable[[], bool],
         *,
-        hooks: Hooks,
+        hooks: CheckedHooks,
         streams: bool,
     ) -> None:
         self._prompts = prompts
         self._codec = codec
         self._reply = reply
         self._is_cancelled = is_cancelled
-        listener = reply if streams and not is_overridden(hooks, "postprocess") else None
+        self._hooks = hooks
+        listener = reply if streams and not hooks.overrides("postprocess") else None
         self._writers = [_Writer(codec, prompt, hooks, listener, row) for row, prompt in enumerate(prompts)]
         if streams:
             reply.start(sum(prompt.plan.num_rows for prompt in prompts))
@@ -118,6 +119,27 @@ class Answering:
                 return True
 
         return on_token
+
+    def logits_processor(self) -> LogitsProcessor | None:
+        """The folder's own for one text. Where it fails, the request is refused, and the engine notices nothing."""
+        try:
+            processor = self._hooks.logits_processor()
+        except HfTritonError as error:
+            self.refuse(error)
+            return None
+        if processor is None:
+            return None
+
+        def process(token_ids: list[int], scores: Any) -> Any:
+            if self._is_answered:
+                return scores
+            try:
+                return processor(token_ids, scores)
+            except HfTritonError as error:
+                self.refuse(error)
+                return scores
+
+        return process
 
     def put(self, row: int, outcome: Outcome) -> None:
         """Take one prompt's outcome."""
@@ -175,11 +197,11 @@ class _Writer:
         row: The prompt's number.
     """
 
-    def __init__(self, codec: TextCodec, prompt: Prompt, hooks: Hooks, reply: Reply | None, row: int) -> None:
+    def __init__(self, codec: TextCodec, prompt: Prompt, hooks: CheckedHooks, reply: Reply | None, row: int) -> None:
         self.prompt = prompt
         self._codec = codec
         self._hooks = hooks
-        self._has_rule = is_overridden(hooks, "is_complete")
+        self._has_rule = hooks.overrides("is_complete")
         self._reply = reply
         self._first_text = row * prompt.plan.num_rows
         self.is_needed = reply is not None or self._has_rule or bool(prompt.task.stop_strings)
@@ -235,6 +257,8 @@ def _place(codec: TextCodec, found: TokenLogprobs) -> dict[int, dict[str, object
 
 
 def fault(doing: str, error: BaseException) -> HfTritonError:
-    """A fault of our own: where it was goes to the log."""
+    """An error of ours as it is, else a fault of our own: where it was goes to the log."""
+    if isinstance(error, HfTritonError):
+        return error
     logger.error("%s failed: %s", doing, where(error))
     return HfTritonError("internal", f"{doing} failed; the server's log says where")

@@ -3,7 +3,29 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from hf_triton.engine.faults import is_fatal, is_memory
 from hf_triton.engine.interface import LogitsProcessor
+from hf_triton.errors import HfTritonError, where
+
+if TYPE_CHECKING:
+    from hf_triton.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+OWN_FILE: Final = "the folder's own 1/model.py"
+LIKENESS: Final = 0.75  # of a method's name to a hook's, by difflib; `make_prompt` is not `build_prompt`, by 0.61
 
 
 class Hooks:
@@ -51,6 +73,148 @@ class Hooks:
         return text
 
 
-def is_overridden(hooks: Hooks, name: str) -> bool:
-    """Whether a subclass has a method of its own: what nobody overrides costs nothing."""
-    return getattr(type(hooks), name) is not getattr(Hooks, name)
+HOOKS: Final = ("load", *(name for name in vars(Hooks) if not name.startswith("_")))
+
+
+class CheckedHooks:
+    """A folder's hooks as they are called here: what they return is checked, and what fails in them is called theirs.
+
+    Each of them raises HfTritonError: what the hook itself raised of that kind, else `hook_failed`, which is logged.
+
+    Args:
+        hooks: The folder's own.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+
+    def overrides(self, name: str) -> bool:
+        """Whether the folder has a method of its own: what nobody overrides costs nothing."""
+        return getattr(type(self._hooks), name) is not getattr(Hooks, name)
+
+    def build_prompt(self, text: str) -> str:
+        """See `Hooks`."""
+        return self._text("build_prompt", self._hooks.build_prompt, text)
+
+    def postprocess(self, text: str) -> str:
+        """See `Hooks`."""
+        return self._text("postprocess", self._hooks.postprocess, text)
+
+    def _text(self, name: str, hook: Callable[[str], object], text: str) -> str:
+        with _blaming(name, self._hooks):
+            result = hook(text)
+        if not isinstance(result, str):
+            raise _wrong_result(name, "a text", result)
+        return result
+
+    def is_complete(self, text: str) -> bool:
+        """See `Hooks`."""
+        with _blaming("is_complete", self._hooks):
+            result: object = self._hooks.is_complete(text)
+        if not isinstance(result, (bool, np.bool_)):
+            raise _wrong_result("is_complete", "True or False", result)
+        return bool(result)
+
+    def logits_processor(self) -> LogitsProcessor | None:
+        """See `Hooks`. It and what it returns leave it to the engine where the device has no memory, or is lost."""
+        with _blaming("logits_processor", self._hooks, passes=_is_the_engine_s):
+            processor = self._hooks.logits_processor()
+        if processor is None:
+            return None
+        if not callable(processor):
+            raise _wrong_result("logits_processor", "a function of token_ids and scores, or None", processor)
+        return partial(self._process, processor)
+
+    def _process(self, processor: LogitsProcessor, token_ids: list[int], scores: Any) -> Any:
+        shape = list(scores.shape)
+        with _blaming("logits_processor", self._hooks, passes=_is_the_engine_s):
+            result = processor(token_ids, scores)
+            if isinstance(result, type(scores)) and list(result.shape) == shape:
+                return scores.copy_(result)
+        raise _wrong_result("logits_processor", f"scores of shape {shape}", result)
+
+
+def checked_load(hooks: Hooks, load: Callable[[Checkpoint], Checkpoint], checkpoint: Checkpoint) -> Checkpoint:
+    """What the folder's own `load` makes of a checkpoint.
+
+    Raises:
+        HfTritonError: It failed, or did not return a checkpoint.
+    """
+    with _blaming("load", hooks, shows_message=True):
+        result = load(checkpoint)
+    if not isinstance(result, type(checkpoint)):
+        raise _wrong_result("load", "the checkpoint", result)
+    return result
+
+
+def warn_of_misspelt_hooks(model: type[Hooks], base: type[Hooks]) -> None:
+    """Log the methods that a folder has added under a name that is nearly a hook's: nobody calls them.
+
+    Args:
+        model: The folder's own class.
+        base: What it is a subclass of.
+    """
+    unused = [hook for hook in HOOKS if getattr(model, hook) is getattr(base, hook)]
+    added = (name for name in dir(model) if not (name.startswith("_") or hasattr(base, name)))
+    for name in filter(lambda each: callable(getattr(model, each)), added):
+        for hook in difflib.get_close_matches(name.lower(), unused, n=1, cutoff=LIKENESS):
+            logger.warning("nothing calls the method '%s' of %s: did you mean '%s'?", name, OWN_FILE, hook)
+
+
+@contextmanager
+def _blaming(
+    name: str,
+    hooks: Hooks,
+    *,
+    passes: Callable[[BaseException], bool] = lambda error: isinstance(error, HfTritonError),
+    shows_message: bool = False,
+) -> Iterator[None]:
+    """Make `hook_failed` of what a hook raises.
+
+    Args:
+        name: The hook's.
+        hooks: Whose it is.
+        passes: What goes through as it is.
+        shows_message: Whether the exception's own words may be seen: there is no prompt that they could quote.
+    """
+    try:
+        yield
+    except BaseException as error:  # a panic in a library's Rust code is no Exception
+        if passes(error):
+            raise
+        message = f": {error}" if shows_message and str(error) else ""
+        sentence = f"{name} of {OWN_FILE} failed ({type(error).__name__} {_place(error, hooks)}){message}"
+        logger.error("%s; %s", sentence, where(error))
+        raise HfTritonError("hook_failed", sentence) from None
+
+
+def _is_the_engine_s(error: BaseException) -> bool:
+    is_device_s = isinstance(error, Exception) and (is_memory(error) or is_fatal(error))
+    return is_device_s or isinstance(error, HfTritonError)
+
+
+def _place(error: BaseException, hooks: Hooks) -> str:
+    """Where in the folder's own files an exception came through last."""
+    home = Path(inspect.getfile(type(hooks))).parent
+    _, _, *frames = traceback.extract_tb(error.__traceback__)  # without `_blaming` and its caller
+    if not frames:
+        return "as it was called: does it take the arguments that the README shows?"
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(home)]
+    frame = own[-1] if own else frames[0]
+    return f"at {Path(frame.filename).name}:{frame.lineno}"
+
+
+def _wrong_result(name: str, wanted: str, result: object) -> HfTritonError:
+    """The error for a result of the wrong kind; it shows the kind alone, as the result may quote a prompt."""
+    hint = f"is a return missing in {OWN_FILE}?" if result is None else f"see {OWN_FILE}"
+    sentence = f"{name} must return {wanted}, got {_kind(result)}: {hint}"
+    logger.error(sentence)
+    return HfTritonError("hook_failed", sentence)
+
+
+def _kind(result: object) -> str:
+    import torch
+
+    if isinstance(result, torch.Tensor):
+        return str(list(result.shape))
+    return "None" if result is None else f"a value of type {type(result).__name__}"

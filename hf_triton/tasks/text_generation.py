@@ -9,15 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from hf_triton.chat import Chat
 from hf_triton.chat_template import ChatTemplate
 from hf_triton.engine.interface import Engine, EngineLoad, Observer, Sequence, eos_ids
-from hf_triton.errors import HfTritonError, RequestError, UnavailableError
+from hf_triton.engine.thread import too_late
+from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
 from hf_triton.generation import (
+    GRAMMARS,
     GenerationParameters,
     SamplingPlan,
     check_token_ids,
@@ -28,7 +30,7 @@ from hf_triton.generation import (
 from hf_triton.grammar import GrammarCompiler
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.answering import Answering, Prompt, Reply, fault
-from hf_triton.tasks.hooks import Hooks
+from hf_triton.tasks.hooks import CheckedHooks, Hooks
 from hf_triton.text import TextCodec
 from hf_triton.wire import GenerationRequest
 
@@ -36,7 +38,51 @@ if TYPE_CHECKING:
     from hf_triton.checkpoint import Checkpoint
 
 NUM_TOKENIZER_THREADS = 2  # tokenizers run outside the interpreter's lock: a long prompt does not hold up a short one
+MAX_TURN_S = 0.05  # of a request with many prompts, then others have their turn
 NUM_BAD_WORDS_KEPT = 32  # the prompts of a request, and often the requests of a client, have the same ones
+
+
+@dataclass
+class _Preparation:
+    """A request on its way to the engine."""
+
+    request: GenerationRequest
+    reply: Reply
+    is_cancelled: Callable[[], bool]
+    timeout_s: float | None
+    streams: bool
+    arrival_s: float
+    """By `time.monotonic()`."""
+    prompts: list[Prompt] = field(default_factory=list)
+    """Those that are ready, the request's first ones."""
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether there are more."""
+        return len(self.prompts) < len(self.request.prompts)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a prompt of it brings a grammar, which may take half a second to read."""
+        return any(getattr(each, name) is not None for each in self.request.parameters for name in GRAMMARS)
+
+    def deadline_s(self, max_time_s: float | None) -> float | None:
+        """When the time of a prompt is up, by `time.monotonic()`."""
+        times_s = [time_s for time_s in (max_time_s, self.timeout_s) if time_s is not None]
+        return self.arrival_s + min(times_s) if times_s else None
+
+    def check(self) -> None:
+        """Go on only while somebody waits.
+
+        Raises:
+            CancelledError: The client has gone.
+            UnavailableError: The time of the newest prompt is up.
+        """
+        if self.is_cancelled():
+            raise CancelledError
+        deadline_s = self.deadline_s(self.prompts[-1].task.max_time_s)
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            raise too_late()
 
 
 class TextGeneration:
@@ -73,7 +119,7 @@ class TextGeneration:
         hooks: Hooks,
     ) -> None:
         self._engine = engine
-        self._hooks = hooks
+        self._hooks = CheckedHooks(hooks)
         self._codec = codec
         self._chat_template = chat_template
         self._grammars = grammars
@@ -85,6 +131,7 @@ class TextGeneration:
         self._max_rows = max_rows
         self._excludes_prompt = excludes_prompt
         self._tokenizers = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="hf_triton-tokenizer")
+        self._grammar_readers = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-grammar")
 
     def submit(
         self,
@@ -104,11 +151,7 @@ class TextGeneration:
             timeout_s: Seconds from now that its prompts may take, as `max_time` does; None: as long as it takes.
             streams: Whether the texts go out piece by piece.
         """
-        arrival_s = time.monotonic()
-        try:
-            self._tokenizers.submit(self._begin, request, reply, is_cancelled, arrival_s, timeout_s, streams)
-        except RuntimeError:  # the pool is shut down
-            reply.finish(UnavailableError("shutting_down", "the model is being unloaded: send the request again later"))
+        self._prepare_later(_Preparation(request, reply, is_cancelled, timeout_s, streams, time.monotonic()))
 
     def is_healthy(self) -> bool:
         """Whether requests can be taken."""
@@ -121,48 +164,63 @@ class TextGeneration:
     def close(self) -> None:
         """Answer everything that is still waiting, then stop."""
         self._tokenizers.shutdown(wait=True)
+        self._grammar_readers.shutdown(wait=True)
         self._engine.close()
 
-    def _begin(
-        self,
-        request: GenerationRequest,
-        reply: Reply,
-        is_cancelled: Callable[[], bool],
-        arrival_s: float,
-        timeout_s: float | None,
-        streams: bool,
-    ) -> None:
+    def _prepare_later(self, preparation: _Preparation) -> None:
+        pool = self._grammar_readers if preparation.has_grammar else self._tokenizers
         try:
-            prompts = [self._prompt(request, row, streams) for row in range(len(request.prompts))]
-            answering = Answering(prompts, self._codec, reply, is_cancelled, hooks=self._hooks, streams=streams)
-            sequences = [
-                self._sequence(row, prompt, answering, arrival_s, timeout_s) for row, prompt in enumerate(prompts)
-            ]
+            pool.submit(self._prepare, preparation)
+        except RuntimeError:  # the pool is shut down
+            preparation.reply.finish(
+                UnavailableError("shutting_down", "the model is being unloaded: send the request again later")
+            )
+
+    def _prepare(self, preparation: _Preparation) -> None:
+        """Prepare a request's prompts; after a while it is the next request's turn."""
+        turn_ends_s = time.monotonic() + MAX_TURN_S
+        try:
+            while preparation.is_incomplete and time.monotonic() < turn_ends_s:
+                preparation.prompts.append(self._next_prompt(preparation))
+                preparation.check()
+            if preparation.is_incomplete:
+                self._prepare_later(preparation)
+                return
+            sequences = self._sequences(preparation)
         except HfTritonError as error:
-            reply.finish(error)
+            preparation.reply.finish(error)
         except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
-            reply.finish(fault("preparing the request", error))
+            preparation.reply.finish(fault("preparing the request", error))
         else:
             self._engine.submit(sequences)
 
-    def _sequence(
-        self, row: int, prompt: Prompt, answering: Answering, arrival_s: float, timeout_s: float | None
-    ) -> Sequence:
-        times_s = [time_s for time_s in (prompt.task.max_time_s, timeout_s) if time_s is not None]
-        return Sequence(
-            prompt.ids,
-            prompt.plan,
-            on_finish=partial(answering.put, row),
-            is_cancelled=answering.is_given_up,
-            on_token=answering.listener(row),
-            constraint=prompt.constraint,
-            deadline_s=arrival_s + min(times_s) if times_s else None,
-            logits_processor=self._hooks.logits_processor,
-            priority=prompt.task.queue_priority,
-            arrival_s=arrival_s,
+    def _sequences(self, preparation: _Preparation) -> list[Sequence]:
+        answering = Answering(
+            preparation.prompts,
+            self._codec,
+            preparation.reply,
+            preparation.is_cancelled,
+            hooks=self._hooks,
+            streams=preparation.streams,
         )
+        return [
+            Sequence(
+                prompt.ids,
+                prompt.plan,
+                on_finish=partial(answering.put, row),
+                is_cancelled=answering.is_given_up,
+                on_token=answering.listener(row),
+                constraint=prompt.constraint,
+                deadline_s=preparation.deadline_s(prompt.task.max_time_s),
+                logits_processor=answering.logits_processor,
+                priority=prompt.task.queue_priority,
+                arrival_s=preparation.arrival_s,
+            )
+            for row, prompt in enumerate(preparation.prompts)
+        ]
 
-    def _prompt(self, request: GenerationRequest, row: int, streams: bool) -> Prompt:
+    def _next_prompt(self, preparation: _Preparation) -> Prompt:
+        request, streams, row = preparation.request, preparation.streams, len(preparation.prompts)
         options, parameters, given = request.options, request.parameters[row], request.prompts[row]
         is_chat = isinstance(given, Chat)
         text = self._chat_template.render(given) if isinstance(given, Chat) else given

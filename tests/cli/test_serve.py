@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-triton serve` as a person uses it: the lines it prints work, and Ctrl+C leaves nothing behind."""
 
+import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +21,9 @@ from hf_triton.server import free_ports
 
 COMMAND = Path(sys.executable).with_name("hf-triton")
 STOP_LIMIT_S = 20.0
+DEMO = Path(hf_triton.__file__).parent / "demo"
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+SENTENCE = re.compile(r'"(How can you be|I am going) [a-z ,\']+')
 
 
 class Serving:
@@ -69,6 +74,16 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
     process.process.wait()
 
 
+@contextlib.contextmanager
+def running(repository: str, output: Path) -> Iterator[Serving]:
+    serving = Serving(repository, output=output)
+    try:
+        yield serving
+    finally:
+        serving.process.terminate()
+        serving.process.wait(timeout=60)
+
+
 def wait_until_gone(pids: list[int], limit_s: float = 30.0) -> None:
     deadline = time.monotonic() + limit_s
     while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
@@ -81,13 +96,17 @@ def curl_lines(output: str) -> list[list[str]]:
     return [shlex.split(line) for line in joined.splitlines() if line.strip().startswith("curl ")]
 
 
+def send(line: list[str]) -> str:
+    return subprocess.run([*line, "--silent"], capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_the_printed_lines_work_and_a_signal_leaves_nothing_behind(serving: Serving, number: int) -> None:
     lines = curl_lines(serving.wait_for("Ctrl+C stops the server"))
     assert len(lines) == 2
     for line in lines:
-        answer = subprocess.run([*line, "--silent"], capture_output=True, text=True, check=True).stdout
-        assert re.search(r'"(How can you be|I am going) [a-z ,\']+', answer), answer
+        answer = send(line)
+        assert SENTENCE.search(answer), answer
     family = serving.descendants()
     assert len(family) >= 2  # tritonserver and its Python stub
     started = time.monotonic()
@@ -124,30 +143,75 @@ def test_a_busy_port_is_named() -> None:
     assert f"port {port} in use" in result.stderr
 
 
-def test_a_server_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_is_an_error(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    repository = tmp_path / "repository"
+    make_folder(repository, "mine", huggingface_model="./x")
     ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)]
     environment = {**os.environ, "PATH": str(tmp_path)}
     bad = tmp_path / "tritonserver"
     bad.write_text("#!/bin/sh\necho out of order >&2\nexit 3\n")
     bad.chmod(0o755)
-    result = subprocess.run([COMMAND, "serve", str(tmp_path), *ports], capture_output=True, text=True, env=environment)
+    result = subprocess.run([COMMAND, "serve", repository, *ports], capture_output=True, text=True, env=environment)
     assert result.returncode == 1
     assert "server_failed: tritonserver ended while starting" in result.stderr
 
 
+REASONS = {
+    "bare": "it has no 1/model.py: copy one from a model folder",
+    "nowhere": "path_not_found: there is no folder ",
+    "number": "config.pbtxt cannot be read: 2:61: Expected string but found: '128'",
+    "setting": 'config.pbtxt cannot be read: 2:1: Message type "inference.ModelConfig" has no field named '
+    '"max_output_length": a setting is parameters { key: "max_output_length" value { string_value: "64" } }',
+    "stray": "it has neither config.pbtxt nor 1/model.py: ",
+    "two words": "it has a space in its name, which Triton cannot start: rename it",
+    "typo": 'config.pbtxt cannot be read: 2:1: Message type "inference.ModelConfig" has no field named '
+    "\"max_bach_size\", did you mean 'max_batch_size'?",
+    "unclosed": 'config.pbtxt cannot be read: 3:1: Message type "inference.ModelTransactionPolicy" has no field named '
+    '"parameters": is a } missing before it?',
+    "unversioned": "it has no version folder: copy 1/model.py from a model folder",
+}
+"""How it is said why a folder of this name is not served."""
+UNREADABLE = {
+    "number": 'parameters { key: "max_output_length" value { string_value: 128 } }',
+    "setting": "max_output_length: 64",
+    "typo": "max_bach_size: 8",
+    "unclosed": "model_transaction_policy {",
+}
+
+
+def make_broken_folders(repository: Path, make_folder: Callable[..., Path]) -> None:
+    """One of each of `REASONS`."""
+    make_folder(repository, "nowhere", huggingface_model="./nowhere")
+    for name, config in UNREADABLE.items():
+        make_folder(repository, name, config=config, huggingface_model="./x")
+    (make_folder(repository, "bare", huggingface_model="./x") / "1" / "model.py").unlink()
+    make_folder(repository, "two words", huggingface_model="./x")
+    shutil.rmtree(make_folder(repository, "unversioned", huggingface_model="./x") / "1")
+    (repository / "stray").mkdir()
+
+
 def test_folders_that_are_served_and_not_are_told_apart(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     repository = tmp_path / "repository"
-    make_folder(repository, "bad", huggingface_model="./nowhere")
-    make_folder(repository, "good", huggingface_model=Path(hf_triton.__file__).parent / "demo")
-    serving = Serving(str(repository), output=tmp_path / "output")
-    try:
+    make_broken_folders(repository, make_folder)
+    shutil.copytree(DEMO, tmp_path / "demo")
+    make_folder(repository, "batching", config="max_batch_size: 8", huggingface_model="../../demo")
+    make_folder(repository, "a_stream", config=DECOUPLED, huggingface_model=DEMO)
+    with running(str(repository), output=tmp_path / "output") as serving:
         output = serving.wait_for("Ctrl+C stops the server")
-        assert re.search(r"^Not served: bad: path_not_found: there is no folder ", output, flags=re.MULTILINE)
-        assert "Ready: good." in output
-        assert all("/models/good/" in line[3] for line in curl_lines(output))
-    finally:
-        serving.process.terminate()
-        serving.process.wait(timeout=60)
+        for name, reason in REASONS.items():
+            assert f"\nNot served: {name}: {reason}" in output
+        assert output.count("Not served: ") == len(REASONS)
+        assert "Ready: a_stream, batching." in output
+        lines = curl_lines(output)
+        assert ["/models/batching/" in line[3] for line in lines] == [True, True]
+        assert all(SENTENCE.search(send(line)) for line in lines)
+
+
+def test_a_folder_that_streams_is_shown_as_one(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    make_folder(tmp_path / "repository", "mine", config=DECOUPLED, huggingface_model=DEMO)
+    with running(str(tmp_path / "repository"), output=tmp_path / "output") as serving:
+        (line,) = curl_lines(serving.wait_for("Ctrl+C stops the server"))
+        assert send(line).count("data: ") > 1
 
 
 def test_a_repository_without_a_model_that_loads_is_an_error(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
@@ -157,11 +221,29 @@ def test_a_repository_without_a_model_that_loads_is_an_error(tmp_path: Path, mak
     assert "error: server_failed: no model is served" in serving.output()
 
 
-def test_a_folder_without_its_code_is_refused_before_the_start(
+def test_a_repository_in_which_every_folder_is_broken_is_not_started(
     tmp_path: Path, make_folder: Callable[..., Path]
 ) -> None:
-    folder = make_folder(tmp_path / "repository", "empty", huggingface_model="./x")
-    (folder / "1" / "model.py").unlink()
-    result = subprocess.run([COMMAND, "serve", tmp_path / "repository"], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert "empty has no 1/model.py" in result.stderr
+    (make_folder(tmp_path / "repository", "bare", huggingface_model="./x") / "1" / "model.py").unlink()
+    result = serve_in_vain(tmp_path / "repository")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert f"Not served: bare: {REASONS['bare']}\nerror: server_failed: no model is served" in result.stderr
+
+
+def test_what_holds_no_model_folders_is_refused(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    folder = make_folder(tmp_path / "repository", "mine", huggingface_model="./x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "README.md").touch()
+    refusals = {
+        folder: f"{folder} is a model folder itself: give the folder that holds it",
+        tmp_path / "empty": f"there is no model folder in {tmp_path / 'empty'}: copy one in",
+    }
+    for given, sentence in refusals.items():
+        result = serve_in_vain(given)
+        assert result.returncode == 2
+        assert sentence in result.stderr
+
+
+def serve_in_vain(repository: Path) -> subprocess.CompletedProcess[str]:
+    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)]
+    return subprocess.run([COMMAND, "serve", repository, *ports], capture_output=True, text=True, timeout=60)

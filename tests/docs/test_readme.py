@@ -110,8 +110,9 @@ def test_python_blocks_run() -> None:
 def test_a_fourth_model_is_one_line(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "falcon7b", tmp_path / "falcon7b")
     (tmp_path / "model_repository").mkdir()
-    for command in commands("cp -r falcon7b/ model_repository/qwen3/", "sed "):
-        subprocess.run(shlex.split(command), cwd=tmp_path, check=True)
+    for command in commands("cp ", "sed "):
+        if "/qwen3/" in command:
+            subprocess.run(shlex.split(command), cwd=tmp_path, check=True)
     before = (ROOT / "falcon7b" / "config.pbtxt").read_text().splitlines()
     after = (tmp_path / "model_repository" / "qwen3" / "config.pbtxt").read_text().splitlines()
     changed = [new for old, new in zip(before, after, strict=True) if old != new]
@@ -120,37 +121,56 @@ def test_a_fourth_model_is_one_line(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[TritonServer]:
-    repository = tmp_path_factory.mktemp("repository")
+    """The demo model, and the folder `mine` by the README's own commands."""
+    root = tmp_path_factory.mktemp("checkout")
+    for name in ("falcon7b", "hf_triton"):
+        (root / name).symlink_to(ROOT / name)
+    repository = root / "model_repository"
     make_folder(repository, "demo", huggingface_model=DEMO, max_output_length=64)
-    [streaming] = [block for block in blocks("protobuf") if "decoupled" in block]
-    mine = make_folder(repository, "mine", huggingface_model=DEMO, chat_template="chat.jinja", config=streaming)
-    (mine / "chat.jinja").write_text("{{ messages[-1].content }} ")
+    for command in commands("cp ", "sed ", "echo "):
+        if "/mine/" in command:
+            subprocess.run(command, shell=True, cwd=root, check=True)
     with TritonServer(repository) as server:
         yield server
 
 
-def curls(model: str = "demo") -> list[str]:
-    return [line.removesuffix(" &") for line in commands("curl ") if f"/models/{model}/" in line]
+def curls(model: str, key: str) -> list[str]:
+    """The lines that send `key` to a model."""
+    return [line for line in commands("curl ") if f"/models/{model}/" in line and f'"{key}":' in line]
 
 
-@pytest.mark.parametrize("line", curls())
+def run(server: TritonServer, script: str) -> str:
+    """Run lines of the README against a server of the tests."""
+    local = script.replace("localhost:8000", server.http_url.removeprefix("http://")).replace("curl ", "curl --silent ")
+    return subprocess.run(["bash", "-c", local + "\nwait"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("line", [line for line in curls("demo", "text_input") if not line.endswith("&")])
 def test_curl_lines_work(demo: TritonServer, line: str) -> None:
-    local = line.replace("localhost:8000", demo.http_url.removeprefix("http://"))
-    answer = subprocess.run([*shlex.split(local), "--silent"], capture_output=True, text=True, check=True).stdout
+    text = json.loads(run(demo, line))["text_output"]
     body = json.loads(line.split("-d '")[1].removesuffix("'"))
-    text = json.loads(answer)["text_output"]
-    excludes_prompt = body.get("parameters", {}).get("exclude_input_in_output", False)
+    excludes_prompt = (body | body.get("parameters", {})).get("exclude_input_in_output", False)
     assert text.startswith(body["text_input"]) is not excludes_prompt
-    assert len(text) > 10
+    assert text in json.loads(body["guided_choice"]) if "guided_choice" in body else len(text) > 10
 
 
-@pytest.mark.parametrize("line", curls("mine"))
-def test_curl_lines_to_a_folder_of_your_own_work(demo: TritonServer, line: str) -> None:
-    local = line.replace("localhost:8000", demo.http_url.removeprefix("http://"))
-    answer = subprocess.run([*shlex.split(local), "--silent"], capture_output=True, text=True, check=True).stdout
-    events = [json.loads(event.removeprefix("data: ")) for event in answer.split("\n\n") if event]
-    assert all("text_output" in event for event in events), answer
-    assert len(events) > 1 if "generate_stream" in line else len(events) == 1
+def test_the_chat_works(demo: TritonServer) -> None:
+    [line] = curls("demo", "messages")
+    assert len(json.loads(run(demo, line))["text_output"]) > 10
+
+
+def test_the_stream_has_several_pieces(demo: TritonServer) -> None:
+    [line] = curls("mine", "text_input")
+    events = [json.loads(event.removeprefix("data: ")) for event in run(demo, line).split("\n\n") if event]
+    assert len(events) > 1
+    assert all("text_output" in event for event in events)
+
+
+def test_a_request_gives_up_another(demo: TritonServer) -> None:
+    [block] = [block for block in blocks("bash") if '"stop":true' in block]
+    answers = run(demo, block)
+    assert '"text_output":""' in answers
+    assert "cancelled: " in answers
 
 
 def test_the_answer_shown_is_the_answer_given(demo: TritonServer) -> None:

@@ -113,6 +113,14 @@ def test_a_listener_that_raises_harms_its_own_text_alone(model: Any, start: Call
     assert engine.is_healthy()
 
 
+def test_a_prompt_whose_time_is_up_is_not_begun(model: Any, start: Callable[..., RollingEngine]) -> None:
+    client = Client(start())
+    for _ in range(20):
+        assert error_code(client.ask(PROMPT, SamplingPlan(3), deadline_s=time.monotonic())) == "deadline_exceeded"
+    cancelled = client.ask(PROMPT, SamplingPlan(3), is_cancelled=lambda: True)
+    assert error_code(cancelled) == "cancelled"
+
+
 def test_a_text_ends_at_its_deadline_with_what_it_has(model: Any, start: Callable[..., RollingEngine]) -> None:
     engine = start()
     slow_down(engine)

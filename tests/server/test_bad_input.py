@@ -243,7 +243,7 @@ NO_SUCH = {
     "temprature": r", did you mean 'temperature'\?",
     "Temperature": r", did you mean 'temperature'\?",
     "topp": r", did you mean 'top_p'\?",
-    "max_length": r", did you mean 'max_tokens'\?",
+    "max_length": r", did you mean 'max_new_tokens'\?",
     "repetition_penality": r", did you mean 'repetition_penalty'\?",
     "exclude_input_in_outputs": r", did you mean 'exclude_input_in_output'\?",
     "text_inputs": r", did you mean 'text_input'\?",

@@ -2,6 +2,7 @@
 """Folders whose own model.py changes one thing, in under ten lines: each hook of the base class on a real server."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,71 @@ FOLDERS = {
     "after": """    def postprocess(self, text):
         return text.strip().upper()
 """,
-    "broken": """    def postprocess(self, text):
-        raise ValueError(f"a fault that quotes {text}")
+}
+BROKEN = (
+    HEAD
+    + """    def build_prompt(self, text):
+        self.fault = text
+        if text == "its own build_prompt":
+            raise ValueError(f"a fault that quotes {text}")
+        return {"build_prompt: nothing": None, "build_prompt: a list": [text]}.get(text, text)
+
+    def logits_processor(self):
+        if self.fault == "making a processor":
+            raise KeyError(f"a fault that quotes {self.fault}")
+        return "a fault that quotes" if self.fault == "a processor: a text" else self.process
+
+    def process(self, token_ids, scores):
+        if self.fault == "running a processor":
+            raise IndexError(f"a fault that quotes {token_ids}")
+        results = {"scores: nothing": None, "scores: some": scores[:10], "scores: a list": scores.tolist()}
+        return results.get(self.fault, scores)
+
+    def is_complete(self, text):
+        if self.fault == "its own is_complete":
+            raise RuntimeError(f"a fault that quotes {text}")
+        return None if self.fault == "is_complete: nothing" else False
+
+    def postprocess(self, text):
+        import json
+
+        if self.fault == "in a library":
+            json.loads(f"a fault that quotes {text}")
+        if self.fault == "an error of ours":
+            raise hf_triton.errors.RequestError("invalid_input", "our own words")
+        return text.encode() if self.fault == "postprocess: bytes" else text
+"""
+)
+"""What fails is said by the prompt."""
+UNCALLABLE = """    def build_prompt(self):
+        return ""
+"""
+PICKY = """    def logits_processor(self):
+        def process(token_ids, scores):
+            if len(token_ids) == 30:
+                raise RuntimeError("a fault that quotes")
+            return scores
+
+        return process
+"""
+MISSPELT = """    def post_process(self, text):
+        return text
+
+    def buildPrompt(self, text):
+        return text
+
+    def make_prompt(self, text):
+        return text
+"""
+UNLOADABLE = {
+    "nothing_load": """    def load(self, checkpoint):
+        checkpoint.model.eval()
+""",
+    "other_load": """    def load(self, checkpoint):
+        return checkpoint.model
+""",
+    "raising_load": """    def load(self, checkpoint):
+        raise ValueError("no adapter here")
 """,
 }
 PROMPT, NUM_TOKENS = "Where does the river go", 12
@@ -61,10 +125,11 @@ def server(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
 ) -> Iterator[TritonServer]:
     root = tmp_path_factory.mktemp("repository")
-    for name, body in FOLDERS.items():
+    assert all(len((HEAD + body).splitlines()) <= 11 for body in FOLDERS.values())
+    others = {"uncallable": UNCALLABLE, "picky": PICKY, "misspelt": MISSPELT, **UNLOADABLE}
+    files = {name: HEAD + body for name, body in {**FOLDERS, **others}.items()}
+    for name, text in (files | {"broken": BROKEN}).items():
         folder = make_folder(root, name, huggingface_model=checkpoint, exclude_input_in_output="true")
-        text = HEAD + body
-        assert len(text.splitlines()) <= 11
         (folder / "1" / "model.py").write_text(text)
     with TritonServer(root) as running:
         yield running
@@ -119,10 +184,98 @@ def test_a_text_can_be_changed(server: TritonServer) -> None:
     assert ask(server, "after") == ask(server, "plain").strip().upper()
 
 
-def test_a_hook_that_fails_refuses_its_request_and_shows_nothing_of_it(server: TritonServer) -> None:
-    reply = generate(server, "broken", PROMPT, max_new_tokens=3)
+FAILED = "{} of the folder's own 1/model.py failed ({} at model.py:{})"
+WRONG = "{} must return {}, got {}: see the folder's own 1/model.py"
+NOTHING = "{} must return {}, got None: is a return missing in the folder's own 1/model.py?"
+
+
+SCORES = "scores of shape [384]"
+
+
+def failed(hook: str, error: str, line: str) -> str:
+    """What is said of an exception that comes through the line of `BROKEN` that has a part in it."""
+    [number] = [number for number, each in enumerate(BROKEN.splitlines(), start=1) if line in each]
+    return FAILED.format(hook, error, number)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("its own build_prompt", failed("build_prompt", "ValueError", "raise ValueError")),
+        ("making a processor", failed("logits_processor", "KeyError", "raise KeyError")),
+        ("running a processor", failed("logits_processor", "IndexError", "raise IndexError")),
+        ("its own is_complete", failed("is_complete", "RuntimeError", "raise RuntimeError")),
+        ("in a library", failed("postprocess", "JSONDecodeError", "json.loads")),
+        ("build_prompt: nothing", NOTHING.format("build_prompt", "a text")),
+        ("build_prompt: a list", WRONG.format("build_prompt", "a text", "a value of type list")),
+        (
+            "a processor: a text",
+            WRONG.format("logits_processor", "a function of token_ids and scores, or None", "a value of type str"),
+        ),
+        ("scores: nothing", NOTHING.format("logits_processor", SCORES)),
+        ("scores: some", WRONG.format("logits_processor", SCORES, "[10]")),
+        ("scores: a list", WRONG.format("logits_processor", SCORES, "a value of type list")),
+        ("is_complete: nothing", NOTHING.format("is_complete", "True or False")),
+        ("postprocess: bytes", WRONG.format("postprocess", "a text", "a value of type bytes")),
+    ],
+)
+def test_a_hook_that_fails_is_named_and_nothing_of_the_prompt_is_shown(
+    server: TritonServer, fault: str, sentence: str
+) -> None:
+    reply = generate(server, "broken", fault, max_new_tokens=3)
     assert reply.status == 400
-    assert "internal: putting the answer together failed" in reply.body
-    assert "quotes" not in reply.body
-    assert "quotes" not in server.log_tail(200)
-    assert server.is_model_ready("broken")
+    assert reply.error == f"hook_failed: {sentence}"
+    log = server.read_log()
+    assert log.count(f"broken: {sentence}") == 1
+    assert "quotes" not in log
+    assert fault not in log
+    assert generate(server, "broken", PROMPT, max_new_tokens=3).status == 200
+
+
+def test_a_hook_that_cannot_take_its_arguments_is_named(server: TritonServer) -> None:
+    assert generate(server, "uncallable", PROMPT, max_new_tokens=3).error == (
+        "hook_failed: build_prompt of the folder's own 1/model.py failed (TypeError as it was called: "
+        "does it take the arguments that the README shows?)"
+    )
+
+
+def test_an_error_of_ours_that_a_hook_raises_is_the_answer(server: TritonServer) -> None:
+    reply = generate(server, "broken", "an error of ours", max_new_tokens=3)
+    assert reply.error == "invalid_input: our own words"
+
+
+def test_a_processor_that_fails_touches_no_other_request(server: TritonServer) -> None:
+    """All are written side by side; those of one length fail in the middle of their texts."""
+    short = "The"
+    with ThreadPoolExecutor(8) as pool:
+        asked = [
+            pool.submit(generate, server, "picky", text, max_new_tokens=tokens)
+            for text, tokens in [(short, 10), (PROMPT, 60)] * 4
+        ]
+    replies = [each.result() for each in asked]
+    plain = generate(server, "plain", short, max_new_tokens=10).json()["text_output"]
+    assert [each.json().get("text_output") for each in replies[::2]] == [plain] * 4
+    assert all("hook_failed: logits_processor" in each.error for each in replies[1::2])
+    assert "are tried again" not in server.read_log()
+
+
+def test_a_method_with_nearly_a_hook_s_name_is_said_not_to_be_called(server: TritonServer) -> None:
+    wanted = {"post_process": "postprocess", "buildPrompt": "build_prompt"}
+    for name, hook in wanted.items():
+        line = f"nothing calls the method '{name}' of the folder's own 1/model.py: did you mean '{hook}'?"
+        assert f"misspelt: {line}" in server.read_log()
+    assert server.read_log().count("nothing calls the method") == len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nothing_load", NOTHING.format("load", "the checkpoint")),
+        ("other_load", WRONG.format("load", "the checkpoint", "a value of type LlamaForCausalLM")),
+        ("raising_load", FAILED.format("load", "ValueError", 6) + ": no adapter here"),
+    ],
+)
+def test_a_folder_whose_load_fails_is_refused_and_says_why(server: TritonServer, name: str, sentence: str) -> None:
+    [state] = [each for each in server.models() if each.name == name]
+    assert f"hook_failed: {sentence}" in state.reason
+    assert "Traceback" not in state.reason

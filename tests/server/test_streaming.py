@@ -386,7 +386,7 @@ def test_a_failure_in_the_middle_is_the_last_event(server: TritonServer) -> None
     pieces, last = found.data[:-1], found.data[-1]
     assert len(pieces) > 1
     assert "".join(data["text_output"] for data in pieces) == write(server, "bytes", "x")[:13]
-    assert last["error"].startswith("internal: ")
+    assert last["error"].startswith("hook_failed: ")
     assert "in the middle" not in last["error"]
 
 
@@ -394,7 +394,7 @@ def test_a_failure_in_the_middle_of_one_request_is_not_the_end_of_its_grpc_strea
     with GrpcStream(server, wants_empty_final=True) as stream:
         stream.ask("failing", "x", request_id="bad")
         texts = []
-        with pytest.raises(InferenceServerException, match="internal: "):
+        with pytest.raises(InferenceServerException, match="hook_failed: "):
             texts.extend(each.texts[0] for each in iter(stream.take, None))
         assert "".join(texts) == write(server, "bytes", "x")[:13]
         stream.ask("bytes", "x")

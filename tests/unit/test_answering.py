@@ -7,13 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
+import torch
 
 from hf_triton.engine.interface import Completion, FinishReason, TokenLogprobs
-from hf_triton.errors import CancelledError, GenerationError
+from hf_triton.errors import CancelledError, GenerationError, RequestError
 from hf_triton.generation import SamplingPlan, TaskPlan
 from hf_triton.tasks.answering import FINISH_REASONS, LEAST_LOGPROB, Answering, Prompt
-from hf_triton.tasks.hooks import Hooks
+from hf_triton.tasks.hooks import CheckedHooks, Hooks
 from hf_triton.wire import GeneratedText
 from tests.unit.test_text import codec_of, raw_ids
 from tests.unit.test_text_generation import Collector
@@ -32,7 +34,12 @@ def answering(
 ) -> tuple[Answering, Collector]:
     reply = Collector()
     made = Answering(
-        list(prompts), codec_of(KIND), reply, lambda: was_cancelled, hooks=hooks or Hooks(), streams=streams
+        list(prompts),
+        codec_of(KIND),
+        reply,
+        lambda: was_cancelled,
+        hooks=CheckedHooks(hooks or Hooks()),
+        streams=streams,
     )
     return made, reply
 
@@ -182,3 +189,66 @@ def test_a_folder_that_rewrites_whole_texts_streams_each_as_one_piece() -> None:
     made.put(0, [completion("one")])
     assert reply.pieces == []
     assert [each.text for each in texts_of(reply)] == ["ONE"]
+
+
+# --- a folder's own methods ------------------------------------------------------------------------------------------
+
+
+class Processing(Hooks):
+    """Its processor raises an error, or returns a result."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def logits_processor(self) -> Any:
+        def process(token_ids: list[int], scores: torch.Tensor) -> Any:
+            if isinstance(self._result, BaseException):
+                raise self._result
+            return self._result
+
+        return process
+
+
+def processed(result: Any) -> tuple[Any, Collector]:
+    """What the engine gets for scores of 0, and what the request is told."""
+    made, reply = answering(prompt_of("x"), hooks=Processing(result))
+    process = made.logits_processor()
+    assert process is not None
+    return process([1], torch.zeros(3)).tolist(), reply
+
+
+def test_a_processor_s_scores_are_those_to_go_by() -> None:
+    assert processed(torch.tensor([1, 2, 3]))[0] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("result", [RuntimeError("x"), BaseException("a panic"), torch.zeros(1), None], ids=repr)
+def test_a_processor_s_failure_is_the_answer_and_the_engine_goes_on(result: Any) -> None:
+    scores, reply = processed(result)
+    assert scores == [0.0] * 3
+    assert [getattr(each, "code", None) for each in reply.results] == ["hook_failed"]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA error: device-side assert triggered")], ids=repr)
+def test_what_ails_the_device_in_a_processor_is_left_to_the_engine(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        processed(error)
+
+
+@pytest.mark.parametrize("claim", [True, False, np.True_, np.False_], ids=repr)
+def test_a_stopping_rule_may_be_numpy_s(claim: Any) -> None:
+    class Ruled(Hooks):
+        def is_complete(self, text: str) -> bool:
+            return claim
+
+    made, _ = answering(prompt_of("x"), hooks=Ruled())
+    assert write(made, 0, 0, "a") == [bool(claim)]
+
+
+def test_an_error_of_ours_from_a_stopping_rule_is_the_answer() -> None:
+    class Strict(Hooks):
+        def is_complete(self, text: str) -> bool:
+            raise RequestError("invalid_input", "x")
+
+    made, reply = answering(prompt_of("x"), hooks=Strict())
+    assert write(made, 0, 0, "a") == [True]
+    assert [getattr(each, "code", None) for each in reply.results] == ["invalid_input"]

@@ -20,6 +20,7 @@ from hf_triton.generation import (
     parse_parameters,
     settle,
     settle_task,
+    unknown_parameter,
 )
 
 BORDERS: dict[str, tuple[list[object], list[object]]] = {
@@ -136,6 +137,8 @@ def test_the_newer_of_openais_two_names_wins() -> None:
     [
         ("max_token", "did you mean 'max_tokens'?"),
         ("topk", "did you mean 'top_k'?"),
+        ("max_length", ", did you mean 'max_new_tokens'?"),
+        ("num_beams", ": there is no beam search; known are bad_words, "),
         ("zzz", "; known are bad_words, "),
     ],
 )
@@ -144,6 +147,11 @@ def test_an_unknown_name_comes_with_a_hint(name: str, hint: str) -> None:
     assert error.code == "unknown_parameter"
     assert error.sentence.startswith(f"there is no parameter '{name}'")
     assert hint in error.sentence
+
+
+def test_the_prompts_own_name_is_suggested_where_there_is_a_prompt() -> None:
+    assert "did you mean 'text_input'?" in unknown_parameter("prompt", ("text_input",)).sentence
+    assert "text_input" not in refusal(prompt="x").sentence
 
 
 @pytest.mark.parametrize(

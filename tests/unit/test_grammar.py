@@ -75,7 +75,7 @@ REGEXES = [
     "[^@ ]+@[^@ ]+[.][a-z]+",
     "x?",
 ]
-CHOICES = ["yes", "no", "yes and no", 'a "quote"', "back\\slash", "line\nbreak", "é"]
+CHOICES = ["yes", "no", "yes and no", 'a "quote"', "back\\slash", "line\nbreak", "é", "del\x7f\u0085"]
 LIMIT_S = 20.0  # of what takes a second on an idle machine
 
 

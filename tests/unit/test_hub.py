@@ -203,6 +203,7 @@ def test_offline_an_incomplete_cache_is_named_with_what_it_lacks(tmp_path: Path,
         build_hub(tmp_path, {"HF_HUB_OFFLINE": "1"}).model_folder()
     assert raised.value.code == "offline_and_not_cached"
     assert f"{cache} (without {without})" in str(raised.value)
+    assert str(raised.value).endswith("; a folder on disk begins with `/`, `./` or `../`")
 
 
 def test_random_weights_need_the_config_and_no_weights(tmp_path: Path) -> None:
@@ -506,6 +507,7 @@ def test_an_unreachable_hub_is_given_up_soon(tmp_path: Path) -> None:
     refused = refusal(tmp_path, UNREACHABLE | {"NO_PROXY": "*"})
     assert refused.code == "hub_unavailable"
     assert "the Hub at http://127.0.0.1:9 cannot be reached (ConnectError: " in refused.sentence
+    assert refused.sentence.endswith("; a folder on disk begins with `/`, `./` or `../`")
     assert time.monotonic() - started < 30
 
 

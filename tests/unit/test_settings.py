@@ -11,7 +11,14 @@ from pydantic import ValidationError
 from tritonclient.grpc import model_config_pb2
 
 from hf_triton.errors import SettingsError
-from hf_triton.settings import ENVIRONMENT_PREFIX, TRITONS_OWN, LoadedSettings, ModelSettings, load_settings
+from hf_triton.settings import (
+    ENVIRONMENT_PREFIX,
+    TRITONS_OWN,
+    DoorSettings,
+    LoadedSettings,
+    ModelSettings,
+    load_settings,
+)
 
 MODEL = {"huggingface_model": "tiiuae/falcon-7b"}
 
@@ -150,6 +157,11 @@ def test_a_refusal_names_the_variable_that_it_came_from() -> None:
 def test_a_variable_behind_which_is_no_setting_is_refused() -> None:
     sentence = refusal({"HF_TRITON_DTPYE": "float16"})
     assert "the environment variable HF_TRITON_DTPYE, did you mean 'HF_TRITON_DTYPE'?" in sentence
+
+
+def test_a_stream_door_knows_the_variables_of_models() -> None:
+    with pytest.raises(SettingsError, match=r"HF_TRITON_DTPYE, did you mean 'HF_TRITON_DTYPE'\?"):
+        load_settings({}, {"HF_TRITON_DTPYE": "float16"}, DoorSettings)
 
 
 def test_a_missing_model_comes_with_the_line_to_add() -> None:

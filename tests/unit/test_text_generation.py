@@ -130,9 +130,24 @@ def reply_to(
     **parameters: Any,
 ) -> Collector:
     """Everything that a request is told."""
-    task = TextGeneration(
+    task = build_task(outcome, excludes_prompt=excludes_prompt, is_encoder_decoder=is_encoder_decoder)
+    reply = Collector()
+    task.submit(request_of(prompts, options, **parameters), reply, lambda: False, timeout_s=timeout_s, streams=streams)
+    assert reply.is_finished.wait(10)
+    task.close()
+    return reply
+
+
+def build_task(
+    outcome: Callable[[Sequence], Outcome] = echo,
+    codec: TextCodec | None = None,
+    *,
+    excludes_prompt: bool = False,
+    is_encoder_decoder: bool = False,
+) -> TextGeneration:
+    return TextGeneration(
         Engine(outcome),
-        Codec(),
+        codec or Codec(),
         ChatTemplate(tokenizer_of(KIND), None, 1000),
         grammars=GrammarCompiler(tokenizer_of(KIND), VOCABULARY_SIZE, frozenset()),
         context_length=20,
@@ -143,13 +158,11 @@ def reply_to(
         excludes_prompt=excludes_prompt,
         hooks=Hooks(),
     )
-    reply = Collector()
+
+
+def request_of(prompts: tuple[str, ...], options: RequestOptions | None = None, **parameters: Any) -> GenerationRequest:
     rows = [GenerationParameters(**parameters)] * len(prompts)
-    request = GenerationRequest(list(prompts), rows, options or RequestOptions(), (len(prompts),))
-    task.submit(request, reply, lambda: False, timeout_s=timeout_s, streams=streams)
-    assert reply.is_finished.wait(10)
-    task.close()
-    return reply
+    return GenerationRequest(list(prompts), rows, options or RequestOptions(), (len(prompts),))
 
 
 def ask(*prompts: str, **asked: Any) -> list[Any]:
@@ -179,6 +192,59 @@ def test_texts_come_in_the_order_of_the_prompts() -> None:
 def test_a_panic_of_the_tokenizer_is_answered(prompt: str) -> None:
     [answer] = ask("good", prompt)
     assert answer.code == "internal"
+
+
+class SlowCodec(Codec):
+    """Takes its time to read, and counts what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_read = 0
+
+    def encode(self, text: str, row: int, *, adds_special_tokens: bool = True) -> list[int]:
+        self.num_read += 1
+        time.sleep(0.01)
+        return super().encode(text, row, adds_special_tokens=adds_special_tokens)
+
+
+def test_a_request_of_many_prompts_lets_others_have_their_turn() -> None:
+    codec = SlowCodec()
+    task = build_task(codec=codec)
+    large, small = [Collector() for _ in range(4)], Collector()
+    for reply in large:
+        task.submit(request_of(("x",) * 200), reply, lambda: False)
+    task.submit(request_of(("y",)), small, lambda: False)
+    assert small.is_finished.wait(10)
+    assert not any(reply.is_finished.is_set() for reply in large)
+    assert all(reply.is_finished.wait(30) for reply in large)
+    assert codec.num_read == 801
+    task.close()
+
+
+def test_prompts_that_bring_grammars_hold_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: is_over.wait(30) and ask("never"))
+    task, others, small = build_task(), [Collector() for _ in range(4)], Collector()
+    for reply in others:
+        task.submit(request_of(("x",), guided_regex="a"), reply, lambda: False)
+    task.submit(request_of(("y",)), small, lambda: False)
+    assert small.is_finished.wait(10)
+    is_over.set()
+    assert all(reply.is_finished.wait(30) for reply in others)
+    task.close()
+
+
+@pytest.mark.parametrize(("timeout_s", "code"), [(None, "cancelled"), (0.1, "deadline_exceeded")])
+def test_a_request_that_nobody_waits_for_is_not_prepared_to_its_end(timeout_s: float | None, code: str) -> None:
+    codec = SlowCodec()
+    task, reply = build_task(codec=codec), Collector()
+    task.submit(request_of(("x",) * 500), reply, lambda: timeout_s is None and codec.num_read > 20, timeout_s=timeout_s)
+    assert reply.is_finished.wait(10)
+    task.close()
+    [error] = reply.results
+    assert isinstance(error, HfTritonError)
+    assert error.code == code
+    assert codec.num_read < 100
 
 
 def test_one_failed_prompt_is_the_answer_of_its_request() -> None:
