@@ -125,7 +125,11 @@ class _Change:
 def _is_linear(layer: Any) -> bool:
     """Whether all that a layer does is `x @ weight.T + bias`."""
     is_plain = type(layer) in (nn.Linear, Conv1D)
-    if "forward" in vars(layer) or not (is_plain or isinstance(layer, nn.Linear)) or layer.weight.dtype not in DTYPES:
+    if "forward" in vars(layer) or not (is_plain or isinstance(layer, nn.Linear)):
+        return False
+    if (
+        type(layer.weight) is not nn.Parameter or layer.weight.dtype not in DTYPES
+    ):  # quantized ones have types of their own
         return False
     return is_plain or (_has_nothing_else(layer) and _computes_the_same(layer))
 

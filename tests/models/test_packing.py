@@ -152,6 +152,18 @@ def test_a_layer_that_does_more_than_a_linear_layer_stays_as_it_is() -> None:
     assert solo_ids(model, PROMPT, 8) == solo_ids(plain, PROMPT, 8)
 
 
+def test_weights_of_a_type_of_their_own_stay_as_they_are() -> None:
+    class Quantized(torch.Tensor):
+        pass
+
+    model = llama()
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantized), requires_grad=False)
+    assert pack(model) == len(linear_layers(llama())) - 1
+    assert type(layer) is nn.Linear
+    assert isinstance(layer.weight, Quantized)
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_model_that_looks_into_its_weights_is_put_back(is_tied: bool) -> None:
     class Looking(nn.Module):
