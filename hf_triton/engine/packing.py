@@ -127,9 +127,8 @@ def _is_linear(layer: Any) -> bool:
     is_plain = type(layer) in (nn.Linear, Conv1D)
     if "forward" in vars(layer) or not (is_plain or isinstance(layer, nn.Linear)):
         return False
-    if (
-        type(layer.weight) is not nn.Parameter or layer.weight.dtype not in DTYPES
-    ):  # quantized ones have types of their own
+    is_quantized = type(layer.weight) is not nn.Parameter
+    if is_quantized or layer.weight.dtype not in DTYPES:
         return False
     return is_plain or (_has_nothing_else(layer) and _computes_the_same(layer))
 
