@@ -68,7 +68,7 @@ CASES = (
     Case("no-weights", "checkpoint_incomplete", "set huggingface_model to a complete model", checkpoint="no-weights"),
     Case("misshaped", "weights_mismatch", "use a complete checkpoint", checkpoint="misshaped"),
     Case("no-folder", "path_not_found", "correct huggingface_model", settings={"huggingface_model": "./absent"}),
-    Case("no-name", "hub_not_found", "namespace/name, or to a folder", settings={"huggingface_model": "my model"}),
+    Case("no-name", "hub_not_found", "namespace/name; a folder on disk", settings={"huggingface_model": "my model"}),
 )
 
 
