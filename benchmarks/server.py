@@ -38,13 +38,11 @@ import aiohttp
 import click
 import torch
 import transformers
-from engine import VOCABULARY, Request, build_model, roll
+from engine import VOCABULARY, Request, build_model, build_packed_model, roll
 from folders import make_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_triton.engine.heap import keep_freed_memory
-from hf_triton.engine.packing import pack
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.testing import TritonServer
 
@@ -306,12 +304,10 @@ def main(rounds: int, out: Path | None) -> None:
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
     load_before = os.getloadavg()
-    large = build_model()
+    large = build_packed_model()
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch) / "repository"
-        checkpoint = save(large, Path(scratch) / "large")
-        keep_freed_memory()  # as the server does
-        pack(large)
+        checkpoint = save(build_model(), Path(scratch) / "large")
         add_folder(repository, "small", save(build_small_model(), Path(scratch) / "small"), max_batch_rows=128)
         add_folder(repository, "plain", checkpoint, max_batch_rows=WIDTH)
         decoupled = "model_transaction_policy { decoupled: true }"

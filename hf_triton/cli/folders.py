@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hf_triton.declare import suggest
-from hf_triton.settings import DoorSettings, ModelSettings
+from hf_triton.settings import OUR_FIELDS
 
 CONFIG = "config.pbtxt"
-SETTINGS = frozenset({*ModelSettings.model_fields, *DoorSettings.model_fields})
 
 
 def model_folders(repository: Path) -> list[Path]:
@@ -82,7 +81,7 @@ def _hint(sentence: str, config: str, fields: Mapping[str, object]) -> str:
     message, name = unknown.groups()
     if message != "ModelConfig":
         return ": is a } missing before it?" if name in fields else ""
-    if name not in SETTINGS:
+    if name not in OUR_FIELDS:
         return suggest(name, fields)
     value = re.search(rf'^\s*{name}\s*:\s*"?([^"\s]+)', config, flags=re.MULTILINE)
     text = value[1] if value else "..."

@@ -7,6 +7,7 @@ more and spares the attention the padding: a row gets a lane of its own where it
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,11 +43,6 @@ class Lanes:
         self._is_torn = False
 
     @property
-    def num_rows(self) -> int:
-        """Rows in use."""
-        return sum(lane.num_rows for lane in self._lanes)
-
-    @property
     def num_tokens(self) -> int:
         """Rows x columns that the buffers have."""
         return sum(lane.num_tokens for lane in self._lanes)
@@ -71,18 +67,18 @@ class Lanes:
 
     def most_with(self, lengths: list[int]) -> int:
         """The same, where lanes that hold more keep it."""
-        return sum(map(max, self._needs(lengths), self._held(lengths)))
+        return sum(self._most(lengths))
 
     def limit(self, lengths: list[int], num_tokens: int) -> None:
         """Let lanes grow ahead of need by what `num_tokens`, at least `most_with` the lengths, leaves over."""
-        needs, held = self._needs(lengths), self._held(lengths)
-        spare = (num_tokens - sum(map(max, needs, held))) // len(needs)
-        for lane, least, most in zip(self._lanes, needs, held, strict=False):
-            lane.max_tokens = max(least, most) + spare
+        most = self._most(lengths)
+        spare = (num_tokens - sum(most)) // len(most)
+        for lane, tokens in zip(self._lanes, most, strict=False):  # new ones grow as far as they need
+            lane.max_tokens = tokens + spare
 
     def add(self, prefilled: DynamicCache, row: int, length: int) -> int:
         """Lay a row of a left-padded prefill, its last `length` columns, into a new row; its number."""
-        place = self._place([Shape(lane.num_rows, lane.width) for lane in self._lanes], length)
+        place = self._place(self._shapes(), length)
         if place == len(self._lanes):
             self._lanes.append(KeyValueRows(self._device))
             self._lanes[place].max_tokens = 0
@@ -128,7 +124,7 @@ class Lanes:
 
     def _needs(self, lengths: list[int]) -> list[int]:
         """Rows x columns of the smallest buffers, lane by lane, those included that new rows of these lengths get."""
-        shapes = [Shape(lane.num_rows, lane.width) for lane in self._lanes]
+        shapes = self._shapes()
         for length in lengths:
             place = self._place(shapes, length)
             if place == len(shapes):
@@ -136,10 +132,13 @@ class Lanes:
             shapes[place] = Shape(shapes[place].rows + 1, max(shapes[place].columns, length))
         return [buffer_tokens(shape.rows, shape.columns + 1) for shape in shapes]
 
-    def _held(self, lengths: list[int]) -> list[int]:
-        """Rows x columns that the buffers have, lane by lane, as many lanes as with `lengths`."""
-        num_new = len(self._needs(lengths)) - len(self._lanes)
-        return [lane.num_tokens for lane in self._lanes] + [0] * num_new
+    def _most(self, lengths: list[int]) -> list[int]:
+        """The same, or what a lane's buffers have where that is more."""
+        held = (lane.num_tokens for lane in self._lanes)
+        return [max(each) for each in itertools.zip_longest(self._needs(lengths), held, fillvalue=0)]
+
+    def _shapes(self) -> list[Shape]:
+        return [Shape(lane.num_rows, lane.width) for lane in self._lanes]
 
     def _find(self, row: int) -> tuple[KeyValueRows, int]:
         for lane in self._lanes:

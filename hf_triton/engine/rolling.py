@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hf_triton.engine.budget import TokenBudget
-from hf_triton.engine.cache import COLUMN_STEP
+from hf_triton.engine.cache import buffer_tokens
 from hf_triton.engine.decode import Decoder, DecodingMode
 from hf_triton.engine.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.engine.forward import Forward
@@ -78,7 +78,7 @@ class RollingEngine(EngineThread):
         self._decoder = Decoder(self._forward, decoding)
         bytes_per_token = _bytes_per_token(self._forward)
         self._budget = TokenBudget(self._forward.device, bytes_per_token, max_cache_tokens)
-        self._max_padding = PADDING_PART * _bytes_of_weights(model) / bytes_per_token
+        self._max_padding = PADDING_PART * model.get_memory_footprint(return_buffers=False) / bytes_per_token
         if self._decoder.is_static:
             self._max_padding = math.inf  # captured graphs are those of one lane
         self._memory = Lanes(self._forward.device, self._max_padding)
@@ -318,8 +318,7 @@ class RollingEngine(EngineThread):
     def _misfit(self, sequence: Sequence) -> HfTritonError | None:
         """Why a sequence could never run in this memory; None where it could."""
         num_prompt, num_new = len(sequence.prompt_ids), sequence.plan.max_new_tokens
-        columns = -(-(num_prompt + num_new) // COLUMN_STEP) * COLUMN_STEP
-        needed = 2 * columns  # a context is held twice while it is laid into its row
+        needed = 2 * buffer_tokens(1, num_prompt + num_new)  # a context is held twice while it is laid into its row
         if needed <= self._budget.most():
             return None
         return RequestError(
@@ -398,10 +397,6 @@ class RollingEngine(EngineThread):
             self._retire([index for index, row in enumerate(self._rows) if row in rows])
         waiting = {id(row) for group in self._ready for row in group}
         self._ready.extendleft([row] for row in reversed(rows) if not row.is_done and id(row) not in waiting)
-
-
-def _bytes_of_weights(model: Any) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _bytes_per_token(forward: Forward) -> int:

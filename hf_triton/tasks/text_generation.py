@@ -17,7 +17,7 @@ from hf_triton.chat import Chat
 from hf_triton.chat_template import ChatTemplate
 from hf_triton.engine.interface import Engine, EngineLoad, Observer, Sequence, eos_ids
 from hf_triton.engine.thread import too_late
-from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
+from hf_triton.errors import CancelledError, RequestError, UnavailableError
 from hf_triton.generation import (
     GRAMMARS,
     GenerationParameters,
@@ -60,11 +60,6 @@ class _Preparation:
     def is_incomplete(self) -> bool:
         """Whether there are more."""
         return len(self.prompts) < len(self.request.prompts)
-
-    @property
-    def has_grammar(self) -> bool:
-        """Whether a prompt of it brings a grammar, which may take half a second to read."""
-        return any(getattr(each, name) is not None for each in self.request.parameters for name in GRAMMARS)
 
     def deadline_s(self, max_time_s: float | None) -> float | None:
         """When the time of a prompt is up, by `time.monotonic()`."""
@@ -131,7 +126,7 @@ class TextGeneration:
         self._max_rows = max_rows
         self._excludes_prompt = excludes_prompt
         self._tokenizers = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="hf_triton-tokenizer")
-        self._grammar_readers = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-grammar")
+        self._grammar_readers = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-grammar")  # half a second for some
 
     def submit(
         self,
@@ -151,7 +146,9 @@ class TextGeneration:
             timeout_s: Seconds from now that its prompts may take, as `max_time` does; None: as long as it takes.
             streams: Whether the texts go out piece by piece.
         """
-        self._prepare_later(_Preparation(request, reply, is_cancelled, timeout_s, streams, time.monotonic()))
+        has_grammar = any(getattr(each, name) is not None for each in request.parameters for name in GRAMMARS)
+        pool = self._grammar_readers if has_grammar else self._tokenizers
+        self._prepare_in(pool, _Preparation(request, reply, is_cancelled, timeout_s, streams, time.monotonic()))
 
     def is_healthy(self) -> bool:
         """Whether requests can be taken."""
@@ -167,16 +164,15 @@ class TextGeneration:
         self._grammar_readers.shutdown(wait=True)
         self._engine.close()
 
-    def _prepare_later(self, preparation: _Preparation) -> None:
-        pool = self._grammar_readers if preparation.has_grammar else self._tokenizers
+    def _prepare_in(self, pool: ThreadPoolExecutor, preparation: _Preparation) -> None:
         try:
-            pool.submit(self._prepare, preparation)
+            pool.submit(self._prepare, pool, preparation)
         except RuntimeError:  # the pool is shut down
             preparation.reply.finish(
                 UnavailableError("shutting_down", "the model is being unloaded: send the request again later")
             )
 
-    def _prepare(self, preparation: _Preparation) -> None:
+    def _prepare(self, pool: ThreadPoolExecutor, preparation: _Preparation) -> None:
         """Prepare a request's prompts; after a while it is the next request's turn."""
         turn_ends_s = time.monotonic() + MAX_TURN_S
         try:
@@ -184,11 +180,9 @@ class TextGeneration:
                 preparation.prompts.append(self._next_prompt(preparation))
                 preparation.check()
             if preparation.is_incomplete:
-                self._prepare_later(preparation)
+                self._prepare_in(pool, preparation)
                 return
             sequences = self._sequences(preparation)
-        except HfTritonError as error:
-            preparation.reply.finish(error)
         except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
             preparation.reply.finish(fault("preparing the request", error))
         else:
