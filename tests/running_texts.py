@@ -10,6 +10,7 @@ import torch
 from hf_triton.engine.cache import KeyValueRows
 from hf_triton.engine.decode import Decoder, DecodingMode
 from hf_triton.engine.forward import Forward
+from hf_triton.engine.transfer import to_device
 
 
 class Texts:
@@ -28,8 +29,11 @@ class Texts:
         self.memory.add(prefilled, 0, len(prompt))
         self.rows.append((number, [int(logits.argmax())]))
 
+    def newest(self) -> torch.Tensor:
+        return to_device([tokens[-1] for _, tokens in self.rows], torch.int64, self.memory.clock_index.device)
+
     def step(self) -> torch.Tensor:
-        logits = self.decoder.step(self.memory, [tokens[-1] for _, tokens in self.rows])
+        logits = self.decoder.step(self.memory, self.newest())
         for (_, tokens), token_id in zip(self.rows, logits.argmax(-1).tolist(), strict=True):
             tokens.append(token_id)
         return logits

@@ -64,19 +64,18 @@ class Decoder:
             self._try_out()
 
     @torch.inference_mode()
-    def step(self, memory: KeyValueRows, newest: list[int]) -> torch.Tensor:
+    def step(self, memory: KeyValueRows, newest: torch.Tensor) -> torch.Tensor:
         """Run one token for every row and advance the clock.
 
         Args:
             memory: At least one row.
-            newest: The last token of each row, which is not in the memory yet.
+            newest: `[num_rows]` int64 on the device, the last token of each row, which is not in the memory yet.
 
         Returns:
             `[num_rows, vocabulary]`, on the device, good until the next step.
         """
         memory.make_column()
-        input_ids = torch.tensor(newest, pin_memory=self._captures).unsqueeze(1)
-        input_ids = input_ids.to(self._forward.device, non_blocking=True)
+        input_ids = newest.unsqueeze(1)
         logits = self._static(memory, input_ids) if self.is_static else None
         if logits is None:
             logits = self._run(memory, input_ids)

@@ -98,8 +98,8 @@ class Lanes:
         lane, index = self._find(row)
         return lane.read(index, length)
 
-    def step(self, decoder: Decoder, newest: list[int]) -> torch.Tensor:
-        """Run one token for every row, `newest` being the last of each; `[num_rows, vocabulary]`.
+    def step(self, decoder: Decoder, newest: torch.Tensor) -> torch.Tensor:
+        """Run one token for every row, `newest` `[num_rows]` being the last of each; `[num_rows, vocabulary]`.
 
         Where it breaks off between two lanes, the rows are torn.
         """

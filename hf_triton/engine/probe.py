@@ -105,11 +105,11 @@ def _rolling_logits(model: Any) -> torch.Tensor:
         return logits
 
     with torch.inference_mode():
-        logits = decoder.step(rows, join(long).argmax(-1).tolist())
+        logits = decoder.step(rows, join(long).argmax(-1))
         found = [join(short)]
         logits = torch.cat([logits, found[0]])
         for _ in range(NUM_STEPS - 1):
-            logits = decoder.step(rows, logits.argmax(-1).tolist())
+            logits = decoder.step(rows, logits.argmax(-1))
             found.append(logits[1:])
     return torch.stack(found).float().cpu()
 

@@ -29,9 +29,10 @@ from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
 from hf_triton.engine.lanes import Lanes
 from hf_triton.engine.prefill import Prefill, Reading, fit_one_piece
 from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
-from hf_triton.engine.row import Job, Row
-from hf_triton.engine.sampling import pick_tokens
+from hf_triton.engine.row import Job, Row, Step
+from hf_triton.engine.sampling import Picks, pick_tokens
 from hf_triton.engine.thread import EngineThread, ending_in_queue, finish
+from hf_triton.engine.transfer import to_device
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class RollingEngine(EngineThread):
         self._eos_ids = eos_ids(model)
         self._numbers = itertools.count()
         self._rows: list[Row] = []  # in the order of the memory's rows
+        self._unseen: Step | None = None  # of these rows, and of others that have left since
         self._prefill: Prefill | None = None
         # Admitted, or put back after a failure: to be prefilled, the rows of one context together.
         self._ready: deque[list[Row]] = deque()
@@ -99,6 +101,7 @@ class RollingEngine(EngineThread):
     def _turn(self) -> None:
         self._guarded(self._drop_ended, list)
         self._admit()
+        self._guarded(self._catch_up, lambda: self._rows)
         self._guarded(self._make_room, list)
         self._guarded(self._advance_prefill, self._rows_in_prefill)
         self._guarded(self._step, lambda: self._rows)
@@ -162,6 +165,8 @@ class RollingEngine(EngineThread):
 
     def _advance_prefill(self) -> None:
         """Read one more piece of the contexts at hand; when they are read, their rows join the running ones."""
+        if self._unseen:
+            return
         if self._prefill is None:
             readings = self._next_readings()
             if not readings:
@@ -217,7 +222,7 @@ class RollingEngine(EngineThread):
     def _join(self, prefill: Prefill, logits: torch.Tensor) -> None:
         """Give every row of the prefill its first token and its place."""
         places = [(at, row) for at, reading in enumerate(prefill.readings) for row in reading.rows if not row.is_done]
-        index = torch.tensor([at for at, _ in places], device=logits.device)
+        index = to_device([at for at, _ in places], torch.int64, logits.device)
         picks = pick_tokens(logits[index], [row.sampler for _, row in places])
         for (at, row), pick in zip(places, picks, strict=True):
             context = prefill.readings[at].context
@@ -229,16 +234,52 @@ class RollingEngine(EngineThread):
     # --- step --------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """One token for every running row."""
+        """One token for every running row; on a device that needs no host for it, one step ahead of what rows have."""
         if not self._rows:
             return
-        logits = self._memory.step(self._decoder, [row.token_ids[-1] for row in self._rows])
-        self._memory.is_torn = True  # until every row has the token that follows
-        picks = pick_tokens(logits, [row.sampler for row in self._rows])
-        done = [index for index, (row, pick) in enumerate(zip(self._rows, picks, strict=True)) if row.take(pick)]
+        step = self._launch()
+        self._see()
+        self._unseen = step
+        self._catch_up()
+
+    def _launch(self) -> Step:
+        """Have the device pick the next token of every row."""
+        if self._unseen:
+            newest = self._unseen.tokens_of(self._rows)
+        else:
+            newest = to_device([row.token_ids[-1] for row in self._rows], torch.int64, self._forward.device)
+        logits = self._memory.step(self._decoder, newest)
+        self._memory.is_torn = True  # until what follows is picked
+        picks = Picks(logits, [row.sampler for row in self._rows], num_ahead=int(self._unseen is not None))
+        self._memory.is_torn = False
+        return Step(list(self._rows), picks)
+
+    def _see(self) -> None:
+        """Give the rows the tokens that were picked for them."""
+        step, self._unseen = self._unseen, None
+        if step is None:
+            return
+        self._memory.is_torn = True  # until every row has its own
+        picks = step.read()
+        done = [index for index, row in enumerate(self._rows) if row.take(picks[row])]
         self._memory.is_torn = False
         self._observer.on_step(len(self._rows))
         self._retire(done)
+
+    def _catch_up(self) -> None:
+        """See the last step's tokens at once where nothing can be done before."""
+        if not self._runs_ahead():
+            self._see()
+
+    def _runs_ahead(self) -> bool:
+        """Whether the next step may begin before the last one's tokens are seen.
+
+        Not where contexts wait to be read, which that step would hold up; where the host has a say in what comes next;
+        where every text is complete with what it has not seen yet.
+        """
+        if not self._decoder.is_static or self._prefill or self._ready:
+            return False
+        return any(row.num_left > 1 for row in self._rows) and not any(row.sampler.needs_host for row in self._rows)
 
     def _retire(self, indices: list[int]) -> None:
         """Free rows; the last one of its lane takes the place of each."""
@@ -392,7 +433,7 @@ class RollingEngine(EngineThread):
         if any(row in rows for row in self._rows_in_prefill()):
             self._prefill = None
         if self._memory.is_torn:
-            self._memory, self._rows = Lanes(self._forward.device, self._max_padding), []
+            self._memory, self._rows, self._unseen = Lanes(self._forward.device, self._max_padding), [], None
         else:
             self._retire([index for index, row in enumerate(self._rows) if row in rows])
         waiting = {id(row) for group in self._ready for row in group}

@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+import torch
+
 from hf_triton.engine.interface import (
     Completion,
     FinishReason,
@@ -14,8 +16,9 @@ from hf_triton.engine.interface import (
     SequenceObserver,
     TokenLogprobs,
 )
-from hf_triton.engine.sampling import Pick, RowSampler
+from hf_triton.engine.sampling import Pick, Picks, RowSampler
 from hf_triton.engine.thread import cancellation, finish, is_late, too_late
+from hf_triton.engine.transfer import to_device
 from hf_triton.errors import HfTritonError, where
 
 logger = logging.getLogger(__name__)
@@ -127,6 +130,11 @@ class Row:
         """Tokens of the context."""
         return len(self.job.sequence.prompt_ids) + len(self.token_ids)
 
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may have yet."""
+        return self.job.sequence.plan.max_new_tokens - len(self.token_ids)
+
     def begins_with(self, head: list[int]) -> bool:
         """Whether the context begins with these tokens."""
         prompt = self.job.sequence.prompt_ids[: len(head)]
@@ -154,7 +162,6 @@ class Row:
         self.finish_reason = "deadline"
 
     def _appended(self, pick: Pick) -> FinishReason | None:
-        sequence = self.job.sequence
         if pick.token_id in self.job.eos_ids:
             return "eos"
         self.token_ids.append(pick.token_id)
@@ -162,7 +169,7 @@ class Row:
             self.logprobs.append(pick.logprobs)
         if self._is_stopped(pick.token_id):
             return "stop_string"
-        return "length" if len(self.token_ids) >= sequence.plan.max_new_tokens else None
+        return None if self.num_left > 0 else "length"
 
     def _is_stopped(self, token_id: int) -> bool:
         listener = self.job.sequence.on_token
@@ -184,3 +191,23 @@ class Row:
         return Completion(
             self.token_ids, self.finish_reason, self.logprobs if wants_logprobs else None, self.job.prompt_logprobs
         )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of running rows whose tokens they do not have yet."""
+
+    rows: list[Row]
+    picks: Picks
+
+    def tokens_of(self, rows: list[Row]) -> torch.Tensor:
+        """The tokens of some of the rows, `[rows]` int64 on the device."""
+        tokens = self.picks.tokens
+        if rows == self.rows:
+            return tokens
+        places = {row: place for place, row in enumerate(self.rows)}
+        return tokens[to_device([places[row] for row in rows], torch.int64, tokens.device)]
+
+    def read(self) -> dict[Row, Pick]:
+        """Every row's, once they are on the host."""
+        return dict(zip(self.rows, self.picks.read(), strict=True))

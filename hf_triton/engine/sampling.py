@@ -7,11 +7,13 @@ typical_p. Presence and frequency penalties, which transformers does not have, f
 row's constraint follows the bans. Every limit is a score of the row's own, and tokens of just that score are kept: what
 a row draws depends on no other row.
 
-Picking changes nothing, `RowSampler.note` does: a step that failed after its picks is simply picked again.
+Picking changes nothing, `RowSampler.note` does: a step that failed after its picks is simply picked again, and a row
+that depends on its scores alone is picked for before the host has seen its last token.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +23,7 @@ import torch
 
 from hf_triton.engine.history import Array, TextHistory
 from hf_triton.engine.interface import Constraint, LogitsProcessor, TokenLogprobs
+from hf_triton.engine.transfer import ToHost, to_device
 from hf_triton.generation import SamplingPlan
 
 FIRST_CANDIDATES: Final = 128  # a language model's nucleus is rarely larger; sorting a vocabulary on a CPU takes long
@@ -68,13 +71,27 @@ class RowSampler:
         """Whether it takes the model's likeliest token and nothing else is wanted."""
         key = None if plan.seed is None else plan.seed + (copy << 64)  # Philox's streams differ by key (Salmon 2011)
         self._stream = np.random.Generator(np.random.Philox(key=key))
-        self.uniform = self._stream.random()
-        """Decides the next draw; in [0, 1). One number for each token, so the stream keeps step with the text."""
+        self._uniforms: deque[float] = deque()
 
     @property
     def edits_scores(self) -> bool:
         """Whether its tokens are not simply those of the model's scores."""
         return self.constraint is not None or self.processor is not None or self.history.edits_scores
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host must have seen its last token before the next one is picked."""
+        return self.edits_scores or self.plan.num_top_logprobs is not None
+
+    def uniform(self, num_ahead: int = 0) -> float:
+        """Decides a draw; in [0, 1). One number for each token, so the stream keeps step with the text.
+
+        Args:
+            num_ahead: Picks before this one that were not noted yet.
+        """
+        while len(self._uniforms) <= num_ahead:
+            self._uniforms.append(self._stream.random())
+        return self._uniforms[num_ahead]
 
     def way_out(self, vocabulary_size: int) -> int | None:
         """The token that comes where all are banned; None: the model's likeliest."""
@@ -99,11 +116,12 @@ class RowSampler:
             self._token_ids.append(token_id)
         if self.constraint:
             self.constraint.accept(token_id)
-        self.uniform = self._stream.random()
+        self.uniform()
+        self._uniforms.popleft()
 
 
-def pick_tokens(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[Pick]:
-    """Pick a token for every row; the one place where the host waits for the device.
+class Picks:
+    """The next token of every row, on the device and on its way to the host.
 
     A row in which every token is banned takes its end-of-sequence token (the lowest id of several), were it banned
     itself, and the model's likeliest token where it has none. A row of NaN takes some token. A constraint is never
@@ -111,30 +129,47 @@ def pick_tokens(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[Pick]:
     token that was picked, the row takes the next one of those that end it.
 
     Args:
-        logits: `[rows, vocabulary]`, any float dtype and device.
+        logits: `[rows, vocabulary]`, any float dtype and device; must stay as they are until `read` where a row wants
+            log probabilities.
         rows: One for each row of `logits`.
+        num_ahead: Picks of these rows before this one that were not noted yet; 0 where any of them needs the host.
     """
-    if all(row.is_plain for row in rows):
-        return [Pick(token_id) for token_id in logits.argmax(-1).tolist()]
-    chosen = _choose(edit_scores(logits, rows), rows).tolist()
-    token_ids = [row.settle(token_id) for row, token_id in zip(rows, chosen, strict=True)]
-    logprobs = _logprobs_of_rows(logits, token_ids, rows)
-    return [Pick(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)]
+
+    def __init__(self, logits: torch.Tensor, rows: Sequence[RowSampler], num_ahead: int = 0) -> None:
+        self._rows = rows
+        self._logits = logits if any(row.plan.num_top_logprobs is not None for row in rows) else None
+        if all(row.is_plain for row in rows):
+            self.tokens = logits.argmax(-1)
+        else:
+            self.tokens = _choose(edit_scores(logits, rows), rows, num_ahead)
+        """`[rows]` int64, as constraints find them."""
+        self._copy = ToHost(self.tokens)
+
+    def read(self) -> list[Pick]:
+        """As constraints settle them; the one place where the host waits for the device."""
+        token_ids = [row.settle(token_id) for row, token_id in zip(self._rows, self._copy.tolist(), strict=True)]
+        logprobs = {} if self._logits is None else _logprobs_of_rows(self._logits, token_ids, self._rows)
+        return [Pick(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)]
 
 
-def _choose(scores: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
+def pick_tokens(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[Pick]:
+    """The next token of every row, once it is on the host; see `Picks`."""
+    return Picks(logits, rows).read()
+
+
+def _choose(scores: torch.Tensor, rows: Sequence[RowSampler], num_ahead: int) -> torch.Tensor:
     """The token id of each row of edited scores, on their device."""
     drawing = [index for index, row in enumerate(rows) if row.plan.do_sample]
     if len(drawing) == len(rows):
-        return _draw(scores.float(), rows)
+        return _draw(scores.float(), rows, num_ahead)
     tokens = scores.argmax(-1)
     if drawing:
-        index = torch.tensor(drawing, device=scores.device)
-        tokens[index] = _draw(scores[index].float(), [rows[each] for each in drawing])
+        index = _index(drawing, scores.device)
+        tokens[index] = _draw(scores[index].float(), [rows[each] for each in drawing], num_ahead)
     return tokens
 
 
-def _draw(scores: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
+def _draw(scores: torch.Tensor, rows: Sequence[RowSampler], num_ahead: int) -> torch.Tensor:
     """Draw a token id for each row of `scores`, `[rows, vocabulary]` float32, by inverse transform sampling.
 
     Probabilities are summed up as whole numbers, which give the same sums in whatever order a device adds them; a token
@@ -143,7 +178,7 @@ def _draw(scores: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
     probabilities = warp_scores(scores, [row.plan for row in rows]).softmax(-1)
     cumulative = (probabilities * PROBABILITY_UNIT).long().cumsum(-1)
     total = cumulative[:, -1:]
-    uniform = _column([row.uniform for row in rows], scores.device, torch.float64)
+    uniform = _column([row.uniform(num_ahead) for row in rows], scores.device, torch.float64)
     drawn = torch.searchsorted(cumulative, (uniform * total).long().minimum(total - 1), right=True)
     return drawn.squeeze(1).clamp(max=scores.shape[1] - 1)  # beyond it only for NaN
 
@@ -204,7 +239,7 @@ def _apply_masks(scores: torch.Tensor, rows: Sequence[RowSampler]) -> bool:
     packed = np.zeros((len(masks), -(-size // 8)), np.uint8)
     for place, mask in enumerate(masks.values()):
         packed[place, : len(mask)] = mask[: packed.shape[1]]
-    index = torch.tensor(list(masks), device=scores.device)
+    index = _index(list(masks), scores.device)
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=scores.device)
     is_banned = (torch.from_numpy(packed).to(scores.device).unsqueeze(-1) & weights) == 0
     scores[index] = scores[index].masked_fill_(is_banned.view(len(masks), -1)[:, :size], -torch.inf)
@@ -237,7 +272,7 @@ def warp_scores(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Te
         scores = scores.masked_fill(scores < _floors(scores, plans), -torch.inf)
     typical = [index for index, plan in enumerate(plans) if plan.typical_p < 1.0]
     if typical:
-        index = torch.tensor(typical, device=scores.device)
+        index = _index(typical, scores.device)
         mass = _column([plans[each].typical_p for each in typical], scores.device)
         scores = scores.index_copy(0, index, _keep_typical(scores[index], mass))
     return scores
@@ -251,7 +286,7 @@ def _floors(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor
     by_top_p = [index for index, plan in enumerate(plans) if not 0 < plan.top_k < size and plan.top_p < 1.0]
     for indices, find_floors in ((by_top_k, _top_k_floors), (by_top_p, _top_p_floors)):
         if indices:
-            index = torch.tensor(indices, device=scores.device)
+            index = _index(indices, scores.device)
             floors[index] = find_floors(scores[index], [plans[each] for each in indices])
     if any(plan.min_p for plan in plans):
         min_p = _column([plan.min_p for plan in plans], scores.device)
@@ -320,7 +355,11 @@ def _keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
 
 def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """One number a row, `[rows, 1]`."""
-    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+    return to_device(values, dtype, device).unsqueeze(1)
+
+
+def _index(places: Sequence[int], device: torch.device) -> torch.Tensor:
+    return to_device(places, torch.int64, device)
 
 
 # --- log probabilities -----------------------------------------------------------------------------------------------
@@ -344,7 +383,7 @@ def _logprobs_of_rows(
     wanted = {index: num for index, row in enumerate(rows) if (num := row.plan.num_top_logprobs) is not None}
     if not wanted:
         return {}
-    index = torch.tensor(list(wanted), device=logits.device)
+    index = _index(list(wanted), logits.device)
     found = _token_logprobs(logits[index], [token_ids[each] for each in wanted], list(wanted.values()))
     return dict(zip(wanted, found, strict=True))
 

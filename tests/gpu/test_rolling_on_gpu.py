@@ -10,6 +10,8 @@ import torch
 from hf_triton.engine import cache, decode
 from hf_triton.engine.decode import Decoder, DecodingMode
 from hf_triton.engine.forward import Forward
+from hf_triton.engine.sampling import Picks, RowSampler
+from hf_triton.generation import SamplingPlan
 from tests.architectures import ROLLING, build
 from tests.running_texts import Texts, prompts, schedule
 
@@ -92,17 +94,24 @@ def test_logits_of_graphs_are_the_eager_ones(name: str, dtype: torch.dtype) -> N
     assert graphs.decoder.is_static
 
 
-def test_a_step_waits_for_the_device_nowhere() -> None:
+PLANS = (SamplingPlan(9), SamplingPlan(9, do_sample=True, top_p=0.9, top_k=5, temperature=0.7, seed=1))
+
+
+@pytest.mark.parametrize("plans", [PLANS[:1] * 3, PLANS[1:] * 3, [*PLANS, PLANS[0]]], ids=["greedy", "drawn", "mixed"])
+def test_a_step_waits_for_the_device_nowhere(plans: list[SamplingPlan]) -> None:
+    samplers = [RowSampler(plan, 0, []) for plan in plans]
     texts = Texts(load("llama"), "cuda_graphs")
     for number, prompt in enumerate(prompts(3, longest=8)):
         texts.join(number, prompt)
     texts.step()
-    newest = [tokens[-1] for _, tokens in texts.rows]
+    Picks(texts.step(), samplers).read()  # what is allocated at the first time
+    picks = Picks(texts.decoder.step(texts.memory, texts.newest()), samplers)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        texts.decoder.step(texts.memory, newest)
+        ahead = Picks(texts.decoder.step(texts.memory, picks.tokens), samplers, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert len(picks.read()) == len(ahead.read()) == 3
 
 
 def test_graphs_survive_when_all_texts_leave() -> None:

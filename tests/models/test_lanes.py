@@ -51,7 +51,7 @@ class Running:
         self.texts.insert(place, [*text, int(logits.argmax())])
 
     def step(self) -> None:
-        logits = self.lanes.step(self.decoder, [text[-1] for text in self.texts])
+        logits = self.lanes.step(self.decoder, torch.tensor([text[-1] for text in self.texts]))
         for text, token in zip(self.texts, logits.argmax(-1).tolist(), strict=True):
             text.append(token)
 
@@ -157,7 +157,7 @@ def test_the_engine_goes_on_after_such_a_step(failing: int, model: Any, monkeypa
     engine, step, count = RollingEngine(model, max_rows=8), Decoder.step, [0]
     items = [(prompt(length, seed=length), 12) for length in (5, 300, 9, 280, 14, 100)]
 
-    def fail(self: Decoder, memory: Any, newest: list[int]) -> torch.Tensor:
+    def fail(self: Decoder, memory: Any, newest: torch.Tensor) -> torch.Tensor:
         count[0] += memory in engine._memory._lanes[1:]
         if count[0] == failing:
             count[0] += 1

@@ -18,7 +18,7 @@ from tests.architectures import BATCH, ROLLING, build
 from tests.models.test_rolling_engine import NOT_ROLLING, Client, start_engine, token_ids
 from tests.reference import solo_ids
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 120
 NUM_BATCH_REQUESTS = 24
 SHIPPED = [name for name in ARCHITECTURES if name not in NOT_ROLLING]
 
@@ -54,10 +54,11 @@ def check(model: Any, client: Client, items: list[tuple[list[int], SamplingPlan]
     assert len({tuple(ids) for ids in wanted}) > len(items) / 3  # the text does depend on the prompt
 
 
+@pytest.mark.parametrize("decoding", ["eager", "static"])
 @pytest.mark.parametrize("name", [*ROLLING, *SHIPPED])
-def test_the_rolling_engine_writes_what_generate_writes(name: str, tmp_path: Path) -> None:
-    model, source = load(name, tmp_path), random.Random(name)
-    engine = start_engine(model, max_rows=source.choice([3, 5, 8]), context_length=256)
+def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: str, tmp_path: Path) -> None:
+    model, source = load(name, tmp_path), random.Random(name + decoding)
+    engine = start_engine(model, max_rows=source.choice([3, 5, 8]), context_length=256, decoding=decoding)
     assert isinstance(engine, RollingEngine)
     try:
         check(

@@ -77,12 +77,12 @@ class Client:
         return self.outcomes()[-1]
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., RollingEngine]]:
+@pytest.fixture(params=["eager", "static"])
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., RollingEngine]]:
     engines: list[RollingEngine] = []
 
     def start(model: Any, **options: Any) -> RollingEngine:
-        engines.append(RollingEngine(model, **{"max_rows": 7, **options}))
+        engines.append(RollingEngine(model, **{"max_rows": 7, "decoding": request.param, **options}))
         return engines[-1]
 
     yield start

@@ -15,7 +15,7 @@ import torch
 from hf_triton.engine import prefill, rolling
 from hf_triton.engine.interface import Completion, Outcome, Sequence
 from hf_triton.engine.rolling import RollingEngine
-from hf_triton.engine.sampling import pick_tokens
+from hf_triton.engine.sampling import Picks
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
 from hf_triton.generation import SamplingPlan
 from hf_triton.testing import build_tiny_checkpoint
@@ -33,12 +33,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_reference(folder).model
 
 
-@pytest.fixture
-def start(model: Any) -> Iterator[Callable[..., RollingEngine]]:
+@pytest.fixture(params=["eager", "static"])
+def start(model: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., RollingEngine]]:
     engines: list[RollingEngine] = []
 
     def start(**options: Any) -> RollingEngine:
-        engines.append(RollingEngine(model, **{"max_rows": 6, **options}))
+        engines.append(RollingEngine(model, **{"max_rows": 6, "decoding": request.param, **options}))
         return engines[-1]
 
     yield start
@@ -390,12 +390,12 @@ def test_a_failure_after_a_step_changes_no_text(
 ) -> None:
     failures = [error] * 3
 
-    def fail(logits: torch.Tensor, rows: Any) -> Any:
+    def fail(logits: torch.Tensor, rows: Any, num_ahead: int) -> Any:
         if len(rows) > 1 and failures:
             raise failures.pop()
-        return pick_tokens(logits, rows)
+        return Picks(logits, rows, num_ahead)
 
-    monkeypatch.setattr(rolling, "pick_tokens", fail)
+    monkeypatch.setattr(rolling, "Picks", fail)
     client = Client(start())
     items = [(prompt, SamplingPlan(12)) for prompt in prompts(14, seed=23)]
     for item in items:
@@ -468,3 +468,93 @@ def test_a_failure_of_the_memory_itself_refuses_nobody(model: Any, start: Callab
     for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
         assert only(outcome).token_ids == solo_ids(model, prompt, plan.max_new_tokens)
     assert engine.is_healthy()
+
+
+# --- one step ahead --------------------------------------------------------------------------------------------------
+
+
+class Events:
+    """What the engine does and when: a step of so many rows begins, or a token goes out."""
+
+    def __init__(self, engine: RollingEngine) -> None:
+        self._step, self.seen = engine._decoder.step, list[str]()
+        engine._decoder.step = self.step  # type: ignore[method-assign]
+
+    def step(self, *arguments: Any) -> torch.Tensor:
+        self.seen.append("step")
+        return self._step(*arguments)
+
+    def token(self, *_: int) -> bool:
+        self.seen.append("token")
+        return False
+
+    def ask(self, client: Client, **settings: Any) -> list[str]:
+        self.seen.clear()
+        only(client.ask(PROMPT, SamplingPlan(5, **settings), on_token=self.token))
+        return self.seen
+
+
+TOKEN_BY_TOKEN = ["token", *["step", "token"] * 4]  # the prompt gives the first one
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "seed": 3}], ids=str)
+def test_static_steps_begin_before_the_host_has_seen_the_last_one(
+    settings: dict[str, Any], start: Callable[..., RollingEngine], request: pytest.FixtureRequest
+) -> None:
+    engine = start()
+    seen = Events(engine).ask(Client(engine), **settings)
+    if "static" in request.node.callspec.params.values():
+        assert seen == ["token", "step", "step", "token", "step", "token", "step", "token", "token"]
+    else:
+        assert seen == TOKEN_BY_TOKEN
+
+
+@pytest.mark.parametrize(
+    "settings", [{"logprobs": 1}, {"repetition_penalty": 1.3}, {"logit_bias": ((7, 2.0),)}], ids=str
+)
+def test_a_text_whose_next_token_needs_the_host_goes_token_by_token(
+    settings: dict[str, Any], start: Callable[..., RollingEngine]
+) -> None:
+    engine = start()
+    assert Events(engine).ask(Client(engine), **settings) == TOKEN_BY_TOKEN
+
+
+def test_a_mix_of_such_texts_is_what_each_is_alone(model: Any, start: Callable[..., RollingEngine]) -> None:
+    source, engine = random.Random(31), start(max_rows=5)
+    client = Client(engine)
+    items = [
+        (prompt, SamplingPlan(source.randrange(1, 40), repetition_penalty=source.choice([1.0, 1.0, 1.4])))
+        for prompt in prompts(40, seed=32)
+    ]
+    for item in items:
+        client.submit(*item)
+        time.sleep(source.choice([0, 0, 0.02]))
+    for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
+        wanted = solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
+        assert only(outcome).token_ids == wanted
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")], ids=repr)
+@pytest.mark.parametrize("failing", [2, 3, 9])
+def test_a_step_ahead_that_fails_changes_no_text(
+    error: Exception, failing: int, model: Any, start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, count = start(max_rows=8), [0]
+    step = engine._decoder.step
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        count[0] += 1
+        if count[0] == failing:
+            raise error
+        return step(*arguments)
+
+    monkeypatch.setattr(engine._decoder, "step", fail)
+    client = Client(engine)
+    heard: dict[int, list[int]] = {}
+    items = prompts(6, seed=33)
+    for number, prompt in enumerate(items):
+        listen = heard.setdefault(number, []).append
+        client.submit(prompt, SamplingPlan(12), on_token=lambda _, token_id, listen=listen: bool(listen(token_id)))
+    for number, (prompt, outcome) in enumerate(zip(items, client.outcomes(), strict=True)):
+        assert only(outcome).token_ids == solo_ids(model, prompt, 12) == heard[number]
+    assert count[0] > failing

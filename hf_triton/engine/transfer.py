@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small numbers between host and device, without either waiting for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of these numbers; the host does not wait for what the device has in hand."""
+    is_cuda = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
+
+
+class ToHost:
+    """A copy of a tensor on its way to the host, behind what the device has in hand now.
+
+    Args:
+        tensor: Of any shape; on a CPU it is not copied.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor
+        self._is_there: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._is_there.record(torch.cuda.current_stream(tensor.device))
+
+    def tolist(self) -> Any:
+        """The numbers, nested as the tensor's shape has it; waits until they are there."""
+        if self._is_there is not None:
+            self._is_there.synchronize()
+        return self._copy.tolist()
