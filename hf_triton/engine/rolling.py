@@ -25,9 +25,10 @@ from hf_triton.engine.cache import buffer_tokens
 from hf_triton.engine.decode import Decoder, DecodingMode
 from hf_triton.engine.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.engine.forward import Forward
+from hf_triton.engine.gathering import Gathering
 from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
 from hf_triton.engine.lanes import Lanes
-from hf_triton.engine.prefill import Prefill, Reading, fit_one_piece
+from hf_triton.engine.prefill import PIECE_TOKENS, Prefill, Reading, fit_one_piece
 from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
 from hf_triton.engine.row import Job, Row, Step
 from hf_triton.engine.sampling import Picks, pick_tokens
@@ -94,6 +95,8 @@ class RollingEngine(EngineThread):
         self._prefill: Prefill | None = None
         # Admitted, or put back after a failure: to be prefilled, the rows of one context together.
         self._ready: deque[list[Row]] = deque()
+        self._gathering = Gathering()
+        self._began_s = 0.0  # the last step, by `time.monotonic()`
         self._no_room_since_s: float | None = None
         self._thread.start()
 
@@ -158,6 +161,7 @@ class RollingEngine(EngineThread):
                 except Exception as error:
                     finish(sequence, error_outcome(error))
                     continue
+                self._gathering.on_come()
                 self._ready.append(job.rows)
                 room -= len(job.rows)
 
@@ -165,7 +169,7 @@ class RollingEngine(EngineThread):
 
     def _advance_prefill(self) -> None:
         """Read one more piece of the contexts at hand; when they are read, their rows join the running ones."""
-        if self._unseen:
+        if self._unseen or self._gathers():
             return
         if self._prefill is None:
             readings = self._next_readings()
@@ -179,6 +183,16 @@ class RollingEngine(EngineThread):
         if logits is not None:
             self._join(self._prefill, logits)
             self._prefill = None
+
+    def _gathers(self) -> bool:
+        """Whether reading waits for prompts that are on their way; where nothing runs, the engine sleeps till then."""
+        if self._prefill or not self._ready or sum(rows[0].num_tokens for rows in self._ready) >= PIECE_TOKENS:
+            return False
+        wait_s = self._gathering.wait_s(has_company=bool(self._rows))
+        if wait_s and not self._rows:
+            with self._wake:
+                self._wake.wait_for(lambda: self._waiting or self._closing.is_set(), wait_s)
+        return wait_s > 0
 
     def _next_readings(self) -> list[Reading]:
         """The oldest contexts that fit one piece together; a suspect comes alone, when nobody else runs."""
@@ -237,6 +251,7 @@ class RollingEngine(EngineThread):
         """One token for every running row; on a device that needs no host for it, one step ahead of what rows have."""
         if not self._rows:
             return
+        self._began_s = time.monotonic()
         step = self._launch()
         self._see()
         self._unseen = step
@@ -261,9 +276,11 @@ class RollingEngine(EngineThread):
             return
         self._memory.is_torn = True  # until every row has its own
         picks = step.read()
+        self._gathering.on_step(time.monotonic() - self._began_s)
         done = [index for index, row in enumerate(self._rows) if row.take(picks[row])]
         self._memory.is_torn = False
         self._observer.on_step(len(self._rows))
+        self._gathering.on_leave(len({job for index in done if (job := self._rows[index].job).is_finished}))
         self._retire(done)
 
     def _catch_up(self) -> None:

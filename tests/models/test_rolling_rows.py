@@ -470,6 +470,40 @@ def test_a_failure_of_the_memory_itself_refuses_nobody(model: Any, start: Callab
     assert engine.is_healthy()
 
 
+# --- who comes back --------------------------------------------------------------------------------------------------
+
+
+class Sizes:
+    """The engine's model, which notes how many contexts it reads at a time."""
+
+    def __init__(self, engine: RollingEngine) -> None:
+        self._model, self.read = engine._forward._model, list[int]()
+        engine._forward._model = self
+
+    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        if input_ids.shape[1] > 1:
+            self.read.append(len(input_ids))
+        return self._model(input_ids=input_ids, **arguments)
+
+
+def test_texts_that_end_together_have_their_successors_read_together(start: Callable[..., RollingEngine]) -> None:
+    engine = start()
+    slow_down(engine, 0.03)
+    sizes, client = Sizes(engine), Client(engine)
+    items = prompts(6, seed=41, longest=12)
+    engine.submit(  # at one moment, as a client with several prompts sends them
+        [Sequence(prompt, SamplingPlan(4), lambda _: None) for prompt in items[:5]]
+    )
+    client.ask(items[5], SamplingPlan(4))
+    sizes.read.clear()
+    for prompt in items:
+        time.sleep(0.001)
+        client.submit([*prompt, 7], SamplingPlan(4))
+    client.outcomes()
+    assert sizes.read[0] >= 4
+    assert sum(sizes.read) == 6
+
+
 # --- one step ahead --------------------------------------------------------------------------------------------------
 
 
