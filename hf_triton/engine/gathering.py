@@ -42,7 +42,6 @@ class Gathering:
         self._num_expected = max(0, self._num_expected - 1)
 
     def wait_s(self, *, has_company: bool) -> float:
-        return 0.0
         """Seconds from now that those who are there wait for others; 0: they are to be read.
 
         Args:
