@@ -11,11 +11,12 @@ On a Llama of 3.4 million parameters:
     width    1, 2, 4, 8 and 16 requests of 32 new tokens at a time
     prompts  one request of 512 prompts and 8 new tokens
 
-On the 34 million of `benchmarks/engine.py`, 32 prompt tokens and 32 new ones, the ways taking turns in every round;
-ratios and differences are within a round, and their medians are shown:
+On the 34 million of `benchmarks/engine.py`, 32 prompt tokens, the ways taking turns in every round; ratios and
+differences are within a round, and their medians are shown:
 
-    overhead  tokens/s, 16 requests at a time, through the server / in the engine of this process; the milliseconds that
-              the server adds to a request that is alone; tokens/s streamed / answered at once
+    overhead  tokens/s, 16 requests at a time, through the server / in the engine of this process, 32 new tokens and
+              128; the milliseconds that the server adds to a request of 8 that is alone; tokens/s streamed / answered
+              at once
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import aiohttp
 import click
 import torch
 import transformers
-from engine import VOCABULARY, Request, build_model, build_packed_model, roll
+from engine import VOCABULARY, build_model, build_packed_model, roll
 from folders import make_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -49,8 +50,10 @@ from hf_triton.testing import TritonServer
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 16
 NUM_PROMPT_TOKENS = NUM_NEW_TOKENS = 32
+NUM_LONG_TOKENS = 128
 NUM_OVERHEAD_REQUESTS = 64
-NUM_ALONE = 15
+NUM_ALONE_TOKENS = 8
+NUM_ALONE = 60
 
 Figures = dict[str, float]
 
@@ -224,40 +227,44 @@ async def load_cases(client: Client) -> dict[str, Run]:
     return runs
 
 
-def build_requests(count: int) -> list[Request]:
+def build_prompts(count: int) -> list[list[int]]:
     source = random.Random(0)
-    return [([source.randrange(VOCABULARY) for _ in range(NUM_PROMPT_TOKENS)], NUM_NEW_TOKENS) for _ in range(count)]
+    return [[source.randrange(VOCABULARY) for _ in range(NUM_PROMPT_TOKENS)] for _ in range(count)]
 
 
-async def overhead(client: Client, engine: RollingEngine, requests: list[Request]) -> tuple[Figures, list[Run]]:
+async def overhead(client: Client, engine: RollingEngine, prompts: list[list[int]]) -> tuple[Figures, list[Run]]:
     """One round: the engine of this process, the server, and the server's stream."""
-    texts = [" ".join(f"w{token}" for token in prompt) for prompt, _ in requests]
-    num_tokens = sum(count for _, count in requests)
+    texts = [" ".join(f"w{token}" for token in prompt) for prompt in prompts]
+    runs: list[Run] = []
 
-    def plain(number: int) -> Awaitable[None]:
-        return client.generate("plain", texts[number], NUM_NEW_TOKENS)
+    async def in_server(num_tokens: int, numbers: list[int], ask: Callable[..., Awaitable[None]], model: str) -> float:
+        run = await at_width(lambda place: ask(model, texts[numbers[place]], num_tokens), WIDTH, len(numbers))
+        runs.append(run)
+        return run.wall_s
 
-    def streamed(number: int) -> Awaitable[None]:
-        return client.stream("streamed", texts[number], NUM_NEW_TOKENS)
-
-    def in_engine(width: int, count: int) -> float:
+    def in_engine(num_tokens: int, numbers: list[int]) -> float:
         started_s = time.perf_counter()
-        roll(engine, requests[:count], width)
+        roll(engine, [(prompts[number], num_tokens) for number in numbers], WIDTH)
         return time.perf_counter() - started_s
 
-    engine_s = in_engine(WIDTH, len(requests))
-    runs = [await at_width(plain, WIDTH, len(requests)), await at_width(streamed, WIDTH, len(requests))]
+    everyone = list(range(len(prompts)))
+    engine_s, long_engine_s = in_engine(NUM_NEW_TOKENS, everyone), in_engine(NUM_LONG_TOKENS, everyone)
+    server_s = await in_server(NUM_NEW_TOKENS, everyone, client.generate, "plain")
+    long_server_s = await in_server(NUM_LONG_TOKENS, everyone, client.generate, "plain")
+    stream_s = await in_server(NUM_NEW_TOKENS, everyone, client.stream, "streamed")
     alone: list[tuple[float, float]] = []
-    for number in range(NUM_ALONE):
-        run = await at_width(lambda _, number=number: plain(number), 1, 1)
-        alone.append((in_engine(1, 1), run.wall_s))
-        runs.append(run)
+    for place in range(NUM_ALONE):
+        number = [place % len(prompts)]
+        alone_engine_s = in_engine(NUM_ALONE_TOKENS, number)
+        alone.append((alone_engine_s, await in_server(NUM_ALONE_TOKENS, number, client.generate, "plain")))
+    num_tokens = len(prompts) * NUM_NEW_TOKENS
     figures = {
         "engine tokens/s": num_tokens / engine_s,
-        "server tokens/s": num_tokens / runs[0].wall_s,
-        "stream tokens/s": num_tokens / runs[1].wall_s,
-        "server / engine": engine_s / runs[0].wall_s,
-        "stream / server": runs[0].wall_s / runs[1].wall_s,
+        "server tokens/s": num_tokens / server_s,
+        "stream tokens/s": num_tokens / stream_s,
+        "server / engine": engine_s / server_s,
+        "long server / engine": long_engine_s / long_server_s,
+        "stream / server": server_s / stream_s,
         "engine alone ms": 1000 * statistics.median(bare_s for bare_s, _ in alone),
         "server alone ms": 1000 * statistics.median(served_s for _, served_s in alone),
         "added alone ms": 1000 * statistics.median(served_s - bare_s for bare_s, served_s in alone),
@@ -269,15 +276,13 @@ async def measure(server: TritonServer, large: LlamaForCausalLM, rounds: int) ->
     """All cases. Lost answers of the overhead rounds are added to the runs."""
     async with Client(server) as client:
         runs = await load_cases(client)
-        engine, requests = (
-            RollingEngine(large, max_rows=WIDTH, shares_prefixes=False),
-            build_requests(NUM_OVERHEAD_REQUESTS),
-        )
+        engine = RollingEngine(large, max_rows=WIDTH, shares_prefixes=False)
+        prompts = build_prompts(NUM_OVERHEAD_REQUESTS)
         try:
-            await overhead(client, engine, requests[:WIDTH])  # warm up
+            await overhead(client, engine, prompts[:WIDTH])  # warm up
             figures = []
             for number in range(rounds):
-                row, asked = await overhead(client, engine, requests)
+                row, asked = await overhead(client, engine, prompts)
                 figures.append(row)
                 runs |= {f"round {number}.{place}": run for place, run in enumerate(asked) if run.errors}
         finally:
@@ -292,7 +297,7 @@ def show(cases: dict[str, Figures], medians: Figures) -> None:
         print(f"{case:14}" + "".join(f"{figures.get(name, math.nan):>12.1f}" for name in names))
     print()
     for name, value in medians.items():
-        print(f"{name:16}{value:>10.2f}")
+        print(f"{name:22}{value:>10.2f}")
 
 
 @click.command()

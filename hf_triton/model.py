@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_triton import wire
+from hf_triton.door.client import cancel_elsewhere
 from hf_triton.door.server import DoorServer
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, where
 from hf_triton.metrics import NoMeter, build_meter
@@ -56,6 +57,7 @@ class TritonPythonModel(Hooks):
     _task: TextGeneration
     _outlet: Outlet
     _door: DoorServer
+    _model_name: str
     _sentinel: Sentinel
     _limits: wire.Limits
     _meter: NoMeter
@@ -94,6 +96,7 @@ class TritonPythonModel(Hooks):
         _triton.end_with_server()
         _triton.send_logs_to_triton(args["model_name"])
         config = json.loads(args["model_config"])
+        self._model_name = args["model_name"]
         try:
             wire.check_config(config)
             loaded = self._load_settings(config)
@@ -189,7 +192,11 @@ class TritonPythonModel(Hooks):
         )
         self._meter.start(self._task.load)
         self._door = DoorServer(
-            args["model_name"], int(args["model_version"]), take=self._take, begin_request=self._meter.begin_request
+            args["model_name"],
+            int(args["model_version"]),
+            take=self._take,
+            begin_request=self._meter.begin_request,
+            cancel_calls=_triton.cancel_calls,
         )
         self._door.open()
 
@@ -223,5 +230,11 @@ class TritonPythonModel(Hooks):
 
         if not call.request_id:
             raise RequestError("invalid_parameter", "stop true gives up the request of the same id: say which, by id")
+        answer = {name: wire.encode_texts([""], (1,)) for name in self._outlet.output_names if name in wire.TEXTS}
+
+        def tell_and_answer() -> None:
+            cancel_elsewhere(self._model_name, call.request_id)
+            call.answer(answer)
+
         _triton.cancel_calls(call.request_id)
-        call.answer({name: wire.encode_texts([""], (1,)) for name in self._outlet.output_names if name in wire.TEXTS})
+        self._outlet.outbox.put(tell_and_answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -266,6 +267,17 @@ class Engines:
         while not self._closing.wait(CANCEL_POLL_S):
             for link in self._all_links():
                 link.cancel_given_up()
+
+
+def cancel_elsewhere(model_name: str, request_id: str) -> None:
+    """Have a model's instances in other processes give up their requests of an id; returns when they are told."""
+    for address in find_addresses(model_name):
+        connected = None if address.pid == os.getpid() else _connect(address)
+        if connected is not None:
+            link = Connection(connected, lambda _: None, lambda: None)
+            link.start()
+            link.send({"id": 0, "cancel_all": request_id})
+            link.close()
 
 
 def _connect(address: Address) -> socket.socket | None:

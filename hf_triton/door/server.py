@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of a stream door: listens, and hands requests to the model as if Triton had brought them."""
+"""The engine's side of a stream door: listens, and hands requests to the model as if Triton had brought them.
+
+A model's other instances call there too, to have requests given up that Triton has brought to this one.
+"""
 
 from __future__ import annotations
 
@@ -143,6 +146,8 @@ class _Peer:
                 self._begin(number, read_request(request))
             case {"id": int() as number, "cancel": True}:
                 self._cancel(number)
+            case {"cancel_all": str() as request_id}:
+                self._server.cancel_calls(request_id)
             case _:
                 raise ProtocolError("the message is neither a request nor its end")
 
@@ -179,13 +184,21 @@ class DoorServer:
         version: Its version.
         take: Starts on a request; must answer it, and raise nothing.
         begin_request: Counts a request; what it returns is told the outcome.
+        cancel_calls: Gives up the requests of an id that Triton has brought to this instance.
     """
 
     def __init__(
-        self, model_name: str, version: int, take: Take, begin_request: Callable[[], Callable[[str], None]]
+        self,
+        model_name: str,
+        version: int,
+        *,
+        take: Take,
+        begin_request: Callable[[], Callable[[str], None]],
+        cancel_calls: Callable[[str], None],
     ) -> None:
         self.take = take
         self.begin_request = begin_request
+        self.cancel_calls = cancel_calls
         self.is_draining = False
         self._model_name = model_name
         self._version = version

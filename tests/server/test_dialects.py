@@ -540,6 +540,24 @@ def test_stop_gives_up_the_request_of_the_same_id(server: TritonServer) -> None:
         assert time.monotonic() - started < LONG_TOKENS * STEP_S / 2
 
 
+def test_stop_reaches_every_instance(checkpoint: Path, make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_folder(
+        tmp_path,
+        SLOW,
+        config="instance_group [{ kind: KIND_CPU, count: 2 }]",
+        huggingface_model=checkpoint,
+        max_batch_rows=4,
+    )
+    (folder / "1" / "model.py").write_text(SLOW_MODEL)
+    with TritonServer(tmp_path) as server, ThreadPoolExecutor(5) as pool:
+        running = [pool.submit(generate, server, SLOW, PROMPT, id="all", max_new_tokens=LONG_TOKENS) for _ in range(4)]
+        kept = pool.submit(generate, server, SLOW, PROMPT, id="other", max_new_tokens=30)
+        time.sleep(1)
+        assert stop(server, SLOW, id="all").status == 200
+        assert {each.result().error for each in running} == {"cancelled: the client cancelled the request"}
+        assert kept.result().status == 200
+
+
 def test_stop_without_an_id_is_refused(server: TritonServer) -> None:
     reply = stop(server, PLAIN)
     assert (reply.status, reply.error) == (

@@ -106,7 +106,14 @@ class Engine:
         self.held: list[RemoteCall] = []
         self.outlets: list[Outlet] = []
         self.outcomes: list[str] = []
-        self.door = DoorServer(name, version, take=self._take, begin_request=lambda: self.outcomes.append)
+        self.cancelled: list[str] = []
+        self.door = DoorServer(
+            name,
+            version,
+            take=self._take,
+            begin_request=lambda: self.outcomes.append,
+            cancel_calls=self.cancelled.append,
+        )
         self.door.open()
 
     def _take(self, call: Any, outlet: Outlet) -> None:
