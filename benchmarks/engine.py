@@ -129,7 +129,7 @@ class Widths:
         self.columns: list[int] = []
         engine._decoder = self  # type: ignore[assignment]
 
-    def step(self, memory: Any, newest: list[int]) -> torch.Tensor:
+    def step(self, memory: Any, newest: torch.Tensor) -> torch.Tensor:
         self.rows.append(memory.num_rows)
         self.columns.append(memory.width)
         return self._decoder.step(memory, newest)

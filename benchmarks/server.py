@@ -51,7 +51,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 16
 NUM_PROMPT_TOKENS = NUM_NEW_TOKENS = 32
 NUM_LONG_TOKENS = 128
-NUM_OVERHEAD_REQUESTS = 64
+NUM_OVERHEAD_REQUESTS = 128
 NUM_ALONE_TOKENS = 8
 NUM_ALONE = 60
 
@@ -248,9 +248,10 @@ async def overhead(client: Client, engine: RollingEngine, prompts: list[list[int
         return time.perf_counter() - started_s
 
     everyone = list(range(len(prompts)))
-    engine_s, long_engine_s = in_engine(NUM_NEW_TOKENS, everyone), in_engine(NUM_LONG_TOKENS, everyone)
+    some = everyone[: len(everyone) // 2]
+    engine_s, long_engine_s = in_engine(NUM_NEW_TOKENS, everyone), in_engine(NUM_LONG_TOKENS, some)
     server_s = await in_server(NUM_NEW_TOKENS, everyone, client.generate, "plain")
-    long_server_s = await in_server(NUM_LONG_TOKENS, everyone, client.generate, "plain")
+    long_server_s = await in_server(NUM_LONG_TOKENS, some, client.generate, "plain")
     stream_s = await in_server(NUM_NEW_TOKENS, everyone, client.stream, "streamed")
     alone: list[tuple[float, float]] = []
     for place in range(NUM_ALONE):

@@ -3,7 +3,8 @@
 
 Texts that end in one step have clients that send their next prompts at about one moment. Reading the first to come at
 once means reading the others apart, and rows that are out of step from then on: a step more at the least. So reading
-waits for as many as have just left, but no longer than a step takes. Knows no rows.
+waits for as many as have just left, no longer than two steps take, and a few steps where most texts are about to reach
+their length. Knows no rows.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from __future__ import annotations
 import time
 from typing import Final
 
+WAIT_STEPS: Final = 2
 MAX_WAIT_S: Final = 0.02
 """Clients that come back do so in less, however long a step takes."""
 MEMORY_STEPS: Final = 4
 """Who has not come back after so many steps is not waited for."""
+SOON_STEPS: Final = 3
+"""Steps that reading waits for texts to end; fewer where they take more than `SOON_S`."""
+SOON_S: Final = 0.05
 
 
 class Gathering:
@@ -25,6 +30,7 @@ class Gathering:
         self._left_s = 0.0
         self._step_s = 0.0
         self._until_s: float | None = None
+        self._num_held = 0  # steps
 
     def on_step(self, step_s: float) -> None:
         """A step has taken so many seconds, the delivery of its texts not counted."""
@@ -41,20 +47,34 @@ class Gathering:
         """A sequence is there."""
         self._num_expected = max(0, self._num_expected - 1)
 
-    def wait_s(self, *, has_company: bool) -> float:
+    def on_read(self) -> None:
+        """Those who were there are read: the next ones may wait anew."""
+        self._until_s, self._num_held = None, 0
+
+    def wait_s(self, num_waiting: int, nums_left: list[int]) -> float:
         """Seconds from now that those who are there wait for others; 0: they are to be read.
 
         Args:
-            has_company: Whether rows are running, so that a step is what passes meanwhile.
+            num_waiting: How many are there.
+            nums_left: The most tokens that each running row may yet have. Where rows run, a step is what passes
+                meanwhile.
         """
         now = time.monotonic()
         self._forget()
+        if self._leave_soon(nums_left) >= max(num_waiting, len(nums_left) // 2 + 1):
+            self._num_held += 1
+            return self._step_s
         if self._until_s is None:
-            self._until_s = now + min(self._step_s, MAX_WAIT_S)
-        if now < self._until_s and self._num_expected and not (has_company and self._step_s > MAX_WAIT_S):
+            self._until_s = now + min(WAIT_STEPS * self._step_s, MAX_WAIT_S)
+        if now < self._until_s and self._num_expected and not (nums_left and self._step_s > MAX_WAIT_S):
             return self._until_s - now
-        self._num_expected, self._until_s = 0, None
+        self._num_expected = 0
         return 0.0
+
+    def _leave_soon(self, nums_left: list[int]) -> int:
+        """How many rows end while reading may still wait."""
+        num_steps = min(SOON_STEPS, int(SOON_S / max(self._step_s, 1e-9))) - self._num_held
+        return sum(num_left <= num_steps for num_left in nums_left)
 
     def _forget(self) -> None:
         if time.monotonic() - self._left_s > MEMORY_STEPS * self._step_s:

@@ -175,6 +175,7 @@ class RollingEngine(EngineThread):
             readings = self._next_readings()
             if not readings:
                 return
+            self._gathering.on_read()
             for reading in readings:
                 self._ready.popleft()
                 self._observer.on_share(reading.num_shared)
@@ -188,7 +189,7 @@ class RollingEngine(EngineThread):
         """Whether reading waits for prompts that are on their way; where nothing runs, the engine sleeps till then."""
         if self._prefill or not self._ready or sum(rows[0].num_tokens for rows in self._ready) >= PIECE_TOKENS:
             return False
-        wait_s = self._gathering.wait_s(has_company=bool(self._rows))
+        wait_s = self._gathering.wait_s(len(self._ready), [row.num_left for row in self._rows])
         if wait_s and not self._rows:
             with self._wake:
                 self._wake.wait_for(lambda: self._waiting or self._closing.is_set(), wait_s)

@@ -4,7 +4,10 @@
 import pytest
 
 from hf_triton.engine import gathering
-from hf_triton.engine.gathering import MAX_WAIT_S, MEMORY_STEPS, Gathering
+from hf_triton.engine.gathering import MAX_WAIT_S, MEMORY_STEPS, SOON_STEPS, Gathering
+
+ALONE: list[int] = []
+COMPANY = [50, 60]  # far from their end
 
 
 class Clock:
@@ -32,50 +35,91 @@ def after_step(step_s: float, num_left: int) -> Gathering:
 def test_nobody_waits_before_anybody_has_left(clock: Clock) -> None:
     first = Gathering()
     first.on_come()
-    assert first.wait_s(has_company=False) == 0
+    assert first.wait_s(1, ALONE) == 0
     running = after_step(0.01, 0)
     running.on_come()
-    assert running.wait_s(has_company=True) == 0
+    assert running.wait_s(1, COMPANY) == 0
 
 
 def test_who_comes_back_alone_is_read_at_once(clock: Clock) -> None:
     gathering = after_step(0.01, 1)
     gathering.on_come()
-    assert gathering.wait_s(has_company=False) == 0
+    assert gathering.wait_s(1, ALONE) == 0
 
 
-@pytest.mark.parametrize("has_company", [True, False])
-def test_the_first_wait_for_the_others_as_long_as_a_step_takes(has_company: bool, clock: Clock) -> None:
+@pytest.mark.parametrize("nums_left", [COMPANY, ALONE])
+def test_the_first_wait_for_the_others_as_long_as_two_steps_take(nums_left: list[int], clock: Clock) -> None:
     gathering = after_step(0.01, 3)
     clock.now_s += 0.005
     gathering.on_come()
-    assert gathering.wait_s(has_company=has_company) == pytest.approx(0.01)
+    assert gathering.wait_s(1, nums_left) == pytest.approx(0.02)
     clock.now_s += 0.004
     gathering.on_come()
-    assert gathering.wait_s(has_company=has_company) == pytest.approx(0.006)
-    clock.now_s += 0.007
-    assert gathering.wait_s(has_company=has_company) == 0
+    assert gathering.wait_s(1, nums_left) == pytest.approx(0.016)
+    clock.now_s += 0.017
+    assert gathering.wait_s(1, nums_left) == 0
     gathering.on_come()
-    assert gathering.wait_s(has_company=has_company) == 0  # the third has been given up
+    assert gathering.wait_s(1, nums_left) == 0  # the third has been given up
 
 
 def test_nobody_waits_once_all_are_back(clock: Clock) -> None:
     gathering = after_step(0.01, 3)
     for _ in range(2):
         gathering.on_come()
-    assert gathering.wait_s(has_company=False) > 0
+    assert gathering.wait_s(1, ALONE) > 0
     gathering.on_come()
-    assert gathering.wait_s(has_company=False) == 0
+    assert gathering.wait_s(1, ALONE) == 0
 
 
 def test_who_stays_away_is_not_waited_for(clock: Clock) -> None:
     gathering = after_step(0.01, 16)
     clock.now_s += 0.01 * MEMORY_STEPS + 0.001
     gathering.on_come()
-    assert gathering.wait_s(has_company=False) == 0
+    assert gathering.wait_s(1, ALONE) == 0
 
 
 def test_long_steps_make_nobody_wait_long(clock: Clock) -> None:
     gathering = after_step(1.0, 2)
-    assert gathering.wait_s(has_company=False) == pytest.approx(MAX_WAIT_S)
-    assert after_step(1.0, 2).wait_s(has_company=True) == 0
+    assert gathering.wait_s(1, ALONE) == pytest.approx(MAX_WAIT_S)
+    assert after_step(1.0, 2).wait_s(1, COMPANY) == 0
+
+
+def test_reading_waits_for_texts_that_are_about_to_end(clock: Clock) -> None:
+    gathering = after_step(0.01, 0)
+    assert gathering.wait_s(1, [SOON_STEPS, SOON_STEPS, 50]) > 0
+    assert gathering.wait_s(1, [SOON_STEPS - 1, SOON_STEPS - 1, 49]) > 0
+    assert gathering.wait_s(1, [1, 1, 48]) > 0
+    gathering.on_leave(2)
+    assert gathering.wait_s(1, [47]) > 0  # who has left now is on the way
+    gathering.on_come()
+    gathering.on_come()
+    assert gathering.wait_s(3, [47]) == 0
+
+
+@pytest.mark.parametrize("nums_left", [[SOON_STEPS + 1, 4], [1, 2, 50, 60], [2, 2]], ids=["later", "few", "too few"])
+def test_other_texts_hold_nobody_up(nums_left: list[int], clock: Clock) -> None:
+    assert after_step(0.01, 0).wait_s(3, nums_left) == 0
+
+
+def test_nobody_waits_again_and_again(clock: Clock) -> None:
+    gathering = after_step(0.01, 0)
+    for _ in range(2):
+        waits = [gathering.wait_s(1, [1, 1, 1]) > 0 for _ in range(SOON_STEPS + 1)]
+        assert waits == [True] * SOON_STEPS + [False]
+        gathering.on_read()
+
+
+def test_who_is_read_sooner_leaves_the_next_their_time(clock: Clock) -> None:
+    gathering = after_step(0.01, 2)
+    gathering.on_come()
+    assert gathering.wait_s(1, ALONE) > 0
+    gathering.on_come()
+    gathering.on_read()  # as many as are read at a time
+    clock.now_s += 5
+    gathering.on_leave(2)
+    gathering.on_come()
+    assert gathering.wait_s(1, ALONE) > 0
+
+
+def test_steps_that_take_long_are_not_waited_for(clock: Clock) -> None:
+    assert after_step(0.5, 0).wait_s(1, [1, 1, 1]) == 0
