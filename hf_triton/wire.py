@@ -27,6 +27,7 @@ TEXT: Final = "text_output"
 TEXT_OLD: Final = "text"
 """The tutorial's older name of the output; filled too where config.pbtxt declares it."""
 TEXTS: Final = (TEXT, TEXT_OLD)
+PROMPT_LOGPROBS: Final = "prompt_logprobs"
 OUTPUTS: Final[Mapping[str, str]] = {
     TEXT: "TYPE_STRING",
     TEXT_OLD: "TYPE_STRING",
@@ -35,8 +36,10 @@ OUTPUTS: Final[Mapping[str, str]] = {
     "num_output_tokens": "TYPE_UINT32",
     "cumulative_logprob": "TYPE_FP32",
     "logprobs": "TYPE_STRING",
+    PROMPT_LOGPROBS: "TYPE_STRING",
 }
-"""Every output and its type. Those but the text are filled where a request asks for them (`return_...`)."""
+"""Every output and its type. Those but the text are filled where a request asks for them: by `return_...`, and
+`prompt_logprobs` by the parameter of that name."""
 TRITONS_OWN: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
 """Parameters that `/generate` passes on though they are Triton's own, as are those that begin with `triton_`."""
 
@@ -145,6 +148,8 @@ class GeneratedText:
     """Natural logarithm; 0 where log probabilities were not asked for."""
     logprobs: str
     """JSON, see `return_logprobs`; empty where they were not asked for."""
+    prompt_logprobs: str | None = None
+    """JSON, see `GenerationParameters.prompt_logprobs`; None where they were not asked for."""
 
 
 # --- the configuration -----------------------------------------------------------------------------------------------
@@ -502,6 +507,10 @@ def encode_answer(
     for name in output_names:
         if name in TEXTS:
             outputs[name] = encode_texts([each.text for each in texts], request.shape)
+        elif name == PROMPT_LOGPROBS:
+            found = [each.prompt_logprobs for each in texts]
+            if any(each is not None for each in found):
+                outputs[name] = encode_texts([each or "null" for each in found], request.shape)
         elif getattr(request.options, f"return_{name}"):
             values = [getattr(each, name) for each in texts]
             is_text = OUTPUTS[name] == "TYPE_STRING"

@@ -410,6 +410,11 @@ def test_log_probabilities_are_computed_where_somebody_asks(
     assert plan_with(RequestOptions(**options), **parameters).logprobs == expected
 
 
+def test_those_of_the_prompt_are_computed_where_it_asks() -> None:
+    assert plan_with(RequestOptions(return_logprobs=True), logprobs=3).prompt_logprobs is None
+    assert plan_with(RequestOptions(), prompt_logprobs=0).prompt_logprobs == 0
+
+
 def test_the_prompt_s_and_the_text_s_tokens_are_counted() -> None:
     [answer] = reply_to("one two", "x", outcome=write("three four")).results
     assert isinstance(answer, list)
