@@ -103,6 +103,13 @@ class RequestOptions(BaseModel):
     """Whether to fill the output `logprobs`: a JSON array with an object for each token of the text, which holds the
     token's log probability and those of the likeliest `logprobs`, by token id."""
 
+    return_timings: bool | None = None
+    """Whether the last response has the request's own times among its parameters, in whole microseconds since its
+    arrival: `queue_time_us` until the engine took a prompt of it, `time_to_first_token_us` until a text of it had its
+    first token, `e2e_request_latency_us` until its answer was made. In the JSON of `/generate` they are beside the
+    outputs. Behind a stream door a request arrives where its model is. Needs a server of Triton 25.02 or newer, and is
+    refused by others."""
+
     sampling_parameters: str | None = None
     """Generation parameters as one JSON text, as the vLLM backend takes them: `{"temperature": 0.5, "max_tokens": 20}`.
     """
@@ -516,6 +523,25 @@ def encode_answer(
             is_text = OUTPUTS[name] == "TYPE_STRING"
             outputs[name] = encode_texts(values, request.shape) if is_text else _numbers(name, values, request.shape)
     return outputs
+
+
+def encode_times(
+    arrival_s: float, *, admitted_s: float | None, first_token_s: float | None, answered_s: float
+) -> dict[str, int]:
+    """What `return_timings` asks for, as parameters of a response; of what did not happen there is none.
+
+    Args:
+        arrival_s: When the request came; all by one clock.
+        admitted_s: When its first prompt left the queue.
+        first_token_s: When its first text had a token.
+        answered_s: When its answer was made.
+    """
+    ends_s = {
+        "queue_time_us": admitted_s,
+        "time_to_first_token_us": first_token_s,
+        "e2e_request_latency_us": answered_s,
+    }
+    return {name: round((end_s - arrival_s) * 1e6) for name, end_s in ends_s.items() if end_s is not None}
 
 
 def encode_pieces(pieces: Sequence[str], request: GenerationRequest, output_names: Iterable[str]) -> dict[str, Array]:

@@ -372,6 +372,11 @@ def test_the_deadline_is_the_earlier_of_two(
     assert sequence.deadline_s == expected
 
 
+def test_the_sequences_of_a_request_share_its_times() -> None:
+    first, second = sequences_of("x", "y")
+    assert first.times is second.times
+
+
 def test_the_priority_is_the_request_s() -> None:
     assert [each.priority for each in sequences_of("x")] == [0]
     assert [each.priority for each in sequences_of("x", "y", queue_priority=-3)] == [-3, -3]

@@ -28,6 +28,7 @@ from hf_triton.wire import (
     encode_answer,
     encode_pieces,
     encode_texts,
+    encode_times,
     missing_ports,
     parse_request,
 )
@@ -81,7 +82,7 @@ def test_an_empty_configuration_gets_the_prompt_and_every_output_but_the_old_one
 
 def test_every_output_that_can_be_asked_for_has_its_option() -> None:
     asked = {name.removeprefix("return_") for name in RequestOptions.model_fields if name.startswith("return_")}
-    assert asked == set(TOLD)
+    assert asked == {"timings", *TOLD}
     assert {field.name for field in dataclasses.fields(GeneratedText)} == {"text", PROMPT_LOGPROBS, *TOLD}
 
 
@@ -117,6 +118,7 @@ INPUT_TYPES = {
     "return_num_output_tokens": "TYPE_BOOL",
     "return_cumulative_logprob": "TYPE_BOOL",
     "return_logprobs": "TYPE_BOOL",
+    "return_timings": "TYPE_BOOL",
     "sampling_parameters": "TYPE_STRING",
     "max_new_tokens": "TYPE_INT64",
     "max_tokens": "TYPE_INT32",
@@ -611,6 +613,14 @@ def test_log_probabilities_of_prompts_come_where_one_of_them_asks() -> None:
     assert outputs.keys() == {TEXT, TEXT_OLD, PROMPT_LOGPROBS}
     assert outputs[PROMPT_LOGPROBS].tolist() == [[b"[null]"], [b"null"]]
     assert encode_answer(asked, asking((2, 1)), [TEXT]).keys() == {TEXT}
+
+
+def test_times_are_whole_microseconds_since_the_arrival() -> None:
+    told = encode_times(1e6, admitted_s=1e6 + 2e-6, first_token_s=1e6 + 0.5, answered_s=1e6 + 86_400)
+    assert told == {"queue_time_us": 2, "time_to_first_token_us": 500_000, "e2e_request_latency_us": 86_400_000_000}
+    assert all(type(value) is int for value in told.values())
+    assert not told.keys() & OUTPUTS.keys(), "in the JSON of /generate, a parameter hides the output of its name"
+    assert encode_times(0.0, admitted_s=None, first_token_s=None, answered_s=1.0).keys() == {"e2e_request_latency_us"}
 
 
 def test_a_part_of_a_stream_is_text_alone() -> None:
