@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -107,9 +108,14 @@ class Call:
                 self._was_cancelled = True
                 self._finish(_too_large(), "out_of_memory")
 
-    def answer(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Send the one answer, or the last part of it."""
-        self._send(_response(outputs), OK)
+    def answer(self, outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None) -> None:
+        """Send the one answer, or the last part of it.
+
+        Args:
+            outputs: Tensors by name.
+            parameters: The response's own, where the server takes any (`takes_response_parameters`).
+        """
+        self._send(_response(outputs, parameters), OK)
 
     def refuse(self, error: HfTritonError) -> None:
         """Send an error as the one answer."""
@@ -198,8 +204,23 @@ def cancel_calls(request_id: str) -> None:
             call.cancel()
 
 
-def _response(outputs: Mapping[str, npt.NDArray[Any]]) -> pb_utils.InferenceResponse:
-    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
+@cache
+def takes_response_parameters() -> bool:
+    """Whether responses may have parameters: from Triton 25.02 on."""
+    try:
+        pb_utils.InferenceResponse([], parameters={})
+    except TypeError:
+        return False
+    return True
+
+
+def _response(
+    outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None
+) -> pb_utils.InferenceResponse:
+    tensors = [pb_utils.Tensor(name, array) for name, array in outputs.items()]
+    if not parameters:
+        return pb_utils.InferenceResponse(tensors)
+    return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
 
 
 def _too_large() -> pb_utils.InferenceResponse:

@@ -218,6 +218,12 @@ class GenerationParameters(BaseModel):
     logprobs: Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_LOGPROBS)] | None = None
     """How many of the likeliest tokens the output `logprobs` shows in each place, beside the token itself."""
 
+    prompt_logprobs: Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_LOGPROBS)] | None = None
+    """Fills the output `prompt_logprobs`: a JSON array with an object for each token of the prompt, as those of
+    `logprobs`, of the token itself and so many of the likeliest; `null` for the first one, which nothing precedes, and
+    in place of the array for a prompt that does not ask. A stream has it in its last response. Encoder-decoder models
+    refuse it."""
+
     max_time: Annotated[float, annotated_types.Gt(0), annotated_types.Le(MAX_SECONDS)] | None = None
     """Seconds that the prompt may take, waiting included; then the text ends with what it has."""
 
@@ -460,6 +466,7 @@ def settle(*layers: GenerationParameters) -> SamplingPlan:
         num_return_sequences=int(_first(layers, "num_return_sequences", 1)),
         best_of=_first(layers, "best_of", None),
         logprobs=_first(layers, "logprobs", None),
+        prompt_logprobs=_first(layers, "prompt_logprobs", None),
     )
     _check_plan(plan, layers[0].min_new_tokens)
     return plan

@@ -147,11 +147,16 @@ class Sink(Protocol):
 
 
 class NoMeter(Observer):
-    """Counts nothing."""
+    """Counts nothing; the requests have their times noted all the same."""
 
     def begin_request(self) -> Callable[[str], None]:
         """A request has come; what is returned is to be told its outcome, `ok` or the error's code, once."""
         return lambda outcome: None
+
+    def on_admit(self, sequence: Sequence) -> SequenceObserver:
+        """The engine takes a sequence out of the queue."""
+        sequence.times.note_admitted(time.monotonic())
+        return _SequenceClock(sequence)
 
     def start(self, load: Callable[[], EngineLoad]) -> None:
         """Begin to send; `load` is asked from another thread what the engine has in hand."""
@@ -208,7 +213,9 @@ class Meter(NoMeter):
 
     def on_admit(self, sequence: Sequence) -> SequenceObserver:
         """The engine takes a sequence out of the queue."""
-        self.note(QUEUE_TIME, time.monotonic() - sequence.arrival_s)
+        now_s = time.monotonic()
+        sequence.times.note_admitted(now_s)
+        self.note(QUEUE_TIME, now_s - sequence.times.arrival_s)
         return _SequenceMeter(self, sequence)
 
     def on_share(self, num_tokens: int) -> None:
@@ -271,6 +278,20 @@ class Meter(NoMeter):
             self._has_failed = True
 
 
+class _SequenceClock(SequenceObserver):
+    """Notes when a sequence has its first token."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._times = sequence.times
+        self._has_begun = False
+
+    def on_pick(self, copy: int, *, is_text: bool) -> None:
+        """A text has its next token."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._times.note_token(time.monotonic())
+
+
 class _SequenceMeter(SequenceObserver):
     """Times the tokens of one sequence."""
 
@@ -287,7 +308,8 @@ class _SequenceMeter(SequenceObserver):
         now_s = time.monotonic()
         if not self._has_begun:
             self._has_begun = True
-            self._meter.note(TIME_TO_FIRST_TOKEN, now_s - self._sequence.arrival_s)
+            self._sequence.times.note_token(now_s)
+            self._meter.note(TIME_TO_FIRST_TOKEN, now_s - self._sequence.times.arrival_s)
             self._meter.note(PROMPT_TOKENS, len(self._sequence.prompt_ids))
         if not self._num_picks[copy]:
             self._firsts_s[copy] = now_s

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hf_triton import wire
 from hf_triton.door.client import cancel_elsewhere
 from hf_triton.door.server import DoorServer
+from hf_triton.engine.interface import RequestTimes
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, where
 from hf_triton.metrics import NoMeter, build_meter
 from hf_triton.reply import Call, CallReply, Outbox, Outlet
@@ -211,18 +212,22 @@ class TritonPythonModel(Hooks):
             call.refuse(HfTritonError("internal", "the request could not be taken; the server's log says why"))
 
     def _submit(self, call: Call, outlet: Outlet) -> None:
+        times = RequestTimes()
         parameters = call.parameters()
         if wire.asks_to_cancel(parameters):
             self._cancel(call)
             return
         request = wire.parse_request(call.inputs(), parameters, self._limits)
+        if request.options.return_timings:
+            _check_timings()
         asks_to_stream = outlet.streams if request.options.stream is None else request.options.stream
         self._task.submit(
             request,
-            CallReply(call, request, outlet.output_names, outlet.outbox),
+            CallReply(call, request, outlet.output_names, outlet.outbox, times),
             call.is_cancelled,
             timeout_s=call.timeout_s(),
             streams=asks_to_stream and outlet.is_decoupled,
+            times=times,
         )
 
     def _cancel(self, call: Call) -> None:
@@ -238,3 +243,14 @@ class TritonPythonModel(Hooks):
 
         _triton.cancel_calls(call.request_id)
         self._outlet.outbox.put(tell_and_answer)
+
+
+def _check_timings() -> None:
+    """Refuse a request for times where no response could tell them."""
+    from hf_triton import _triton
+
+    if not _triton.takes_response_parameters():
+        raise RequestError(
+            "invalid_parameter",
+            "return_timings needs a server of Triton 25.02 or newer, and this one is older: leave it out",
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from hf_triton import wire
+from hf_triton.engine.interface import RequestTimes
 from hf_triton.errors import HfTritonError, where
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ class Call(Protocol):
 
     def add(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None: ...
 
-    def answer(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None: ...
+    def answer(self, outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None) -> None: ...
 
     def refuse(self, error: HfTritonError) -> None: ...
 
@@ -89,15 +91,22 @@ class CallReply:
         request: What is answered.
         output_names: The outputs that the folder declares.
         outbox: What sends it.
+        times: The request's own.
     """
 
     def __init__(
-        self, call: Call, request: wire.GenerationRequest, output_names: Sequence[str], outbox: Outbox
+        self,
+        call: Call,
+        request: wire.GenerationRequest,
+        output_names: Sequence[str],
+        outbox: Outbox,
+        times: RequestTimes,
     ) -> None:
         self._call = call
         self._request = request
         self._output_names = output_names
         self._outbox = outbox
+        self._times = times
         self._pieces: list[str] = []
         self._is_due = False
         self._lock = threading.Lock()
@@ -133,4 +142,17 @@ class CallReply:
         if isinstance(result, HfTritonError):
             self._call.refuse(result)
         else:
-            self._call.answer(wire.encode_answer(result, self._request, self._output_names))
+            outputs = wire.encode_answer(result, self._request, self._output_names)
+            self._call.answer(outputs, self._parameters())
+
+    def _parameters(self) -> dict[str, int]:
+        """Those of the last response."""
+        if not self._request.options.return_timings:
+            return {}
+        times = self._times
+        return wire.encode_times(
+            times.arrival_s,
+            admitted_s=times.admitted_s,
+            first_token_s=times.first_token_s,
+            answered_s=time.monotonic(),
+        )

@@ -27,6 +27,7 @@ TEXT: Final = "text_output"
 TEXT_OLD: Final = "text"
 """The tutorial's older name of the output; filled too where config.pbtxt declares it."""
 TEXTS: Final = (TEXT, TEXT_OLD)
+PROMPT_LOGPROBS: Final = "prompt_logprobs"
 OUTPUTS: Final[Mapping[str, str]] = {
     TEXT: "TYPE_STRING",
     TEXT_OLD: "TYPE_STRING",
@@ -35,8 +36,10 @@ OUTPUTS: Final[Mapping[str, str]] = {
     "num_output_tokens": "TYPE_UINT32",
     "cumulative_logprob": "TYPE_FP32",
     "logprobs": "TYPE_STRING",
+    PROMPT_LOGPROBS: "TYPE_STRING",
 }
-"""Every output and its type. Those but the text are filled where a request asks for them (`return_...`)."""
+"""Every output and its type. Those but the text are filled where a request asks for them: by `return_...`, and
+`prompt_logprobs` by the parameter of that name."""
 TRITONS_OWN: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
 """Parameters that `/generate` passes on though they are Triton's own, as are those that begin with `triton_`."""
 
@@ -100,6 +103,13 @@ class RequestOptions(BaseModel):
     """Whether to fill the output `logprobs`: a JSON array with an object for each token of the text, which holds the
     token's log probability and those of the likeliest `logprobs`, by token id."""
 
+    return_timings: bool | None = None
+    """Whether the last response has the request's own times among its parameters, in whole microseconds since its
+    arrival: `queue_time_us` until the engine took a prompt of it, `time_to_first_token_us` until a text of it had its
+    first token, `e2e_request_latency_us` until its answer was made. In the JSON of `/generate` they are beside the
+    outputs. Behind a stream door a request arrives where its model is. Needs a server of Triton 25.02 or newer, and is
+    refused by others."""
+
     sampling_parameters: str | None = None
     """Generation parameters as one JSON text, as the vLLM backend takes them: `{"temperature": 0.5, "max_tokens": 20}`.
     """
@@ -145,6 +155,8 @@ class GeneratedText:
     """Natural logarithm; 0 where log probabilities were not asked for."""
     logprobs: str
     """JSON, see `return_logprobs`; empty where they were not asked for."""
+    prompt_logprobs: str | None = None
+    """JSON, see `GenerationParameters.prompt_logprobs`; None where they were not asked for."""
 
 
 # --- the configuration -----------------------------------------------------------------------------------------------
@@ -502,11 +514,34 @@ def encode_answer(
     for name in output_names:
         if name in TEXTS:
             outputs[name] = encode_texts([each.text for each in texts], request.shape)
+        elif name == PROMPT_LOGPROBS:
+            found = [each.prompt_logprobs for each in texts]
+            if any(each is not None for each in found):
+                outputs[name] = encode_texts([each or "null" for each in found], request.shape)
         elif getattr(request.options, f"return_{name}"):
             values = [getattr(each, name) for each in texts]
             is_text = OUTPUTS[name] == "TYPE_STRING"
             outputs[name] = encode_texts(values, request.shape) if is_text else _numbers(name, values, request.shape)
     return outputs
+
+
+def encode_times(
+    arrival_s: float, *, admitted_s: float | None, first_token_s: float | None, answered_s: float
+) -> dict[str, int]:
+    """What `return_timings` asks for, as parameters of a response; of what did not happen there is none.
+
+    Args:
+        arrival_s: When the request came; all by one clock.
+        admitted_s: When its first prompt left the queue.
+        first_token_s: When its first text had a token.
+        answered_s: When its answer was made.
+    """
+    ends_s = {
+        "queue_time_us": admitted_s,
+        "time_to_first_token_us": first_token_s,
+        "e2e_request_latency_us": answered_s,
+    }
+    return {name: round((end_s - arrival_s) * 1e6) for name, end_s in ends_s.items() if end_s is not None}
 
 
 def encode_pieces(pieces: Sequence[str], request: GenerationRequest, output_names: Iterable[str]) -> dict[str, Array]:

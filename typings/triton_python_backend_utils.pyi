@@ -22,7 +22,12 @@ class Tensor:
     def as_numpy(self) -> npt.NDArray[Any]: ...
 
 class InferenceResponse:
-    def __init__(self, output_tensors: Sequence[Tensor] = ..., error: TritonError | None = None) -> None: ...
+    def __init__(
+        self,
+        output_tensors: Sequence[Tensor] = ...,
+        error: TritonError | None = None,
+        parameters: dict[str, bool | int | str] | None = None,
+    ) -> None: ...
 
 class InferenceResponseSender:
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None: ...

@@ -15,7 +15,7 @@ from typing import Final
 
 from hf_triton.door.address import Address, find_addresses
 from hf_triton.door.connection import MAX_MESSAGE_BYTES, Connection, MessageTooLargeError, is_same_user
-from hf_triton.door.messages import DoorRequest, Message, pack_request, read_error, read_tensors
+from hf_triton.door.messages import DoorRequest, Message, pack_request, read_error, read_parameters, read_tensors
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
 from hf_triton.reply import Call
 
@@ -142,7 +142,8 @@ class _Link:
                 forwarded.has_begun = True
                 self._deliver(number, partial(forwarded.call.add, read_tensors(outputs)))
             case {"answer": outputs}:
-                self._deliver(number, partial(forwarded.call.answer, read_tensors(outputs)))
+                parameters = read_parameters(message.get("parameters", {}))
+                self._deliver(number, partial(forwarded.call.answer, read_tensors(outputs), parameters))
                 self._forget(number)
             case {"refuse": error}:
                 self._refuse(number, read_error(error))

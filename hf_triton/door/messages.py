@@ -2,7 +2,8 @@
 """What the two sides of a stream door say to each other, as values that JSON can hold.
 
 The door sends `{"id": 1, "request": {...}}` and `{"id": 1, "cancel": true}`. The engine answers each request with any
-number of `{"id": 1, "add": {...}}`, then one `{"id": 1, "answer": {...}}` or `{"id": 1, "refuse": [...]}`.
+number of `{"id": 1, "add": {...}}`, then one `{"id": 1, "answer": {...}, "parameters": {...}}` or
+`{"id": 1, "refuse": [...]}`.
 """
 
 from __future__ import annotations
@@ -105,6 +106,17 @@ def _array(dtype: str, elements: list[Any]) -> Array:
     array = np.empty(len(elements), np.object_)
     array[:] = [element.encode("utf-8", "surrogateescape") for element in elements]
     return array
+
+
+def read_parameters(value: object) -> dict[str, int]:
+    """The parameters of a response that came in.
+
+    Raises:
+        ProtocolError: They are none.
+    """
+    if not isinstance(value, dict) or any(type(each) is not int for each in value.values()):
+        raise ProtocolError("these are no parameters of a response")
+    return value
 
 
 def pack_error(error: HfTritonError) -> list[str]:

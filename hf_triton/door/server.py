@@ -80,11 +80,12 @@ class RemoteCall:
         if not self._is_answered:
             self._peer.connection.send({"id": self._number, "add": pack_tensors(outputs)})
 
-    def answer(self, outputs: Mapping[str, Array]) -> None:
-        """Send the one answer, or the last part of it."""
+    def answer(self, outputs: Mapping[str, Array], parameters: Mapping[str, int] | None = None) -> None:
+        """Send the one answer, or the last part of it; `parameters` are the response's own."""
         if self._end("ok"):
+            message = {"id": self._number, "answer": pack_tensors(outputs), "parameters": dict(parameters or {})}
             try:
-                self._peer.connection.send({"id": self._number, "answer": pack_tensors(outputs)})
+                self._peer.connection.send(message)
             except MessageTooLargeError:
                 self._send_error(
                     UnavailableError(

@@ -71,6 +71,28 @@ class Constraint(Protocol):
         """The text goes on with a token that was settled; to be called once for each, end-of-sequence included."""
 
 
+@dataclass
+class RequestTimes:
+    """When what happened to a request, by `time.monotonic()`. Its sequences share it; they run in one thread."""
+
+    arrival_s: float = field(default_factory=lambda: time.monotonic())
+    """When it came."""
+    admitted_s: float | None = None
+    """When the first of its sequences left the queue."""
+    first_token_s: float | None = None
+    """When the first of its texts had a token."""
+
+    def note_admitted(self, now_s: float) -> None:
+        """A sequence leaves the queue."""
+        if self.admitted_s is None:
+            self.admitted_s = now_s
+
+    def note_token(self, now_s: float) -> None:
+        """A text has a token."""
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+
+
 LogitsProcessor = Callable[[list[int], Any], Any]
 """Given a text's tokens so far, prompt included, and the scores of the next one, a float32 tensor `[vocabulary]`: the
 scores to go by."""
@@ -99,8 +121,8 @@ class Sequence:
     """By `time.monotonic()`; the texts end with what they have then, and a sequence that has nothing yet is refused."""
     priority: int = 0
     """The lower, the earlier it leaves the queue; first come first served among equals."""
-    arrival_s: float = field(default_factory=time.monotonic)
-    """When it came, by `time.monotonic()`."""
+    times: RequestTimes = field(default_factory=RequestTimes)
+    """Of the request that it belongs to."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, Protocol
 
 from hf_triton.engine.interface import Completion, Constraint, FinishReason, LogitsProcessor, Outcome, TokenLogprobs
@@ -158,17 +159,20 @@ class Answering:
 
     def _complete(self) -> None:
         try:
-            texts = [
-                self._text(writer, copy, completion)
-                for row, writer in enumerate(self._writers)
-                for copy, completion in enumerate(self._completions[row])
-            ]
+            texts = [text for row in range(len(self._prompts)) for text in self._texts(row)]
         except BaseException as error:  # as above
             self.refuse(fault("putting the answer together", error))
         else:
             self._deliver(texts)
 
-    def _text(self, writer: _Writer, copy: int, completion: Completion) -> GeneratedText:
+    def _texts(self, row: int) -> list[GeneratedText]:
+        """The texts of one prompt."""
+        writer, completions = self._writers[row], self._completions[row]
+        found = completions[0].prompt_logprobs  # the others' are the same
+        prompt_logprobs = None if found is None else _logprobs_json(self._codec, [None, *found])
+        return [self._text(writer, copy, each, prompt_logprobs) for copy, each in enumerate(completions)]
+
+    def _text(self, writer: _Writer, copy: int, completion: Completion, prompt_logprobs: str | None) -> GeneratedText:
         logprobs = completion.logprobs
         return GeneratedText(
             text=writer.finish(copy, completion),
@@ -177,6 +181,7 @@ class Answering:
             num_output_tokens=len(completion.token_ids),
             cumulative_logprob=sum(each.logprob for each in logprobs or ()),
             logprobs="" if logprobs is None else _logprobs_json(self._codec, logprobs),
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _deliver(self, result: list[GeneratedText] | HfTritonError) -> None:
@@ -239,21 +244,23 @@ class _Writer:
         return prompt.front + self._hooks.postprocess(text)
 
 
-def _logprobs_json(codec: TextCodec, logprobs: list[TokenLogprobs]) -> str:
-    """Log probabilities in the vLLM backend's form: for each place an object of tokens by their ids."""
-    return json.dumps([_place(codec, each) for each in logprobs])
+def _logprobs_json(codec: TextCodec, logprobs: Iterable[TokenLogprobs | None]) -> str:
+    """Log probabilities in the vLLM backend's form: for each place an object of tokens by their ids, or null.
+
+    Written without `json`, because the engine waits for it: a long prompt has them by the hundred thousand.
+    """
+    quoted = cache(lambda token_id: json.dumps(codec.decode([token_id])))
+    return f"[{', '.join('null' if each is None else _place(quoted, each) for each in logprobs)}]"
 
 
-def _place(codec: TextCodec, found: TokenLogprobs) -> dict[int, dict[str, object]]:
+def _place(quoted: Callable[[int], str], found: TokenLogprobs) -> str:
     ranks = {token_id: rank for rank, (token_id, _) in enumerate(found.top, start=1)}
-    return {
-        token_id: {
-            "logprob": logprob if math.isfinite(logprob) else LEAST_LOGPROB,
-            "rank": ranks.get(token_id),
-            "decoded_token": codec.decode([token_id]),
-        }
+    entries = [
+        f'"{token_id}": {{"logprob": {logprob if math.isfinite(logprob) else LEAST_LOGPROB!r}, '
+        f'"rank": {ranks.get(token_id, "null")}, "decoded_token": {quoted(token_id)}}}'
         for token_id, logprob in {found.token_id: found.logprob, **dict(found.top)}.items()
-    }
+    ]
+    return f"{{{', '.join(entries)}}}"
 
 
 def fault(doing: str, error: BaseException) -> HfTritonError:

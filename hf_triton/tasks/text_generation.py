@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hf_triton.chat import Chat
 from hf_triton.chat_template import ChatTemplate
-from hf_triton.engine.interface import Engine, EngineLoad, Observer, Sequence, eos_ids
+from hf_triton.engine.interface import Engine, EngineLoad, Observer, RequestTimes, Sequence, eos_ids
 from hf_triton.engine.thread import too_late
 from hf_triton.errors import CancelledError, RequestError, UnavailableError
 from hf_triton.generation import (
@@ -51,8 +51,7 @@ class _Preparation:
     is_cancelled: Callable[[], bool]
     timeout_s: float | None
     streams: bool
-    arrival_s: float
-    """By `time.monotonic()`."""
+    times: RequestTimes
     prompts: list[Prompt] = field(default_factory=list)
     """Those that are ready, the request's first ones."""
 
@@ -64,7 +63,7 @@ class _Preparation:
     def deadline_s(self, max_time_s: float | None) -> float | None:
         """When the time of a prompt is up, by `time.monotonic()`."""
         times_s = [time_s for time_s in (max_time_s, self.timeout_s) if time_s is not None]
-        return self.arrival_s + min(times_s) if times_s else None
+        return self.times.arrival_s + min(times_s) if times_s else None
 
     def check(self) -> None:
         """Go on only while somebody waits.
@@ -136,6 +135,7 @@ class TextGeneration:
         *,
         timeout_s: float | None = None,
         streams: bool = False,
+        times: RequestTimes | None = None,
     ) -> None:
         """Start on a request and return at once; the reply is finished exactly once, in another thread.
 
@@ -143,12 +143,15 @@ class TextGeneration:
             request: One or many prompts; an error of one is the answer of all, and the others are given up.
             reply: Where the answer goes.
             is_cancelled: Asked at every token; true gives the request up.
-            timeout_s: Seconds from now that its prompts may take, as `max_time` does; None: as long as it takes.
+            timeout_s: Seconds from its arrival that its prompts may take, as `max_time` does; None: as long as it
+                takes.
             streams: Whether the texts go out piece by piece.
+            times: To be filled in; None: the request comes now.
         """
         has_grammar = any(getattr(each, name) is not None for each in request.parameters for name in GRAMMARS)
         pool = self._grammar_readers if has_grammar else self._tokenizers
-        self._prepare_in(pool, _Preparation(request, reply, is_cancelled, timeout_s, streams, time.monotonic()))
+        times = RequestTimes() if times is None else times
+        self._prepare_in(pool, _Preparation(request, reply, is_cancelled, timeout_s, streams, times))
 
     def is_healthy(self) -> bool:
         """Whether requests can be taken."""
@@ -208,7 +211,7 @@ class TextGeneration:
                 deadline_s=preparation.deadline_s(prompt.task.max_time_s),
                 logits_processor=answering.logits_processor,
                 priority=prompt.task.queue_priority,
-                arrival_s=preparation.arrival_s,
+                times=preparation.times,
             )
             for row, prompt in enumerate(preparation.prompts)
         ]

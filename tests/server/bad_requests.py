@@ -148,6 +148,9 @@ TENSORS: dict[str, Case] = {
 # --- tensors and prompts ---------------------------------------------------------------------------------------------
 
 NEITHER = "invalid_input: give text_input or messages, one of them"
+NO_TIMES = (
+    r"invalid_parameter: return_timings needs a server of Triton 25\.02 or newer, and this one is older: leave it out"
+)
 NO_PROMPT = r"invalid_input: text_input holds no prompt, its shape is \[0\]"
 REQUESTS: dict[str, Case] = {
     # dtype, rank, number and name of tensors
@@ -180,6 +183,13 @@ REQUESTS: dict[str, Case] = {
     ),
     "no name": (to_infer_inputs({"datatype": "BYTES", "shape": [1], "data": ["x"]}), NO_JSON, "'name'"),
     "no input": (to_infer_inputs(), BAD_REQUEST, NEITHER),
+    "times": (to_generate({"text_input": "x", "return_timings": True}), BAD_REQUEST, NO_TIMES),
+    "times, infer": (to_infer_inputs(tensor(), parameters={"return_timings": True}), BAD_REQUEST, NO_TIMES),
+    "times, gRPC": (
+        over_client(PLAIN, {"text_input": prompts(b"x")}, {"return_timings": True}),
+        ["INVALID_ARGUMENT"],
+        NO_TIMES,
+    ),
     "unknown input": (to_infer_inputs(tensor(name="text")), BAD_REQUEST, "unexpected inference input 'text'"),
     "one input too many": (
         to_infer_inputs(tensor(), tensor(name="more")),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any model is a copied folder with one edited line: what it answers is transformers' own text for that prompt."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.client import generate, infer
@@ -80,6 +82,27 @@ def test_all_at_once_each_its_own(server: TritonServer, reference: Callable[[str
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda each: generate(server, *each, max_new_tokens=6).json(), questions))
     assert [each["text_output"] for each in answers] == [reference(name).text(text, 6) for name, text in questions]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_prompt_s_log_probabilities_are_transformers_own(
+    architecture: str, server: TritonServer, reference: Callable[[str], Reference]
+) -> None:
+    reply = generate(server, architecture, PROMPTS[2], max_new_tokens=2, prompt_logprobs=0)
+    if architecture == "t5":
+        sentence = "prompt_logprobs needs a model that goes on from its prompt, and this one is an encoder-decoder"
+        assert (reply.status, reply.error) == (400, f"invalid_parameter: {sentence}: leave it out")
+        return
+    known = reference(architecture)
+    ids = known.tokenizer(PROMPTS[2]).input_ids
+    with torch.inference_mode():
+        logprobs = known.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    first, *places = json.loads(reply.json()["prompt_logprobs"])
+    assert first is None
+    found = [(int(token_id), entry["logprob"]) for place in places for token_id, entry in place.items()]
+    assert [token_id for token_id, _ in found] == ids[1:]
+    expected = [logprobs[place, token_id].item() for place, token_id in enumerate(ids[1:])]
+    assert [logprob for _, logprob in found] == pytest.approx(expected, abs=1e-4)
 
 
 def test_an_encoder_decoder_writes_as_much_as_it_is_asked_whatever_it_read(server: TritonServer) -> None:

@@ -220,6 +220,17 @@ def test_what_streams_directly_streams_through_the_door(server: TritonServer, re
         assert len(through) > 5
 
 
+@pytest.mark.parametrize("name", ["direct", "plain_stream"])
+def test_a_request_s_times_are_refused_by_a_server_that_cannot_tell_them(server: TritonServer, name: str) -> None:
+    [event] = stream(server, name, stream=True, return_timings=True)
+    sentence = "return_timings needs a server of Triton 25.02 or newer, and this one is older: leave it out"
+    assert event["error"] == f"invalid_parameter: {sentence}"
+    fields = {"stream": True, "max_new_tokens": NUM_TOKENS}
+    without, unasked = stream(server, name, **fields), stream(server, name, return_timings=False, **fields)
+    assert joined(unasked) == joined(without)
+    assert unasked[-1].keys() == without[-1].keys()
+
+
 def test_a_stream_comes_while_it_is_written(server: TritonServer) -> None:
     [opened] = start_streams(server, "slow_stream", 1)
     started = time.monotonic()

@@ -59,7 +59,7 @@ STATED_FOLDERS = {
 }
 
 
-TOLD = ["finish_reason", "num_input_tokens", "num_output_tokens", "cumulative_logprob", "logprobs"]
+TOLD = ["finish_reason", "num_input_tokens", "num_output_tokens", "cumulative_logprob", "logprobs", "prompt_logprobs"]
 """Outputs that every folder has beside those it states; they come where a request asks for them."""
 
 

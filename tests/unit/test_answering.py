@@ -87,10 +87,41 @@ def test_log_probabilities_are_told_by_place_and_token() -> None:
     ]
 
 
+def test_those_of_a_prompt_are_told_with_each_of_its_texts_its_first_token_without() -> None:
+    first, second = (raw_ids(KIND, letter)[0] for letter in "ab")
+    logprobs = [TokenLogprobs(second, -math.inf, ((first, -0.5),))]
+    made, reply = answering(prompt_of("ab", replace(PLAN, num_return_sequences=2)), prompt_of("x"))
+    made.put(0, [Completion([second], "length", prompt_logprobs=logprobs)] * 2)
+    made.put(1, [Completion([second], "length", prompt_logprobs=[])])
+    told = [json.loads(each.prompt_logprobs or "") for each in texts_of(reply)]
+    of_the_first = [
+        None,
+        {
+            str(second): {"logprob": LEAST_LOGPROB, "rank": None, "decoded_token": "b"},
+            str(first): {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+        },
+    ]
+    assert told == [of_the_first, of_the_first, [None]]
+
+
+@pytest.mark.parametrize("text", ['"', "\\", "\n", "\x7f", "é", "🙂"])
+def test_any_token_is_told_as_json(text: str) -> None:
+    ids = raw_ids(KIND, text)
+    made, reply = answering(prompt_of("x"))
+    made.put(0, [Completion(ids, "length", [TokenLogprobs(token_id, -1.0) for token_id in ids])])
+    [told] = texts_of(reply)
+    decoded = [codec_of(KIND).decode([token_id]) for token_id in ids]
+    assert json.loads(told.logprobs) == [
+        {str(token_id): {"logprob": -1.0, "rank": None, "decoded_token": each}}
+        for token_id, each in zip(ids, decoded, strict=True)
+    ]
+
+
 def test_without_log_probabilities_nothing_is_made_up() -> None:
     made, reply = answering(prompt_of("x"))
     made.put(0, [completion("ab")])
-    assert [(each.cumulative_logprob, each.logprobs) for each in texts_of(reply)] == [(0.0, "")]
+    told = [(each.cumulative_logprob, each.logprobs, each.prompt_logprobs) for each in texts_of(reply)]
+    assert told == [(0.0, "", None)]
 
 
 # --- one answer ------------------------------------------------------------------------------------------------------

@@ -2,16 +2,20 @@
 """The owner of Triton's sender, beside a stand-in for Triton's module that dies of what kills the real server."""
 
 import gc
+import importlib
+import json
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
+import hf_triton
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
 
 FINAL = 1
@@ -56,28 +60,60 @@ class Request:
         return self.sender
 
 
-@pytest.fixture
-def make_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Request], Any]]:
-    class Error:
-        INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL = range(4)
+class Error:
+    INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL = range(4)
 
-        def __init__(self, message: str, code: int) -> None:
-            self.message, self.code = message, code
+    def __init__(self, message: str, code: int) -> None:
+        self.message, self.code = message, code
 
+
+class Response:
+    """A response as from Triton 25.02 on, which takes what that takes (python_backend's src/pb_stub.cc)."""
+
+    def __init__(
+        self, output_tensors: Sequence[Any] = (), error: Error | None = None, parameters: object = None
+    ) -> None:
+        if not isinstance(parameters, dict | None):
+            raise RuntimeError(f"Expect dict, got {type(parameters)}")
+        for name, value in (parameters or {}).items():
+            if not isinstance(name, str):
+                raise RuntimeError(f"Expect parameters keys to have type str, found type {type(name)}")
+            if not isinstance(value, bool | int | str):
+                raise RuntimeError(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
+        self.tensors, self.error = dict(output_tensors), error
+        self._parameters = json.dumps(parameters or {})
+
+    def parameters(self) -> str:
+        return self._parameters
+
+
+def response_before_25_02(output_tensors: Sequence[Any] = (), error: Error | None = None) -> Any:
+    return error or output_tensors
+
+
+@contextmanager
+def stand_in(response: Callable[..., Any]) -> Iterator[types.ModuleType]:
+    """`hf_triton._triton` on a module that stands in for Triton's, with this for its responses."""
     fake = types.SimpleNamespace(
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
         TritonError=Error,
         Tensor=lambda name, array: (name, array),
-        InferenceResponse=lambda tensors, error=None: error or tensors,
+        InferenceResponse=response,
     )
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake)
-    monkeypatch.delitem(sys.modules, "hf_triton._triton", raising=False)
-    from hf_triton import _triton
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "triton_python_backend_utils", fake)
+        patch.delitem(sys.modules, "hf_triton._triton", raising=False)
+        door = importlib.import_module("hf_triton._triton")
+        patch.setattr(door, "CANCEL_POLL_S", 0.001)
+        yield door
+        sys.modules.pop("hf_triton._triton", None)
+        del hf_triton._triton
 
-    monkeypatch.setattr(_triton, "CANCEL_POLL_S", 0.001)
-    make: Any = _triton.Call
-    yield make
-    sys.modules.pop("hf_triton._triton", None)
+
+@pytest.fixture
+def make_call() -> Iterator[Callable[[Request], Any]]:
+    with stand_in(response_before_25_02) as door:
+        yield door.Call
 
 
 def test_only_the_first_answer_is_sent(make_call: Callable[[Request], Any]) -> None:
@@ -316,3 +352,42 @@ def test_a_part_that_does_not_fit_ends_the_answer_with_an_error(make_call: Calla
     assert call.is_cancelled(), "what is still being written is given up"
     assert texts_of(request.sender.parts) == [b"one"]
     assert [error.message.split(":")[0] for error in request.sender.sent] == ["out_of_memory"]
+
+
+# --- parameters of a response ----------------------------------------------------------------------------------------
+
+
+def test_a_server_is_known_to_take_parameters_or_not() -> None:
+    for response, takes_them in ((response_before_25_02, False), (Response, True)):
+        with stand_in(response) as door:
+            assert door.takes_response_parameters() == takes_them
+            assert door.takes_response_parameters() == takes_them
+
+
+def test_parameters_go_with_the_last_response_alone() -> None:
+    with stand_in(Response) as door:
+        request = Request()
+        call = door.Call(request)
+        call.add(text(b"one"))
+        call.answer(text(b"two"), {"queue_time_us": 2**40})
+        [part], [last] = request.sender.parts, request.sender.sent
+    assert (json.loads(part.parameters()), json.loads(last.parameters())) == ({}, {"queue_time_us": 2**40})
+    assert list(last.tensors["text_output"]) == [b"two"]
+    assert last.error is None
+
+
+def test_an_error_has_none_and_is_what_it_was() -> None:
+    with stand_in(Response) as door:
+        request = Request()
+        door.Call(request).refuse(UnavailableError("queue_full", "x"))
+    [sent] = request.sender.sent
+    assert (sent.error.message, sent.error.code, sent.parameters()) == ("queue_full: x", 1, "{}")
+
+
+@pytest.mark.parametrize("parameters", [None, {}])
+def test_a_server_that_takes_none_is_given_none(
+    make_call: Callable[[Request], Any], parameters: dict[str, int] | None
+) -> None:
+    request = Request()
+    make_call(request).answer(text(b"done"), parameters)
+    assert texts_of(request.sender.sent) == [b"done"]

@@ -27,6 +27,7 @@ from hf_triton.door.messages import (
     pack_error,
     pack_tensors,
     read_error,
+    read_parameters,
     read_request,
     read_tensors,
 )
@@ -67,6 +68,7 @@ class ClientCall:
         self.was_cancelled = False
         self.parts: list[list[bytes]] = []
         self.outcome: Any = None
+        self.answer_parameters: Mapping[str, int] | None = None
         self._inputs = {"text_input": texts(prompt)["text_output"]}
         self._parameters = parameters
 
@@ -85,8 +87,9 @@ class ClientCall:
     def add(self, outputs: Mapping[str, Any]) -> None:
         self.parts.append(list(outputs["text_output"]))
 
-    def answer(self, outputs: Mapping[str, Any]) -> None:
+    def answer(self, outputs: Mapping[str, Any], parameters: Mapping[str, int]) -> None:
         assert self.outcome is None
+        self.answer_parameters = parameters
         self.outcome = list(outputs["text_output"])
 
     def refuse(self, error: HfTritonError) -> None:
@@ -196,6 +199,20 @@ def test_a_request_arrives_as_it_was_and_its_answer_as_it_is(engine: Engine, eng
     assert call.wait() == [b"end", b"other"]
     assert call.parts == [[b"one"], [b"\xff"], [b""]]
     assert engine.outcomes == ["ok"]
+
+
+@pytest.mark.parametrize("parameters", [{}, {"queue_time_us": 0, "e2e_request_latency_us": 2**62}], ids=str)
+def test_parameters_of_an_answer_pass(parameters: dict[str, int], engine: Engine, engines: Engines) -> None:
+    call = submit(engines, ClientCall())
+    engine.next_call().answer(texts(b"text"), parameters)
+    assert call.wait() == [b"text"]
+    assert call.answer_parameters == parameters
+
+
+@pytest.mark.parametrize("value", [None, [], {"a": "b"}, {"a": 1.5}, {"a": True}], ids=str)
+def test_other_parameters_are_refused(value: object) -> None:
+    with pytest.raises(ProtocolError):
+        read_parameters(value)
 
 
 def test_tensors_of_every_type_pass_unchanged() -> None:

@@ -84,6 +84,7 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
     "eos_token_id": ([(0,), (1, 2**31 - 1)], [-1, 2**31, 1.0, "a", True, (), [1, "1"], {}, (1,) * 65]),
     "best_of": ([1, 64], [0, 65, 2.0, "2", True]),
     "logprobs": ([0, 20], [-1, 21, 1.0, "1", True]),
+    "prompt_logprobs": ([0, 20], [-1, 21, 1.0, "1", True]),
     "max_time": ([0.001, 1, 86_400], [0, -1, 86_400.1, float("nan"), float("inf"), "1", True]),
     "queue_priority": ([-100, 0, 100], [-101, 101, 1.0, "1", True]),
 }
@@ -399,6 +400,12 @@ def test_what_is_left_to_the_task() -> None:
     assert settle_task(TOKENS) == TaskPlan()
 
 
+def test_a_folder_may_want_log_probabilities_of_every_prompt() -> None:
+    folder = parse_parameters({"prompt_logprobs": 2})
+    assert settle(parse_parameters({}), folder, TOKENS).prompt_logprobs == 2
+    assert settle(parse_parameters({"prompt_logprobs": 0}), folder, TOKENS).prompt_logprobs == 0
+
+
 def test_tokens_beyond_the_vocabulary_are_refused() -> None:
     biased = settle(GenerationParameters(logit_bias={9: 1.0, 10: 1.0}), TOKENS)
     ended = settle(GenerationParameters(eos_token_id=(10,)), TOKENS)
@@ -415,7 +422,7 @@ def test_every_parameter_has_its_place_in_a_plan() -> None:
     renamed = {"eos_token_id": "eos_ids", "ignore_eos": "eos_ids", "max_time": "max_time_s"}
     renamed |= dict.fromkeys(GRAMMARS, "grammar")
     wanted = {renamed.get(name, name) for name in GenerationParameters.model_fields}
-    assert places - wanted == {"bad_words_ids", "prompt_logprobs"}
+    assert places - wanted == {"bad_words_ids"}
     assert wanted <= places
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hf_triton.engine.interface import Completion, EngineLoad, Sequence
+from hf_triton.engine.interface import Completion, EngineLoad, RequestTimes, Sequence
 from hf_triton.generation import SamplingPlan
 from hf_triton.metrics import (
     COMPLETIONS,
@@ -137,7 +137,7 @@ def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("hf_triton.metrics.time.monotonic", lambda: clock[0])
     meter = Meter(board)
     plan = SamplingPlan(8, num_return_sequences=2)
-    sequence = Sequence([1, 2, 3], plan, on_finish=lambda outcome: None, arrival_s=99.0)
+    sequence = Sequence([1, 2, 3], plan, on_finish=lambda outcome: None, times=RequestTimes(99.0))
     clock[0] = 100.5
     observer = meter.on_admit(sequence)
     for now_s, copy, is_text in [(101.0, 0, True), (101.0, 1, True), (102.0, 0, True), (105.0, 0, False)]:
@@ -148,10 +148,28 @@ def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -
     meter.close()
     assert board.seen[QUEUE_TIME] == [1.5]
     assert board.seen[TIME_TO_FIRST_TOKEN] == [2.0]
+    assert sequence.times == RequestTimes(99.0, admitted_s=100.5, first_token_s=101.0)
     assert board.seen[TIME_PER_TOKEN] == [2.0]  # of the one text with more than a token
     assert board.values[PROMPT_TOKENS, ""] == 3
     assert board.values[GENERATED_TOKENS, ""] == 3
     assert (board.values[COMPLETIONS, "eos"], board.values[COMPLETIONS, "length"]) == (1, 1)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_request_s_times_are_those_of_its_first_sequence(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("hf_triton.metrics.time.monotonic", lambda: clock[0])
+    meter, times = Meter(Board()) if counts else NoMeter(), RequestTimes(99.0)
+    sequences = [Sequence([1], SamplingPlan(8), on_finish=lambda outcome: None, times=times) for _ in range(2)]
+    observers = []
+    for sequence in sequences:
+        observers.append(meter.on_admit(sequence))
+        clock[0] += 1
+    for observer in reversed(observers):
+        observer.on_pick(0, is_text=True)
+        clock[0] += 1
+        observer.on_pick(0, is_text=False)
+    assert times == RequestTimes(99.0, admitted_s=100.0, first_token_s=102.0)
 
 
 def test_a_sink_out_of_order_hurts_nobody_and_counters_catch_up(caplog: pytest.LogCaptureFixture) -> None:

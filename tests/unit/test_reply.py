@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from hf_triton.engine.interface import RequestTimes
 from hf_triton.errors import CancelledError, HfTritonError
 from hf_triton.reply import CallReply, Outbox
 from hf_triton.wire import GeneratedText, GenerationRequest, RequestOptions
 
 TEXT = "text_output"
+TIMES = RequestTimes(arrival_s=100.0, admitted_s=100.5, first_token_s=102.000_000_6)
 
 
 class Call:
@@ -25,6 +27,7 @@ class Call:
         self.may_send = threading.Event()
         self.may_send.set()
         self.is_broken = False
+        self.parameters: dict[str, int] | None = None
 
     def add(self, outputs: dict[str, Any]) -> None:
         assert self.may_send.wait(10)
@@ -33,8 +36,9 @@ class Call:
             raise KeyboardInterrupt
         self.parts.append(texts_of(outputs))
 
-    def answer(self, outputs: dict[str, Any]) -> None:
+    def answer(self, outputs: dict[str, Any], parameters: dict[str, int]) -> None:
         self.ends.append(outputs)
+        self.parameters = parameters
 
     def refuse(self, error: HfTritonError) -> None:
         self.ends.append(error)
@@ -53,7 +57,7 @@ def outbox() -> Iterator[Outbox]:
 
 def reply_to(call: Call, outbox: Outbox, num_texts: int = 1, **options: bool) -> CallReply:
     request = GenerationRequest([], [], RequestOptions(**options), (num_texts,))
-    reply = CallReply(call, request, [TEXT, "num_output_tokens"], outbox)  # type: ignore[arg-type]
+    reply = CallReply(call, request, [TEXT, "num_output_tokens"], outbox, TIMES)  # type: ignore[arg-type]
     reply.start(num_texts)
     return reply
 
@@ -92,6 +96,24 @@ def test_what_is_told_beside_the_text_comes_with_the_last_response_alone() -> No
     assert call.parts == [["a"]]
 
 
+def test_the_request_s_times_come_with_the_last_response_where_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asks, does_not = Call(), Call()
+    monkeypatch.setattr("hf_triton.reply.time.monotonic", lambda: 103.25)
+    outbox = Outbox()
+    for call, wants in ((asks, True), (does_not, False)):
+        reply = reply_to(call, outbox, return_timings=wants)
+        reply.add(0, "a")
+        reply.finish(rest("b"))
+    outbox.close()
+    assert asks.parameters == {
+        "queue_time_us": 500_000,
+        "time_to_first_token_us": 2_000_001,
+        "e2e_request_latency_us": 3_250_000,
+    }
+    assert not does_not.parameters
+    assert joined(asks) == joined(does_not) == ["ab"]
+
+
 def test_what_is_written_while_nothing_can_be_sent_goes_out_together() -> None:
     outbox, call = Outbox(), Call()
     call.may_send.clear()
@@ -119,7 +141,7 @@ def test_an_error_comes_behind_the_pieces_and_ends_the_stream() -> None:
 def test_a_whole_answer_is_one_response() -> None:
     outbox, call = Outbox(), Call()
     request = GenerationRequest([], [], RequestOptions(), (1,))
-    CallReply(call, request, [TEXT], outbox).finish(rest("whole"))  # type: ignore[arg-type]
+    CallReply(call, request, [TEXT], outbox, TIMES).finish(rest("whole"))  # type: ignore[arg-type]
     outbox.close()
     assert (call.parts, joined(call)) == ([], ["whole"])
 

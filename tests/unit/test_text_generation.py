@@ -372,6 +372,11 @@ def test_the_deadline_is_the_earlier_of_two(
     assert sequence.deadline_s == expected
 
 
+def test_the_sequences_of_a_request_share_its_times() -> None:
+    first, second = sequences_of("x", "y")
+    assert first.times is second.times
+
+
 def test_the_priority_is_the_request_s() -> None:
     assert [each.priority for each in sequences_of("x")] == [0]
     assert [each.priority for each in sequences_of("x", "y", queue_priority=-3)] == [-3, -3]
@@ -408,6 +413,11 @@ def test_log_probabilities_are_computed_where_somebody_asks(
     options: dict[str, bool], parameters: dict[str, Any], expected: int | None
 ) -> None:
     assert plan_with(RequestOptions(**options), **parameters).logprobs == expected
+
+
+def test_those_of_the_prompt_are_computed_where_it_asks() -> None:
+    assert plan_with(RequestOptions(return_logprobs=True), logprobs=3).prompt_logprobs is None
+    assert plan_with(RequestOptions(), prompt_logprobs=0).prompt_logprobs == 0
 
 
 def test_the_prompt_s_and_the_text_s_tokens_are_counted() -> None:

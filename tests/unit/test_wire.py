@@ -2,6 +2,7 @@
 """Tensors and parameters in, a checked request out, and texts back into tensors."""
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hf_triton.wire import (
     OUTPUTS,
     PARAMETERS,
     PROMPT,
+    PROMPT_LOGPROBS,
     TEXT,
     TEXT_OLD,
     GeneratedText,
@@ -26,6 +28,7 @@ from hf_triton.wire import (
     encode_answer,
     encode_pieces,
     encode_texts,
+    encode_times,
     missing_ports,
     parse_request,
 )
@@ -59,8 +62,8 @@ def config(*inputs: dict[str, object], outputs: Any = (), max_batch_size: int = 
 # --- the configuration -----------------------------------------------------------------------------------------------
 
 
-TOLD = [name for name in OUTPUTS if name not in (TEXT, TEXT_OLD)]
-"""The outputs that a request asks for."""
+TOLD = [name for name in OUTPUTS if name not in (TEXT, TEXT_OLD, PROMPT_LOGPROBS)]
+"""The outputs that a request asks for by `return_...`."""
 
 
 def test_an_empty_configuration_gets_the_prompt_and_every_output_but_the_old_one() -> None:
@@ -73,12 +76,14 @@ def test_an_empty_configuration_gets_the_prompt_and_every_output_but_the_old_one
         {"name": "num_output_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
         {"name": "cumulative_logprob", "data_type": "TYPE_FP32", "dims": [-1]},
         {"name": "logprobs", "data_type": "TYPE_STRING", "dims": [-1]},
+        {"name": "prompt_logprobs", "data_type": "TYPE_STRING", "dims": [-1]},
     ]
 
 
 def test_every_output_that_can_be_asked_for_has_its_option() -> None:
     asked = {name.removeprefix("return_") for name in RequestOptions.model_fields if name.startswith("return_")}
-    assert asked == set(TOLD) == {field.name for field in dataclasses.fields(GeneratedText)} - {"text"}
+    assert asked == {"timings", *TOLD}
+    assert {field.name for field in dataclasses.fields(GeneratedText)} == {"text", PROMPT_LOGPROBS, *TOLD}
 
 
 def test_a_batched_prompt_is_one_text_a_row() -> None:
@@ -90,7 +95,7 @@ def test_what_config_pbtxt_declares_is_left_alone() -> None:
     declared = config(port(PROMPT), port("seed", "TYPE_INT32"), outputs=[port(TEXT)])
     inputs, outputs = missing_ports(declared, parameters_as_inputs=True)
     assert {each["name"] for each in inputs} == {MESSAGES, *PARAMETERS, *ALIASES} - {"seed"}
-    assert [each["name"] for each in outputs] == TOLD
+    assert [each["name"] for each in outputs] == [*TOLD, PROMPT_LOGPROBS]
 
 
 def test_an_input_and_an_output_may_have_one_name() -> None:
@@ -102,7 +107,7 @@ def test_an_input_and_an_output_may_have_one_name() -> None:
 
 def test_the_tutorials_output_name_takes_the_place_of_ours() -> None:
     outputs = missing_ports(config(outputs=[port(TEXT_OLD)]), parameters_as_inputs=False)[1]
-    assert [each["name"] for each in outputs] == TOLD
+    assert [each["name"] for each in outputs] == [*TOLD, PROMPT_LOGPROBS]
 
 
 INPUT_TYPES = {
@@ -113,6 +118,7 @@ INPUT_TYPES = {
     "return_num_output_tokens": "TYPE_BOOL",
     "return_cumulative_logprob": "TYPE_BOOL",
     "return_logprobs": "TYPE_BOOL",
+    "return_timings": "TYPE_BOOL",
     "sampling_parameters": "TYPE_STRING",
     "max_new_tokens": "TYPE_INT64",
     "max_tokens": "TYPE_INT32",
@@ -142,6 +148,7 @@ INPUT_TYPES = {
     "n": "TYPE_INT64",
     "best_of": "TYPE_INT64",
     "logprobs": "TYPE_INT64",
+    "prompt_logprobs": "TYPE_INT64",
     "max_time": "TYPE_FP32",
     "queue_priority": "TYPE_INT64",
 }
@@ -598,6 +605,22 @@ def test_an_answer_is_the_text_and_what_was_asked_for() -> None:
 def test_each_output_is_asked_for_alone(name: str) -> None:
     outputs = encode_answer([generated(1)], asking((1,), **{f"return_{name}": True}), OUTPUTS)
     assert outputs.keys() == {TEXT, TEXT_OLD, name}
+
+
+def test_log_probabilities_of_prompts_come_where_one_of_them_asks() -> None:
+    asked = [replace(generated(0), prompt_logprobs="[null]"), generated(1)]
+    outputs = encode_answer(asked, asking((2, 1)), OUTPUTS)
+    assert outputs.keys() == {TEXT, TEXT_OLD, PROMPT_LOGPROBS}
+    assert outputs[PROMPT_LOGPROBS].tolist() == [[b"[null]"], [b"null"]]
+    assert encode_answer(asked, asking((2, 1)), [TEXT]).keys() == {TEXT}
+
+
+def test_times_are_whole_microseconds_since_the_arrival() -> None:
+    told = encode_times(1e6, admitted_s=1e6 + 2e-6, first_token_s=1e6 + 0.5, answered_s=1e6 + 86_400)
+    assert told == {"queue_time_us": 2, "time_to_first_token_us": 500_000, "e2e_request_latency_us": 86_400_000_000}
+    assert all(type(value) is int for value in told.values())
+    assert not told.keys() & OUTPUTS.keys(), "in the JSON of /generate, a parameter hides the output of its name"
+    assert encode_times(0.0, admitted_s=None, first_token_s=None, answered_s=1.0).keys() == {"e2e_request_latency_us"}
 
 
 def test_a_part_of_a_stream_is_text_alone() -> None:

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prompt_logprobs` over every endpoint, on both engines: what transformers itself finds in a forward of the prompt."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.client import generate, generate_stream, infer, post
+from tests.reference import Reference, load_reference
+from tests.server.test_chat import CHAT, TEMPLATE
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = ["The canary sings", "x", "Where does the river go after the bridge?", "größer 🙂"]
+NUM_TOKENS = 6
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Reference:
+    return load_reference(checkpoint)
+
+
+@pytest.fixture(scope="module", params=["rolling", "batch"])
+def server(
+    request: pytest.FixtureRequest,
+    checkpoint: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    make_folder: Callable[..., Path],
+) -> Iterator[TritonServer]:
+    """`plain_stream` is a door to `plain`; `stream` streams by itself; `typed` takes tensors."""
+    root = tmp_path_factory.mktemp("repository")
+    settings = {"huggingface_model": checkpoint, "engine": request.param, "max_output_length": NUM_TOKENS}
+    make_folder(root, "plain", **settings)
+    make_folder(root, "stream", config="model_transaction_policy { decoupled: true }", **settings)
+    make_folder(root, "typed", config="max_batch_size: 8", parameters_as_inputs=True, **settings)
+    shutil.copytree(ROOT / "stream_door", root / "plain_stream")
+    with TritonServer(root) as running:
+        for name in ("plain", "stream", "typed", "plain_stream"):
+            assert running.is_model_ready(name), running.log_tail()
+        yield running
+
+
+def check(told: str, prompt_ids: list[int], reference: Reference, count: int) -> None:
+    """Whether an output is transformers' own log_softmax at every place of a prompt."""
+    first, *places = json.loads(told)
+    assert first is None
+    assert len(places) == len(prompt_ids) - 1
+    with torch.inference_mode():
+        expected = reference.model(input_ids=torch.tensor([prompt_ids])).logits[0].log_softmax(-1)
+    for found, logprobs, token_id in zip(places, expected, prompt_ids[1:], strict=False):
+        for each, entry in found.items():
+            assert entry.keys() == {"logprob", "rank", "decoded_token"}
+            assert entry["logprob"] == pytest.approx(logprobs[int(each)].item(), abs=TOLERANCE)
+            assert entry["decoded_token"] == reference.tokenizer.decode([int(each)], skip_special_tokens=True)
+        by_rank = {entry["rank"]: entry["logprob"] for entry in found.values() if entry["rank"] is not None}
+        assert list(range(1, count + 1)) == sorted(by_rank)
+        likeliest = logprobs.topk(count).values.tolist()
+        assert [by_rank[rank] for rank in sorted(by_rank)] == pytest.approx(likeliest, abs=TOLERANCE)
+        assert str(token_id) in found
+        assert len(found) in (count, count + 1)
+
+
+def ids_of(reference: Reference, prompt: str) -> list[int]:
+    ids: list[int] = reference.tokenizer(prompt).input_ids
+    return ids
+
+
+def outputs_of(reply: Any) -> dict[str, list[Any]]:
+    assert reply.status == 200, reply.body
+    return {output["name"]: output["data"] for output in reply.json()["outputs"]}
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_each_of_several_prompts_has_its_own(server: TritonServer, reference: Reference, count: int) -> None:
+    outputs = outputs_of(infer(server, "plain", PROMPTS, parameters={"prompt_logprobs": count}))
+    assert outputs.keys() == {"text_output", "prompt_logprobs"}
+    for prompt, told in zip(PROMPTS, outputs["prompt_logprobs"], strict=True):
+        check(told, ids_of(reference, prompt), reference, count)
+    plain = outputs_of(infer(server, "plain", PROMPTS))
+    assert plain == {"text_output": outputs["text_output"]}, "nobody's text changes, and nobody is told unasked"
+
+
+def test_each_of_a_prompt_s_texts_is_told_the_same(server: TritonServer, reference: Reference) -> None:
+    drawn = {"temperature": 1.0, "seed": 3, "num_return_sequences": 3, "prompt_logprobs": 2}
+    outputs = outputs_of(infer(server, "plain", PROMPTS[:2], parameters=drawn))
+    told = outputs["prompt_logprobs"]
+    assert told == [told[0]] * 3 + [told[3]] * 3
+    for prompt, each in zip(PROMPTS, (told[0], told[3]), strict=False):
+        check(each, ids_of(reference, prompt), reference, 2)
+
+
+def test_generate_and_the_vllm_backend_s_json_say_the_same(server: TritonServer, reference: Reference) -> None:
+    by_name = generate(server, "plain", PROMPTS[0], prompt_logprobs=3).json()
+    packed = generate(server, "plain", PROMPTS[0], sampling_parameters='{"prompt_logprobs": 3}').json()
+    assert by_name == packed
+    check(by_name["prompt_logprobs"], ids_of(reference, PROMPTS[0]), reference, 3)
+
+
+def test_beside_those_of_the_text(server: TritonServer, reference: Reference) -> None:
+    asked = {"return_logprobs": True, "logprobs": 2, "prompt_logprobs": 1}
+    reply = generate(server, "plain", PROMPTS[0], **asked).json()
+    assert len(json.loads(reply["logprobs"])) == NUM_TOKENS
+    check(reply["prompt_logprobs"], ids_of(reference, PROMPTS[0]), reference, 1)
+
+
+def test_a_chat_s_are_those_of_what_its_template_made(server: TritonServer, reference: Reference) -> None:
+    reply = post(server, "/v2/models/plain/generate", {"messages": json.dumps(CHAT), "prompt_logprobs": 2})
+    assert reply.status == 200, reply.body
+    ids = reference.tokenizer.apply_chat_template(CHAT, return_dict=False, add_generation_prompt=True)
+    check(reply.json()["prompt_logprobs"], ids, reference, 2)
+
+
+@pytest.mark.parametrize("name", ["stream", "plain_stream"])
+def test_a_stream_has_them_in_its_last_response(server: TritonServer, reference: Reference, name: str) -> None:
+    found = generate_stream(server, name, PROMPTS[2], stream=True, prompt_logprobs=2).data
+    assert len(found) > 1
+    assert not any("prompt_logprobs" in data for data in found[:-1])
+    check(found[-1]["prompt_logprobs"], ids_of(reference, PROMPTS[2]), reference, 2)
+
+
+def test_a_tensor_gives_each_prompt_its_own_number(server: TritonServer, reference: Reference) -> None:
+    inputs = [
+        {"name": "text_input", "datatype": "BYTES", "shape": [2, 1], "data": PROMPTS[:1] * 2},
+        {"name": "prompt_logprobs", "datatype": "INT64", "shape": [2, 1], "data": [0, 4]},
+    ]
+    told = outputs_of(post(server, "/v2/models/typed/infer", {"inputs": inputs}))["prompt_logprobs"]
+    for each, count in zip(told, (0, 4), strict=True):
+        check(each, ids_of(reference, PROMPTS[0]), reference, count)
+
+
+def test_a_prompt_that_was_read_before_has_them_all(server: TritonServer, reference: Reference) -> None:
+    """What a prompt shares with another one is not computed again, as a rule, and would have no log probabilities."""
+    long = "the river goes to the sea and the ship follows it " * 4
+    assert generate(server, "plain", long).status == 200
+    check(
+        generate(server, "plain", long, prompt_logprobs=1).json()["prompt_logprobs"],
+        ids_of(reference, long),
+        reference,
+        1,
+    )
+
+
+@pytest.mark.parametrize(("value", "shown"), [(-1, "-1"), (21, "21"), (1.5, "1.5"), ("1", "'1'"), (True, "True")])
+def test_another_number_is_refused_with_those_that_are_allowed(server: TritonServer, value: object, shown: str) -> None:
+    reply = generate(server, "plain", "x", prompt_logprobs=value)
+    sentence = f"prompt_logprobs must be an integer >= 0 and <= 20, got {shown}"
+    assert (reply.status, reply.error) == (400, f"invalid_parameter: {sentence}")
