@@ -273,7 +273,7 @@ class RollingEngine(EngineThread):
     def _see(self) -> None:
         """Give the rows the tokens that were picked for them."""
         step, self._unseen = self._unseen, None
-        if step is None:
+        if step is None or not self._rows:
             return
         self._memory.is_torn = True  # until every row has its own
         picks = step.read()

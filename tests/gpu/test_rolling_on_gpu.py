@@ -10,9 +10,11 @@ import torch
 from hf_triton.engine import cache, decode
 from hf_triton.engine.decode import Decoder, DecodingMode
 from hf_triton.engine.forward import Forward
+from hf_triton.engine.rolling import RollingEngine
 from hf_triton.engine.sampling import Picks, RowSampler
 from hf_triton.generation import SamplingPlan
 from tests.architectures import ROLLING, build
+from tests.models.test_rolling_engine import Client, token_ids
 from tests.running_texts import Texts, prompts, schedule
 
 MODELS = ("llama", "gemma3", "mistral-window", "phi3", "gpt-bigcode", "stablelm", "starcoder2")
@@ -92,6 +94,22 @@ def test_logits_of_graphs_are_the_eager_ones(name: str, dtype: torch.dtype) -> N
             for (_, its), (_, others) in zip(graphs.rows, eager.rows, strict=True):
                 its[-1] = others[-1]  # two tokens may be as likely as each other in bfloat16
     assert graphs.decoder.is_static
+
+
+@pytest.mark.parametrize("decoding", ["eager", "cuda_graphs"])
+def test_the_engine_writes_what_generate_writes(decoding: DecodingMode) -> None:
+    model = load("llama")
+    engine = RollingEngine(model, max_rows=5, decoding=decoding)
+    client = Client(engine)
+    try:
+        items = [(prompt, SamplingPlan(1 + number % 23)) for number, prompt in enumerate(prompts(60))]
+        for item in items:
+            client.submit(*item)
+        outcomes = client.outcomes()
+    finally:
+        engine.close()
+    for (prompt, plan), outcome in zip(items, outcomes, strict=True):
+        assert token_ids(outcome) == [generate(model, prompt, plan.max_new_tokens)]
 
 
 PLANS = (SamplingPlan(9), SamplingPlan(9, do_sample=True, top_p=0.9, top_k=5, temperature=0.7, seed=1))
