@@ -18,6 +18,7 @@ answers 400 whatever the error is. CODES lists them all.
 
 from __future__ import annotations
 
+import json
 import traceback
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -133,6 +134,7 @@ def where(error: BaseException) -> str:
 
 
 def clip(value: object, limit: int = 60) -> str:
-    """Show a client's value in a message, cut to `limit` characters."""
-    text = repr(value)
+    """Show a client's value in a message, cut to `limit` characters; true, false, null and [] as JSON has them."""
+    spelled = json.dumps(value) if value is None or isinstance(value, bool) else None
+    text = spelled or repr(list(value) if isinstance(value, tuple) else value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -153,7 +153,7 @@ class GenerationParameters(BaseModel):
     bad_words: (
         Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_ENTRIES), BeforeValidator(read_texts)] | None
     ) = None
-    """Texts that are not written, spelled with the tokens that the tokenizer gives them."""
+    """Texts that are not written, spelled with the tokens that the tokenizer gives them; an empty one is none."""
 
     logit_bias: (
         Annotated[dict[TokenId, Bias], annotated_types.MaxLen(MAX_ENTRIES), BeforeValidator(read_numbered)] | None
@@ -163,7 +163,8 @@ class GenerationParameters(BaseModel):
     stop_strings: (
         Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_STOP_STRINGS), BeforeValidator(read_texts)] | None
     ) = None
-    """Texts that end the text where one of them appears in it. A text that reads as a JSON array is taken for one."""
+    """Texts that end the text where one of them appears in it. A text that reads as a JSON array is taken for one, an
+    empty one for none."""
 
     ignore_eos: bool | None = None
     """Whether the text goes on after an end-of-sequence token, to `max_new_tokens`."""
@@ -221,8 +222,8 @@ class GenerationParameters(BaseModel):
     prompt_logprobs: Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_LOGPROBS)] | None = None
     """Fills the output `prompt_logprobs`: a JSON array with an object for each token of the prompt, as those of
     `logprobs`, of the token itself and so many of the likeliest; `null` for the first one, which nothing precedes, and
-    in place of the array for a prompt that does not ask. A stream has it in its last response. Encoder-decoder models
-    refuse it."""
+    in place of the array for a prompt that does not ask. A stream has it in its last response. To have a text scored
+    alone, ask for `max_new_tokens` 1. Encoder-decoder models refuse it."""
 
     max_time: Annotated[float, annotated_types.Gt(0), annotated_types.Le(MAX_SECONDS)] | None = None
     """Seconds that the prompt may take, waiting included; then the text ends with what it has."""
@@ -544,7 +545,7 @@ def _check_plan(plan: SamplingPlan, least_asked: int | None) -> None:
         if count > 1 and not plan.do_sample:
             raise RequestError(
                 "invalid_parameter",
-                f"{name} {count} would give {count} equal texts without sampling: set a temperature",
+                f"{name} {count} would give {count} equal texts without sampling: set a temperature, or {name} 1",
             )
     try:
         _check_min_new_tokens(least_asked, plan.max_new_tokens)

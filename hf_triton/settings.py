@@ -132,7 +132,9 @@ class ModelSettings(BaseModel):
     else stay in the page cache."""
 
     generation_defaults: dict[str, Any] = {}
-    """Request parameters to use where a request leaves them out, as JSON: `{"temperature": 0.7, "top_p": 0.9}`."""
+    """Request parameters to use where a request leaves them out, as JSON: `{"temperature": 0.7, "top_p": 0.9}`. Those
+    that say how an answer is given have settings of their own (`stream`, `exclude_input_in_output`), or no default
+    (`return_logprobs` and its like)."""
 
     exclude_input_in_output: bool = False
     """Whether `text_output` leaves the prompt out where a request does not say."""
@@ -228,9 +230,10 @@ def load_settings(
         found = problems(settings_class, error)
         raise SettingsError("; ".join(_with_source(each.name, each.sentence, sources) for each in found)) from None
     except RequestError as error:
-        raise SettingsError(
-            _with_source("generation_defaults", f"generation_defaults: {error.sentence}", sources)
-        ) from None
+        sentence = error.sentence
+        if "; known are" in sentence:
+            sentence += "; those that say how an answer is given have no default here"
+        raise SettingsError(_with_source("generation_defaults", f"generation_defaults: {sentence}", sources)) from None
     return LoadedSettings(settings, sources)
 
 

@@ -101,7 +101,8 @@ class RequestOptions(BaseModel):
 
     return_logprobs: bool | None = None
     """Whether to fill the output `logprobs`: a JSON array with an object for each token of the text, which holds the
-    token's log probability and those of the likeliest `logprobs`, by token id."""
+    token and the likeliest `logprobs` by their ids, each with `logprob` (the model's own, before temperature, penalties
+    and biases), `rank` among those likeliest (`null` beyond them) and `decoded_token`."""
 
     return_timings: bool | None = None
     """Whether the last response has the request's own times among its parameters, in whole microseconds since its

@@ -53,7 +53,11 @@ def _text(path: Path) -> str:
 
 def silent_reason(folder: Path) -> str:
     """Why Triton did not load a folder for which it gives no reason: as a rule its config.pbtxt cannot be read."""
-    return _reading_error(_text(folder / CONFIG)) or "Triton gives no reason: see its log above"
+    config = _text(folder / CONFIG)
+    name = re.search(r'^name\s*:\s*"([^"]*)"', config, flags=re.MULTILINE)
+    if name and name[1] != folder.name:
+        return f"{CONFIG} calls the model {name[1]}, and Triton goes by the folder: leave the line name: out"
+    return _reading_error(config) or "see Triton's log above"
 
 
 def _reading_error(config: str) -> str | None:

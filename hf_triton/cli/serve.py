@@ -143,7 +143,9 @@ def _wait(server: TritonServer) -> None:
     except KeyboardInterrupt:
         click.echo("Stopping: requests in flight are finished first; Ctrl+C again stops at once.")
         raise
-    raise ServerError("server_failed", f"tritonserver ended by itself; its log ends:\n{server.log_tail()}")
+    tail = server.log_tail()
+    reason = f"; its log ends:\n{tail}" if tail else ": its log above says why"
+    raise ServerError("server_failed", f"tritonserver ended by itself{reason}")
 
 
 def _repository(given: Path | None, left_out: Collection[str]) -> contextlib.AbstractContextManager[Path]:

@@ -160,6 +160,7 @@ REASONS = {
     "bare": "it has no 1/model.py: copy one from a model folder",
     "nowhere": "path_not_found: there is no folder ",
     "number": "config.pbtxt cannot be read: 2:61: Expected string but found: '128'",
+    "renamed": "config.pbtxt calls the model falcon7b, and Triton goes by the folder: leave the line name: out",
     "setting": 'config.pbtxt cannot be read: 2:1: Message type "inference.ModelConfig" has no field named '
     '"max_output_length": a setting is parameters { key: "max_output_length" value { string_value: "64" } }',
     "stray": "it has neither config.pbtxt nor 1/model.py: ",
@@ -173,6 +174,7 @@ REASONS = {
 """How it is said why a folder of this name is not served."""
 UNREADABLE = {
     "number": 'parameters { key: "max_output_length" value { string_value: 128 } }',
+    "renamed": 'name: "falcon7b"',
     "setting": "max_output_length: 64",
     "typo": "max_bach_size: 8",
     "unclosed": "model_transaction_policy {",

@@ -61,8 +61,16 @@ def test_settings_errors_can_be_caught_as_what_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(5, "5"), ("a", "'a'"), ("a" * 100, "'" + "a" * 56 + "..."), ("a\nb", r"'a\nb'"), (None, "None")],
-    ids=["number", "text", "long text", "line break", "nothing"],
+    [
+        (5, "5"),
+        ("a", "'a'"),
+        ("a" * 100, "'" + "a" * 56 + "..."),
+        ("a\nb", r"'a\nb'"),
+        (None, "null"),
+        (True, "true"),
+        ((), "[]"),
+    ],
+    ids=["number", "text", "long text", "line break", "nothing", "boolean", "array"],
 )
 def test_clip_shows_a_value_and_never_more_than_sixty_characters(value: object, shown: str) -> None:
     assert clip(value) == shown

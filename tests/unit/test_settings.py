@@ -132,6 +132,10 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
         {"generation_defaults": '{"temprature": 1}'},
         "generation_defaults: there is no parameter 'temprature', did you mean 'temperature'? (from config.pbtxt)",
     ),
+    "a default of how to answer": (
+        {"generation_defaults": '{"return_timings": true}'},
+        "; those that say how an answer is given have no default here (from config.pbtxt)",
+    ),
     "an impossible default": (
         {"generation_defaults": '{"top_p": 2}'},
         "generation_defaults: top_p must be a number > 0 and <= 1, got 2 (from config.pbtxt)",
