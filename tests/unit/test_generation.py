@@ -196,7 +196,7 @@ def test_arrays_and_objects_come_as_they_are_or_as_json_text(name: str, value: o
         ("logit_bias", '{"\u0661": 1}', "'\u0661'"),
         ("logit_bias", "{" * 100_000, "'{{{"),
         ("eos_token_id", "[1.5]", "1.5"),
-        ("eos_token_id", "[true]", "True"),
+        ("eos_token_id", "[true]", "true"),
     ],
 )
 def test_a_json_text_that_does_not_fit_is_refused_with_the_part_that_does_not(
