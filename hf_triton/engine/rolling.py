@@ -273,7 +273,7 @@ class RollingEngine(EngineThread):
     def _see(self) -> None:
         """Give the rows the tokens that were picked for them."""
         step, self._unseen = self._unseen, None
-        if step is None:
+        if step is None or not self._rows:
             return
         self._memory.is_torn = True  # until every row has its own
         picks = step.read()
@@ -304,7 +304,9 @@ class RollingEngine(EngineThread):
         for index in reversed(indices):
             row = self._rows[index]
             if row.finish_reason:
-                self._remember(row.context()[:-1], partial(self._memory.read, index))
+                # Not the last token, or those of a closing, which the model has not read.
+                computed = row.context()[: self._memory.length(index)]
+                self._remember(computed, partial(self._memory.read, index))
             last = self._memory.remove(index)
             if row.is_done:
                 self._row_limit = min(self._row_limit + 1, self._max_rows)
@@ -454,6 +456,8 @@ class RollingEngine(EngineThread):
             self._memory, self._rows, self._unseen = Lanes(self._forward.device, self._max_padding), [], None
         else:
             self._retire([index for index, row in enumerate(self._rows) if row in rows])
+            if not self._rows:
+                self._unseen = None
         waiting = {id(row) for group in self._ready for row in group}
         self._ready.extendleft([row] for row in reversed(rows) if not row.is_done and id(row) not in waiting)
 
