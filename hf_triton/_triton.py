@@ -89,8 +89,9 @@ class Call:
     def watch(self) -> bool:
         """Ask Triton whether the client gave up; whether there is a reason to ask again."""
         with self._lock:
-            if not self._is_answered:
-                self._was_cancelled = self._was_cancelled or self._sender.is_cancelled()
+            # Asking takes a while, and `cancel` may come meanwhile: what it says must stay.
+            if not (self._is_answered or self._was_cancelled) and self._sender.is_cancelled():
+                self._was_cancelled = True
             return not (self._is_answered or self._was_cancelled)
 
     def add(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -58,7 +58,7 @@ class TritonPythonModel(Hooks):
     _task: TextGeneration
     _outlet: Outlet
     _door: DoorServer
-    _model_name: str
+    _engine_name: str  # of the model that writes the texts
     _sentinel: Sentinel
     _limits: wire.Limits
     _meter: NoMeter
@@ -97,7 +97,7 @@ class TritonPythonModel(Hooks):
         _triton.end_with_server()
         _triton.send_logs_to_triton(args["model_name"])
         config = json.loads(args["model_config"])
-        self._model_name = args["model_name"]
+        self._engine_name = args["model_name"]
         try:
             wire.check_config(config)
             loaded = self._load_settings(config)
@@ -197,7 +197,7 @@ class TritonPythonModel(Hooks):
             int(args["model_version"]),
             take=self._take,
             begin_request=self._meter.begin_request,
-            cancel_calls=_triton.cancel_calls,
+            cancel_own_calls=_triton.cancel_calls,
         )
         self._door.open()
 
@@ -231,18 +231,20 @@ class TritonPythonModel(Hooks):
         )
 
     def _cancel(self, call: Call) -> None:
-        from hf_triton import _triton
-
         if not call.request_id:
             raise RequestError("invalid_parameter", "stop true gives up the request of the same id: say which, by id")
         answer = {name: wire.encode_texts([""], (1,)) for name in self._outlet.output_names if name in wire.TEXTS}
 
         def tell_and_answer() -> None:
-            cancel_elsewhere(self._model_name, call.request_id)
+            cancel_elsewhere(self._engine_name, call.request_id)
             call.answer(answer)
 
-        _triton.cancel_calls(call.request_id)
+        self._cancel_here(call.request_id)
         self._outlet.outbox.put(tell_and_answer)
+
+    def _cancel_here(self, request_id: str) -> None:
+        """Give up the requests of an id in this process."""
+        self._door.cancel_calls(request_id)
 
 
 def _check_timings() -> None:

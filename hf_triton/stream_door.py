@@ -50,6 +50,7 @@ class StreamDoor(TritonPythonModel):
         for name in NOT_HERE:
             if getattr(type(self), name) is not getattr(TritonPythonModel, name):
                 raise SettingsError(f"{name} changes nothing in a stream door: move it to 1/model.py of '{other}'")
+        self._engine_name = other  # a stop told there reaches the calls of all doors
         self._meter = NoMeter()  # the model that writes the text counts
         self._engines = Engines(other)
 
@@ -58,6 +59,11 @@ class StreamDoor(TritonPythonModel):
             self._cancel(call)
         else:
             self._engines.submit(call, outlet.output_names, streams=outlet.streams)
+
+    def _cancel_here(self, request_id: str) -> None:
+        from hf_triton import _triton
+
+        _triton.cancel_calls(request_id)
 
 
 def _other_folder(own_name: str, stream_of: str | None) -> str:

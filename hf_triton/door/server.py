@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's side of a stream door: listens, and hands requests to the model as if Triton had brought them.
 
-A model's other instances call there too, to have requests given up that Triton has brought to this one.
+A model's other instances, and doors, call there too to have requests given up that have come to this one.
 """
 
 from __future__ import annotations
@@ -171,6 +171,13 @@ class _Peer:
         if call is not None:  # it may be answered by now
             call.cancel()
 
+    def cancel_calls(self, request_id: str) -> None:
+        """Give up the requests of an id."""
+        for reference in list(self._calls.values()):
+            call = reference()
+            if call is not None and call.request_id == request_id:
+                call.cancel()
+
     def _on_close(self) -> None:
         for number in list(self._calls):
             self._cancel(number)
@@ -185,7 +192,7 @@ class DoorServer:
         version: Its version.
         take: Starts on a request; must answer it, and raise nothing.
         begin_request: Counts a request; what it returns is told the outcome.
-        cancel_calls: Gives up the requests of an id that Triton has brought to this instance.
+        cancel_own_calls: Gives up the requests of an id that Triton has brought to this instance.
     """
 
     def __init__(
@@ -195,12 +202,12 @@ class DoorServer:
         *,
         take: Take,
         begin_request: Callable[[], Callable[[str], None]],
-        cancel_calls: Callable[[str], None],
+        cancel_own_calls: Callable[[str], None],
     ) -> None:
         self.take = take
         self.begin_request = begin_request
-        self.cancel_calls = cancel_calls
         self.is_draining = False
+        self._cancel_own_calls = cancel_own_calls
         self._model_name = model_name
         self._version = version
         self._peers: set[_Peer] = set()
@@ -238,6 +245,12 @@ class DoorServer:
             peer.connection.close()
         if self._listener is not None:
             self._listener.close()
+
+    def cancel_calls(self, request_id: str) -> None:
+        """Give up the requests of an id, whether Triton or a door has brought them."""
+        self._cancel_own_calls(request_id)
+        for peer in self._all_peers():
+            peer.cancel_calls(request_id)
 
     def forget(self, peer: _Peer) -> None:
         """A connection has ended."""

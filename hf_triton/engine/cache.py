@@ -123,6 +123,10 @@ class KeyValueRows:
         self._positions[last] = 0
         self.first = min(self._starts, default=self.clock)
 
+    def length(self, row: int) -> int:
+        """Tokens of a row."""
+        return self.clock - self._starts[row]
+
     def read(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values `[heads, length, head_dim]` of a row's first tokens, layer by layer; views of the buffers."""
         columns = slice(self._starts[row], self._starts[row] + length)

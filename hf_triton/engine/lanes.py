@@ -93,6 +93,11 @@ class Lanes:
         self._lanes = [each for each in self._lanes if each.num_rows] or [lane]
         return last
 
+    def length(self, row: int) -> int:
+        """Tokens of a row whose keys and values are there."""
+        lane, index = self._find(row)
+        return lane.length(index)
+
     def read(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values `[heads, length, head_dim]` of a row's first tokens, layer by layer; views of the buffers."""
         lane, index = self._find(row)

@@ -95,6 +95,7 @@ class RollingEngine(EngineThread):
         self._prefill: Prefill | None = None
         # Admitted, or put back after a failure: to be prefilled, the rows of one context together.
         self._ready: deque[list[Row]] = deque()
+        self._num_left_waiting = 0  # for want of rows
         self._gathering = Gathering()
         self._began_s = 0.0  # the last step, by `time.monotonic()`
         self._no_room_since_s: float | None = None
@@ -164,6 +165,7 @@ class RollingEngine(EngineThread):
                 self._gathering.on_come()
                 self._ready.append(job.rows)
                 room -= len(job.rows)
+            self._num_left_waiting = len(self._waiting)
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
@@ -192,8 +194,11 @@ class RollingEngine(EngineThread):
         wait_s = self._gathering.wait_s(len(self._ready), [row.num_left for row in self._rows])
         if wait_s and not self._rows:
             with self._wake:
-                self._wake.wait_for(lambda: self._waiting or self._closing.is_set(), wait_s)
+                self._wake.wait_for(self._has_news, wait_s)
         return wait_s > 0
+
+    def _has_news(self) -> bool:
+        return len(self._waiting) > self._num_left_waiting or self._closing.is_set()
 
     def _next_readings(self) -> list[Reading]:
         """The oldest contexts that fit one piece together; a suspect comes alone, when nobody else runs."""
@@ -304,7 +309,9 @@ class RollingEngine(EngineThread):
         for index in reversed(indices):
             row = self._rows[index]
             if row.finish_reason:
-                self._remember(row.context()[:-1], partial(self._memory.read, index))
+                # Not the last token, or those of a closing, which the model has not read.
+                computed = row.context()[: self._memory.length(index)]
+                self._remember(computed, partial(self._memory.read, index))
             last = self._memory.remove(index)
             if row.is_done:
                 self._row_limit = min(self._row_limit + 1, self._max_rows)
@@ -454,6 +461,8 @@ class RollingEngine(EngineThread):
             self._memory, self._rows, self._unseen = Lanes(self._forward.device, self._max_padding), [], None
         else:
             self._retire([index for index, row in enumerate(self._rows) if row in rows])
+            if not self._rows:
+                self._unseen = None
         waiting = {id(row) for group in self._ready for row in group}
         self._ready.extendleft([row] for row in reversed(rows) if not row.is_done and id(row) not in waiting)
 

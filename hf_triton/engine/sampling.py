@@ -111,11 +111,11 @@ class RowSampler:
 
     def note(self, token_id: int) -> None:
         """A token was picked for this row; to be called once for each, end-of-sequence included."""
+        if self.constraint:
+            self.constraint.accept(token_id)  # may fail: nothing else is noted then
         self.history.append(token_id)
         if self.processor:
             self._token_ids.append(token_id)
-        if self.constraint:
-            self.constraint.accept(token_id)
         self.uniform()
         self._uniforms.popleft()
 

@@ -9,16 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from hf_triton.engine import gathering, prefill, rolling
-from hf_triton.engine.interface import Completion, Outcome, Sequence
+from hf_triton.engine.interface import Completion, Observer, Outcome, Sequence
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.engine.sampling import Picks
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
 from hf_triton.generation import SamplingPlan
 from hf_triton.testing import build_tiny_checkpoint
+from hf_triton.testing.checkpoints import VOCAB_SIZE
 from tests.models.test_rolling_engine import Client, Faulty, prompts, slow_down, token_ids
 from tests.reference import load_reference, solo_ids
 
@@ -373,6 +376,38 @@ def test_the_next_turn_computes_only_what_is_new(model: Any, start: Callable[...
         conversation = [*conversation, *answer, 200, 201, 202, 203, 204]
 
 
+class Closing:
+    """Lets a text hold anything, and has it end with tokens of its own."""
+
+    def mask(self) -> npt.NDArray[np.uint8]:
+        return np.full(VOCAB_SIZE // 8 + 1, 255, np.uint8)
+
+    def settle(self, token_id: int) -> int:
+        return token_id
+
+    def closing(self) -> list[int]:
+        return [50, 51, 52, 53, 54, 2]
+
+    def accept(self, token_id: int) -> None: ...
+
+
+def test_tokens_that_a_deadline_adds_to_a_text_were_not_computed(
+    model: Any, start: Callable[..., RollingEngine]
+) -> None:
+    engine, prompt = start(), list(range(10, 40))
+    slow_down(engine, 0.02)
+    client = Client(engine)
+    plan = SamplingPlan(240, eos_ids=frozenset([2]))
+    late = only(client.ask(prompt, plan, constraint=Closing, deadline_s=time.monotonic() + 2))
+    assert late.finish_reason == "deadline"
+    assert late.token_ids[-5:] == [50, 51, 52, 53, 54]
+    conversation = [*prompt, *late.token_ids, 200, 201]
+    (found,) = only(client.ask(conversation, SamplingPlan(1, logprobs=0))).logprobs or []
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([conversation])).logits[0, -1].log_softmax(-1)
+    assert found.logprob == pytest.approx(expected[found.token_id].item(), abs=1e-4)
+
+
 def test_sharing_off_computes_everything(start: Callable[..., RollingEngine]) -> None:
     engine = start(shares_prefixes=False)
     counting, client = Counting(engine), Client(engine)
@@ -594,3 +629,47 @@ def test_a_step_ahead_that_fails_changes_no_text(
     for number, (prompt, outcome) in enumerate(zip(items, client.outcomes(), strict=True)):
         assert only(outcome).token_ids == solo_ids(model, prompt, 12) == heard[number]
     assert count[0] > failing
+
+
+class Steps(Observer):
+    """Notes how many rows each step has served."""
+
+    def __init__(self) -> None:
+        self.num_rows: list[int] = []
+
+    def on_step(self, num_rows: int) -> None:
+        self.num_rows.append(num_rows)
+
+
+def test_a_step_ahead_of_texts_that_have_all_ended_counts_for_nothing(start: Callable[..., RollingEngine]) -> None:
+    observer = Steps()
+    engine = start(observer=observer)
+    client = Client(engine)
+    heard: list[int] = []
+
+    def listen(_: int, token_id: int) -> bool:
+        heard.append(token_id)
+        return len(heard) == 4
+
+    client.ask(PROMPT, SamplingPlan(20), on_token=listen)
+    client.ask(PROMPT, SamplingPlan(1))
+    assert observer.num_rows == [1, 1, 1]  # the first token is the prompt's
+
+
+def test_nothing_is_kept_of_a_text_that_failed_one_step_ahead(
+    start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, count = start(), [0]
+    step = engine._decoder.step
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        count[0] += 1
+        if count[0] > 4:
+            raise RuntimeError("boom")
+        return step(*arguments)
+
+    monkeypatch.setattr(engine._decoder, "step", fail)
+    outcome = Client(engine).ask(PROMPT, SamplingPlan(20))
+    assert error_code(outcome) == "generation_failed"
+    engine.close()
+    assert engine._unseen is None

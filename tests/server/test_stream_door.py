@@ -374,10 +374,11 @@ def test_cancelled_streams_free_the_engine(server: TritonServer) -> None:
     wait_for(lambda: is_free(server, "slow"), NUM_LONG * STEP_S)
 
 
-def test_a_request_to_stop_gives_up_the_one_of_its_id(server: TritonServer) -> None:
+@pytest.mark.parametrize("model", ["slow_stream", "slow"])
+def test_a_request_to_stop_gives_up_the_one_of_its_id(model: str, server: TritonServer) -> None:
     [given_up] = start_streams(server, "slow_stream", 1, id="mine", max_new_tokens=NUM_LONG)
     [other] = start_streams(server, "slow_stream", 1, id="other")
-    assert generate(server, "slow_stream", "", id="mine", stop=True).status == 200
+    assert generate(server, model, "", id="mine", stop=True).status == 200
     assert given_up.events()[-1]["error"].startswith("cancelled")
     assert "error" not in other.events()[-1]
 

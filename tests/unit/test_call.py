@@ -201,6 +201,25 @@ def test_calls_are_given_up_by_their_id(make_call: Callable[[Request], Any]) -> 
     assert [call.is_cancelled() for call in calls] == [False, True, True, False]
 
 
+def test_a_call_that_is_given_up_while_triton_is_asked_about_it_stays_given_up(
+    make_call: Callable[[Request], Any],
+) -> None:
+    request, may_ask = Request("one"), threading.Event()
+
+    class Slow(Sender):
+        def is_cancelled(self) -> bool:
+            assert may_ask.wait(10)
+            call.cancel()
+            return super().is_cancelled()
+
+    request.sender = Slow()
+    call = make_call(request)
+    may_ask.set()
+    wait_until(lambda: request.sender.num_asked > 0)
+    assert not call.watch()
+    assert call.is_cancelled()
+
+
 def test_an_id_that_is_no_text_is_none(make_call: Callable[[Request], Any]) -> None:
     class Unnamed(Request):
         def request_id(self) -> str:

@@ -115,7 +115,7 @@ class Engine:
             version,
             take=self._take,
             begin_request=lambda: self.outcomes.append,
-            cancel_calls=self.cancelled.append,
+            cancel_own_calls=self.cancelled.append,
         )
         self.door.open()
 
@@ -318,6 +318,21 @@ def test_a_cancelled_request_is_cancelled_in_the_engine_and_no_other(engine: Eng
     other_remote.answer(texts(b"text"))
     assert isinstance(call.wait(), CancelledError)
     assert other.wait() == [b"text"]
+
+
+def test_a_stop_from_elsewhere_reaches_the_requests_of_its_id_whichever_door_they_are_of(
+    engine: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = Engines(MODEL)
+    for number, (door, request_id) in enumerate([(engines, "a"), (second, "a"), (engines, "b")]):
+        submit(door, ClientCall(request_id=request_id))
+        wait_for(lambda count=number + 1: len(engine.calls) == count)
+    with monkeypatch.context() as patch:
+        patch.setattr(client.os, "getpid", lambda: 0)  # as another process
+        client.cancel_elsewhere(MODEL, "a")
+    wait_for(lambda: engine.cancelled == ["a"] and engine.calls[1].is_cancelled())
+    assert [each.is_cancelled() for each in engine.calls] == [True, True, False]
+    second.close()
 
 
 def test_the_requests_of_a_door_that_is_gone_are_cancelled(engine: Engine) -> None:
