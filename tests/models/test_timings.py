@@ -218,7 +218,13 @@ def test_they_pass_a_stream_door(
     model, request = start(NoMeter()), Request("x", stream=True, return_timings=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         monkeypatch.setattr(address, "ROOT", Path(root))
-        server = DoorServer("plain", 1, take=model._take, begin_request=model._meter.begin_request)
+        server = DoorServer(
+            "plain",
+            1,
+            take=model._take,
+            begin_request=model._meter.begin_request,
+            cancel_own_calls=lambda _: None,
+        )
         server.open()
         engines = Engines("plain")
         engines.submit(door.Call(request), ["text_output"], streams=True)
