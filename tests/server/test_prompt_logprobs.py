@@ -156,7 +156,7 @@ def test_a_prompt_that_was_read_before_has_them_all(server: TritonServer, refere
     )
 
 
-@pytest.mark.parametrize(("value", "shown"), [(-1, "-1"), (21, "21"), (1.5, "1.5"), ("1", "'1'"), (True, "True")])
+@pytest.mark.parametrize(("value", "shown"), [(-1, "-1"), (21, "21"), (1.5, "1.5"), ("1", "'1'"), (True, "true")])
 def test_another_number_is_refused_with_those_that_are_allowed(server: TritonServer, value: object, shown: str) -> None:
     reply = generate(server, "plain", "x", prompt_logprobs=value)
     sentence = f"prompt_logprobs must be an integer >= 0 and <= 20, got {shown}"
