@@ -283,12 +283,10 @@ class _SequenceClock(SequenceObserver):
 
     def __init__(self, sequence: Sequence) -> None:
         self._times = sequence.times
-        self._has_begun = False
 
     def on_pick(self, copy: int, *, is_text: bool) -> None:
         """A text has its next token."""
-        if not self._has_begun:
-            self._has_begun = True
+        if self._times.first_token_s is None:
             self._times.note_token(time.monotonic())
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from hf_triton.door.address import Address, find_addresses
-from hf_triton.door.connection import MAX_MESSAGE_BYTES, Connection, MessageTooLargeError, is_same_user
+from hf_triton.door.connection import MAX_MESSAGE_BYTES, Connection, MessageTooLargeError, frame, is_same_user
 from hf_triton.door.messages import DoorRequest, Message, pack_request, read_error, read_parameters, read_tensors
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
 from hf_triton.reply import Call
@@ -275,10 +275,9 @@ def cancel_elsewhere(model_name: str, request_id: str) -> None:
     for address in find_addresses(model_name):
         connected = None if address.pid == os.getpid() else _connect(address)
         if connected is not None:
-            link = Connection(connected, lambda _: None, lambda: None)
-            link.start()
-            link.send({"id": 0, "cancel_all": request_id})
-            link.close()
+            with connected, contextlib.suppress(OSError):  # an instance that is gone has nothing to give up
+                connected.settimeout(CONNECT_S)
+                connected.sendall(frame({"id": 0, "cancel_all": request_id}), socket.MSG_NOSIGNAL)
 
 
 def _connect(address: Address) -> socket.socket | None:

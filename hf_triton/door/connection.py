@@ -63,10 +63,10 @@ class Connection:
         Raises:
             MessageTooLargeError: It does not fit; nothing was sent.
         """
-        frame = _frame(message)
+        framed = frame(message)
         with self._lock:
             try:
-                self._socket.sendall(frame, socket.MSG_NOSIGNAL)
+                self._socket.sendall(framed, socket.MSG_NOSIGNAL)
             except OSError:  # the other side is gone, or reads nothing
                 self.end()
 
@@ -99,7 +99,12 @@ class Connection:
             self._socket.close()
 
 
-def _frame(message: Message) -> bytes:
+def frame(message: Message) -> bytes:
+    """A message as it is sent.
+
+    Raises:
+        MessageTooLargeError: It does not fit.
+    """
     # What is no UTF-8 in a tensor is a lone surrogate here.
     body = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     if len(body) > MAX_MESSAGE_BYTES:

@@ -3,7 +3,7 @@
 
 The door sends `{"id": 1, "request": {...}}` and `{"id": 1, "cancel": true}`. The engine answers each request with any
 number of `{"id": 1, "add": {...}}`, then one `{"id": 1, "answer": {...}, "parameters": {...}}` or
-`{"id": 1, "refuse": [...]}`.
+`{"id": 1, "refuse": [...]}`. `{"id": 0, "cancel_all": "abc"}` gives up all requests that clients call abc; no answer.
 """
 
 from __future__ import annotations

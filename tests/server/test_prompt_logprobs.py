@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from hf_triton.testing import TritonServer
 from tests.client import generate, generate_stream, infer, post
 from tests.reference import Reference, load_reference
-from tests.server.test_chat import CHAT, TEMPLATE
+from tests.server.test_chat import CHAT, build_chat_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ["The canary sings", "x", "Where does the river go after the bridge?", "größer 🙂"]
@@ -24,11 +23,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
+    return build_chat_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")
