@@ -9,7 +9,7 @@ second by the clock; what counts is their ratio within a round, because machines
     single  one request of 128 new tokens, alone
 
 `generate` runs padded batches in arrival order, each as long as its longest request, on the model as transformers loads
-it; all others run it as the server does, with packed linear layers (`hf_triton/engine/packing.py`), `generate, packed`
+it; all others run it as the server does, with packed linear layers (`hf_triton/runner/packing.py`), `generate, packed`
 too. `bare` is a loop of nothing but the model's forward and an argmax, as many rows wide and columns long as the
 engine's steps were on average: what no engine beats. It reads no prompts; `bare, prompts` adds the time of reading each
 prompt by itself.
@@ -34,12 +34,12 @@ import torch
 import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_triton.engine.heap import keep_freed_memory
 from hf_triton.engine.interface import Outcome, Sequence
-from hf_triton.engine.packing import pack
-from hf_triton.engine.padding import pad
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
+from hf_triton.runner.heap import keep_freed_memory
+from hf_triton.runner.packing import pack
+from hf_triton.runner.padding import pad
 
 VOCABULARY = 8192
 BARE_STEPS = 40

@@ -30,10 +30,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, FalconConfig, GenerationConfig, LlamaConfig, PretrainedConfig
 
-from hf_triton.engine.decode import DecodingMode
 from hf_triton.engine.interface import Outcome, Sequence
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
+from hf_triton.runner.decode import DecodingMode
 
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
 NUM_COPIES = 20

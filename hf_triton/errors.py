@@ -8,6 +8,7 @@
     - CheckpointError                     the checkpoint is there, and is not usable
   + RequestError             INVALID_ARG  400; one request is malformed, nobody else is touched
   + UnavailableError         UNAVAILABLE  503; the request is fine, the model cannot take it now
+    - ShuttingDownError                   it is being unloaded
   + CancelledError           CANCELLED    499 in spirit; the client gave the request up
   + GenerationError          INTERNAL     500; the model failed on this request
   + ServerError                           tritonserver cannot be found or started
@@ -107,6 +108,13 @@ class UnavailableError(HfTritonError):
     """The request is fine; the model cannot take it now."""
 
     triton_code = "UNAVAILABLE"
+
+
+class ShuttingDownError(UnavailableError):
+    """The model is being unloaded."""
+
+    def __init__(self) -> None:
+        super().__init__("shutting_down", "the model is being unloaded: send the request again later")
 
 
 class CancelledError(HfTritonError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From texts to responses: a thread that sends, so that the engine does not wait for Triton.
+"""From texts to responses: a thread that writes and sends, so that the engine waits neither for it nor for Triton.
 
 What a stream writes faster than it can be sent goes out together. Knows Triton only by the `Call` that it is given.
 """
@@ -123,9 +123,13 @@ class CallReply:
         if not was_due:
             self._outbox.put(self._send_pieces)
 
-    def finish(self, result: list[wire.GeneratedText] | HfTritonError) -> None:
-        """The texts, or what is left of them, or an error."""
-        self._outbox.put(partial(self._finish, result))
+    def finish(self, make_texts: Callable[[], list[wire.GeneratedText]]) -> None:
+        """The texts, or what is left of them; made where they are sent."""
+        self._outbox.put(partial(self._finish, make_texts))
+
+    def refuse(self, error: HfTritonError) -> None:
+        """An error, after what the stream has."""
+        self._outbox.put(partial(self._refuse, error))
 
     def _take_pieces(self) -> list[str]:
         with self._lock:
@@ -137,13 +141,18 @@ class CallReply:
         if any(pieces):
             self._call.add(wire.encode_pieces(pieces, self._request, self._output_names))
 
-    def _finish(self, result: list[wire.GeneratedText] | HfTritonError) -> None:
+    def _finish(self, make_texts: Callable[[], list[wire.GeneratedText]]) -> None:
         self._send_pieces()
-        if isinstance(result, HfTritonError):
-            self._call.refuse(result)
+        try:
+            outputs = wire.encode_answer(make_texts(), self._request, self._output_names)
+        except HfTritonError as error:
+            self._call.refuse(error)
         else:
-            outputs = wire.encode_answer(result, self._request, self._output_names)
             self._call.answer(outputs, self._parameters())
+
+    def _refuse(self, error: HfTritonError) -> None:
+        self._send_pieces()
+        self._call.refuse(error)
 
     def _parameters(self) -> dict[str, int]:
         """Those of the last response."""

@@ -272,6 +272,9 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
     """
     _check_names(parameters)  # first: of a misspelt `text_input`, the spelling is to be told
     has_chat = MESSAGES in inputs or MESSAGES in parameters
+    if not has_chat and PROMPT not in inputs and str(parameters.get("stop")).lower() == "true":
+        got = clip(parameters["stop"])
+        raise RequestError("invalid_parameter", f"stop gives a request up where it is true without quotes, got {got}")
     if has_chat == (PROMPT in inputs):
         raise RequestError("invalid_input", f"give {PROMPT} or {MESSAGES}, one of them")
     prompts: Sequence[str | Chat] = [] if has_chat else decode_texts(inputs[PROMPT], limits)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hf_triton.engine.cache import KeyValueRows
-from hf_triton.engine.decode import Decoder, DecodingMode
-from hf_triton.engine.forward import Forward
-from hf_triton.engine.transfer import to_device
+from hf_triton.runner.cache import KeyValueRows
+from hf_triton.runner.decode import Decoder, DecodingMode
+from hf_triton.runner.forward import Forward
+from hf_triton.runner.transfer import to_device
 
 
 class Texts:

@@ -26,7 +26,7 @@ from hf_triton.door.messages import (
     pack_tensors,
     read_request,
 )
-from hf_triton.errors import HfTritonError, UnavailableError
+from hf_triton.errors import HfTritonError, ShuttingDownError, UnavailableError
 from hf_triton.reply import Outlet
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class _Peer:
         call = RemoteCall(number, request, self, self._server.begin_request())
         self._calls[number] = weakref.ref(call)
         if self._server.is_draining:
-            call.refuse(UnavailableError("shutting_down", "the model is being unloaded: send the request again later"))
+            call.refuse(ShuttingDownError())
         else:
             outlet = Outlet(
                 request.output_names, is_decoupled=True, streams=request.streams, outbox=self.connection.outbox

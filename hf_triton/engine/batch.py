@@ -15,14 +15,14 @@ from typing import Any, Final
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from hf_triton.engine.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
-from hf_triton.engine.padding import pad
-from hf_triton.engine.probe import PLAIN, Sharing, asks_for
 from hf_triton.engine.row import Job, Row
 from hf_triton.engine.sampling import pick_tokens, token_logprobs
 from hf_triton.engine.thread import EngineThread, finish
 from hf_triton.errors import HfTritonError, RequestError
+from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
+from hf_triton.runner.padding import pad
+from hf_triton.runner.probe import PLAIN, Sharing, asks_for
 
 logger = logging.getLogger(__name__)
 

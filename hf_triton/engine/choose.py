@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.engine.batch import BatchEngine
 from hf_triton.engine.interface import Engine, Observer
-from hf_triton.engine.probe import Sharing, asks_for, probe_rolling, probe_sharing
 from hf_triton.errors import CheckpointError
+from hf_triton.runner.probe import Sharing, asks_for, probe_rolling, probe_sharing
 
 if TYPE_CHECKING:
-    from hf_triton.engine.decode import DecodingMode
+    from hf_triton.runner.decode import DecodingMode
 
 logger = logging.getLogger(__name__)
 

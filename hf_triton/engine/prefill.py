@@ -9,12 +9,12 @@ from typing import Final
 import torch
 from transformers.cache_utils import DynamicCache
 
-from hf_triton.engine.forward import Forward
 from hf_triton.engine.interface import TokenLogprobs
-from hf_triton.engine.padding import pad
 from hf_triton.engine.prefixes import LayerContents, Prefix
 from hf_triton.engine.row import Row
 from hf_triton.engine.sampling import token_logprobs
+from hf_triton.runner.forward import Forward
+from hf_triton.runner.padding import pad
 
 PIECE_TOKENS: Final = 512
 """Padded tokens of one piece; less while rows run, which wait for it between two of their steps."""

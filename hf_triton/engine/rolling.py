@@ -20,21 +20,21 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from hf_triton.engine.budget import TokenBudget
-from hf_triton.engine.cache import buffer_tokens
-from hf_triton.engine.decode import Decoder, DecodingMode
-from hf_triton.engine.faults import error_outcome, is_fatal, is_memory, kind
-from hf_triton.engine.forward import Forward
 from hf_triton.engine.gathering import Gathering
 from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
-from hf_triton.engine.lanes import Lanes
 from hf_triton.engine.prefill import PIECE_TOKENS, Prefill, Reading, fit_one_piece
 from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
 from hf_triton.engine.row import Job, Row, Step
 from hf_triton.engine.sampling import Picks, pick_tokens
 from hf_triton.engine.thread import EngineThread, ending_in_queue, finish
-from hf_triton.engine.transfer import to_device
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError
+from hf_triton.runner.budget import TokenBudget
+from hf_triton.runner.cache import buffer_tokens
+from hf_triton.runner.decode import Decoder, DecodingMode
+from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
+from hf_triton.runner.forward import Forward
+from hf_triton.runner.lanes import Lanes
+from hf_triton.runner.transfer import to_device
 
 logger = logging.getLogger(__name__)
 

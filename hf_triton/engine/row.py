@@ -18,8 +18,8 @@ from hf_triton.engine.interface import (
 )
 from hf_triton.engine.sampling import Pick, Picks, RowSampler
 from hf_triton.engine.thread import cancellation, finish, is_late, too_late
-from hf_triton.engine.transfer import to_device
 from hf_triton.errors import HfTritonError, where
+from hf_triton.runner.transfer import to_device
 
 logger = logging.getLogger(__name__)
 

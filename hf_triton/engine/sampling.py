@@ -23,8 +23,8 @@ import torch
 
 from hf_triton.engine.history import Array, TextHistory
 from hf_triton.engine.interface import Constraint, LogitsProcessor, TokenLogprobs
-from hf_triton.engine.transfer import ToHost, to_device
 from hf_triton.generation import SamplingPlan
+from hf_triton.runner.transfer import ToHost, to_device
 
 FIRST_CANDIDATES: Final = 128  # a language model's nucleus is rarely larger; sorting a vocabulary on a CPU takes long
 CANDIDATES_GROWTH: Final = 8

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hf_triton.engine.interface import Observer, Outcome, Sequence
-from hf_triton.errors import CancelledError, HfTritonError, UnavailableError, where
+from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError, UnavailableError, where
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class EngineThread:
                 "engine_failed", "the engine stopped after a fatal error, and the server is restarting"
             )
         if self._closing.is_set():
-            return UnavailableError("shutting_down", "the model is being unloaded: send the request again later")
+            return ShuttingDownError()
         return None
 
     def _refusal_of_queue(self, num_new: int) -> HfTritonError | None:

@@ -35,7 +35,10 @@ LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity; the number is OpenAI's
 
 
 class Reply(Protocol):
-    """Where the answer to a request goes. Called in the engine's thread as a rule, so it must be quick."""
+    """Where the answer to a request goes. Called in the engine's thread as a rule, so it must be quick.
+
+    Either `finish` or `refuse` is called, once and last.
+    """
 
     def start(self, num_texts: int) -> None:
         """A stream of so many texts begins. Called for streams alone, once, before anything else."""
@@ -48,8 +51,15 @@ class Reply(Protocol):
             piece: Joined, a text's pieces and what `finish` has of it are the text.
         """
 
-    def finish(self, result: list[GeneratedText] | HfTritonError) -> None:
-        """The texts of all prompts in order, or the error of the whole request; called once."""
+    def finish(self, make_texts: Callable[[], list[GeneratedText]]) -> None:
+        """There is an answer: the texts of all prompts in order.
+
+        Args:
+            make_texts: Writes them, which may take a while; raises an `HfTritonError`, which is the answer then.
+        """
+
+    def refuse(self, error: HfTritonError) -> None:
+        """The whole request ends with an error."""
 
 
 @dataclass(frozen=True)
@@ -150,20 +160,24 @@ class Answering:
         with self._lock:
             self._completions[row] = outcome
             is_complete = len(self._completions) == len(self._prompts)
-        if is_complete:
-            self._complete()
+        if is_complete and self._is_first_answer():
+            self._reply.finish(self._all_texts)
 
     def refuse(self, error: HfTritonError) -> None:
         """Answer with an error; the request's other prompts are given up."""
-        self._deliver(error)
+        if self._is_first_answer():
+            self._reply.refuse(error)
 
-    def _complete(self) -> None:
+    def _is_first_answer(self) -> bool:
+        with self._lock:
+            was_answered, self._is_answered = self._is_answered, True
+        return not was_answered
+
+    def _all_texts(self) -> list[GeneratedText]:
         try:
-            texts = [text for row in range(len(self._prompts)) for text in self._texts(row)]
+            return [text for row in range(len(self._prompts)) for text in self._texts(row)]
         except BaseException as error:  # as above
-            self.refuse(fault("putting the answer together", error))
-        else:
-            self._deliver(texts)
+            raise fault("putting the answer together", error) from None
 
     def _texts(self, row: int) -> list[GeneratedText]:
         """The texts of one prompt."""
@@ -183,12 +197,6 @@ class Answering:
             logprobs="" if logprobs is None else _logprobs_json(self._codec, logprobs),
             prompt_logprobs=prompt_logprobs,
         )
-
-    def _deliver(self, result: list[GeneratedText] | HfTritonError) -> None:
-        with self._lock:
-            was_answered, self._is_answered = self._is_answered, True
-        if not was_answered:
-            self._reply.finish(result)
 
 
 class _Writer:
@@ -247,20 +255,22 @@ class _Writer:
 def _logprobs_json(codec: TextCodec, logprobs: Iterable[TokenLogprobs | None]) -> str:
     """Log probabilities in the vLLM backend's form: for each place an object of tokens by their ids, or null.
 
-    Written without `json`, because the engine waits for it: a long prompt has them by the hundred thousand.
+    Place by place, because `json` lets no other thread run: a long prompt has a hundred thousand entries.
     """
-    quoted = cache(lambda token_id: json.dumps(codec.decode([token_id])))
-    return f"[{', '.join('null' if each is None else _place(quoted, each) for each in logprobs)}]"
+    decoded = cache(lambda token_id: codec.decode([token_id]))
+    return f"[{', '.join(json.dumps(each and _place(decoded, each)) for each in logprobs)}]"
 
 
-def _place(quoted: Callable[[int], str], found: TokenLogprobs) -> str:
+def _place(decoded: Callable[[int], str], found: TokenLogprobs) -> dict[int, dict[str, object]]:
     ranks = {token_id: rank for rank, (token_id, _) in enumerate(found.top, start=1)}
-    entries = [
-        f'"{token_id}": {{"logprob": {logprob if math.isfinite(logprob) else LEAST_LOGPROB!r}, '
-        f'"rank": {ranks.get(token_id, "null")}, "decoded_token": {quoted(token_id)}}}'
+    return {
+        token_id: {
+            "logprob": logprob if math.isfinite(logprob) else LEAST_LOGPROB,
+            "rank": ranks.get(token_id),
+            "decoded_token": decoded(token_id),
+        }
         for token_id, logprob in {found.token_id: found.logprob, **dict(found.top)}.items()
-    ]
-    return f"{{{', '.join(entries)}}}"
+    }
 
 
 def fault(doing: str, error: BaseException) -> HfTritonError:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from hf_triton.engine.faults import is_fatal, is_memory
 from hf_triton.engine.interface import LogitsProcessor
 from hf_triton.errors import HfTritonError, where
+from hf_triton.runner.faults import is_fatal, is_memory
 
 if TYPE_CHECKING:
     from hf_triton.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from hf_triton.chat import Chat
 from hf_triton.chat_template import ChatTemplate
 from hf_triton.engine.interface import Engine, EngineLoad, Observer, RequestTimes, Sequence, eos_ids
 from hf_triton.engine.thread import too_late
-from hf_triton.errors import CancelledError, RequestError, UnavailableError
+from hf_triton.errors import CancelledError, RequestError, ShuttingDownError
 from hf_triton.generation import (
     GRAMMARS,
     GenerationParameters,
@@ -171,9 +171,7 @@ class TextGeneration:
         try:
             pool.submit(self._prepare, pool, preparation)
         except RuntimeError:  # the pool is shut down
-            preparation.reply.finish(
-                UnavailableError("shutting_down", "the model is being unloaded: send the request again later")
-            )
+            preparation.reply.refuse(ShuttingDownError())
 
     def _prepare(self, pool: ThreadPoolExecutor, preparation: _Preparation) -> None:
         """Prepare a request's prompts; after a while it is the next request's turn."""
@@ -187,7 +185,7 @@ class TextGeneration:
                 return
             sequences = self._sequences(preparation)
         except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
-            preparation.reply.finish(fault("preparing the request", error))
+            preparation.reply.refuse(fault("preparing the request", error))
         else:
             self._engine.submit(sequences)
 
@@ -295,8 +293,8 @@ def build_text_generation(
         observer: Is told what the engine does.
     """
     from hf_triton.engine.choose import build_engine
-    from hf_triton.engine.heap import keep_freed_memory
-    from hf_triton.engine.packing import pack
+    from hf_triton.runner.heap import keep_freed_memory
+    from hf_triton.runner.packing import pack
 
     if checkpoint.model.device.type == "cpu":
         keep_freed_memory()

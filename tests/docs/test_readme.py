@@ -168,9 +168,12 @@ def test_the_stream_has_several_pieces(demo: TritonServer) -> None:
 
 def test_a_request_gives_up_another(demo: TritonServer) -> None:
     [block] = [block for block in blocks("bash") if '"stop":true' in block]
-    answers = run(demo, block)
-    assert '"text_output":""' in answers
-    assert "cancelled: " in answers
+    for _ in range(5):  # on a busy machine the second request may overtake the first
+        answers = run(demo, block)
+        assert '"text_output":""' in answers
+        if "cancelled: " in answers:
+            return
+    pytest.fail(answers)
 
 
 def test_the_answer_shown_is_the_answer_given(demo: TritonServer) -> None:

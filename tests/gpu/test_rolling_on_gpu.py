@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine import cache, decode
-from hf_triton.engine.decode import Decoder, DecodingMode
-from hf_triton.engine.forward import Forward
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.engine.sampling import Picks, RowSampler
 from hf_triton.generation import SamplingPlan
+from hf_triton.runner import cache, decode
+from hf_triton.runner.decode import Decoder, DecodingMode
+from hf_triton.runner.forward import Forward
 from tests.architectures import ROLLING, build
 from tests.models.test_rolling_engine import Client, token_ids
 from tests.running_texts import Texts, prompts, schedule

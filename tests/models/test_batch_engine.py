@@ -18,7 +18,6 @@ from hf_triton.checkpoint import Checkpoint
 from hf_triton.engine.batch import BatchEngine
 from hf_triton.engine.choose import NOWHERE, build_engine
 from hf_triton.engine.interface import Completion, Outcome, Sequence, TokenLogprobs
-from hf_triton.engine.probe import Sharing, probe_sharing
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.errors import (
     CancelledError,
@@ -29,6 +28,7 @@ from hf_triton.errors import (
     UnavailableError,
 )
 from hf_triton.generation import SamplingPlan, parse_parameters, settle
+from hf_triton.runner.probe import Sharing, probe_sharing
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
 from tests.reference import load_reference, solo_ids

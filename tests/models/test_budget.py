@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_triton.engine import budget
-from hf_triton.engine.budget import CUDA_FRACTION, HOST_FRACTION, TokenBudget, free_bytes, host_free_bytes
+from hf_triton.runner import budget
+from hf_triton.runner.budget import CUDA_FRACTION, HOST_FRACTION, TokenBudget, free_bytes, host_free_bytes
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

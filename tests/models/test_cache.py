@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from hf_triton.engine import cache, cache_layer
-from hf_triton.engine.cache import COLUMN_STEP, KeyValueRows, buffer_tokens
+from hf_triton.runner import cache, cache_layer
+from hf_triton.runner.cache import COLUMN_STEP, KeyValueRows, buffer_tokens
 
 NUM_LAYERS, HEADS, KEY_DIM, VALUE_DIM = 3, 2, 4, 6
 

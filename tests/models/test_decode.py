@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_triton.engine import cache, decode
-from hf_triton.engine.cache import KeyValueRows
-from hf_triton.engine.decode import Decoder, DecodingMode
-from hf_triton.engine.forward import Forward
+from hf_triton.runner import cache, decode
+from hf_triton.runner.cache import KeyValueRows
+from hf_triton.runner.decode import Decoder, DecodingMode
+from hf_triton.runner.forward import Forward
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.architectures import ROLLING, build
 from tests.reference import solo_ids

@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import resource, threading
 import torch
-from hf_triton.engine.heap import keep_freed_memory
+from hf_triton.runner.heap import keep_freed_memory
 
 def forwards():
     for _ in range(20):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine.cache import COLUMN_STEP, buffer_tokens
-from hf_triton.engine.decode import Decoder
-from hf_triton.engine.forward import Forward
-from hf_triton.engine.lanes import Lanes
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
+from hf_triton.runner.cache import COLUMN_STEP, buffer_tokens
+from hf_triton.runner.decode import Decoder
+from hf_triton.runner.forward import Forward
+from hf_triton.runner.lanes import Lanes
 from tests.architectures import BASE, build
 from tests.models.test_rolling_engine import Client, token_ids
 from tests.reference import solo_ids

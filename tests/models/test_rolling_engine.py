@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_triton.engine import prefill, thread
-from hf_triton.engine.cache import KeyValueRows
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.interface import Completion, Outcome, Sequence
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.errors import CancelledError, CheckpointError, GenerationError, HfTritonError, UnavailableError
 from hf_triton.generation import SamplingPlan
+from hf_triton.runner.cache import KeyValueRows
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.architectures import BASE, HEADS, ROLLING, WINDOWS, build
 from tests.reference import load_reference, solo_ids

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hf_triton.engine.interface import Completion
-from hf_triton.engine.padding import pad
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
+from hf_triton.runner.padding import pad
 from hf_triton.testing import build_tiny_checkpoint
 from tests.models.test_rolling_engine import Client, prompts
 from tests.reference import load_reference

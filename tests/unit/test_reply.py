@@ -3,7 +3,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -62,8 +62,8 @@ def reply_to(call: Call, outbox: Outbox, num_texts: int = 1, **options: bool) ->
     return reply
 
 
-def rest(*texts: str) -> list[GeneratedText]:
-    return [GeneratedText(text, "length", 1, 2, 0.0, "") for text in texts]
+def rest(*texts: str) -> Callable[[], list[GeneratedText]]:
+    return lambda: [GeneratedText(text, "length", 1, 2, 0.0, "") for text in texts]
 
 
 def joined(call: Call) -> list[str]:
@@ -131,11 +131,36 @@ def test_an_error_comes_behind_the_pieces_and_ends_the_stream() -> None:
     outbox, call = Outbox(), Call()
     reply = reply_to(call, outbox)
     reply.add(0, "a")
-    reply.finish(CancelledError())
+    reply.refuse(CancelledError())
     reply.add(0, "b")  # the engine has not heard of the error yet
     outbox.close()
     assert call.parts in ([["a"]], [["ab"]])
     assert [str(end) for end in call.ends] == ["cancelled: the client cancelled the request"]
+
+
+def test_texts_are_made_by_the_thread_that_sends(outbox: Outbox) -> None:
+    makers = []
+
+    def make() -> list[GeneratedText]:
+        makers.append(threading.current_thread().name)
+        return rest("a")()
+
+    reply_to(Call(), outbox).finish(make)
+    outbox.close()
+    assert makers == ["hf_triton-outbox"]
+
+
+def test_texts_that_cannot_be_made_are_an_error_behind_the_pieces(outbox: Outbox) -> None:
+    def make() -> list[GeneratedText]:
+        raise CancelledError
+
+    call = Call()
+    reply = reply_to(call, outbox)
+    reply.add(0, "a")
+    reply.finish(make)
+    outbox.close()
+    assert call.parts == [["a"]]
+    assert [type(end) for end in call.ends] == [CancelledError]
 
 
 def test_a_whole_answer_is_one_response() -> None:

@@ -114,8 +114,15 @@ class Collector:
     def add(self, text: int, piece: str) -> None:
         self.pieces.append((text, piece))
 
-    def finish(self, result: list[GeneratedText] | HfTritonError) -> None:
-        self.results.append(result)
+    def finish(self, make_texts: Callable[[], list[GeneratedText]]) -> None:
+        try:
+            self.results.append(make_texts())
+        except HfTritonError as error:
+            self.results.append(error)
+        self.is_finished.set()
+
+    def refuse(self, error: HfTritonError) -> None:
+        self.results.append(error)
         self.is_finished.set()
 
 

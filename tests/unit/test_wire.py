@@ -370,6 +370,11 @@ def test_arrays_and_objects_are_parameters_as_they_are_or_as_json() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
     "no prompt": ({}, {}, "invalid_input: give text_input or messages, one of them"),
+    "stop in quotes": (
+        {},
+        {"stop": "true"},
+        "invalid_parameter: stop gives a request up where it is true without quotes, got 'true'",
+    ),
     "a typo in the prompt's name": (
         {},
         {"text_inptu": "x"},

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_triton.engine.cache_layer import RowsLayer, contents
+from hf_triton.runner.cache_layer import RowsLayer, contents
 
 COLUMN_STEP: Final = 128
 """The buffers have a multiple of so many columns, and so many that no row needs any more are dropped together."""

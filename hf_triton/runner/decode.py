@@ -14,10 +14,10 @@ from typing import Final, Literal
 
 import torch
 
-from hf_triton.engine.cache import COLUMN_STEP, KeyValueRows
-from hf_triton.engine.faults import is_memory, kind
-from hf_triton.engine.forward import Forward
-from hf_triton.engine.rounding import agree
+from hf_triton.runner.cache import COLUMN_STEP, KeyValueRows
+from hf_triton.runner.faults import is_memory, kind
+from hf_triton.runner.forward import Forward
+from hf_triton.runner.rounding import agree
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_triton.engine.faults import kind
-from hf_triton.engine.probe import same_logits, sample_logits
-from hf_triton.engine.rounding import agree
+from hf_triton.runner.faults import kind
+from hf_triton.runner.probe import same_logits, sample_logits
+from hf_triton.runner.rounding import agree
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 SIZES: Final = (*range(1, 17), *range(24, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
 """Vectors that are multiplied at a time. For every number of them oneDNN makes code, which takes a millisecond and half
 a mebibyte that it never gives back: others are filled up with zeros to one of these, or divided."""
+_SIZES: Final = frozenset(SIZES)
 
 
 class PackedLinear(nn.Linear):
@@ -41,10 +42,10 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        vectors = x.reshape(-1, x.shape[-1])
-        if len(vectors) in SIZES:
+        if x.numel() // x.shape[-1] in _SIZES:
             return self._product(x)
-        products = [self._product(_filled_up(part))[: len(part)] for part in torch.split(vectors, SIZES[-1])]
+        parts = torch.split(x.reshape(-1, x.shape[-1]), SIZES[-1])
+        products = [self._product(_filled_up(part))[: len(part)] for part in parts]
         return torch.cat(products).view(*x.shape[:-1], self.weight.shape[0])
 
     def extra_repr(self) -> str:
@@ -52,7 +53,7 @@ class PackedLinear(nn.Linear):
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
         return product
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 if TYPE_CHECKING:
-    from hf_triton.engine.cache import KeyValueRows
+    from hf_triton.runner.cache import KeyValueRows
 
 
 class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from hf_triton.engine.padding import pad
+from hf_triton.runner.padding import pad
 
 
 class Forward:

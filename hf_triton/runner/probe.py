@@ -8,8 +8,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from hf_triton.engine.padding import pad
-from hf_triton.engine.rounding import agree
+from hf_triton.runner.padding import pad
+from hf_triton.runner.rounding import agree
 
 if TYPE_CHECKING:
     import torch
@@ -91,9 +91,9 @@ def _rolling_logits(model: Any) -> torch.Tensor:
     """
     import torch
 
-    from hf_triton.engine.cache import KeyValueRows
-    from hf_triton.engine.decode import Decoder
-    from hf_triton.engine.forward import Forward
+    from hf_triton.runner.cache import KeyValueRows
+    from hf_triton.runner.decode import Decoder
+    from hf_triton.runner.forward import Forward
 
     short, _, long = (_prompt(model, *place) for place in PROMPTS)
     forward = Forward(model)
@@ -123,7 +123,7 @@ def _logits_in_pieces(model: Any) -> torch.Tensor:
     import torch
     from transformers import DynamicCache
 
-    from hf_triton.engine.forward import Forward
+    from hf_triton.runner.forward import Forward
 
     short, _, long = (_prompt(model, *place) for place in PROMPTS)
     forward, cache = Forward(model), DynamicCache()

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from transformers.cache_utils import DynamicCache
 
-from hf_triton.engine.cache import KeyValueRows, buffer_tokens
+from hf_triton.runner.cache import KeyValueRows, buffer_tokens
 
 if TYPE_CHECKING:
-    from hf_triton.engine.decode import Decoder
+    from hf_triton.runner.decode import Decoder
 
 
 class Shape(NamedTuple):
