@@ -17,7 +17,7 @@ from tests.architectures import ROLLING, build
 from tests.models.test_rolling_engine import Client, token_ids
 from tests.running_texts import Texts, prompts, schedule
 
-MODELS = ("llama", "gemma3", "mistral-window", "phi3", "gpt-bigcode", "stablelm", "starcoder2")
+MODELS = ("llama", "falcon", "gemma3", "mistral-window", "phi3", "gpt-bigcode", "stablelm", "starcoder2")
 LLAMA: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 64,
@@ -29,11 +29,21 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+FALCON: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+CONFIGS = ROLLING | {"llama": ("LlamaConfig", LLAMA), "falcon": ("FalconConfig", FALCON)}
 
 
 def load(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    model = build("LlamaConfig", LLAMA) if name == "llama" else build(*ROLLING[name])
-    return model.to("cuda", dtype)
+    return build(*CONFIGS[name]).to("cuda", dtype)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Indices that a model's forward writes as lists, kept on the device.
+
+`x[..., [-1], :]`, as Falcon has it, copies the list to the device at each call: the host waits for it, and a CUDA graph
+that is being captured must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class IndexConstants(TorchFunctionMode):
+    """While it is entered, a list of numbers among a tensor's indices is a tensor on the device, the same at each call.
+
+    Args:
+        device: The model's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._constants: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by torch in place of every one of its functions."""
+        if func is torch.Tensor.__getitem__:
+            tensor, index = args
+            parts = index if isinstance(index, tuple) else (index,)
+            if tensor.device == self._device and any(map(_is_constant, parts)):
+                args = tensor, tuple(self._on_device(part) if _is_constant(part) else part for part in parts)
+        return func(*args, **(kwargs or {}))
+
+    def _on_device(self, numbers: list[int]) -> torch.Tensor:
+        key = tuple(numbers)
+        if key not in self._constants:
+            self._constants[key] = torch.tensor(numbers, device=self._device)
+        return self._constants[key]
+
+
+def _is_constant(index: object) -> bool:
+    return isinstance(index, list) and bool(index) and all(type(number) is int for number in index)
