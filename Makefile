@@ -30,7 +30,7 @@ $(SETUP): pyproject.toml constraints.txt
 	@$(or $(PYTHON),false) -c '$(IS_FIT)' 2>/dev/null || \
 	  { echo "Python 3.11 or 3.12 is needed: install one, or say which: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "Setting up .venv; PyTorch and the server are downloaded, which takes some minutes."
-	$(PYTHON) -m venv .venv
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@

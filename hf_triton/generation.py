@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from hf_triton.declare import MAX_ENTRIES, problems, read_numbered, read_one_or_many, read_texts, suggest
+from hf_triton.declare import MAX_ENTRIES, Problem, problems, read_numbered, read_one_or_many, read_texts, suggest
 from hf_triton.errors import RequestError, clip
 
 ALIASES: Final[Mapping[str, str]] = {
@@ -34,11 +34,22 @@ ALIASES: Final[Mapping[str, str]] = {
     "random_seed": "seed",
     "stop": "stop_strings",
     "stop_words": "stop_strings",
+    "end_id": "eos_token_id",
 }
 """Other dialects' names for our parameters. Ours are transformers' own."""
-MEANT: Final[Mapping[str, str]] = {"prompt": "text_input", "max_length": "max_new_tokens"}
+MEANT: Final[Mapping[str, str]] = {
+    "prompt": "text_input",
+    "system": "messages",
+    "max_length": "max_new_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "json_schema": "guided_json",
+}
 """What to suggest for names that mean nearly the same and are spelled otherwise."""
-NOT_THERE: Final[Mapping[str, str]] = {"num_beams": ": there is no beam search"}
+NOT_THERE: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("num_beams", "beam_width", "use_beam_search", "length_penalty"), "there is no beam search"),
+    "skip_special_tokens": "texts hold no special tokens",
+}
 """What to say of names that ask for what there is not."""
 
 MAX_NEW_TOKENS: Final = 1_048_576
@@ -360,16 +371,24 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
     try:
         return GenerationParameters.model_validate(named)
     except ValidationError as error:
-        sentence = "; ".join(problem.sentence for problem in problems(GenerationParameters, error))
-        raise RequestError("invalid_parameter", sentence) from None
+        sentences = [_as_spelled(each, spellings) for each in problems(GenerationParameters, error)]
+        raise RequestError("invalid_parameter", "; ".join(sentences)) from None
+
+
+def _as_spelled(problem: Problem, spellings: Mapping[str, str]) -> str:
+    """A problem's sentence, which begins with the parameter's name, by the name that was given."""
+    rest = problem.sentence.removeprefix(problem.name)
+    return problem.sentence if rest == problem.sentence else f"{spellings[problem.name]}{rest}"
 
 
 def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
     """The refusal of a parameter that nobody declared."""
+    if name in NOT_THERE:
+        return RequestError("unknown_parameter", f"there is no parameter {name}, {NOT_THERE[name]}: leave it out")
     known = [*GenerationParameters.model_fields, *ALIASES, *also]
     meant = MEANT.get(name)
     hint = suggest(meant if meant in known else name, known)
-    return RequestError("unknown_parameter", f"there is no parameter {clip(name)}{NOT_THERE.get(name, '')}{hint}")
+    return RequestError("unknown_parameter", f"there is no parameter {clip(name)}{hint}")
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,12 @@ class TritonPythonModel(Hooks):
             for line in loaded.describe():
                 logger.info(line)
             self.settings = loaded.settings
+            is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+            if loaded.settings.stream and not is_decoupled:
+                logger.warning("the setting stream does nothing without model_transaction_policy { decoupled: true }")
             self._outlet = Outlet(
                 output_names=[port["name"] for port in config["output"]],
-                is_decoupled=config.get("model_transaction_policy", {}).get("decoupled", False),
+                is_decoupled=is_decoupled,
                 streams=loaded.settings.stream,
                 outbox=Outbox(),
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -72,7 +73,7 @@ def find_tritonserver(scratch: Path) -> Installation:
             its own folder may be read-only, so the backend is laid out there.
 
     Raises:
-        ServerError: There is none, or the wheel has no stub for this Python.
+        ServerError: There is none, or the wheel's has no stub for this Python or cannot do with this numpy.
     """
     on_path = shutil.which("tritonserver")
     if on_path:
@@ -88,6 +89,12 @@ def find_tritonserver(scratch: Path) -> Installation:
 
 
 def _lay_out_backend(root: Path, scratch: Path) -> Path:
+    numpy = importlib.metadata.version("numpy")
+    if int(numpy.partition(".")[0]) >= 2:
+        raise ServerError(
+            "server_not_found",
+            f"the nvidia-pytriton wheel's server breaks texts with numpy {numpy}: `pip install 'numpy<2'`",
+        )
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = root / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.exists():
@@ -254,15 +261,13 @@ class TritonServer:
         deadline = time.monotonic() + self._ready_timeout_s
         while time.monotonic() < deadline:
             if not self.is_running():
-                raise ServerError(
-                    "server_failed", f"tritonserver ended while starting; its log ends:\n{self.log_tail()}"
-                )
+                raise ServerError("server_failed", f"tritonserver ended while starting{self.log_words()}")
             if self.is_live():
                 return
             time.sleep(0.05)
         raise ServerError(
             "server_failed",
-            f"tritonserver was not up after {self._ready_timeout_s:g} s; its log ends:\n{self.log_tail()}",
+            f"tritonserver was not up after {self._ready_timeout_s:g} s{self.log_words()}",
         )
 
     def is_running(self) -> bool:
@@ -312,6 +317,11 @@ class TritonServer:
     def log_tail(self, lines: int = 30) -> str:
         """The last `lines` lines of the log."""
         return "\n".join(self.read_log().splitlines()[-lines:])
+
+    def log_words(self) -> str:
+        """The end of a sentence that says where to look: the log's tail, or that it has been shown."""
+        tail = self.log_tail()
+        return f"; its log ends:\n{tail}" if tail else ": its log above says why"
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> int | None:
         """Let requests in flight finish, then stop; kill the whole process group after `grace_s` seconds.

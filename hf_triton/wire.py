@@ -11,8 +11,9 @@ import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
+import annotated_types
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from hf_triton.chat import MESSAGES, Chat, ChatOptions, parse_chat
 from hf_triton.declare import problems, suggest
 from hf_triton.errors import RequestError, SettingsError, clip
-from hf_triton.generation import ALIASES, GenerationParameters, parse_parameters, unknown_parameter
+from hf_triton.generation import ALIASES, MEANT, GenerationParameters, parse_parameters, unknown_parameter
 
 PROMPT: Final = "text_input"
 TEXT: Final = "text_output"
@@ -65,6 +66,8 @@ DIALECT_TYPES: Final[Mapping[str, str]] = {
     "top_k": "TYPE_INT32",
     "seed": "TYPE_UINT64",
     "random_seed": "TYPE_UINT64",
+    "end_id": "TYPE_INT32",
+    "pad_id": "TYPE_INT32",
 }
 """The types that clients of TensorRT-LLM and LiteLLM send, where Triton would refuse ours."""
 
@@ -110,6 +113,9 @@ class RequestOptions(BaseModel):
     first token, `e2e_request_latency_us` until its answer was made. In the JSON of `/generate` they are beside the
     outputs. Behind a stream door a request arrives where its model is. Needs a server of Triton 25.02 or newer, and is
     refused by others."""
+
+    pad_id: Annotated[int, annotated_types.Ge(0)] | None = None
+    """What clients of TensorRT-LLM say of padding. It is in no text, so that this changes none."""
 
     sampling_parameters: str | None = None
     """Generation parameters as one JSON text, as the vLLM backend takes them: `{"temperature": 0.5, "max_tokens": 20}`.
@@ -248,7 +254,7 @@ def _check_input(name: str, data_type: str) -> None:
     if name not in (PROMPT, MESSAGES) and parameter not in PARAMETERS:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', and there is no such request parameter"
-            f"{suggest(name, [PROMPT, MESSAGES, *PARAMETERS, *ALIASES])}"
+            f"{suggest(MEANT.get(name, name), [PROMPT, MESSAGES, *PARAMETERS, *ALIASES])}"
         )
     types = ("TYPE_STRING",) if name in (PROMPT, MESSAGES) else _triton_types(name)
     if data_type not in types:
@@ -270,6 +276,8 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
     Raises:
         RequestError: The message names what is wrong and what would do.
     """
+    if parameters.get("stop") is False:  # TensorRT-LLM's default: nothing is given up
+        parameters = {name: value for name, value in parameters.items() if name != "stop"}
     _check_names(parameters)  # first: of a misspelt `text_input`, the spelling is to be told
     has_chat = MESSAGES in inputs or MESSAGES in parameters
     if not has_chat and PROMPT not in inputs and str(parameters.get("stop")).lower() == "true":

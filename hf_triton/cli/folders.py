@@ -33,6 +33,8 @@ def _flaw(folder: Path) -> str | None:
     versions = _versions(folder)
     if folder.name.split() != [folder.name]:
         return "it has a space in its name, which Triton cannot start: rename it"
+    if not folder.name.isascii():
+        return "its name is not ASCII, and Triton's Python opens no other: rename it"
     if not versions and not (folder / CONFIG).exists():
         return f"it has neither {CONFIG} nor 1/model.py: copy a model folder's, or move it out of the model repository"
     if not versions:
@@ -49,6 +51,13 @@ def _versions(folder: Path) -> list[Path]:
 
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
+
+
+def explained(reason: str) -> str:
+    """Triton's reason for not loading a folder, with what to do where that is not in it."""
+    if "unable to find backend library" in reason:
+        return f'{reason}: of a folder for this library, {CONFIG} says backend: "python"; copy one and edit it'
+    return reason
 
 
 def silent_reason(folder: Path) -> str:
@@ -83,6 +92,8 @@ def _hint(sentence: str, config: str, fields: Mapping[str, object]) -> str:
     if unknown is None:
         return ""
     message, name = unknown.groups()
+    if message in ("ModelParameter", "ModelConfig.ParametersEntry"):
+        return ': a setting is parameters { key: "..." value { string_value: "..." } }'
     if message != "ModelConfig":
         return ": is a } missing before it?" if name in fields else ""
     if name not in OUR_FIELDS:

@@ -15,7 +15,7 @@ import click
 
 import hf_triton
 from hf_triton.cli.examples import example_requests
-from hf_triton.cli.folders import flaws, is_model_folder, model_folders, silent_reason
+from hf_triton.cli.folders import explained, flaws, is_model_folder, model_folders, silent_reason
 from hf_triton.errors import ServerError
 from hf_triton.server import TritonServer, busy_ports
 
@@ -61,6 +61,11 @@ def serve(
 ) -> None:
     """Serve the folders in MODEL_REPOSITORY; without one, the small demo model that comes with hf_triton."""
     ports = (http_port, grpc_port, metrics_port)
+    if len(set(ports)) < len(ports):
+        raise click.UsageError(
+            "--http-port, --grpc-port and --metrics-port must be three different ports, got "
+            f"{', '.join(map(str, ports))}"
+        )
     busy = busy_ports(ports)
     if busy:
         raise click.UsageError(
@@ -117,15 +122,14 @@ def _show(server: TritonServer, left_out: Mapping[str, str]) -> None:
     models = server.models()
     ready = sorted({model.name for model in models if model.state == "READY"})
     reasons = {
-        model.name: model.sentence or silent_reason(server.model_repository / model.name)
+        model.name: explained(model.sentence) or silent_reason(server.model_repository / model.name)
         for model in models
         if model.name not in ready
     }
     _show_reasons({**left_out, **reasons})
     if not ready:
-        raise ServerError(
-            "server_failed", "no model is served: correct what is said above, and look at the log above it"
-        )
+        more = "--verbose shows the server's log" if server.read_log() else "the log above it may say more"
+        raise ServerError("server_failed", f"no model is served: correct what is said above; {more}")
     click.echo(f"Ready: {', '.join(ready)}.")
     requests = example_requests(map(server.model_config, ready), server.http_port)
     click.echo(TRY.format(requests=requests))
@@ -143,9 +147,7 @@ def _wait(server: TritonServer) -> None:
     except KeyboardInterrupt:
         click.echo("Stopping: requests in flight are finished first; Ctrl+C again stops at once.")
         raise
-    tail = server.log_tail()
-    reason = f"; its log ends:\n{tail}" if tail else ": its log above says why"
-    raise ServerError("server_failed", f"tritonserver ended by itself{reason}")
+    raise ServerError("server_failed", f"tritonserver ended by itself{server.log_words()}")
 
 
 def _repository(given: Path | None, left_out: Collection[str]) -> contextlib.AbstractContextManager[Path]:

@@ -2,7 +2,7 @@
 """Continuous batching over any decoder-only model's own forward: prompts join the running rows, finished ones leave.
 
 A prompt is prefilled apart, a piece at a time, so that the running rows keep their pace; then its keys and values are
-laid into a free row that ends at the common clock (`cache.py`, `lanes.py`), and it takes part from the next step on.
+laid into a free row that ends at the common clock (`runner/`), and it takes part from the next step on.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ class RollingEngine(EngineThread):
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def _num_held(self) -> int:
-        prefill = self._prefill  # as above
+        prefill = self._prefill  # read once, as in `_rows_in_prefill`
         return self._memory.num_tokens + self._prefixes.num_tokens + (prefill.num_tokens if prefill else 0)
 
     def _fits(self, lengths: list[int], num_in_prefill: int) -> bool:

@@ -143,6 +143,33 @@ def test_a_busy_port_is_named() -> None:
     assert f"port {port} in use" in result.stderr
 
 
+def test_ports_that_are_the_same_are_refused() -> None:
+    port = str(free_ports(1)[0])
+    result = subprocess.run(
+        [COMMAND, "serve", "--http-port", port, "--grpc-port", port], capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert f"must be three different ports, got {port}, {port}, 8002" in result.stderr
+
+
+def test_a_numpy_that_breaks_texts_is_named(tmp_path: Path) -> None:
+    (tmp_path / "numpy-2.1.0.dist-info").mkdir()
+    (tmp_path / "numpy-2.1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 2.1.0\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)]
+    result = subprocess.run([COMMAND, "serve", *ports], capture_output=True, text=True, env=environment)
+    assert result.returncode == 1
+    assert "breaks texts with numpy 2.1.0: `pip install 'numpy<2'`" in result.stderr
+
+
+def test_a_folder_of_another_backend_comes_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "theirs" / "1").mkdir(parents=True)
+    (tmp_path / "theirs" / "config.pbtxt").write_text('backend: "vllm"')
+    serving = Serving(str(tmp_path), output=tmp_path / "output")
+    assert serving.process.wait(timeout=120) == 1
+    assert 'of a folder for this library, config.pbtxt says backend: "python"' in serving.output()
+
+
 def test_a_server_that_cannot_start_is_an_error(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     repository = tmp_path / "repository"
     make_folder(repository, "mine", huggingface_model="./x")
@@ -153,11 +180,14 @@ def test_a_server_that_cannot_start_is_an_error(tmp_path: Path, make_folder: Cal
     bad.chmod(0o755)
     result = subprocess.run([COMMAND, "serve", repository, *ports], capture_output=True, text=True, env=environment)
     assert result.returncode == 1
-    assert "server_failed: tritonserver ended while starting" in result.stderr
+    assert "server_failed: tritonserver ended while starting: its log above says why" in result.stderr
 
 
 REASONS = {
     "bare": "it has no 1/model.py: copy one from a model folder",
+    "form": 'config.pbtxt cannot be read: 2:47: Message type "inference.ModelParameter" has no field named '
+    '"int64_value": a setting is parameters { key: "..." value { string_value: "..." } }',
+    "modèle": "its name is not ASCII, and Triton's Python opens no other: rename it",
     "nowhere": "path_not_found: there is no folder ",
     "number": "config.pbtxt cannot be read: 2:61: Expected string but found: '128'",
     "renamed": "config.pbtxt calls the model falcon7b, and Triton goes by the folder: leave the line name: out",
@@ -173,6 +203,7 @@ REASONS = {
 }
 """How it is said why a folder of this name is not served."""
 UNREADABLE = {
+    "form": 'parameters { key: "max_output_length" value { int64_value: 128 } }',
     "number": 'parameters { key: "max_output_length" value { string_value: 128 } }',
     "renamed": 'name: "falcon7b"',
     "setting": "max_output_length: 64",
@@ -188,6 +219,7 @@ def make_broken_folders(repository: Path, make_folder: Callable[..., Path]) -> N
         make_folder(repository, name, config=config, huggingface_model="./x")
     (make_folder(repository, "bare", huggingface_model="./x") / "1" / "model.py").unlink()
     make_folder(repository, "two words", huggingface_model="./x")
+    make_folder(repository, "modèle", huggingface_model="./x")
     shutil.rmtree(make_folder(repository, "unversioned", huggingface_model="./x") / "1")
     (repository / "stray").mkdir()
 

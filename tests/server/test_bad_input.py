@@ -294,7 +294,7 @@ NONSENSE_TOGETHER: dict[str, tuple[dict[str, object], str]] = {
         {"n": 2, "num_return_sequences": 2},
         "(n|num_return_sequences) and (n|num_return_sequences) mean the same: leave one out",
     ),
-    "an alias out of range": ({"max_tokens": 0}, "max_new_tokens must be an integer >= 1 and <= 1048576, got 0"),
+    "an alias out of range": ({"max_tokens": 0}, "max_tokens must be an integer >= 1 and <= 1048576, got 0"),
     "greedy with a temperature": (
         {"do_sample": False, "temperature": 0.7},
         "temperature has no effect with do_sample false: leave one of them out",

@@ -144,6 +144,8 @@ INPUT_TYPES = {
     "stop_words": "TYPE_STRING",
     "ignore_eos": "TYPE_BOOL",
     "eos_token_id": "TYPE_INT64",
+    "end_id": "TYPE_INT32",
+    "pad_id": "TYPE_INT32",
     "num_return_sequences": "TYPE_INT64",
     "n": "TYPE_INT64",
     "best_of": "TYPE_INT64",
@@ -153,7 +155,7 @@ INPUT_TYPES = {
     "queue_priority": "TYPE_INT64",
 }
 """Those that TensorRT-LLM's clients, LiteLLM and the vLLM backend's clients send are theirs."""
-LISTS = {"bad_words", "stop_strings", "stop", "stop_words", "eos_token_id"}
+LISTS = {"bad_words", "stop_strings", "stop", "stop_words", "eos_token_id", "end_id"}
 
 
 def test_parameters_as_inputs_are_optional_and_typed() -> None:
@@ -183,7 +185,7 @@ def test_an_input_may_have_an_aliases_name(name: str) -> None:
 REFUSED_CONFIGS = {
     "an input that nobody knows": (
         config(port("prompt")),
-        "config.pbtxt declares the input 'prompt', and there is no such request parameter; known are ",
+        "config.pbtxt declares the input 'prompt', and there is no such request parameter, did you mean 'text_input'?",
     ),
     "a typo": (config(port("temprature", "TYPE_FP32")), "did you mean 'temperature'?"),
     "a prompt of numbers": (
@@ -647,3 +649,11 @@ def test_the_number_of_prompts_is_bounded() -> None:
     assert decode_texts(texts(b"a", b"b", b"c"), limits) == ["a", "b", "c"]
     with pytest.raises(RequestError, match=r"invalid_input: text_input holds 4 prompts, and a request may have 3"):
         decode_texts(texts(b"a", b"b", b"c", b"d"), limits)
+
+
+def test_what_clients_of_tensorrt_llm_send_beside_is_taken() -> None:
+    plain = parse(b"x", max_tokens=20, bad_words=[], stop_strings=[], eos_token_id=2)
+    dialect = parse(b"x", max_tokens=20, bad_words="", stop_words="", pad_id=0, end_id=2, stop=False)
+    assert dialect.parameters == plain.parameters
+    tensors = parse_tensors(1, end_id=np.array([[2]], np.int32), pad_id=np.array([[0]], np.int32))
+    assert [each.eos_token_id for each in tensors.parameters] == [(2,)]
