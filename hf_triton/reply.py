@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From texts to responses: a thread that writes and sends, so that the engine waits neither for it nor for Triton.
 
-What a stream writes faster than it can be sent goes out together. Knows Triton only by the `Call` that it is given.
+What a stream writes faster than it can be sent goes out together. Answers that take long to write or to send have a
+thread of their own, so that the streams do not wait for them. Knows Triton only by the `Call` that it is given.
 """
 
 from __future__ import annotations
@@ -44,20 +45,24 @@ class Call(Protocol):
     def refuse(self, error: HfTritonError) -> None: ...
 
 
-class Outbox:
-    """Sends in a thread of its own, in order."""
+class _Lane:
+    """Does one thing after the other, in a thread of its own.
 
-    def __init__(self) -> None:
+    Args:
+        name: The thread's.
+    """
+
+    def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name="hf_triton-outbox", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     def put(self, send: Callable[[], None]) -> None:
-        """Have something sent."""
+        """Have something done."""
         self._queue.put(send)
 
     def close(self) -> None:
-        """Send what is there, then end."""
+        """Do what is there, then end."""
         self._queue.put(None)
         self._thread.join()
 
@@ -67,6 +72,34 @@ class Outbox:
                 send()
             except BaseException as error:  # the thread serves the other calls too
                 logger.error("sending a response failed: %s", where(error))
+            del send  # a call that was dropped answers when nobody holds it any more
+
+
+class Outbox:
+    """Sends in a thread of its own, in order; what takes long in a second one, so that the streams go on meanwhile."""
+
+    def __init__(self) -> None:
+        self._lane = _Lane("hf_triton-outbox")
+        self._long_lane: _Lane | None = None
+
+    def put(self, send: Callable[[], None]) -> None:
+        """Have something sent."""
+        self._lane.put(send)
+
+    def put_long(self, send: Callable[[], None]) -> None:
+        """Have something sent that takes a while: behind all that was put before, and not before what is put later."""
+        self._lane.put(partial(self._hand_over, send))
+
+    def close(self) -> None:
+        """Send what is there, then end."""
+        self._lane.close()
+        if self._long_lane is not None:
+            self._long_lane.close()
+
+    def _hand_over(self, send: Callable[[], None]) -> None:
+        if self._long_lane is None:
+            self._long_lane = _Lane("hf_triton-long-answers")
+        self._long_lane.put(send)
 
 
 @dataclass(frozen=True)
@@ -123,9 +156,10 @@ class CallReply:
         if not was_due:
             self._outbox.put(self._send_pieces)
 
-    def finish(self, make_texts: Callable[[], list[wire.GeneratedText]]) -> None:
+    def finish(self, make_texts: Callable[[], list[wire.GeneratedText]], *, takes_long: bool) -> None:
         """The texts, or what is left of them; made where they are sent."""
-        self._outbox.put(partial(self._finish, make_texts))
+        put = self._outbox.put_long if takes_long else self._outbox.put
+        put(partial(self._finish, make_texts))
 
     def refuse(self, error: HfTritonError) -> None:
         """An error, after what the stream has."""
@@ -142,13 +176,15 @@ class CallReply:
             self._call.add(wire.encode_pieces(pieces, self._request, self._output_names))
 
     def _finish(self, make_texts: Callable[[], list[wire.GeneratedText]]) -> None:
-        self._send_pieces()
         try:
+            self._send_pieces()
             outputs = wire.encode_answer(make_texts(), self._request, self._output_names)
+            self._call.answer(outputs, self._parameters())
         except HfTritonError as error:
             self._call.refuse(error)
-        else:
-            self._call.answer(outputs, self._parameters())
+        except BaseException:  # want of memory, for a long answer
+            self._call.refuse(HfTritonError("internal", "the answer could not be sent; the server's log says where"))
+            raise
 
     def _refuse(self, error: HfTritonError) -> None:
         self._send_pieces()

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Final, Protocol
 
 from hf_triton.engine.interface import Completion, Constraint, FinishReason, LogitsProcessor, Outcome, TokenLogprobs
-from hf_triton.errors import HfTritonError, where
+from hf_triton.errors import CancelledError, HfTritonError, where
 from hf_triton.generation import SamplingPlan, TaskPlan
 from hf_triton.tasks.hooks import CheckedHooks
 from hf_triton.text import TextCodec, TextStream
@@ -31,6 +31,10 @@ FINISH_REASONS: Final[dict[FinishReason, str]] = {
     "deadline": "deadline",
 }
 """The engine's reasons, and what clients know them by."""
+MAX_QUICK_TOKENS: Final = 4096
+"""New tokens of an answer that is made at once, in some 20 ms."""
+MAX_QUICK_LOGPROBS: Final = 256
+"""Of them and of prompt tokens those with log probabilities."""
 LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity; the number is OpenAI's
 
 
@@ -51,11 +55,12 @@ class Reply(Protocol):
             piece: Joined, a text's pieces and what `finish` has of it are the text.
         """
 
-    def finish(self, make_texts: Callable[[], list[GeneratedText]]) -> None:
+    def finish(self, make_texts: Callable[[], list[GeneratedText]], *, takes_long: bool) -> None:
         """There is an answer: the texts of all prompts in order.
 
         Args:
-            make_texts: Writes them, which may take a while; raises an `HfTritonError`, which is the answer then.
+            make_texts: Writes them; raises an `HfTritonError`, which is the answer then.
+            takes_long: Whether others should not wait for it.
         """
 
     def refuse(self, error: HfTritonError) -> None:
@@ -161,7 +166,7 @@ class Answering:
             self._completions[row] = outcome
             is_complete = len(self._completions) == len(self._prompts)
         if is_complete and self._is_first_answer():
-            self._reply.finish(self._all_texts)
+            self._reply.finish(self._all_texts, takes_long=self._takes_long())
 
     def refuse(self, error: HfTritonError) -> None:
         """Answer with an error; the request's other prompts are given up."""
@@ -173,6 +178,14 @@ class Answering:
             was_answered, self._is_answered = self._is_answered, True
         return not was_answered
 
+    def _takes_long(self) -> bool:
+        """Whether the texts take long to make; of the folder's own `postprocess` nobody knows."""
+        completions = [each for row in self._completions.values() for each in row]
+        num_tokens = sum(len(each.token_ids) for each in completions)
+        num_logprobs = sum(len(each.logprobs or ()) + len(each.prompt_logprobs or ()) for each in completions)
+        is_long = num_tokens > MAX_QUICK_TOKENS or num_logprobs > MAX_QUICK_LOGPROBS
+        return is_long or self._hooks.overrides("postprocess")
+
     def _all_texts(self) -> list[GeneratedText]:
         try:
             return [text for row in range(len(self._prompts)) for text in self._texts(row)]
@@ -181,6 +194,8 @@ class Answering:
 
     def _texts(self, row: int) -> list[GeneratedText]:
         """The texts of one prompt."""
+        if self._is_cancelled():
+            raise CancelledError
         writer, completions = self._writers[row], self._completions[row]
         found = completions[0].prompt_logprobs  # the others' are the same
         prompt_logprobs = None if found is None else _logprobs_json(self._codec, [None, *found])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders whose own model.py changes one thing, in under ten lines: each hook of the base class on a real server."""
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from hf_triton.server import TritonServer
 from hf_triton.testing import build_tiny_checkpoint
-from tests.client import generate
+from tests.client import generate, post
 from tests.reference import Reference, load_reference
 
 HEAD = """import hf_triton
@@ -96,6 +97,13 @@ MISSPELT = """    def post_process(self, text):
     def make_prompt(self, text):
         return text
 """
+SLOW_S = 1.5
+SLOW = f"""    def postprocess(self, text):
+        import time
+
+        time.sleep({SLOW_S})
+        return text
+"""
 UNLOADABLE = {
     "nothing_load": """    def load(self, checkpoint):
         checkpoint.model.eval()
@@ -126,7 +134,7 @@ def server(
 ) -> Iterator[TritonServer]:
     root = tmp_path_factory.mktemp("repository")
     assert all(len((HEAD + body).splitlines()) <= 11 for body in FOLDERS.values())
-    others = {"uncallable": UNCALLABLE, "picky": PICKY, "misspelt": MISSPELT, **UNLOADABLE}
+    others = {"uncallable": UNCALLABLE, "picky": PICKY, "misspelt": MISSPELT, "slow": SLOW, **UNLOADABLE}
     files = {name: HEAD + body for name, body in {**FOLDERS, **others}.items()}
     for name, text in (files | {"broken": BROKEN}).items():
         folder = make_folder(root, name, huggingface_model=checkpoint, exclude_input_in_output="true")
@@ -182,6 +190,21 @@ def test_a_text_can_be_ended(server: TritonServer) -> None:
 
 def test_a_text_can_be_changed(server: TritonServer) -> None:
     assert ask(server, "after") == ask(server, "plain").strip().upper()
+
+
+def test_a_slow_one_holds_up_no_stop_and_is_not_called_for_who_gave_up(server: TritonServer) -> None:
+    names = [str(number) for number in range(4)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        asked = [pool.submit(generate, server, "slow", PROMPT, max_new_tokens=3, id=name) for name in names]
+        time.sleep(0.5)  # the first is being changed, and the others wait for that
+        while not all(each.done() for each in asked):
+            for name in names:
+                started_s = time.monotonic()
+                assert post(server, "/v2/models/slow/generate", {"id": name, "stop": True}).status == 200
+                assert time.monotonic() - started_s < SLOW_S / 2
+    ends = [each.result() for each in asked]
+    assert [each.status for each in ends].count(200) <= 1
+    assert {each.error for each in ends if each.status != 200} == {"cancelled: the client cancelled the request"}
 
 
 FAILED = "{} of the folder's own 1/model.py failed ({} at model.py:{})"

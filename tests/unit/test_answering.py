@@ -157,6 +157,47 @@ def test_outcomes_from_many_threads_are_one_answer() -> None:
         assert [each.text for each in texts_of(reply)] == [str(row) for row in range(8)]
 
 
+def test_a_client_that_gave_up_while_its_answer_waited_is_not_written_one() -> None:
+    written = []
+
+    class Noting(Hooks):
+        def postprocess(self, text: str) -> str:
+            written.append(text)
+            return text
+
+    made, reply = answering(prompt_of("x"), hooks=Noting(), was_cancelled=True)
+    made.put(0, [completion("ab")])
+    assert [getattr(each, "code", None) for each in reply.results] == ["cancelled"]
+    assert not written
+
+
+@pytest.mark.parametrize(
+    ("completions", "takes_long"),
+    [
+        ([Completion([5] * 2048, "length")] * 2, False),
+        ([Completion([5] * 2048, "length")] * 3, True),
+        ([Completion([5] * 256, "length", [TokenLogprobs(5, -1.0)] * 256)], False),
+        ([Completion([5] * 257, "length", [TokenLogprobs(5, -1.0)] * 257)], True),
+        ([Completion([5], "length", prompt_logprobs=[TokenLogprobs(5, -1.0)] * 257)], True),
+    ],
+    ids=["2 texts", "3 texts", "logprobs", "many logprobs", "prompt_logprobs"],
+)
+def test_what_takes_long_to_write_is_known_by_its_tokens(completions: list[Completion], takes_long: bool) -> None:
+    made, reply = answering(prompt_of("x"))
+    made.put(0, completions)
+    assert reply.takes_long is takes_long
+
+
+def test_a_folder_s_own_postprocess_may_take_long() -> None:
+    class Calling(Hooks):
+        def postprocess(self, text: str) -> str:
+            return text
+
+    made, reply = answering(prompt_of("x"), hooks=Calling())
+    made.put(0, [completion("a")])
+    assert reply.takes_long
+
+
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 

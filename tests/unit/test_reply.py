@@ -3,8 +3,10 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ class Call:
         self.may_send = threading.Event()
         self.may_send.set()
         self.is_broken = False
+        self.takes_no_answer = False
         self.parameters: dict[str, int] | None = None
 
     def add(self, outputs: dict[str, Any]) -> None:
@@ -37,6 +40,8 @@ class Call:
         self.parts.append(texts_of(outputs))
 
     def answer(self, outputs: dict[str, Any], parameters: dict[str, int]) -> None:
+        if self.takes_no_answer:
+            raise MemoryError
         self.ends.append(outputs)
         self.parameters = parameters
 
@@ -78,7 +83,7 @@ def test_pieces_go_out_before_the_rest_and_a_text_that_does_not_go_on_is_empty()
     while not call.parts:
         time.sleep(0.001)
     reply.add(0, "a")
-    reply.finish(rest("b", "r"))
+    reply.finish(rest("b", "r"), takes_long=False)
     outbox.close()
     assert call.parts[0] == ["", "ba"]
     assert call.parts[1] == ["a", ""]
@@ -89,7 +94,7 @@ def test_what_is_told_beside_the_text_comes_with_the_last_response_alone() -> No
     outbox, call = Outbox(), Call()
     reply = reply_to(call, outbox, return_num_output_tokens=True)
     reply.add(0, "a")
-    reply.finish(rest(""))
+    reply.finish(rest(""), takes_long=False)
     outbox.close()
     [end] = call.ends
     assert end["num_output_tokens"].tolist() == [2]
@@ -103,7 +108,7 @@ def test_the_request_s_times_come_with_the_last_response_where_it_asks(monkeypat
     for call, wants in ((asks, True), (does_not, False)):
         reply = reply_to(call, outbox, return_timings=wants)
         reply.add(0, "a")
-        reply.finish(rest("b"))
+        reply.finish(rest("b"), takes_long=False)
     outbox.close()
     assert asks.parameters == {
         "queue_time_us": 500_000,
@@ -121,7 +126,7 @@ def test_what_is_written_while_nothing_can_be_sent_goes_out_together() -> None:
     for letter in "abcdef":
         reply.add(0, letter)
     call.may_send.set()
-    reply.finish(rest("g"))
+    reply.finish(rest("g"), takes_long=False)
     outbox.close()
     assert joined(call) == ["abcdefg"]
     assert len(call.parts) <= 2
@@ -145,7 +150,7 @@ def test_texts_are_made_by_the_thread_that_sends(outbox: Outbox) -> None:
         makers.append(threading.current_thread().name)
         return rest("a")()
 
-    reply_to(Call(), outbox).finish(make)
+    reply_to(Call(), outbox).finish(make, takes_long=False)
     outbox.close()
     assert makers == ["hf_triton-outbox"]
 
@@ -157,16 +162,81 @@ def test_texts_that_cannot_be_made_are_an_error_behind_the_pieces(outbox: Outbox
     call = Call()
     reply = reply_to(call, outbox)
     reply.add(0, "a")
-    reply.finish(make)
+    reply.finish(make, takes_long=False)
     outbox.close()
     assert call.parts == [["a"]]
     assert [type(end) for end in call.ends] == [CancelledError]
 
 
+def test_streams_and_short_answers_do_not_wait_for_an_answer_that_takes_long(outbox: Outbox) -> None:
+    slow, quick, may_make = Call(), Call(), threading.Event()
+
+    def make() -> list[GeneratedText]:
+        assert may_make.wait(10)
+        return rest("b")()
+
+    reply = reply_to(slow, outbox)
+    reply.add(0, "a")
+    reply.finish(make, takes_long=True)
+    reply = reply_to(quick, outbox)
+    reply.add(0, "c")
+    reply.finish(rest("d"), takes_long=False)
+    deadline_s = time.monotonic() + 10
+    while not quick.ends and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert joined(quick) == ["cd"]
+    assert (slow.parts, slow.ends) == ([["a"]], [])
+    may_make.set()
+    outbox.close()
+    assert joined(slow) == ["ab"]
+
+
+def test_long_answers_are_made_in_order_and_all_of_them_before_the_end(outbox: Outbox) -> None:
+    calls, ended = [Call() for _ in range(20)], []
+
+    def make(number: int) -> list[GeneratedText]:
+        time.sleep(0.005)
+        ended.append(number)
+        return rest(str(number))()
+
+    for number, call in enumerate(calls):
+        reply_to(call, outbox).finish(partial(make, number), takes_long=True)
+    outbox.close()
+    assert ended == list(range(20))
+    assert [joined(call) for call in calls] == [[str(number)] for number in range(20)]
+
+
+@pytest.mark.parametrize("takes_long", [False, True])
+def test_an_answer_that_cannot_be_sent_is_a_fault_of_ours_and_no_silence(outbox: Outbox, takes_long: bool) -> None:
+    call = Call()
+    call.takes_no_answer = True
+    reply = reply_to(call, outbox)
+    reply.finish(rest("a"), takes_long=takes_long)
+    outbox.close()
+    assert [str(end).split(":")[0] for end in call.ends] == ["internal"]
+
+
+def test_what_could_not_be_sent_is_held_by_nobody(outbox: Outbox) -> None:
+    """A call without an answer gives itself one when it goes, and must not stay until the next one comes."""
+
+    class Dropped:
+        def __call__(self) -> None:
+            raise MemoryError
+
+    sent = Dropped()
+    has_gone = weakref.ref(sent)
+    outbox.put(sent)
+    del sent
+    deadline_s = time.monotonic() + 10
+    while has_gone() is not None and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert has_gone() is None
+
+
 def test_a_whole_answer_is_one_response() -> None:
     outbox, call = Outbox(), Call()
     request = GenerationRequest([], [], RequestOptions(), (1,))
-    CallReply(call, request, [TEXT], outbox, TIMES).finish(rest("whole"))  # type: ignore[arg-type]
+    CallReply(call, request, [TEXT], outbox, TIMES).finish(rest("whole"), takes_long=False)  # type: ignore[arg-type]
     outbox.close()
     assert (call.parts, joined(call)) == ([], ["whole"])
 
@@ -177,7 +247,7 @@ def test_one_call_that_cannot_be_sent_to_is_no_matter_of_the_others(outbox: Outb
     reply_to(broken, outbox).add(0, "a")
     reply = reply_to(sound, outbox)
     reply.add(0, "b")
-    reply.finish(rest("c"))
+    reply.finish(rest("c"), takes_long=False)
     outbox.close()
     assert joined(sound) == ["bc"]
 
@@ -189,7 +259,7 @@ def test_many_streams_from_many_threads_keep_their_texts() -> None:
     def write(number: int) -> None:
         for step in range(500):
             replies[number].add(step % 2, f"{number}.{step} ")
-        replies[number].finish(rest("!", "?"))
+        replies[number].finish(rest("!", "?"), takes_long=False)
 
     with ThreadPoolExecutor(len(calls)) as pool:
         list(pool.map(write, range(len(calls))))

@@ -107,6 +107,7 @@ class Collector:
         self.pieces: list[tuple[int, str]] = []
         self.results: list[list[GeneratedText] | HfTritonError] = []
         self.is_finished = threading.Event()
+        self.takes_long: bool | None = None
 
     def start(self, num_texts: int) -> None:
         self.num_texts.append(num_texts)
@@ -114,7 +115,8 @@ class Collector:
     def add(self, text: int, piece: str) -> None:
         self.pieces.append((text, piece))
 
-    def finish(self, make_texts: Callable[[], list[GeneratedText]]) -> None:
+    def finish(self, make_texts: Callable[[], list[GeneratedText]], *, takes_long: bool) -> None:
+        self.takes_long = takes_long
         try:
             self.results.append(make_texts())
         except HfTritonError as error:
