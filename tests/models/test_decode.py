@@ -14,7 +14,7 @@ from hf_triton.runner.cache import KeyValueRows
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.architectures import ROLLING, build
+from tests.architectures import NEO, ROLLING, build
 from tests.reference import solo_ids
 from tests.running_texts import Texts, prompts, schedule
 
@@ -60,6 +60,11 @@ def test_static_logits_are_the_eager_ones_and_their_tokens_those_of_generate(nam
     assert static.tokens == eager.tokens
     for number, tokens in static.tokens.items():
         assert tokens == solo_ids(model, contexts[number], len(tokens), pad_token_id=0)
+
+
+def test_a_window_that_is_counted_from_the_end_of_a_bucket_is_noticed_however_long_it_is() -> None:
+    model = build("GPTNeoConfig", NEO | {"window_size": 256, "max_position_embeddings": 1024})
+    assert not Decoder(Forward(model), "static").is_static
 
 
 @torch.inference_mode()
