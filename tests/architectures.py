@@ -110,6 +110,22 @@ BATCH: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconH1Config",
         BASE | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 16},
     ),
+    "minimax-m3": (
+        "MiniMaxM3VLTextConfig",
+        BASE
+        | HEADS
+        | LOCAL_EXPERTS
+        | {
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "dense_intermediate_size": 64,
+            "shared_intermediate_size": 32,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_block_size": 32,  # longer than the prompts that are tried at load
+            "index_topk_blocks": 2,
+        },
+    ),
     "qwen3-next": ("Qwen3NextConfig", BASE | HEADS | EXPERTS | LINEAR),
 }
 

@@ -142,7 +142,9 @@ def _sharing(model: Any, context_length: int) -> Sharing:
             f"transformers cannot generate with this model ({type(error).__name__}: {text}): look at its "
             "generation_config.json",
         ) from error
-    return "alone" if _shares_positions(model, context_length) else sharing
+    if _shares_positions(model, context_length):
+        return "alone"
+    return "equal_length" if sharing == "padded" and _counts_padding(model, context_length) else sharing
 
 
 def _obstacle(model: Any, context_length: int) -> str | None:
@@ -174,3 +176,12 @@ def _shares_positions(model: Any, context_length: int) -> bool:
     return any(each.get("rope_type") in ("dynamic", "longrope") for each in layers) or (
         has_temperature and context_length >= getattr(config, "floor_scale", 0)
     )
+
+
+def _counts_padding(model: Any, context_length: int) -> bool:
+    """Whether padding moves the blocks of keys that each token chooses among (MiniMax M3's sparse attention).
+
+    The prompts tried at load are shorter than a block, and in the first one padding does nothing.
+    """
+    block_size = getattr(model.config.get_text_config(), "index_block_size", None)
+    return block_size is not None and context_length > block_size

@@ -145,6 +145,10 @@ class KeyValueRows:
         self.clock_index += 1
         self._positions[: self.num_rows] += 1
 
+    def widen(self, columns: int) -> None:
+        """Have so many columns at least."""
+        self._lay_out((self.shape[0], max(columns, self.shape[1])), 0)
+
     def trim(self) -> None:
         """Give back what nobody uses."""
         if self.num_rows:

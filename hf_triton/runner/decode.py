@@ -28,6 +28,9 @@ DecodingMode = Literal["auto", "eager", "cuda_graphs", "static"]
 TRIAL_PROMPTS: Final = (19, 5, 8)
 """Lengths of the prompts that static decoding is tried on: two fill a bucket of rows, three do not."""
 TRIAL_TOKENS: Final = 19  # ids below, which every vocabulary has
+TRIAL_COLUMNS: Final = 512
+"""Of a bucket that is nearly empty: a model that counts its sliding window from the bucket's end (GPT-Neo, 256 tokens)
+sees nothing in it."""
 
 _CAPTURING: Final = threading.Lock()  # torch: one capture at a time in a process
 
@@ -159,7 +162,7 @@ class Decoder:
     @torch.inference_mode()
     def _try_out(self) -> None:
         try:
-            agrees = self._agrees_with_eager()
+            agrees = self._agrees_with_eager() and self._agrees_when_wide()
         except Exception as error:
             self._fall_back(kind(error))
         else:
@@ -173,8 +176,7 @@ class Decoder:
         memory.max_tokens = 0  # no more than needed
         newest: list[int] = []
         for length in TRIAL_PROMPTS:
-            prefilled, logits = self._forward.prefill([7 * place % TRIAL_TOKENS for place in range(length)])
-            memory.add(prefilled, 0, length)
+            logits = self._add_prompt(memory, length)
             memory.make_column()
             input_ids = torch.tensor([*newest, int(logits.argmax())], device=self._forward.device).unsqueeze(1)
             eager = self._run(memory, input_ids)
@@ -186,6 +188,29 @@ class Decoder:
             memory.advance()
             newest = eager.argmax(-1).tolist()
         return True
+
+    def _agrees_when_wide(self) -> bool:
+        """Whether they are in a bucket of `TRIAL_COLUMNS`; so they are taken to be where a model has none so wide."""
+        memory = KeyValueRows(self._forward.device)
+        memory.max_tokens = 0
+        newest = self._add_prompt(memory, TRIAL_PROMPTS[0]).argmax(-1).unsqueeze(1)
+        memory.widen(TRIAL_COLUMNS)
+        memory.make_column()
+        eager = self._run(memory, newest)
+        try:
+            with memory.padded_to(1, TRIAL_COLUMNS):
+                static = self._run(memory, newest)
+        except RuntimeError as error:
+            if is_memory(error):
+                raise
+            return True  # a table of positions ends before
+        return agree(eager, static, eager.dtype)
+
+    def _add_prompt(self, memory: KeyValueRows, length: int) -> torch.Tensor:
+        """Lay a prompt to try into the rows; the logits that follow it, `[1, vocabulary]`."""
+        prefilled, logits = self._forward.prefill([7 * place % TRIAL_TOKENS for place in range(length)])
+        memory.add(prefilled, 0, length)
+        return logits
 
 
 def _bucket(memory: KeyValueRows) -> tuple[int, int]:

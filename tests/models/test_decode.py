@@ -15,7 +15,7 @@ from hf_triton.runner.cache import KeyValueRows
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.architectures import ROLLING, build
+from tests.architectures import NEO, ROLLING, build
 from tests.reference import solo_ids
 from tests.running_texts import Texts, prompts, schedule
 
@@ -100,6 +100,11 @@ def test_a_step_of_static_shapes_asks_the_host_for_nothing(name: str, tmp_path: 
     model.forward = watched
     texts.step()
     assert bool(asked.operations) is (name in ASKING), asked.operations
+
+
+def test_a_window_that_is_counted_from_the_end_of_a_bucket_is_noticed_however_long_it_is() -> None:
+    model = build("GPTNeoConfig", NEO | {"window_size": 256, "max_position_embeddings": 1024})
+    assert not Decoder(Forward(model), "static").is_static
 
 
 @torch.inference_mode()
