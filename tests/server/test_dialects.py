@@ -380,8 +380,13 @@ def test_every_row_of_a_batch_has_its_own_words(server: TritonServer, whole: str
 
 @pytest.mark.parametrize("model", CONFIGS)
 def test_tensorrt_llms_curl(server: TritonServer, model: str, whole: str) -> None:
-    fields = {"max_tokens": NUM_TOKENS, "bad_words": "", "stop_words": ""}
+    fields = {"max_tokens": NUM_TOKENS, "bad_words": "", "stop_words": "", "pad_id": 2, "end_id": 1}
     assert generate(server, model, PROMPT, **fields).json()["text_output"] == whole
+
+
+def test_tensorrt_llms_stop_false_stops_nothing(server: TritonServer, whole: str) -> None:
+    reply = generate(server, PLAIN, PROMPT, id="a", max_tokens=NUM_TOKENS, stop=False)
+    assert reply.json()["text_output"] == whole
 
 
 @pytest.mark.parametrize("model", [FLAT, BATCHED, STREAM, BATCHED_STREAM])
