@@ -278,9 +278,10 @@ def check_weights(settings: ModelSettings, info: Any) -> None:
             if extra and len(faults[2]) == len(found)
             else ""
         )
+        revision = "" if settings.revision == "main" else f" (revision {settings.revision})"
         raise CheckpointError(
             "weights_mismatch",
-            f"the tensors of {settings.huggingface_model} (revision {settings.revision}) do not match its config.json: "
+            f"the tensors of {settings.huggingface_model}{revision} do not match its config.json: "
             f"{found}: use a complete checkpoint of this architecture{hint}",
         )
 
@@ -310,7 +311,7 @@ def _explain(settings: ModelSettings, part: str, error: Exception) -> Checkpoint
             f"{name} brings its own Python code: read it, and set trust_remote_code to true in config.pbtxt to run it",
         )
     if "does not recognize this architecture" in text or "Unrecognized configuration class" in text:
-        return _unsupported(name)
+        return _unsupported(name, text)
     if "weights_only" in text:
         return CheckpointError(
             "weights_not_safe",
@@ -330,11 +331,13 @@ def _explain(settings: ModelSettings, part: str, error: Exception) -> Checkpoint
     )
 
 
-def _unsupported(name: str) -> CheckpointError:
+def _unsupported(name: str, text: str) -> CheckpointError:
     import transformers
 
+    found = re.search(r"(?<=model type `)[^`]+|(?<=\.)\w+Config(?=')", text)
+    kind = f" ({found[0]})" if found else ""
     return CheckpointError(
         "unsupported_model",
-        f"transformers {transformers.__version__} has no text generation model of the kind of {name}: choose another "
-        "model, or build the image with a newer transformers (--build-arg TRANSFORMERS=...)",
+        f"transformers {transformers.__version__} has no text generation model of the kind of {name}{kind}: choose "
+        "another model, or build the image with a newer transformers (--build-arg TRANSFORMERS=...)",
     )

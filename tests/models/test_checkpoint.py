@@ -202,8 +202,12 @@ def test_a_model_without_sdpa_gets_eager(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "code", "words"),
     [
-        ({"model_type": "brandnew"}, "unsupported_model", "build the image with a newer transformers"),
-        ({"model_type": "vit"}, "unsupported_model", "choose another model"),
+        (
+            {"model_type": "brandnew"},
+            "unsupported_model",
+            "(brandnew): choose another model, or build the image with a newer transformers",
+        ),
+        ({"model_type": "vit"}, "unsupported_model", "(ViTConfig): choose another model"),
         ({}, "checkpoint_invalid", "config.json of"),
         ({"model_type": "llama", "hidden_size": "big"}, "checkpoint_invalid", "hidden_size"),
         ([1], "checkpoint_invalid", "config.json of"),
