@@ -97,7 +97,7 @@ MISSPELT = """    def post_process(self, text):
     def make_prompt(self, text):
         return text
 """
-SLOW_S = 1.5
+SLOW_S = 4.0
 SLOW = f"""    def postprocess(self, text):
         import time
 
