@@ -87,7 +87,7 @@ class Outbox:
         self._lane.put(send)
 
     def put_long(self, send: Callable[[], None]) -> None:
-        """Have something sent that takes a while: behind all that was put before, and not before what is put later."""
+        """Have something sent that takes a while: behind all that was put before; what is put later does not wait."""
         self._lane.put(partial(self._hand_over, send))
 
     def close(self) -> None:
