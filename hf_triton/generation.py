@@ -384,7 +384,7 @@ def _as_spelled(problem: Problem, spellings: Mapping[str, str]) -> str:
 def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
     """The refusal of a parameter that nobody declared."""
     if name in NOT_THERE:
-        return RequestError("unknown_parameter", f"there is no parameter {name}, {NOT_THERE[name]}: leave it out")
+        return RequestError("unknown_parameter", f"there is no parameter {clip(name)}, {NOT_THERE[name]}: leave it out")
     known = [*GenerationParameters.model_fields, *ALIASES, *also]
     meant = MEANT.get(name)
     hint = suggest(meant if meant in known else name, known)

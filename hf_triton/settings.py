@@ -115,8 +115,9 @@ class ModelSettings(BaseModel):
 
     max_cache_tokens: Count | None = None
     """Tokens of key/value memory that the rolling engine may hold, padding counted. By default it takes what the device
-    has free (on a CPU within the limits of its cgroup) as it needs it, and gives it back when it has nothing to do.
-    Where the texts outgrow it, the youngest wait; a request that could never fit is refused."""
+    has free (on a CPU within the limits of its cgroup) as it needs it, and gives it back when it has nothing to do, but
+    for what `share_prefixes` keeps. Where the texts outgrow it, the youngest wait; a request that could never fit is
+    refused."""
 
     share_prefixes: bool = True
     """Whether the rolling engine computes a beginning that several prompts have in common, such as a system prompt or

@@ -228,7 +228,7 @@ def test_folders_that_are_served_and_not_are_told_apart(tmp_path: Path, make_fol
     repository = tmp_path / "repository"
     make_broken_folders(repository, make_folder)
     shutil.copytree(DEMO, tmp_path / "demo")
-    make_folder(repository, "batching", config="max_batch_size: 8", huggingface_model="../../demo")
+    make_folder(repository, "batching", config="max_batch_size: 8", huggingface_model="../../demo", stream=True)
     make_folder(repository, "a_stream", config=DECOUPLED, huggingface_model=DEMO)
     with running(str(repository), output=tmp_path / "output") as serving:
         output = serving.wait_for("Ctrl+C stops the server")
@@ -236,6 +236,7 @@ def test_folders_that_are_served_and_not_are_told_apart(tmp_path: Path, make_fol
             assert f"\nNot served: {name}: {reason}" in output
         assert output.count("Not served: ") == len(REASONS)
         assert "Ready: a_stream, batching." in output
+        assert output.count("the setting stream does nothing without model_transaction_policy") == 1
         lines = curl_lines(output)
         assert ["/models/batching/" in line[3] for line in lines] == [True, True]
         assert all(SENTENCE.search(send(line)) for line in lines)

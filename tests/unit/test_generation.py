@@ -147,7 +147,7 @@ def test_the_newer_of_openais_two_names_wins() -> None:
 def test_an_unknown_name_comes_with_a_hint(name: str, hint: str) -> None:
     error = refusal(**{name: 1})
     assert error.code == "unknown_parameter"
-    assert error.sentence.startswith(("there is no parameter ", name))
+    assert error.sentence.startswith(f"there is no parameter '{name}'")
     assert hint in error.sentence
 
 
