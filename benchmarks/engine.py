@@ -108,8 +108,10 @@ def generate(model: LlamaForCausalLM, requests: list[Request], width: int) -> No
 def roll(engine: RollingEngine, requests: list[Request], width: int) -> None:
     """The engine, with `width` requests in flight."""
     room, done = threading.Semaphore(width), threading.Semaphore(0)
+    outcomes: list[Outcome] = []
 
-    def finish(_: Outcome) -> None:
+    def finish(outcome: Outcome) -> None:
+        outcomes.append(outcome)
         room.release()
         done.release()
 
@@ -118,6 +120,9 @@ def roll(engine: RollingEngine, requests: list[Request], width: int) -> None:
         engine.submit([Sequence(prompt, SamplingPlan(count), finish)])
     for _ in requests:
         done.acquire()
+    for outcome in outcomes:
+        if not isinstance(outcome, list):
+            raise outcome
 
 
 class Widths:
@@ -125,6 +130,7 @@ class Widths:
 
     def __init__(self, engine: RollingEngine) -> None:
         self._decoder = engine._decoder
+        self.is_static = self._decoder.is_static
         self.rows: list[int] = []
         self.columns: list[int] = []
         engine._decoder = self  # type: ignore[assignment]
