@@ -75,7 +75,7 @@ CASES: dict[str, Callable[[TritonServer, str], float]] = {
 
 
 @click.command()
-@click.option("--rounds", default=15, show_default=True, help="Rounds of each case.")
+@click.option("--rounds", type=click.IntRange(2), default=15, show_default=True, help="Rounds of each case.")
 @click.option("--out", type=click.Path(path_type=Path), help="Where to write all figures as JSON.")
 def main(rounds: int, out: Path | None) -> None:
     """Measure, and print a table."""

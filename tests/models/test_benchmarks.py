@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks that need no server run to their end, on little."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from hf_triton.engine.rolling import RollingEngine
+from hf_triton.errors import HfTritonError
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ModuleType:
+    """The module of the name that a test is parametrized with; they are scripts, and import each other as such."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, request.param, raising=False)
+    return pytest.importorskip(request.param)
+
+
+@pytest.mark.parametrize("benchmark", ["engine"], indirect=True)
+def test_the_engine_is_measured_beside_generate_and_a_bare_loop(benchmark: ModuleType) -> None:
+    plain, model = benchmark.build_model(), benchmark.build_packed_model()
+    requests = benchmark.build_requests()["mixed"][:3]
+    figures = benchmark.measure(plain, model, requests, width=2)
+    assert 1 < figures["mean rows"] <= 2
+    assert min(figures.values()) > 0
+    rows = benchmark.table([{"equal 16": figures}, {"equal 16": figures}])
+    assert rows["equal 16"]["rolling / bare"] == figures["rolling"] / figures["bare"]
+
+
+@pytest.mark.parametrize("benchmark", ["engine"], indirect=True)
+def test_a_text_that_fails_is_no_figure(benchmark: ModuleType) -> None:
+    engine = RollingEngine(benchmark.build_model(), max_rows=2, max_cache_tokens=128)
+    try:
+        with pytest.raises(HfTritonError, match="max_cache_tokens"):
+            benchmark.roll(engine, [([1, 2, 3], 4), ([1] * 300, 4)], 2)
+    finally:
+        engine.close()
+
+
+def run(benchmark: ModuleType, arguments: str) -> str:
+    threads = torch.get_num_threads()
+    try:
+        return CliRunner().invoke(benchmark.main, arguments.split(), catch_exceptions=False).output
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("benchmark", ["gpu"], indirect=True)
+def test_the_gpu_benchmark_says_what_is_missing(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_paged(*_: object) -> None:
+        raise RuntimeError("it takes all memory of a CPU")
+
+    monkeypatch.setattr(benchmark, "run_paged", run_paged)
+    options = "--model tiny --device cpu --batch 2 --prompt-tokens 8 --new-tokens 8 --decoding static"
+    output = run(benchmark, options)
+    assert "steps have static shapes" in output
+    assert "no paged 2: RuntimeError: it takes all memory of a CPU" in output
+
+
+@pytest.mark.parametrize("benchmark", ["falcon"], indirect=True)
+def test_the_falcon_benchmark_has_both_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "ROWS", (2,))
+    output = run(benchmark, "--layers 1 --columns 20 --steps 1")
+    assert [line.split()[:2] for line in output.splitlines()[1:]] == [["float32,", "2"], ["bfloat16,", "2"]]
