@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from hf_triton.runner.multi_query import MultiQueryAttention
+from hf_triton.runner.attention import FastAttention
 from hf_triton.runner.padding import pad
 
 
@@ -24,7 +24,7 @@ class Forward:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
-        self._multi_query: MultiQueryAttention | None = MultiQueryAttention()
+        self._attention: FastAttention | None = FastAttention()
         self.device: torch.device = model.get_input_embeddings().weight.device
 
     def prefill(self, prompt: list[int]) -> tuple[DynamicCache, torch.Tensor]:
@@ -58,8 +58,8 @@ class Forward:
             arguments["position_ids"] = position_ids
         if "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = num_logits
-        with self._multi_query or nullcontext():
+        with self._attention or nullcontext():
             logits: torch.Tensor = self._model(input_ids=input_ids, **arguments).logits[:, -num_logits:]
-        if self._multi_query and not self._multi_query.is_of_use:
-            self._multi_query = None  # nor will it be
+        if self._attention and not self._attention.is_of_use:
+            self._attention = None  # nor will it be
         return logits

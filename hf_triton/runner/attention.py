@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in the forms that torch has fast kernels for: what transformers calls, called in another way.
+
+*Many heads to one of keys and values.* Falcon-7B has 71 for one and leaves it to torch to broadcast, which computes it
+by plain products and writes the keys and values out 71 times for that: in a batch, most of a step.
+
+*One query a row in 16 bits on a CPU.* torch's kernel for that is several times slower than the one for 32 bits, so that
+it pays to convert the columns that a row has, row by row, while they are in a processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class FastAttention(TorchFunctionMode):
+    """While it is entered, such attention is computed in another way, with the same result up to rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_of_use = False
+        """Whether there has been attention of heads and a dtype that it is for."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by torch in place of every one of its functions."""
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            given = dict(zip(NAMES, args, strict=False)) | kwargs
+            for is_such, attend in ((_broadcasts, _fused), (_is_slow_in_16_bits, _by_row)):
+                if is_such(**given):
+                    self.is_of_use = True
+                    found = attend(**given)
+                    return func(*args, **kwargs) if found is None else found
+        return func(*args, **kwargs)
+
+
+def _broadcasts(query: torch.Tensor, key: torch.Tensor, *, enable_gqa: bool = False, **_: Any) -> bool:
+    return query.ndim == 4 and not enable_gqa and key.shape[1] == 1 < query.shape[1]
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """Attention of `[rows, heads, new, head_dim]` to `[rows, 1, columns, head_dim]`, of the query's shape.
+
+    Where each head has one query, they are the queries of one head; else the heads of keys and values are views of one.
+    """
+    heads, new = query.shape[1:3]
+    is_same_mask = attn_mask is None or attn_mask.ndim < 4 or attn_mask.shape[1] == 1
+    if new == 1 and is_same_mask and not others.get("is_causal"):
+        found = scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask, **others)
+        return found.transpose(1, 2)
+    keys, values = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
+    return scaled_dot_product_attention(query, keys, values, attn_mask, **others)
+
+
+def _is_slow_in_16_bits(query: torch.Tensor, key: torch.Tensor, **_: Any) -> bool:
+    """In bfloat16 only where no heads share keys: for several queries torch's kernel has the processor's products."""
+    if query.ndim != 4 or query.device.type != "cpu":
+        return False
+    return query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and query.shape[1] == key.shape[1])
+
+
+def _by_row(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **others: Any,
+) -> torch.Tensor | None:
+    """Attention of one token of every row to the last columns, as many as the mask lets it see; None of anything else.
+
+    Args:
+        query: `[rows, heads, 1, head_dim]`, or `[rows, key heads, heads that share one, head_dim]` with a mask.
+        key: `[rows, key heads, columns, head_dim]`.
+        value: The same.
+        attn_mask: `[rows, 1, 1, columns]` bool.
+        dropout_p: Must be 0.
+        is_causal: Must be false.
+        others: Arguments that torch takes.
+    """
+    rows, columns = len(query), key.shape[2]
+    is_one_token = query.shape[2] == 1 or attn_mask is not None
+    lengths = _lengths(attn_mask, rows, columns)
+    if lengths is None or not is_one_token or is_causal or dropout_p:
+        return None
+    found = query.new_empty(*query.shape[:3], value.shape[3])
+    for row, length in enumerate(lengths):
+        keys, values = (tensor[row : row + 1, :, columns - length :].float() for tensor in (key, value))
+        found[row] = scaled_dot_product_attention(query[row : row + 1].float(), keys, values, **others)[0]
+    return found
+
+
+def _lengths(attn_mask: torch.Tensor | None, rows: int, columns: int) -> list[int] | None:
+    """How many columns each row sees, where those are the last ones; found once for a mask, which all layers have."""
+    if attn_mask is None:
+        return [columns] * rows
+    if "lengths" not in attn_mask.__dict__:
+        lengths = None
+        if attn_mask.dtype == torch.bool and attn_mask.shape == (rows, 1, 1, columns):
+            sees = attn_mask[:, 0, 0]
+            counts = sees.sum(-1, keepdim=True)
+            if counts.all() and sees.equal(torch.arange(columns) >= columns - counts):
+                lengths = counts.flatten().tolist()
+        attn_mask.__dict__["lengths"] = lengths
+    found: list[int] | None = attn_mask.__dict__["lengths"]
+    return found
