@@ -61,7 +61,8 @@ class ModelSettings(BaseModel):
     download of weights."""
 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Number format of the weights. `auto` keeps the checkpoint's own."""
+    """Number format of the weights. `auto` keeps the checkpoint's own; the log says so where a CPU has no instructions
+    for that."""
 
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
     """The attention code. `auto` is `sdpa` where the model has it, else `eager`; never what a downloaded config asks

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
 
 
 class FastAttention(TorchFunctionMode):
@@ -57,7 +58,12 @@ def _fused(
     """Attention of `[rows, heads, new, head_dim]` to `[rows, 1, columns, head_dim]`, of the query's shape.
 
     Where each head has one query, they are the queries of one head; else the heads of keys and values are views of one.
+    As in torch's plain products, 16 bits are computed in 32 on a CPU.
     """
+    if query.device.type == "cpu" and query.dtype in SIXTEEN_BITS:
+        if attn_mask is not None and attn_mask.dtype in SIXTEEN_BITS:
+            attn_mask = attn_mask.float()
+        return _fused(query.float(), key.float(), value.float(), attn_mask, **others).to(query.dtype)
     heads, new = query.shape[1:3]
     is_same_mask = attn_mask is None or attn_mask.ndim < 4 or attn_mask.shape[1] == 1
     if new == 1 and is_same_mask and not others.get("is_causal"):

@@ -313,6 +313,35 @@ def test_the_checkpoints_own_dtype_is_kept(tmp_path: Path) -> None:
         assert load(checkpoint, load_format=load_format).model.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("dtype", "supported", "advised"),
+    [
+        ("float16", ["bf16"], "bfloat16"),
+        ("float16", [], "float32"),
+        ("bfloat16", [], "float32"),
+        ("float16", ["bf16", "fp16"], None),
+        ("bfloat16", ["bf16"], None),
+        ("float32", [], None),
+    ],
+)
+def test_a_dtype_that_a_processor_lacks_is_a_warning(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dtype: str,
+    supported: list[str],
+    advised: str | None,
+) -> None:
+    for name in ("bf16", "fp16"):
+        monkeypatch.setattr(
+            torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda has=name in supported: has, raising=False
+        )
+    load(checkpoint, dtype=dtype)
+    words = f"no instructions for {dtype}: texts come several times as fast with the setting dtype {advised}"
+    assert (words in caplog.text) is (advised is not None)
+    assert len(caplog.records) == (advised is not None)
+
+
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_a_separate_tokenizer(checkpoint: Path, tmp_path: Path, load_format: str) -> None:
     other = tmp_path / "tokenizer"

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """In bfloat16 and float16 a batch's shape changes the last bits: the rolling engine rounds no worse than `generate`.
 
-Beside a padded batch of `generate`, a text's log probabilities stray from those of the text alone by some rounding. The
-engine's stray by as much, and a text differs from the one alone only after a tie that is nearer than that.
+The log probabilities of every text are compared with those that the same weights give it in float64. The engine's stray
+from them by as much as those of `generate` do, alone or in padded batches, and its text differs from the one of
+`generate` only after a tie that is nearer than that.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -23,14 +25,15 @@ ITEMS = prompts(32, seed=31)
 SLACK = 2  # the largest of so many roundings, beside the largest of so many others
 
 
-def alone_and_beside(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Log probabilities `[steps, vocabulary]` float32 of each text by `generate`: alone, and in padded batches of 8."""
-    return [run(model, [prompt])[0] for prompt in ITEMS], [
-        each for start in range(0, len(ITEMS), 8) for each in run(model, ITEMS[start : start + 8])
-    ]
+Text = tuple[list[int], list[float]]
+"""Tokens, and the log probability of each."""
 
 
-def run(model: Any, batch: list[list[int]]) -> list[torch.Tensor]:
+def generate(model: Any, width: int) -> list[Text]:
+    return [each for start in range(0, len(ITEMS), width) for each in run(model, ITEMS[start : start + width])]
+
+
+def run(model: Any, batch: list[list[int]]) -> list[Text]:
     input_ids, attention_mask = pad(batch, 0, torch.device("cpu"), at_left=True)
     output = model.generate(
         input_ids=input_ids,
@@ -41,41 +44,59 @@ def run(model: Any, batch: list[list[int]]) -> list[torch.Tensor]:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return list(torch.stack(output.logits, dim=1).float().log_softmax(-1))
+    scores = torch.stack(output.logits, dim=1).float().log_softmax(-1)
+    return [(each.argmax(-1).tolist(), each.max(-1).values.tolist()) for each in scores]
 
 
-def rounding(alone: torch.Tensor, others: list[int], logprobs: list[float]) -> tuple[float, float]:
-    """How far another run strays while the texts are equal, and the gap of the tie where they part."""
-    largest = 0.0
-    for scores, token_id, logprob in zip(alone, others, logprobs, strict=True):
-        if token_id != int(scores.argmax()):
-            return largest, float(scores.max() - scores[token_id])
-        largest = max(largest, abs(float(scores[token_id]) - logprob))
-    return largest, 0.0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("architecture", ["llama", "falcon", "gpt_neox"])
-def test_half_precision_rounds_as_in_padded_generate(architecture: str, dtype: torch.dtype, tmp_path: Any) -> None:
-    build_tiny_checkpoint(tmp_path, architecture, eos_token_id=None)
-    model = load_reference(tmp_path).model.to(dtype)
-    alone, beside = alone_and_beside(model)
+def roll(model: Any) -> list[Text]:
     engine = RollingEngine(model, max_rows=8)
     client = Client(engine)
     for prompt in ITEMS:
         client.submit(prompt, SamplingPlan(NUM_NEW, logprobs=0))
     completions = [outcome[0] for outcome in client.outcomes() if isinstance(outcome, list)]
     engine.close()
-    padded = [
-        rounding(scores, each.argmax(-1).tolist(), each.max(-1).values.tolist())
-        for scores, each in zip(alone, beside, strict=True)
-    ]
-    rolling = [rounding(scores, *plain(each)) for scores, each in zip(alone, completions, strict=True)]
-    allowed = SLACK * max(largest for largest, _ in padded)
-    assert max(largest for largest, _ in rolling) <= allowed
-    assert max(gap for _, gap in rolling) <= 2 * allowed  # both tokens of a tie are rounded
+    return [plain(each) for each in completions]
 
 
-def plain(completion: Completion) -> tuple[list[int], list[float]]:
+def plain(completion: Completion) -> Text:
     assert completion.logprobs is not None
     return completion.token_ids, [each.logprob for each in completion.logprobs]
+
+
+@torch.inference_mode()
+def exact_scores(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Log probabilities `[steps, vocabulary]` of what follows a prompt and each of a text's tokens but the last."""
+    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0]
+    return logits[len(prompt) - 1 :].log_softmax(-1)
+
+
+def largest_rounding(model: Any, texts: list[Text]) -> float:
+    """How far the log probabilities of texts stray from the exact ones."""
+    found = []
+    for prompt, (tokens, logprobs) in zip(ITEMS, texts, strict=True):
+        exact = exact_scores(model, prompt, tokens).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        found.append((exact - torch.tensor(logprobs)).abs().max().item())
+    return max(found)
+
+
+def largest_gap(model: Any, texts: list[Text], others: list[Text]) -> float:
+    """The exact distance of the tokens in which texts part."""
+    found = [0.0]
+    for prompt, (tokens, _), (other_tokens, _) in zip(ITEMS, texts, others, strict=True):
+        parted = [place for place, (one, other) in enumerate(zip(tokens, other_tokens, strict=True)) if one != other]
+        if parted:
+            scores = exact_scores(model, prompt, tokens)[parted[0]]
+            found.append(abs(float(scores[tokens[parted[0]]] - scores[other_tokens[parted[0]]])))
+    return max(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "falcon", "persimmon", "gpt_neox"])
+def test_half_precision_rounds_as_in_generate(architecture: str, dtype: torch.dtype, tmp_path: Any) -> None:
+    build_tiny_checkpoint(tmp_path, architecture, eos_token_id=None)
+    model = load_reference(tmp_path).model.to(dtype)
+    exact = copy.deepcopy(model).double()
+    alone, padded, rolling = generate(model, 1), generate(model, 8), roll(model)
+    allowed = SLACK * max(largest_rounding(exact, alone), largest_rounding(exact, padded))
+    assert 0 < largest_rounding(exact, rolling) <= allowed
+    assert largest_gap(exact, alone, rolling) <= 2 * allowed  # both tokens of a tie are rounded
