@@ -75,7 +75,7 @@ def _fused(
 
 def _is_slow_in_16_bits(query: torch.Tensor, key: torch.Tensor, **_: Any) -> bool:
     """In bfloat16 only where no heads share keys: for several queries torch's kernel has the processor's products."""
-    if query.ndim != 4 or query.device.type != "cpu":
+    if query.ndim != 4 or query.device.type != "cpu" or len(query) != len(key):
         return False
     return query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and query.shape[1] == key.shape[1])
 
