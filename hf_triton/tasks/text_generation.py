@@ -292,7 +292,7 @@ def build_text_generation(
         on_fatal: Called after the engine has failed for good.
         observer: Is told what the engine does.
     """
-    from hf_triton.engine.choose import build_engine
+    from hf_triton.choose_engine import build_engine
     from hf_triton.runner.heap import keep_freed_memory
     from hf_triton.runner.packing import pack
 

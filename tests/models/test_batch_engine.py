@@ -15,8 +15,8 @@ import torch
 from transformers import WatermarkingConfig
 
 from hf_triton.checkpoint import Checkpoint
+from hf_triton.choose_engine import NOWHERE, build_engine
 from hf_triton.engine.batch import BatchEngine
-from hf_triton.engine.choose import NOWHERE, build_engine
 from hf_triton.engine.interface import Completion, Outcome, Sequence, TokenLogprobs
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.errors import (
