@@ -70,9 +70,11 @@ class Steps:
 
 
 @click.command()
-@click.option("--layers", default=2, show_default=True, help="Of the model; both have 32 in full.")
-@click.option("--columns", default=300, show_default=True, help="Tokens of the longest row.")
-@click.option("--steps", default=10, show_default=True, help="Of each way.")
+@click.option(
+    "--layers", type=click.IntRange(1), default=2, show_default=True, help="Of the model; both have 32 in full."
+)
+@click.option("--columns", type=click.IntRange(10), default=300, show_default=True, help="Tokens of the longest row.")
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Of each way.")
 @click.option("--threads", default=2, show_default=True, help="Threads of torch.")
 def main(layers: int, columns: int, steps: int, threads: int) -> None:
     """Measure, and print a table."""

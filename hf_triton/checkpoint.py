@@ -157,14 +157,16 @@ def _warn_of_slow_dtype(model: Any) -> None:
     if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     has_instructions = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+        # oneDNN takes bfloat16 wherever there is AVX-512, which does not have it from the beginning.
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and (not torch.cpu._is_avx512_supported() or torch.cpu._is_avx512_bf16_supported()),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
     }
-    if model.dtype in has_instructions and not has_instructions[model.dtype]():
+    if not has_instructions.get(model.dtype, True):
         logger.warning(
             "this processor has no instructions for %s: texts come several times as fast with the setting dtype %s",
             str(model.dtype).removeprefix("torch."),
-            "bfloat16" if has_instructions[torch.bfloat16]() else "float32",
+            "bfloat16" if has_instructions[torch.bfloat16] else "float32",
         )
 
 

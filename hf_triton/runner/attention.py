@@ -5,7 +5,7 @@
 by plain products and writes the keys and values out 71 times for that: in a batch, most of a step.
 
 *One query a row in 16 bits on a CPU.* torch's kernel for that is several times slower than the one for 32 bits, so that
-it pays to convert the columns that a row has, row by row, while they are in a processor's cache.
+it pays to convert the columns that a row has, a few heads at a time, which a processor's cache holds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
+CACHED: Final = 2**20
+"""Numbers of keys that a thread converts at a time: 4 MiB, about what is its own of a processor's cache."""
 
 
 class FastAttention(TorchFunctionMode):
@@ -44,8 +46,12 @@ class FastAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _broadcasts(query: torch.Tensor, key: torch.Tensor, *, enable_gqa: bool = False, **_: Any) -> bool:
-    return query.ndim == 4 and not enable_gqa and key.shape[1] == 1 < query.shape[1]
+def _broadcasts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool = False, **_: Any
+) -> bool:
+    if enable_gqa or not query.ndim == key.ndim == value.ndim == 4:
+        return False
+    return key.shape[1] == value.shape[1] == 1 < query.shape[1]
 
 
 def _fused(
@@ -65,7 +71,7 @@ def _fused(
             attn_mask = attn_mask.float()
         return _fused(query.float(), key.float(), value.float(), attn_mask, **others).to(query.dtype)
     heads, new = query.shape[1:3]
-    is_same_mask = attn_mask is None or attn_mask.ndim < 4 or attn_mask.shape[1] == 1
+    is_same_mask = attn_mask is None or attn_mask.ndim < 3 or attn_mask.shape[-3] == 1
     if new == 1 and is_same_mask and not others.get("is_causal"):
         found = scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask, **others)
         return found.transpose(1, 2)
@@ -73,11 +79,14 @@ def _fused(
     return scaled_dot_product_attention(query, keys, values, attn_mask, **others)
 
 
-def _is_slow_in_16_bits(query: torch.Tensor, key: torch.Tensor, **_: Any) -> bool:
-    """In bfloat16 only where no heads share keys: for several queries torch's kernel has the processor's products."""
-    if query.ndim != 4 or query.device.type != "cpu" or len(query) != len(key):
+def _is_slow_in_16_bits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> bool:
+    if query.device.type != "cpu" or not query.ndim == key.ndim == value.ndim == 4:
         return False
-    return query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and query.shape[1] == key.shape[1])
+    if not len(query) == len(key) == len(value) or key.shape[1] != value.shape[1]:
+        return False
+    if query.dtype == torch.bfloat16:
+        return query.shape[1] == key.shape[1]
+    return query.dtype == torch.float16 and query.shape[1] >= key.shape[1]
 
 
 def _by_row(
@@ -91,6 +100,8 @@ def _by_row(
 ) -> torch.Tensor | None:
     """Attention of one token of every row to the last columns, as many as the mask lets it see; None of anything else.
 
+    In bfloat16 only where no heads share keys: for several queries torch's kernel has the processor's products.
+
     Args:
         query: `[rows, heads, 1, head_dim]`, or `[rows, key heads, heads that share one, head_dim]` with a mask.
         key: `[rows, key heads, columns, head_dim]`.
@@ -100,29 +111,37 @@ def _by_row(
         is_causal: Must be false.
         others: Arguments that torch takes.
     """
-    rows, columns = len(query), key.shape[2]
-    is_one_token = query.shape[2] == 1 or attn_mask is not None
-    lengths = _lengths(attn_mask, rows, columns)
-    if lengths is None or not is_one_token or is_causal or dropout_p:
+    rows, key_heads, columns, size = key.shape
+    is_one_query = query.shape[2] == 1 or (attn_mask is not None and query.dtype == torch.float16)
+    lengths = _lengths(attn_mask, rows, columns) if is_one_query else None
+    if lengths is None or is_causal or dropout_p:
         return None
     found = query.new_empty(*query.shape[:3], value.shape[3])
+    num_sharing = query.shape[1] // key_heads
     for row, length in enumerate(lengths):
-        keys, values = (tensor[row : row + 1, :, columns - length :].float() for tensor in (key, value))
-        found[row] = scaled_dot_product_attention(query[row : row + 1].float(), keys, values, **others)[0]
+        step = max(1, torch.get_num_threads() * CACHED // (length * size))
+        for first in range(0, key_heads, step):
+            of_keys = slice(first, first + step)
+            of_queries = slice(num_sharing * first, num_sharing * (first + step))
+            keys, values = (each[row : row + 1, of_keys, columns - length :].float() for each in (key, value))
+            queries = query[row : row + 1, of_queries].float()
+            found[row, of_queries] = scaled_dot_product_attention(queries, keys, values, **others)[0]
     return found
 
 
 def _lengths(attn_mask: torch.Tensor | None, rows: int, columns: int) -> list[int] | None:
-    """How many columns each row sees, where those are the last ones; found once for a mask, which all layers have."""
+    """How many columns each row sees, where those are the last ones.
+
+    Found once for a mask, which all layers have and nobody changes.
+    """
     if attn_mask is None:
         return [columns] * rows
+    if attn_mask.dtype != torch.bool or attn_mask.shape != (rows, 1, 1, columns):
+        return None
     if "lengths" not in attn_mask.__dict__:
-        lengths = None
-        if attn_mask.dtype == torch.bool and attn_mask.shape == (rows, 1, 1, columns):
-            sees = attn_mask[:, 0, 0]
-            counts = sees.sum(-1, keepdim=True)
-            if counts.all() and sees.equal(torch.arange(columns) >= columns - counts):
-                lengths = counts.flatten().tolist()
-        attn_mask.__dict__["lengths"] = lengths
+        sees = attn_mask[:, 0, 0]
+        counts = sees.sum(-1, keepdim=True)
+        are_last = bool(counts.all()) and sees.equal(torch.arange(columns) >= columns - counts)
+        attn_mask.__dict__["lengths"] = counts.flatten().tolist() if are_last else None
     found: list[int] | None = attn_mask.__dict__["lengths"]
     return found

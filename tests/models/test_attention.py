@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
+from hf_triton.runner import attention
 from hf_triton.runner.attention import FastAttention
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.forward import Forward
@@ -33,6 +34,19 @@ class Heads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Dtypes(TorchFunctionMode):
+    """Notes the dtype and the columns of the keys that attention is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[torch.dtype, int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            self.calls.append((args[1].dtype, args[1].shape[2]))
+        return func(*args, **(kwargs or {}))
+
+
 def tensors(new: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     source = torch.Generator().manual_seed(new)
     query = torch.randn(ROWS, HEADS, new, SIZE, generator=source)
@@ -48,32 +62,51 @@ def masks(new: int) -> dict[str, torch.Tensor | None]:
         "bool": padding,
         "float": torch.zeros(ROWS, 1, new, COLUMNS).masked_fill(~padding, -1e9),
         "of each head": torch.randn(ROWS, HEADS, new, COLUMNS, generator=source),
+        "of each head, whatever the row": torch.randn(HEADS, new, COLUMNS, generator=source),
+        "of three dimensions": padding[0],
         "of two dimensions": columns[None] <= columns[-new:, None],
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("new", [1, NEW])
 @pytest.mark.parametrize("mask", masks(1))
-def test_attention_is_what_torch_broadcasts(mask: str, new: int) -> None:
-    query, key, value = tensors(new)
+def test_attention_is_what_torch_broadcasts(mask: str, new: int, dtype: torch.dtype) -> None:
+    query, key, value = (tensor.to(dtype) for tensor in tensors(new))
     attn_mask = masks(new)[mask]
+    if attn_mask is not None and attn_mask.is_floating_point():
+        attn_mask = attn_mask.clamp(min=-1e4).to(dtype)
     wanted = scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=0.3)
-    mode, heads = FastAttention(), Heads()
-    with heads, mode:
+    mode, heads, dtypes = FastAttention(), Heads(), Dtypes()
+    with heads, dtypes, mode:
         by_name = scaled_dot_product_attention(query=query, key=key, value=value, attn_mask=attn_mask, scale=0.3)
         in_order = scaled_dot_product_attention(query, key, value, attn_mask, 0.0, False, scale=0.3)
     torch.testing.assert_close(by_name, wanted)
     torch.testing.assert_close(in_order, wanted)
     assert mode.is_of_use
     assert all(queries == keys for queries, keys in heads.calls)
-    assert len(heads.calls) == 2
+    assert dtypes.calls == [(torch.float32, COLUMNS)] * 2
 
 
-def test_causal_attention_is_what_torch_broadcasts() -> None:
-    query, key, value = tensors(COLUMNS)
+@pytest.mark.parametrize("new", [1, COLUMNS])
+def test_causal_attention_is_what_torch_broadcasts(new: int) -> None:
+    query, key, value = tensors(new)
     wanted = scaled_dot_product_attention(query, key, value, is_causal=True)
     with FastAttention():
         torch.testing.assert_close(scaled_dot_product_attention(query, key, value, is_causal=True), wanted)
+
+
+@pytest.mark.parametrize("num_keys", [1, HEADS])
+def test_values_and_keys_of_unequal_heads_are_left_to_torch(num_keys: int) -> None:
+    query, key, value = (tensor.half() for tensor in tensors(1))
+    key, value = (
+        tensor.expand(-1, heads, -1, -1) for tensor, heads in ((key, num_keys), (value, HEADS + 1 - num_keys))
+    )
+    wanted = scaled_dot_product_attention(query, key, value)
+    with FastAttention():
+        torch.testing.assert_close(scaled_dot_product_attention(query, key, value), wanted)
+        found = scaled_dot_product_attention(query, key.expand(-1, HEADS, -1, -1), value[:1].expand(-1, HEADS, -1, -1))
+    torch.testing.assert_close(found, scaled_dot_product_attention(query, key, value[:1]))
 
 
 def test_other_attention_is_left_alone() -> None:
@@ -99,19 +132,6 @@ def sixteen_bits(heads: int, per_head: int, dtype: torch.dtype) -> tuple[torch.T
 
 def last_columns(lengths: list[int]) -> torch.Tensor:
     return (torch.arange(COLUMNS) >= COLUMNS - torch.tensor(lengths)[:, None])[:, None, None]
-
-
-class Dtypes(TorchFunctionMode):
-    """Notes the dtype and the columns of the keys that attention is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[torch.dtype, int]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is scaled_dot_product_attention:
-            self.calls.append((args[1].dtype, args[1].shape[2]))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +165,29 @@ def test_heads_that_share_keys_are_known_by_their_name() -> None:
     with FastAttention():
         found = scaled_dot_product_attention(query, key, value, enable_gqa=True)
     torch.testing.assert_close(found, wanted.half())
+
+
+def test_few_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "CACHED", SIZE * COLUMNS)
+    query, key, value = sixteen_bits(HEADS, 1, torch.float16)
+    shared = torch.cat([query, -query], dim=1)
+    of_pairs = shared.view(ROWS, 2, HEADS, 1, SIZE).transpose(1, 2).reshape(shared.shape)
+    for queries, options in ((query, {}), (of_pairs, {"enable_gqa": True})):
+        exact = (tensor.double() for tensor in (queries, key, value))
+        heads = Heads()
+        with heads, FastAttention():
+            found = scaled_dot_product_attention(queries, key, value, **options)
+        torch.testing.assert_close(found, scaled_dot_product_attention(*exact, **options).half())
+        assert len(heads.calls) > ROWS or torch.get_num_threads() >= HEADS
+
+
+def test_a_mask_is_known_again_only_where_it_fits() -> None:
+    attn_mask = torch.ones(1, 1, 1, COLUMNS, dtype=torch.bool)
+    query, key, value = sixteen_bits(HEADS, 1, torch.float16)
+    wanted = scaled_dot_product_attention(query, key, value, attn_mask)
+    with FastAttention():
+        scaled_dot_product_attention(query[:1], key[:1], value[:1], attn_mask)
+        torch.testing.assert_close(scaled_dot_product_attention(query, key, value, attn_mask), wanted)
 
 
 HOLES = last_columns(LENGTHS).logical_xor(torch.arange(COLUMNS) == COLUMNS - 2)

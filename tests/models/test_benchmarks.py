@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks that need no server run to their end, on little."""
+"""Benchmarks run to their end, on little."""
 
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     """The module of the name that a test is parametrized with; they are scripts, and import each other as such."""
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.delitem(sys.modules, request.param, raising=False)
-    return pytest.importorskip(request.param)
+    return importlib.import_module(request.param)
 
 
 @pytest.mark.parametrize("benchmark", ["engine"], indirect=True)
@@ -70,3 +71,6 @@ def test_the_attention_benchmark_has_both_ways(benchmark: ModuleType, monkeypatc
     monkeypatch.setattr(benchmark, "CASES", benchmark.CASES[1:2])
     output = run(benchmark, "--layers 1 --columns 20 --steps 1")
     assert output.splitlines()[1].startswith("falcon bfloat16 2 rows")
+    model = benchmark.build_model("falcon", 1, torch.float32)
+    ways = [benchmark.Steps(model, 2, 20, is_fast=is_fast) for is_fast in (False, True)]
+    assert [way._decoder._forward._attention is not None for way in ways] == [False, True]

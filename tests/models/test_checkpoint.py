@@ -314,14 +314,17 @@ def test_the_checkpoints_own_dtype_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "supported", "advised"),
+    ("dtype", "supported", "avx512", "advised"),
     [
-        ("float16", ["bf16"], "bfloat16"),
-        ("float16", [], "float32"),
-        ("bfloat16", [], "float32"),
-        ("float16", ["bf16", "fp16"], None),
-        ("bfloat16", ["bf16"], None),
-        ("float32", [], None),
+        ("float16", ["bf16"], ["avx512", "avx512_bf16"], "bfloat16"),
+        ("float16", ["bf16"], ["avx512"], "float32"),
+        ("float16", ["bf16"], [], "bfloat16"),  # an ARM processor
+        ("float16", [], [], "float32"),
+        ("bfloat16", ["bf16"], ["avx512"], "float32"),
+        ("bfloat16", [], [], "float32"),
+        ("float16", ["bf16", "fp16"], ["avx512", "avx512_bf16"], None),
+        ("bfloat16", ["bf16"], ["avx512", "avx512_bf16"], None),
+        ("float32", [], [], None),
     ],
 )
 def test_a_dtype_that_a_processor_lacks_is_a_warning(
@@ -330,12 +333,15 @@ def test_a_dtype_that_a_processor_lacks_is_a_warning(
     caplog: pytest.LogCaptureFixture,
     dtype: str,
     supported: list[str],
+    avx512: list[str],
     advised: str | None,
 ) -> None:
     for name in ("bf16", "fp16"):
         monkeypatch.setattr(
             torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda has=name in supported: has, raising=False
         )
+    for name in ("avx512", "avx512_bf16"):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda has=name in avx512: has)
     load(checkpoint, dtype=dtype)
     words = f"no instructions for {dtype}: texts come several times as fast with the setting dtype {advised}"
     assert (words in caplog.text) is (advised is not None)
