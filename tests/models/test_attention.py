@@ -21,29 +21,20 @@ from tests.running_texts import Texts, prompts
 ROWS, HEADS, NEW, COLUMNS, SIZE = 3, 5, 4, 9, 8
 
 
-class Heads(TorchFunctionMode):
-    """Notes how many heads of queries and of keys attention is called with."""
+class Calls(TorchFunctionMode):
+    """Notes what attention is called with."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[int, int]] = []
+        self.heads: list[tuple[int, int]] = []
+        """Of queries and of keys."""
+        self.keys: list[tuple[torch.dtype, int]] = []
+        """Dtype and columns."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is scaled_dot_product_attention:
-            self.calls.append((args[0].shape[1], args[1].shape[1]))
-        return func(*args, **(kwargs or {}))
-
-
-class Dtypes(TorchFunctionMode):
-    """Notes the dtype and the columns of the keys that attention is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[torch.dtype, int]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is scaled_dot_product_attention:
-            self.calls.append((args[1].dtype, args[1].shape[2]))
+            self.heads.append((args[0].shape[1], args[1].shape[1]))
+            self.keys.append((args[1].dtype, args[1].shape[2]))
         return func(*args, **(kwargs or {}))
 
 
@@ -77,15 +68,15 @@ def test_attention_is_what_torch_broadcasts(mask: str, new: int, dtype: torch.dt
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.clamp(min=-1e4).to(dtype)
     wanted = scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=0.3)
-    mode, heads, dtypes = FastAttention(), Heads(), Dtypes()
-    with heads, dtypes, mode:
+    mode, calls = FastAttention(), Calls()
+    with calls, mode:
         by_name = scaled_dot_product_attention(query=query, key=key, value=value, attn_mask=attn_mask, scale=0.3)
         in_order = scaled_dot_product_attention(query, key, value, attn_mask, 0.0, False, scale=0.3)
     torch.testing.assert_close(by_name, wanted)
     torch.testing.assert_close(in_order, wanted)
     assert mode.is_of_use
-    assert all(queries == keys for queries, keys in heads.calls)
-    assert dtypes.calls == [(torch.float32, COLUMNS)] * 2
+    assert all(queries == keys for queries, keys in calls.heads)
+    assert calls.keys == [(torch.float32, COLUMNS)] * 2
 
 
 @pytest.mark.parametrize("new", [1, COLUMNS])
@@ -150,11 +141,11 @@ def test_rows_of_16_bits_see_their_own_columns_in_32(
     query, key, value = sixteen_bits(HEADS, per_head, dtype)
     attn_mask = None if lengths is None else last_columns(lengths)
     wanted = scaled_dot_product_attention(query.double(), key.double(), value.double(), attn_mask, scale=0.3)
-    mode, dtypes = FastAttention(), Dtypes()
-    with dtypes, mode:
+    mode, calls = FastAttention(), Calls()
+    with calls, mode:
         found = scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=0.3)
     torch.testing.assert_close(found, wanted.to(dtype))
-    assert dtypes.calls == [(torch.float32, length) for length in lengths or [COLUMNS] * ROWS]
+    assert calls.keys == [(torch.float32, length) for length in lengths or [COLUMNS] * ROWS]
     assert mode.is_of_use
 
 
@@ -174,11 +165,11 @@ def test_few_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     of_pairs = shared.view(ROWS, 2, HEADS, 1, SIZE).transpose(1, 2).reshape(shared.shape)
     for queries, options in ((query, {}), (of_pairs, {"enable_gqa": True})):
         exact = (tensor.double() for tensor in (queries, key, value))
-        heads = Heads()
-        with heads, FastAttention():
+        calls = Calls()
+        with calls, FastAttention():
             found = scaled_dot_product_attention(queries, key, value, **options)
         torch.testing.assert_close(found, scaled_dot_product_attention(*exact, **options).half())
-        assert len(heads.calls) > ROWS or torch.get_num_threads() >= HEADS
+        assert len(calls.heads) > ROWS or torch.get_num_threads() >= HEADS
 
 
 def test_a_mask_is_known_again_only_where_it_fits() -> None:
@@ -208,20 +199,20 @@ NOTHING = last_columns([COLUMNS, 4, 0])
 def test_what_is_more_than_the_last_columns_is_left_to_torch(options: dict[str, Any]) -> None:
     query, key, value = sixteen_bits(HEADS, 1, torch.bfloat16)
     wanted = scaled_dot_product_attention(query, key, value, **options)
-    dtypes = Dtypes()
-    with dtypes, FastAttention():
+    calls = Calls()
+    with calls, FastAttention():
         found = scaled_dot_product_attention(query, key, value, **options)
     torch.testing.assert_close(found, wanted, equal_nan=True)
-    assert dtypes.calls == [(torch.bfloat16, COLUMNS)]
+    assert calls.keys == [(torch.bfloat16, COLUMNS)]
 
 
 def test_prompts_of_16_bits_are_left_to_torch() -> None:
     query, key, value = (torch.randn(ROWS, HEADS, COLUMNS, SIZE).bfloat16() for _ in range(3))
-    dtypes = Dtypes()
-    with dtypes, FastAttention():
+    calls = Calls()
+    with calls, FastAttention():
         scaled_dot_product_attention(query, key, value, is_causal=True)
         scaled_dot_product_attention(query, key, value)
-    assert dtypes.calls == [(torch.bfloat16, COLUMNS)] * 2
+    assert calls.keys == [(torch.bfloat16, COLUMNS)] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -229,13 +220,13 @@ def test_prompts_of_16_bits_are_left_to_torch() -> None:
 def test_steps_of_16_bits_attend_in_32(dtype: torch.dtype, tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, "persimmon", eos_token_id=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    texts, dtypes = Texts(model, "eager"), Dtypes()
+    texts, calls = Texts(model, "eager"), Calls()
     for number, context in enumerate(prompts(3)):
         texts.join(number, context)
-    with dtypes:
+    with calls:
         texts.step()
     lengths = [len(context) + 1 for context in prompts(3)]
-    assert dtypes.calls == [(torch.float32, length) for length in lengths] * model.config.num_hidden_layers
+    assert calls.keys == [(torch.float32, length) for length in lengths] * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
@@ -243,17 +234,18 @@ def test_steps_of_16_bits_attend_in_32(dtype: torch.dtype, tmp_path: Path) -> No
 def test_falcon_broadcasts_nothing(decoding: DecodingMode, tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, "falcon", eos_token_id=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    plain_heads, heads = Heads(), Heads()
-    with plain_heads:
+    plain_calls, calls = Calls(), Calls()
+    with plain_calls:
         model(input_ids=torch.ones(2, 3, dtype=torch.int64))
-    assert all(queries > keys == 1 for queries, keys in plain_heads.calls)  # so it does by itself
+    assert plain_calls.heads
+    assert all(queries > keys == 1 for queries, keys in plain_calls.heads)  # so it does by itself
     texts = Texts(model, decoding)
-    with heads:
+    with calls:
         for number, context in enumerate(prompts(3)):
             texts.join(number, context)
         texts.step()
-    assert heads.calls
-    assert all(queries == keys for queries, keys in heads.calls)
+    assert calls.heads
+    assert all(queries == keys for queries, keys in calls.heads)
 
 
 @pytest.mark.parametrize(("architecture", "depth"), [("falcon", 1), ("llama", 0)])
