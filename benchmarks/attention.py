@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine's forms of attention save: `python benchmarks/attention.py`.
 
-Milliseconds of a decoding step of models as wide as Falcon-7B (71 heads, one of keys and values) and Llama-2-7B (32 and
-32), with few layers and random weights, as transformers has it and with `hf_triton/runner/attention.py`, in turn; the
-least of each counts, as the machines are shared. The rows have between a tenth of the columns and all of them.
+Milliseconds of a decoding step of models as wide as Falcon-7B (71 heads, one of keys and values), Llama-2-7B (32 and
+32) and Llama-3-8B (32 and 8), with few layers and random weights, as transformers has it and with
+`hf_triton/runner/attention.py`, in turn; the least of each counts, as the machines are shared. The rows have between a
+tenth of the columns and all of them.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -28,19 +30,24 @@ ROWS = (1, 8, 32)
 CASES = (
     ("falcon", torch.float32),
     ("falcon", torch.bfloat16),
-    ("llama", torch.bfloat16),
-    ("llama", torch.float16),
+    ("llama-2", torch.float32),
+    ("llama-2", torch.bfloat16),
+    ("llama-2", torch.float16),
+    ("llama-3", torch.float32),
+    ("llama-3", torch.bfloat16),
 )
 
 
 def build_model(name: str, num_layers: int, dtype: torch.dtype) -> Any:
-    """One of the 7B models but for its number of layers and its vocabulary, packed as the server does."""
+    """One of the models but for its number of layers and its vocabulary, packed as the server does."""
     torch.manual_seed(0)
     config: PretrainedConfig
     if name == "falcon":
         config = FalconConfig(hidden_size=4544, num_attention_heads=71, num_hidden_layers=num_layers)
-    else:
+    elif name == "llama-2":
         config = LlamaConfig(num_hidden_layers=num_layers)
+    else:
+        config = LlamaConfig(num_hidden_layers=num_layers, num_key_value_heads=8, intermediate_size=14336)
     config.vocab_size = VOCABULARY
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     pack(model)
@@ -53,13 +60,12 @@ class Steps:
     def __init__(self, model: Any, rows: int, columns: int, *, is_fast: bool) -> None:
         forward, source = Forward(model), random.Random(0)
         if not is_fast:
-            forward._attention = None
+            forward._attention = nullcontext()  # type: ignore[assignment]
         self._decoder = Decoder(forward, "eager")
         self._memory = KeyValueRows(forward.device)
+        prefilled, _ = forward.prefill([source.randrange(VOCABULARY) for _ in range(columns)])
         for row in range(rows):
-            length = source.randrange(columns // 10, columns) if row else columns
-            prefilled, _ = forward.prefill([source.randrange(VOCABULARY) for _ in range(length)])
-            self._memory.add(prefilled, 0, length)
+            self._memory.add(prefilled, 0, source.randrange(columns // 10, columns) if row else columns)
         self._newest = torch.arange(rows)
         self.seconds: list[float] = []
 
@@ -71,7 +77,7 @@ class Steps:
 
 @click.command()
 @click.option(
-    "--layers", type=click.IntRange(1), default=2, show_default=True, help="Of the model; both have 32 in full."
+    "--layers", type=click.IntRange(1), default=2, show_default=True, help="Of the model; all have 32 in full."
 )
 @click.option("--columns", type=click.IntRange(10), default=300, show_default=True, help="Tokens of the longest row.")
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Of each way.")

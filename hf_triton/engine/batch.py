@@ -20,6 +20,7 @@ from hf_triton.engine.row import Job, Row
 from hf_triton.engine.sampling import pick_tokens, token_logprobs
 from hf_triton.engine.thread import EngineThread, finish
 from hf_triton.errors import HfTritonError, RequestError
+from hf_triton.runner.attention import FastAttention
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.padding import pad
 from hf_triton.runner.probe import PLAIN, Sharing, asks_for
@@ -72,6 +73,7 @@ class BatchEngine(EngineThread):
         self._is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self._asks = _Asks(model)
         self._pad_id = _pad_id(model)
+        self._attention = FastAttention()
         self._jobs: list[Job] = []
         self._thread.start()
 
@@ -197,15 +199,16 @@ class BatchEngine(EngineThread):
         """
         prompts = [row.job.sequence.prompt_ids for row in rows]
         input_ids, attention_mask = pad(prompts, self._pad_id, self._device, at_left=not self._is_encoder_decoder)
-        self._model.generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            max_new_tokens=max(row.job.sequence.plan.max_new_tokens for row in rows),
-            pad_token_id=self._pad_id,
-            logits_processor=LogitsProcessorList([_Picker(rows, self._pad_id, self._observer)]),
-            stopping_criteria=StoppingCriteriaList([_Ending(rows, self._is_over)]),
-            **self._asks.arguments(rows[0].job.eos_ids),
-        )
+        with self._attention:
+            self._model.generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                max_new_tokens=max(row.job.sequence.plan.max_new_tokens for row in rows),
+                pad_token_id=self._pad_id,
+                logits_processor=LogitsProcessorList([_Picker(rows, self._pad_id, self._observer)]),
+                stopping_criteria=StoppingCriteriaList([_Ending(rows, self._is_over)]),
+                **self._asks.arguments(rows[0].job.eos_ids),
+            )
         if self.refusal() is None:
             for row in rows:
                 _end(row)

@@ -1,49 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in the forms that torch has fast kernels for: what transformers calls, called in another way.
+"""Attention in the forms that there is a fast way for: what a model calls, called in another way.
 
-*Many heads to one of keys and values.* Falcon-7B has 71 for one and leaves it to torch to broadcast, which computes it
-by plain products and writes the keys and values out 71 times for that: in a batch, most of a step.
-
-*One query a row in 16 bits on a CPU.* torch's kernel for that is several times slower than the one for 32 bits, so that
-it pays to convert the columns that a row has, a few heads at a time, which a processor's cache holds.
+Most models take `sdpa` from transformers' `AttentionInterface`, where `attend_fast` stands in its place: it has one
+token of every row on a CPU computed by `one_token.py`, and leaves all else to what was there. Falcon, and code that
+comes with a checkpoint, call torch: for them is `FastTorch`. Both act while a thread is in `FastAttention`, and in no
+other.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_triton.runner.one_token import SIXTEEN_BITS, attend
 
 NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
-CACHED: Final = 2**20
-"""Numbers of keys that a thread converts at a time: 4 MiB, about what is its own of a processor's cache."""
+SPECIAL: Final = ("softcap", "position_bias", "cache")
+"""Arguments of `sdpa` that make something else of it."""
 
 
-class FastAttention(TorchFunctionMode):
-    """While it is entered, such attention is computed in another way, with the same result up to rounding."""
+class _Thread(threading.local):
+    is_fast = False
+    is_in_transformers = False
+
+
+_thread = _Thread()
+
+
+class FastAttention:
+    """A context for a model's forward: attention is computed in another way where that pays, equal up to rounding.
+
+    A thread that is in one enters no other.
+    """
+
+    def __init__(self) -> None:
+        if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:  # and not what somebody else has put there
+            AttentionInterface.register("sdpa", attend_fast)
+        self._torch: FastTorch | None = FastTorch()
+
+    def __enter__(self) -> None:
+        _thread.is_fast = True
+        if self._torch:
+            self._torch.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
+        _thread.is_fast = False
+        if self._torch:
+            self._torch.__exit__(error_type, error, traceback)  # type: ignore[no-untyped-call]
+            if not self._torch.is_of_use and error is None:
+                self._torch = None  # nor will it be
+
+
+def attend_fast(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """`sdpa` as transformers calls it: queries `[rows, heads, new, head_dim]`; the result has heads and new swapped."""
+    is_special = others and any(others.get(name) is not None for name in SPECIAL)
+    if _thread.is_fast and not dropout and not is_special:
+        found = attend(query, key, value, attention_mask, scaling)
+        if found is not None:
+            return found.transpose(1, 2), None
+    _thread.is_in_transformers = True
+    try:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+    finally:
+        _thread.is_in_transformers = False
+
+
+class FastTorch(TorchFunctionMode):
+    """While it is entered, attention that a model asks torch for by itself is computed in another way where that pays.
+
+    Heads that all share one of keys and values (Falcon-7B: 71) torch computes by plain products, and writes the keys
+    and values out for each: in a batch, most of a step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_of_use = False
-        """Whether there has been attention of heads and a dtype that it is for."""
+        """Whether there has been attention that it is for; entering it costs each call of torch two microseconds."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch in place of every one of its functions."""
         kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
-            given = dict(zip(NAMES, args, strict=False)) | kwargs
-            for is_such, attend in ((_broadcasts, _fused), (_is_slow_in_16_bits, _by_row)):
-                if is_such(**given):
-                    self.is_of_use = True
-                    found = attend(**given)
-                    return func(*args, **kwargs) if found is None else found
+        if func is scaled_dot_product_attention and not _thread.is_in_transformers:
+            found = self._attend(**dict(zip(NAMES, args, strict=False)) | kwargs)
+            if found is not None:
+                return found
         return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **others: Any,
+    ) -> torch.Tensor | None:
+        if _broadcasts(query, key, value, **others):
+            self.is_of_use = True
+            return _fused(query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, **others)
+        if query.device.type == "cpu" and query.dtype in SIXTEEN_BITS and query.ndim == key.ndim == value.ndim == 4:
+            self.is_of_use = True
+            are_told_apart = others.get("enable_gqa") or query.shape[1] == key.shape[1]
+            if are_told_apart and not is_causal and not dropout_p:
+                return attend(query, key, value, attn_mask, others.get("scale"))
+        return None
 
 
 def _broadcasts(
@@ -77,71 +159,3 @@ def _fused(
         return found.transpose(1, 2)
     keys, values = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
     return scaled_dot_product_attention(query, keys, values, attn_mask, **others)
-
-
-def _is_slow_in_16_bits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> bool:
-    if query.device.type != "cpu" or not query.ndim == key.ndim == value.ndim == 4:
-        return False
-    if not len(query) == len(key) == len(value) or key.shape[1] != value.shape[1]:
-        return False
-    if query.dtype == torch.bfloat16:
-        return query.shape[1] == key.shape[1]
-    return query.dtype == torch.float16 and query.shape[1] >= key.shape[1]
-
-
-def _by_row(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **others: Any,
-) -> torch.Tensor | None:
-    """Attention of one token of every row to the last columns, as many as the mask lets it see; None of anything else.
-
-    In bfloat16 only where no heads share keys: for several queries torch's kernel has the processor's products.
-
-    Args:
-        query: `[rows, heads, 1, head_dim]`, or `[rows, key heads, heads that share one, head_dim]` with a mask.
-        key: `[rows, key heads, columns, head_dim]`.
-        value: The same.
-        attn_mask: `[rows, 1, 1, columns]` bool.
-        dropout_p: Must be 0.
-        is_causal: Must be false.
-        others: Arguments that torch takes.
-    """
-    rows, key_heads, columns, size = key.shape
-    is_one_query = query.shape[2] == 1 or (attn_mask is not None and query.dtype == torch.float16)
-    lengths = _lengths(attn_mask, rows, columns) if is_one_query else None
-    if lengths is None or is_causal or dropout_p:
-        return None
-    found = query.new_empty(*query.shape[:3], value.shape[3])
-    num_sharing = query.shape[1] // key_heads
-    for row, length in enumerate(lengths):
-        step = max(1, torch.get_num_threads() * CACHED // (length * size))
-        for first in range(0, key_heads, step):
-            of_keys = slice(first, first + step)
-            of_queries = slice(num_sharing * first, num_sharing * (first + step))
-            keys, values = (each[row : row + 1, of_keys, columns - length :].float() for each in (key, value))
-            queries = query[row : row + 1, of_queries].float()
-            found[row, of_queries] = scaled_dot_product_attention(queries, keys, values, **others)[0]
-    return found
-
-
-def _lengths(attn_mask: torch.Tensor | None, rows: int, columns: int) -> list[int] | None:
-    """How many columns each row sees, where those are the last ones.
-
-    Found once for a mask, which all layers have and nobody changes.
-    """
-    if attn_mask is None:
-        return [columns] * rows
-    if attn_mask.dtype != torch.bool or attn_mask.shape != (rows, 1, 1, columns):
-        return None
-    if "lengths" not in attn_mask.__dict__:
-        sees = attn_mask[:, 0, 0]
-        counts = sees.sum(-1, keepdim=True)
-        are_last = bool(counts.all()) and sees.equal(torch.arange(columns) >= columns - counts)
-        attn_mask.__dict__["lengths"] = counts.flatten().tolist() if are_last else None
-    found: list[int] | None = attn_mask.__dict__["lengths"]
-    return found

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ class Forward:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
-        self._attention: FastAttention | None = FastAttention()
+        self._attention = FastAttention()
         self.device: torch.device = model.get_input_embeddings().weight.device
 
     def prefill(self, prompt: list[int]) -> tuple[DynamicCache, torch.Tensor]:
@@ -58,8 +57,6 @@ class Forward:
             arguments["position_ids"] = position_ids
         if "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = num_logits
-        with self._attention or nullcontext():
-            logits: torch.Tensor = self._model(input_ids=input_ids, **arguments).logits[:, -num_logits:]
-        if self._attention and not self._attention.is_of_use:
-            self._attention = None  # nor will it be
-        return logits
+        with self._attention:
+            logits: torch.Tensor = self._model(input_ids=input_ids, **arguments).logits
+        return logits[:, -num_logits:]

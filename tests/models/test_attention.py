@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in other forms: what comes out is what torch has by itself."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from torch._C import _len_torch_function_stack
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_triton.runner import attention
-from hf_triton.runner.attention import FastAttention
+from hf_triton.runner.attention import FastAttention, FastTorch
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.testing import build_tiny_checkpoint
@@ -68,7 +70,7 @@ def test_attention_is_what_torch_broadcasts(mask: str, new: int, dtype: torch.dt
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.clamp(min=-1e4).to(dtype)
     wanted = scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=0.3)
-    mode, calls = FastAttention(), Calls()
+    mode, calls = FastTorch(), Calls()
     with calls, mode:
         by_name = scaled_dot_product_attention(query=query, key=key, value=value, attn_mask=attn_mask, scale=0.3)
         in_order = scaled_dot_product_attention(query, key, value, attn_mask, 0.0, False, scale=0.3)
@@ -83,7 +85,7 @@ def test_attention_is_what_torch_broadcasts(mask: str, new: int, dtype: torch.dt
 def test_causal_attention_is_what_torch_broadcasts(new: int) -> None:
     query, key, value = tensors(new)
     wanted = scaled_dot_product_attention(query, key, value, is_causal=True)
-    with FastAttention():
+    with FastTorch():
         torch.testing.assert_close(scaled_dot_product_attention(query, key, value, is_causal=True), wanted)
 
 
@@ -94,7 +96,7 @@ def test_values_and_keys_of_unequal_heads_are_left_to_torch(num_keys: int) -> No
         tensor.expand(-1, heads, -1, -1) for tensor, heads in ((key, num_keys), (value, HEADS + 1 - num_keys))
     )
     wanted = scaled_dot_product_attention(query, key, value)
-    with FastAttention():
+    with FastTorch():
         torch.testing.assert_close(scaled_dot_product_attention(query, key, value), wanted)
         found = scaled_dot_product_attention(query, key.expand(-1, HEADS, -1, -1), value[:1].expand(-1, HEADS, -1, -1))
     torch.testing.assert_close(found, scaled_dot_product_attention(query, key, value[:1]))
@@ -102,131 +104,116 @@ def test_values_and_keys_of_unequal_heads_are_left_to_torch(num_keys: int) -> No
 
 def test_other_attention_is_left_alone() -> None:
     query, key, value = tensors(1)
-    mode = FastAttention()
+    mode = FastTorch()
     with mode:
         scaled_dot_product_attention(query, key, value, enable_gqa=True)
         scaled_dot_product_attention(query, query, query)
         scaled_dot_product_attention(key, key, value)
-        scaled_dot_product_attention(query.bfloat16(), key.bfloat16(), value.bfloat16(), enable_gqa=True)
     assert not mode.is_of_use
 
 
-LENGTHS = [COLUMNS, 4, 1]
-
-
-def sixteen_bits(heads: int, per_head: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sixteen_bits(heads: int, key_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     source = torch.Generator().manual_seed(heads)
-    query = torch.randn(ROWS, heads, per_head, SIZE, generator=source).to(dtype)
-    key, value = torch.randn(2, ROWS, heads, COLUMNS, SIZE, generator=source).to(dtype)
-    return query, key, torch.cat([value, value], dim=-1)  # as wide as it likes
+    query = torch.randn(ROWS, heads, 1, SIZE, generator=source).half()
+    key, value = torch.randn(2, ROWS, key_heads, COLUMNS, SIZE, generator=source).half()
+    return query, key, value
 
 
-def last_columns(lengths: list[int]) -> torch.Tensor:
-    return (torch.arange(COLUMNS) >= COLUMNS - torch.tensor(lengths)[:, None])[:, None, None]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "per_head", "lengths"),
-    [
-        (torch.bfloat16, 1, LENGTHS),
-        (torch.bfloat16, 1, None),
-        (torch.float16, 1, LENGTHS),
-        (torch.float16, 1, None),
-        (torch.float16, 3, LENGTHS),
-    ],
-)
-def test_rows_of_16_bits_see_their_own_columns_in_32(
-    dtype: torch.dtype, per_head: int, lengths: list[int] | None
-) -> None:
-    query, key, value = sixteen_bits(HEADS, per_head, dtype)
-    attn_mask = None if lengths is None else last_columns(lengths)
-    wanted = scaled_dot_product_attention(query.double(), key.double(), value.double(), attn_mask, scale=0.3)
-    mode, calls = FastAttention(), Calls()
+@pytest.mark.parametrize(("key_heads", "options"), [(6, {}), (2, {"enable_gqa": True}), (6, {"scale": 0.3})])
+@torch.inference_mode()
+def test_one_token_in_16_bits_is_no_call_of_torch(key_heads: int, options: dict[str, Any]) -> None:
+    query, key, value = sixteen_bits(6, key_heads)
+    wanted = scaled_dot_product_attention(query.double(), key.double(), value.double(), **options).half()
+    mode, calls = FastTorch(), Calls()
     with calls, mode:
-        found = scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=0.3)
-    torch.testing.assert_close(found, wanted.to(dtype))
-    assert calls.keys == [(torch.float32, length) for length in lengths or [COLUMNS] * ROWS]
-    assert mode.is_of_use
-
-
-def test_heads_that_share_keys_are_known_by_their_name() -> None:
-    query, key, value = sixteen_bits(2, 1, torch.float16)
-    query = torch.cat([query] * 3, dim=1)
-    wanted = scaled_dot_product_attention(query.double(), key.double(), value.double(), enable_gqa=True)
-    with FastAttention():
-        found = scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    torch.testing.assert_close(found, wanted.half())
-
-
-def test_few_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "CACHED", SIZE * COLUMNS)
-    query, key, value = sixteen_bits(HEADS, 1, torch.float16)
-    shared = torch.cat([query, -query], dim=1)
-    of_pairs = shared.view(ROWS, 2, HEADS, 1, SIZE).transpose(1, 2).reshape(shared.shape)
-    for queries, options in ((query, {}), (of_pairs, {"enable_gqa": True})):
-        exact = (tensor.double() for tensor in (queries, key, value))
-        calls = Calls()
-        with calls, FastAttention():
-            found = scaled_dot_product_attention(queries, key, value, **options)
-        torch.testing.assert_close(found, scaled_dot_product_attention(*exact, **options).half())
-        assert len(calls.heads) > ROWS or torch.get_num_threads() >= HEADS
-
-
-def test_a_mask_is_known_again_only_where_it_fits() -> None:
-    attn_mask = torch.ones(1, 1, 1, COLUMNS, dtype=torch.bool)
-    query, key, value = sixteen_bits(HEADS, 1, torch.float16)
-    wanted = scaled_dot_product_attention(query, key, value, attn_mask)
-    with FastAttention():
-        scaled_dot_product_attention(query[:1], key[:1], value[:1], attn_mask)
-        torch.testing.assert_close(scaled_dot_product_attention(query, key, value, attn_mask), wanted)
-
-
-HOLES = last_columns(LENGTHS).logical_xor(torch.arange(COLUMNS) == COLUMNS - 2)
-NOTHING = last_columns([COLUMNS, 4, 0])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"attn_mask": HOLES},
-        {"attn_mask": NOTHING},
-        {"attn_mask": last_columns(LENGTHS).float()},
-        {"attn_mask": last_columns([4])},
-        {"dropout_p": 1.0},
-        {"is_causal": True},
-    ],
-)
-def test_what_is_more_than_the_last_columns_is_left_to_torch(options: dict[str, Any]) -> None:
-    query, key, value = sixteen_bits(HEADS, 1, torch.bfloat16)
-    wanted = scaled_dot_product_attention(query, key, value, **options)
-    calls = Calls()
-    with calls, FastAttention():
         found = scaled_dot_product_attention(query, key, value, **options)
-    torch.testing.assert_close(found, wanted, equal_nan=True)
-    assert calls.keys == [(torch.bfloat16, COLUMNS)]
+    torch.testing.assert_close(found, wanted)
+    assert mode.is_of_use
+    assert not calls.heads
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 1.0}, {"is_causal": True}])
+@torch.inference_mode()
+def test_one_token_with_more_to_it_is_left_to_torch(options: dict[str, Any]) -> None:
+    query, key, value = sixteen_bits(6, 6)
+    wanted = scaled_dot_product_attention(query, key, value, **options)
+    with FastTorch():
+        torch.testing.assert_close(scaled_dot_product_attention(query, key, value, **options), wanted)
+
+
+@torch.inference_mode()
+def test_an_error_is_that_of_torch() -> None:
+    query, key, value = sixteen_bits(6, 2)
+    with FastTorch(), pytest.raises(RuntimeError, match=r"must match the size"):
+        scaled_dot_product_attention(query, key, value)  # heads that share keys, and nothing says so
 
 
 def test_prompts_of_16_bits_are_left_to_torch() -> None:
     query, key, value = (torch.randn(ROWS, HEADS, COLUMNS, SIZE).bfloat16() for _ in range(3))
     calls = Calls()
-    with calls, FastAttention():
+    with calls, FastTorch():
         scaled_dot_product_attention(query, key, value, is_causal=True)
         scaled_dot_product_attention(query, key, value)
     assert calls.keys == [(torch.bfloat16, COLUMNS)] * 2
 
 
+# --- in models -------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ["persimmon", "llama", "falcon-40b"])
 @torch.inference_mode()
-def test_steps_of_16_bits_attend_in_32(dtype: torch.dtype, tmp_path: Path) -> None:
-    build_tiny_checkpoint(tmp_path, "persimmon", eos_token_id=None)
+def test_a_step_of_16_bits_is_no_call_of_torch(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, architecture, eos_token_id=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     texts, calls = Texts(model, "eager"), Calls()
-    for number, context in enumerate(prompts(3)):
-        texts.join(number, context)
+    texts.join(0, prompts(1)[0])
     with calls:
-        texts.step()
-    lengths = [len(context) + 1 for context in prompts(3)]
-    assert calls.keys == [(torch.float32, length) for length in lengths] * model.config.num_hidden_layers
+        texts.step()  # alone: llama shares keys, and has torch know it
+    assert not calls.heads
+
+
+@torch.inference_mode()
+def test_attention_is_fast_for_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Size] = []
+    monkeypatch.setattr(attention, "attend", lambda query, *_: seen.append(query.shape))
+    module = torch.nn.Module()
+
+    def ask() -> None:
+        ALL_ATTENTION_FUNCTIONS["sdpa"](module, *sixteen_bits(6, 6), None)
+
+    context = FastAttention()
+    ask()
+    with context:
+        other = threading.Thread(target=ask)
+        other.start()
+        other.join()
+        assert not seen
+        ask()
+    assert len(seen) == 1
+    ask()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("name", ["softcap", "position_bias", "cache", "dropout"])
+@torch.inference_mode()
+def test_special_attention_is_left_to_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *_, **options: asked.append(options))
+    query, key, value = sixteen_bits(6, 6)
+    with FastAttention():
+        attention.attend_fast(torch.nn.Module(), query, key, value, None, sliding_window=9)
+        assert not asked
+        attention.attend_fast(torch.nn.Module(), query, key, value, None, **{name: 0.5})
+    assert asked[0][name] == 0.5
+
+
+def test_attention_that_somebody_else_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*_: object) -> None: ...
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", other)
+    FastAttention()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is other
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
@@ -248,17 +235,28 @@ def test_falcon_broadcasts_nothing(decoding: DecodingMode, tmp_path: Path) -> No
     assert all(queries == keys for queries, keys in calls.heads)
 
 
-@pytest.mark.parametrize(("architecture", "depth"), [("falcon", 1), ("llama", 0)])
-def test_a_model_without_such_attention_runs_as_it_is(architecture: str, depth: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "depth"),
+    [("falcon", torch.float32, 1), ("falcon-rw", torch.float32, 0), ("falcon-rw", torch.bfloat16, 1)]
+    + [("llama", dtype, 0) for dtype in (torch.float32, torch.bfloat16)],
+)
+def test_a_model_without_such_attention_runs_as_it_is(
+    architecture: str, dtype: torch.dtype, depth: int, tmp_path: Path
+) -> None:
     build_tiny_checkpoint(tmp_path, architecture)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     forward, depths, plain = Forward(model), [], model.forward
 
     def watched(**arguments: Any) -> Any:
         depths.append(_len_torch_function_stack())
+        if len(depths) == 1:
+            raise MemoryError
         return plain(**arguments)
 
     model.forward = watched
+    with pytest.raises(MemoryError):
+        forward.prefill([1])  # which tells nothing
     forward.prefill([1])
     forward.prefill([1, 2])
-    assert depths == [1, depth]
+    assert depths == [1, 1, depth]
+    assert _len_torch_function_stack() == 0

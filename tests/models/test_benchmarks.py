@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.errors import HfTritonError
+from hf_triton.runner.attention import FastAttention
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -73,4 +74,4 @@ def test_the_attention_benchmark_has_both_ways(benchmark: ModuleType, monkeypatc
     assert output.splitlines()[1].startswith("falcon bfloat16 2 rows")
     model = benchmark.build_model("falcon", 1, torch.float32)
     ways = [benchmark.Steps(model, 2, 20, is_fast=is_fast) for is_fast in (False, True)]
-    assert [way._decoder._forward._attention is not None for way in ways] == [False, True]
+    assert [isinstance(way._decoder._forward._attention, FastAttention) for way in ways] == [False, True]

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.batch import BatchEngine
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
+from hf_triton.runner import attention, one_token
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.architectures import BATCH, ROLLING, build
 from tests.models.test_rolling_engine import NOT_ROLLING, Client, start_engine, token_ids
@@ -69,6 +71,25 @@ def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: str
         )
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "mistral-window", "gemma3", "deepseek-v3", "gpt-bigcode"])
+def test_it_does_by_products_of_what_each_row_has(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_token, "WORTH", 0)
+    found: list[bool] = []
+    monkeypatch.setattr(attention, "attend", lambda *call: noted(one_token.attend(*call)))
+
+    def noted(result: torch.Tensor | None) -> torch.Tensor | None:
+        found.append(result is not None)
+        return result
+
+    model, source = load(name, tmp_path), random.Random(name)
+    engine = start_engine(model, max_rows=5, context_length=256)
+    try:
+        check(model, Client(engine), requests(NUM_REQUESTS, source), pause=lambda: None)
+    finally:
+        engine.close()
+    assert sum(found) > NUM_REQUESTS
 
 
 @pytest.mark.parametrize("name", [*BATCH])
