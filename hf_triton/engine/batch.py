@@ -73,7 +73,7 @@ class BatchEngine(EngineThread):
         self._is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self._asks = _Asks(model)
         self._pad_id = _pad_id(model)
-        self._attention = FastAttention()
+        self._attention = FastAttention(asks_torch=False)
         self._jobs: list[Job] = []
         self._thread.start()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -24,7 +25,7 @@ from hf_triton.runner.one_token import SIXTEEN_BITS, attend
 
 NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 SPECIAL: Final = ("softcap", "position_bias", "cache")
-"""Arguments of `sdpa` that make something else of it."""
+"""Arguments of `sdpa` that make something else of it: then it is left to transformers."""
 
 
 class _Thread(threading.local):
@@ -38,13 +39,16 @@ _thread = _Thread()
 class FastAttention:
     """A context for a model's forward: attention is computed in another way where that pays, equal up to rounding.
 
-    A thread that is in one enters no other.
+    One thread at a time, which is in no other. The first one made puts `attend_fast` in its place for good.
+
+    Args:
+        asks_torch: Whether to see to models that call torch; what `torch.compile` made is made anew when that ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, asks_torch: bool = True) -> None:
         if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:  # and not what somebody else has put there
             AttentionInterface.register("sdpa", attend_fast)
-        self._torch: FastTorch | None = FastTorch()
+        self._torch = FastTorch() if asks_torch else None
 
     def __enter__(self) -> None:
         _thread.is_fast = True
@@ -70,6 +74,9 @@ def attend_fast(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """`sdpa` as transformers calls it: queries `[rows, heads, new, head_dim]`; the result has heads and new swapped."""
+    plain = partial(sdpa_attention_forward, module, query, key, value, attention_mask, dropout, scaling, **others)
+    if torch.compiler.is_compiling():
+        return plain()
     is_special = others and any(others.get(name) is not None for name in SPECIAL)
     if _thread.is_fast and not dropout and not is_special:
         found = attend(query, key, value, attention_mask, scaling)
@@ -77,9 +84,7 @@ def attend_fast(
             return found.transpose(1, 2), None
     _thread.is_in_transformers = True
     try:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
-        )
+        return plain()
     finally:
         _thread.is_in_transformers = False
 
@@ -88,7 +93,8 @@ class FastTorch(TorchFunctionMode):
     """While it is entered, attention that a model asks torch for by itself is computed in another way where that pays.
 
     Heads that all share one of keys and values (Falcon-7B: 71) torch computes by plain products, and writes the keys
-    and values out for each: in a batch, most of a step.
+    and values out for each: in a batch, most of a step. One token in 16 bits on a CPU is for `one_token.py`; in 32 bits
+    it is left to torch, as that would save less and the mode has its price in every model.
     """
 
     def __init__(self) -> None:
@@ -101,7 +107,8 @@ class FastTorch(TorchFunctionMode):
     ) -> Any:
         """Called by torch in place of every one of its functions."""
         kwargs = kwargs or {}
-        if func is scaled_dot_product_attention and not _thread.is_in_transformers:
+        is_asked = func is scaled_dot_product_attention and not torch.compiler.is_compiling()
+        if is_asked and not _thread.is_in_transformers:
             found = self._attend(**dict(zip(NAMES, args, strict=False)) | kwargs)
             if found is not None:
                 return found

@@ -18,10 +18,11 @@ DTYPES: Final = (torch.float32, *SIXTEEN_BITS)
 CACHED: Final = 2**20
 """Numbers of keys that a thread converts at a time: 4 MiB, about what is its own of a processor's cache."""
 WORTH: Final = 2**16
-"""Numbers of keys for each thread, of a row with its padding and once more without the row, from which on the products
-of a row are faster than torch's kernel in 32 bits."""
+"""Keys of a row, with those of its padding counted twice, as numbers for each thread: from so many on the products of a
+row are faster than torch's kernel in 32 bits, which reads the padding, and a row costs what it costs to call."""
 WORTH_SHARED_BFLOAT16: Final = 2**18
-"""The same for bfloat16 heads that share keys, for which that kernel has the processor's products."""
+"""The same for bfloat16 heads that share keys: for the queries of all of them at once, as transformers 5.23 calls it,
+torch's kernel has the processor's products."""
 
 
 def attend(
@@ -45,10 +46,12 @@ def attend(
     Returns:
         `[rows, heads, 1, size of the values]` in the query's dtype; sums and softmax are in 32 bits.
     """
-    rows, heads, num_queries, size = query.shape
-    if num_queries != 1 or query.device.type != "cpu" or query.dtype not in DTYPES or torch.is_grad_enabled():
+    if query.ndim != 4 or query.shape[2] != 1 or query.device.type != "cpu" or torch.is_grad_enabled():
         return None
+    rows, heads, _, size = query.shape
     _, key_heads, columns, _ = key.shape
+    if not (rows and key_heads and columns) or not query.dtype == key.dtype == value.dtype or query.dtype not in DTYPES:
+        return None
     worth = torch.get_num_threads() * _worth(query.dtype, attn_mask, heads // key_heads)
     if 2 * key_heads * size * columns < worth:
         return None
@@ -76,7 +79,7 @@ def attend(
 def _worth(dtype: torch.dtype, attn_mask: torch.Tensor | None, num_sharing: int) -> int:
     if dtype not in SIXTEEN_BITS:
         return WORTH
-    # Without a mask transformers leaves it to torch to share keys, which then takes each head by itself.
+    # Without a mask transformers has torch know that heads share keys, and torch takes each by itself.
     has_kernel = dtype == torch.bfloat16 and num_sharing > 1 and attn_mask is not None
     return WORTH_SHARED_BFLOAT16 if has_kernel else 0
 
@@ -93,7 +96,7 @@ def _lengths(attn_mask: torch.Tensor | None, rows: int, columns: int) -> list[in
     if "lengths" not in attn_mask.__dict__:
         sees = attn_mask[:, 0, 0]
         counts = sees.sum(-1, keepdim=True)
-        are_last = bool(counts.all()) and sees.equal(torch.arange(columns) >= columns - counts)
+        are_last = bool(counts.all()) and sees.equal(torch.arange(columns, device=sees.device) >= columns - counts)
         attn_mask.__dict__["lengths"] = counts.flatten().tolist() if are_last else None
     found: list[int] | None = attn_mask.__dict__["lengths"]
     return found

@@ -10,14 +10,16 @@ import torch
 from torch._C import _len_torch_function_stack
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_triton.generation import SamplingPlan
 from hf_triton.runner import attention
 from hf_triton.runner.attention import FastAttention, FastTorch
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.testing import build_tiny_checkpoint
+from tests.models.test_rolling_engine import Client, start_engine
 from tests.running_texts import Texts, prompts
 
 ROWS, HEADS, NEW, COLUMNS, SIZE = 3, 5, 4, 9, 8
@@ -141,6 +143,17 @@ def test_one_token_with_more_to_it_is_left_to_torch(options: dict[str, Any]) -> 
         torch.testing.assert_close(scaled_dot_product_attention(query, key, value, **options), wanted)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_device_of_its_own_and_three_dimensions_are_left_to_torch(device: str) -> None:
+    query, key, value = (tensor.to(device) for tensor in sixteen_bits(6, 6))
+    mode = FastTorch()
+    with mode:
+        assert scaled_dot_product_attention(query[0], key[0], value[0]).shape == query[0].shape
+        if device != "cpu":
+            assert scaled_dot_product_attention(query, key, value).shape == query.shape
+    assert not mode.is_of_use
+
+
 @torch.inference_mode()
 def test_an_error_is_that_of_torch() -> None:
     query, key, value = sixteen_bits(6, 2)
@@ -195,17 +208,67 @@ def test_attention_is_fast_for_no_other_thread(monkeypatch: pytest.MonkeyPatch) 
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("name", ["softcap", "position_bias", "cache", "dropout"])
 @torch.inference_mode()
-def test_special_attention_is_left_to_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_has_the_shape_that_transformers_gives_it() -> None:
+    call = torch.nn.Module(), *sixteen_bits(6, 6), None
+    with FastAttention():
+        found, weights = attention.attend_fast(*call, scaling=0.3)
+    wanted, _ = attention.sdpa_attention_forward(*call, scaling=0.3)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+    assert weights is None
+
+
+@pytest.mark.parametrize(
+    "special",
+    [{"softcap": 0.5}, {"position_bias": torch.zeros(1, 6, 1, COLUMNS)}, {"cache": object()}, {"dropout": 0.5}],
+    ids=lambda special: next(iter(special)),
+)
+@torch.inference_mode()
+def test_special_attention_is_left_to_transformers(special: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *_, **options: asked.append(options))
+
+    def plain(*_: object, **options: Any) -> None:
+        asked.append(options)
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", plain)
     query, key, value = sixteen_bits(6, 6)
     with FastAttention():
-        attention.attend_fast(torch.nn.Module(), query, key, value, None, sliding_window=9)
+        attention.attend_fast(
+            torch.nn.Module(), query, key, value, None, sliding_window=9, softcap=None, position_bias=None, cache=None
+        )
         assert not asked
-        attention.attend_fast(torch.nn.Module(), query, key, value, None, **{name: 0.5})
-    assert asked[0][name] == 0.5
+        attention.attend_fast(torch.nn.Module(), query, key, value, None, **special)
+    assert len(asked) == 1
+    for name in special.keys() - {"dropout"}:
+        assert asked[0][name] is special[name]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "falcon"])
+@torch.inference_mode()
+def test_a_compiled_model_is_compiled_as_it_is(architecture: str, tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, architecture)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    input_ids = torch.tensor([[3]])
+    wanted = model(input_ids=input_ids).logits
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with FastAttention():
+        torch.testing.assert_close(compiled(input_ids=input_ids).logits, wanted)
+
+
+@torch.inference_mode()
+def test_a_batch_of_generate_has_it_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, "bart")
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(attention, "attend", lambda query, *_: seen.append(query.dtype))
+    engine = start_engine(model, max_rows=2, context_length=64)
+    try:
+        client = Client(engine)
+        client.submit([3, 4, 5], SamplingPlan(4))
+        client.outcomes()
+    finally:
+        engine.close()
+    assert set(seen) == {torch.bfloat16}
 
 
 def test_attention_that_somebody_else_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,10 @@ def test_what_is_in_the_padding_does_not_matter() -> None:
     torch.testing.assert_close(attend(query, key, value, last_columns(LENGTHS)), wanted)
 
 
+@pytest.mark.parametrize(("cached", "at_a_time"), [(SIZE * COLUMNS, 2), (1, 1)])
 @pytest.mark.parametrize("key_heads", [6, 2])
 @torch.inference_mode()
-def test_few_heads_at_a_time(key_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_heads_at_a_time(key_heads: int, cached: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = tensors(torch.float16, key_heads=key_heads)
     converted: list[int] = []
     plain = torch.bmm
@@ -77,10 +78,10 @@ def test_few_heads_at_a_time(key_heads: int, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch, "bmm", product)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(one_token, "CACHED", SIZE * COLUMNS)
+    monkeypatch.setattr(one_token, "CACHED", cached)
     found = attend(query, key, value)
     torch.testing.assert_close(found, exact(query, key, value))
-    assert converted == [2] * (ROWS * key_heads)  # both products of each part
+    assert converted == [at_a_time] * (2 * ROWS * key_heads // at_a_time)  # both products of each part
 
 
 HOLES = last_columns(LENGTHS).logical_xor(torch.arange(COLUMNS) == COLUMNS - 2)
@@ -106,10 +107,28 @@ def test_what_is_not_one_token_in_inference_is_left_to_torch() -> None:
         assert attend(query, key, value) is not None
         assert attend(query.expand(-1, -1, 2, -1), key, value) is None
         assert attend(query.double(), key.double(), value.double()) is None
+        assert attend(query, key.half(), value.half()) is None
+        assert attend(query[0], key[0], value[0]) is None
+        assert attend(query[:0], key[:0], value[:0]) is None
+        assert attend(query, key[:, :0], value[:, :0]) is None
+        assert attend(query, key[:, :, :0], value[:, :, :0]) is None
         assert attend(query[:, :4], key, value) is None
         assert attend(query, key[:1], value[:1]) is None
         assert attend(query, key, value[:, :1]) is None
         assert attend(query.to("meta"), key.to("meta"), value.to("meta")) is None
+
+
+@pytest.mark.usefixtures("always")
+@torch.inference_mode()
+def test_a_mask_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[torch.Tensor] = []
+    plain = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda *call, **options: looks.append(call) or plain(*call, **options))
+    call, attn_mask = tensors(torch.float32), last_columns(LENGTHS)
+    looks.clear()
+    for _ in range(3):
+        torch.testing.assert_close(attend(*call, attn_mask), exact(*call, attn_mask))
+    assert len(looks) == 1
 
 
 @pytest.mark.usefixtures("always")
@@ -119,6 +138,7 @@ def test_a_mask_is_known_again_only_where_it_fits() -> None:
     query, key, value = tensors(torch.float32)
     assert attend(query[:1], key[:1], value[:1], attn_mask) is not None
     assert attend(query, key, value, attn_mask) is None
+    assert attend(query[:1], key[:1, :, 1:], value[:1, :, 1:], attn_mask) is None
 
 
 @pytest.mark.parametrize(
