@@ -19,6 +19,8 @@ from hf_triton.runner.padding import pad
 PIECE_TOKENS: Final = 512
 """Padded tokens of one piece; less while rows run, which wait for it between two of their steps."""
 COMPANY_PIECE_TOKENS: Final = 256
+READ_TOKENS: Final = {"cpu": 16}
+"""Tokens that a device computes in about the time in which it reads the weights; `PIECE_TOKENS` on all others."""
 COLUMNS_OF_A_PIECE: Final = 2048
 """Attention to so many columns more takes about as long as all the rest of a piece: it is divided accordingly."""
 
@@ -45,10 +47,17 @@ class Reading:
         return None if job.prompt_logprobs is not None else job.sequence.plan.prompt_logprobs
 
 
-def fit_one_piece(readings: list[Reading]) -> bool:
-    """Whether these contexts in one batch are read at once, padding counted."""
+def num_padded(readings: list[Reading]) -> int:
+    """Tokens to compute for these contexts in one batch, padding counted."""
     longest = max(reading.length for reading in readings)
-    return len(readings) * (longest - _num_known_columns(readings, longest)) <= PIECE_TOKENS
+    return len(readings) * (longest - _num_known_columns(readings, longest))
+
+
+def are_worth_one_batch(readings: list[Reading], device: torch.device) -> bool:
+    """Whether to read contexts together: they fit one piece, and their padding costs less than a read for each."""
+    num_new = sum(reading.length - reading.num_shared for reading in readings)
+    spared = READ_TOKENS.get(device.type, PIECE_TOKENS) * (len(readings) - 1)
+    return num_padded(readings) <= min(PIECE_TOKENS, num_new + spared)
 
 
 def _num_known_columns(readings: list[Reading], longest: int) -> int:

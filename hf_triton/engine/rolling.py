@@ -22,7 +22,14 @@ import torch
 
 from hf_triton.engine.gathering import Gathering
 from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
-from hf_triton.engine.prefill import PIECE_TOKENS, Prefill, Reading, fit_one_piece
+from hf_triton.engine.prefill import (
+    COMPANY_PIECE_TOKENS,
+    PIECE_TOKENS,
+    Prefill,
+    Reading,
+    are_worth_one_batch,
+    num_padded,
+)
 from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
 from hf_triton.engine.row import Job, Row, Step
 from hf_triton.engine.sampling import Picks, pick_tokens
@@ -170,21 +177,30 @@ class RollingEngine(EngineThread):
     # --- prefill -----------------------------------------------------------------------------------------------------
 
     def _advance_prefill(self) -> None:
-        """Read one more piece of the contexts at hand; when they are read, their rows join the running ones."""
+        """Read one more piece of the contexts at hand, or several of them that are no more together."""
         if self._unseen or self._gathers():
             return
-        if self._prefill is None:
-            readings = self._next_readings()
-            if not readings:
-                return
+        if self._prefill:
+            self._read_piece(self._prefill)
+            return
+        piece, num_read = COMPANY_PIECE_TOKENS if self._rows else PIECE_TOKENS, 0
+        while self._prefill is None and (readings := self._next_readings()):
+            num_new = num_padded(readings)
+            if num_read and num_read + num_new > piece:
+                break
+            num_read += num_new
             self._gathering.on_read()
             for reading in readings:
                 self._ready.popleft()
                 self._observer.on_share(reading.num_shared)
             self._prefill = Prefill(readings, self._forward.device)
-        logits = self._prefill.advance(self._forward, has_company=bool(self._rows))
+            self._read_piece(self._prefill)
+
+    def _read_piece(self, prefill: Prefill) -> None:
+        """Read some of the contexts; when they are read, their rows join the running ones."""
+        logits = prefill.advance(self._forward, has_company=bool(self._rows))
         if logits is not None:
-            self._join(self._prefill, logits)
+            self._join(prefill, logits)
             self._prefill = None
 
     def _gathers(self) -> bool:
@@ -201,7 +217,7 @@ class RollingEngine(EngineThread):
         return len(self._waiting) > self._num_left_waiting or self._closing.is_set()
 
     def _next_readings(self) -> list[Reading]:
-        """The oldest contexts that fit one piece together; a suspect comes alone, when nobody else runs."""
+        """The oldest contexts that are worth one batch; a suspect comes alone, when nobody else runs."""
         readings: list[Reading] = []
         for group in self._ready:
             if any(row.is_suspect for row in self._rows) or (readings and readings[0].rows[0].is_suspect):
@@ -210,7 +226,7 @@ class RollingEngine(EngineThread):
                 if group[0].is_suspect or not self._has_room_for(readings, group):
                     break
                 together = [*readings, self._reading(group)]
-                if readings and not fit_one_piece(together):
+                if readings and not are_worth_one_batch(together, self._forward.device):
                     break
                 readings = together
             elif self._fits([row.num_tokens for row in group], group[0].num_tokens):

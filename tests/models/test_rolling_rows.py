@@ -16,6 +16,7 @@ import torch
 
 from hf_triton.engine import gathering, prefill, rolling
 from hf_triton.engine.interface import Completion, Observer, Outcome, Sequence
+from hf_triton.engine.prefill import Reading, are_worth_one_batch
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.engine.sampling import Picks
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
@@ -539,6 +540,81 @@ def test_texts_that_end_together_have_their_successors_read_together(
         client.submit([*prompt, 7], SamplingPlan(4))
     client.outcomes()
     assert sizes.read == [6]
+
+
+class Forwards:
+    """What an engine does: it reads so many rows of so many columns, or runs steps."""
+
+    def __init__(self, engine: RollingEngine) -> None:
+        self._model, self.seen = engine._forward._model, list[Any]()
+        engine._forward._model = self
+
+    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        rows, columns = input_ids.shape
+        if columns > 1 or self.seen[-1:] != ["steps"]:
+            self.seen.append((rows, columns) if columns > 1 else "steps")
+        return self._model(input_ids=input_ids, **arguments)
+
+
+def submit_lengths(engine: RollingEngine, lengths: list[int]) -> threading.Semaphore:
+    """Prompts at one moment; what is released for each that is answered."""
+    answered = threading.Semaphore(0)
+    plan = SamplingPlan(12)  # so that nobody is waited for, who is about to end
+    engine.submit(
+        [Sequence([3 + number] * length, plan, lambda _: answered.release()) for number, length in enumerate(lengths)]
+    )
+    return answered
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [
+        ([60, 44, 58], [(3, 60), "steps"]),
+        ([60, 20, 58, 21], [(1, 60), (1, 20), (1, 58), (1, 21), "steps"]),
+        ([60, 61, 20, 21], [(2, 61), (2, 21), "steps"]),
+        ([300, 20, 260], [(1, 300), (1, 20), "steps", (1, 256), "steps", (1, 4), "steps"]),
+    ],
+)
+def test_prompts_of_unlike_lengths_are_read_one_after_the_other(
+    lengths: list[int], wanted: list[Any], start: Callable[..., RollingEngine]
+) -> None:
+    engine = start()
+    forwards = Forwards(engine)
+    answered = submit_lengths(engine, lengths)
+    for _ in lengths:
+        assert answered.acquire(timeout=60)
+    assert forwards.seen[: len(wanted)] == wanted
+
+
+def test_running_rows_wait_for_one_piece_at_most(
+    start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (prefill, rolling):
+        monkeypatch.setattr(module, "COMPANY_PIECE_TOKENS", 70)
+    engine = start()
+    forwards, company = Forwards(engine), list[threading.Semaphore]()
+
+    def on_token(*_: int) -> bool:
+        if not company:
+            company.append(submit_lengths(engine, [40, 20, 2, 60]))
+        return False
+
+    Client(engine).ask([5] * 9, SamplingPlan(40), on_token=on_token)
+    for _ in range(4):
+        assert company[0].acquire(timeout=60)
+    seen = forwards.seen[forwards.seen.index((1, 40)) :]
+    assert seen[:5] == [(1, 40), (1, 20), (1, 2), "steps", (1, 60)]
+
+
+def test_what_is_worth_one_batch() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    readings = [Reading([], [0] * 100), Reading([], [0] * 84)]
+    assert are_worth_one_batch(readings, cpu)
+    readings[1] = Reading([], [0] * 83)
+    assert not are_worth_one_batch(readings, cpu)
+    assert are_worth_one_batch(readings, cuda)
+    assert are_worth_one_batch([replace(readings[0], num_shared=17), readings[1]], cpu)  # which leaves no padding
+    assert not are_worth_one_batch([Reading([], [0] * 257)] * 2, cuda)
 
 
 # --- one step ahead --------------------------------------------------------------------------------------------------
