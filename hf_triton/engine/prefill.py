@@ -60,6 +60,18 @@ def are_worth_one_batch(readings: list[Reading], device: torch.device) -> bool:
     return num_padded(readings) <= min(PIECE_TOKENS, num_new + spared)
 
 
+def piece_tokens(*, has_company: bool, num_columns: int = 0) -> int:
+    """Padded tokens to read at a time.
+
+    Args:
+        has_company: Whether rows are running, which a long piece would hold up.
+        num_columns: That have been read, to which the piece's tokens attend.
+    """
+    if not has_company:
+        return PIECE_TOKENS
+    return min(PIECE_TOKENS, COMPANY_PIECE_TOKENS // (1 + num_columns // COLUMNS_OF_A_PIECE))
+
+
 def _num_known_columns(readings: list[Reading], longest: int) -> int:
     """The first columns of a left-padded batch that hold nothing but padding and shared tokens."""
     return min(longest - reading.length + reading.num_shared for reading in readings)
@@ -102,9 +114,7 @@ class Prefill:
             has_company: Whether rows are running, which a long piece would hold up.
         """
         input_ids = self._begin() if self._input_ids is None else self._input_ids
-        piece = PIECE_TOKENS
-        if has_company:
-            piece = min(piece, COMPANY_PIECE_TOKENS // (1 + self._num_read // COLUMNS_OF_A_PIECE))
+        piece = piece_tokens(has_company=has_company, num_columns=self._num_read)
         start, end = self._num_read, min(self.longest, self._num_read + max(1, piece // len(self.readings)))
         is_scored = any(reading.num_top_logprobs is not None for reading in self.readings)
         num_logits = end - start if is_scored else 1

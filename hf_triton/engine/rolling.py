@@ -23,12 +23,12 @@ import torch
 from hf_triton.engine.gathering import Gathering
 from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
 from hf_triton.engine.prefill import (
-    COMPANY_PIECE_TOKENS,
     PIECE_TOKENS,
     Prefill,
     Reading,
     are_worth_one_batch,
     num_padded,
+    piece_tokens,
 )
 from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
 from hf_triton.engine.row import Job, Row, Step
@@ -183,7 +183,7 @@ class RollingEngine(EngineThread):
         if self._prefill:
             self._read_piece(self._prefill)
             return
-        piece, num_read = COMPANY_PIECE_TOKENS if self._rows else PIECE_TOKENS, 0
+        piece, num_read = piece_tokens(has_company=bool(self._rows)), 0
         while self._prefill is None and (readings := self._next_readings()):
             num_new = num_padded(readings)
             if num_read and num_read + num_new > piece:

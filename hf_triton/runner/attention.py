@@ -124,10 +124,12 @@ class FastTorch(TorchFunctionMode):
         is_causal: bool = False,
         **others: Any,
     ) -> torch.Tensor | None:
+        if not query.ndim == key.ndim == value.ndim == 4:
+            return None
         if _broadcasts(query, key, value, **others):
             self.is_of_use = True
             return _fused(query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, **others)
-        if query.device.type == "cpu" and query.dtype in SIXTEEN_BITS and query.ndim == key.ndim == value.ndim == 4:
+        if query.device.type == "cpu" and query.dtype in SIXTEEN_BITS:
             self.is_of_use = True
             are_told_apart = others.get("enable_gqa") or query.shape[1] == key.shape[1]
             if are_told_apart and not is_causal and not dropout_p:
@@ -138,9 +140,7 @@ class FastTorch(TorchFunctionMode):
 def _broadcasts(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool = False, **_: Any
 ) -> bool:
-    if enable_gqa or not query.ndim == key.ndim == value.ndim == 4:
-        return False
-    return key.shape[1] == value.shape[1] == 1 < query.shape[1]
+    return not enable_gqa and key.shape[1] == value.shape[1] == 1 < query.shape[1]
 
 
 def _fused(

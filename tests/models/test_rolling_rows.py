@@ -509,39 +509,6 @@ def test_a_failure_of_the_memory_itself_refuses_nobody(model: Any, start: Callab
 # --- who comes back --------------------------------------------------------------------------------------------------
 
 
-class Sizes:
-    """The engine's model, which notes how many contexts it reads at a time."""
-
-    def __init__(self, engine: RollingEngine) -> None:
-        self._model, self.read = engine._forward._model, list[int]()
-        engine._forward._model = self
-
-    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
-        if input_ids.shape[1] > 1:
-            self.read.append(len(input_ids))
-        return self._model(input_ids=input_ids, **arguments)
-
-
-def test_texts_that_end_together_have_their_successors_read_together(
-    start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gathering, "MAX_WAIT_S", 10.0)  # as long as a step takes, on a machine of any speed
-    engine = start()
-    slow_down(engine, 0.2)
-    sizes, client = Sizes(engine), Client(engine)
-    items = prompts(6, seed=41, longest=12)
-    engine.submit(  # at one moment, as a client with several prompts sends them
-        [Sequence(prompt, SamplingPlan(4), lambda _: None) for prompt in items[:5]]
-    )
-    client.ask(items[5], SamplingPlan(4))
-    sizes.read.clear()
-    for prompt in items:
-        time.sleep(0.001)
-        client.submit([*prompt, 7], SamplingPlan(4))
-    client.outcomes()
-    assert sizes.read == [6]
-
-
 class Forwards:
     """What an engine does: it reads so many rows of so many columns, or runs steps."""
 
@@ -554,6 +521,31 @@ class Forwards:
         if columns > 1 or self.seen[-1:] != ["steps"]:
             self.seen.append((rows, columns) if columns > 1 else "steps")
         return self._model(input_ids=input_ids, **arguments)
+
+    @property
+    def read(self) -> list[int]:
+        """How many contexts were read at a time."""
+        return [each[0] for each in self.seen if each != "steps"]
+
+
+def test_texts_that_end_together_have_their_successors_read_together(
+    start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "MAX_WAIT_S", 10.0)  # as long as a step takes, on a machine of any speed
+    engine = start()
+    slow_down(engine, 0.2)
+    forwards, client = Forwards(engine), Client(engine)
+    items = prompts(6, seed=41, longest=12)
+    engine.submit(  # at one moment, as a client with several prompts sends them
+        [Sequence(prompt, SamplingPlan(4), lambda _: None) for prompt in items[:5]]
+    )
+    client.ask(items[5], SamplingPlan(4))
+    forwards.seen.clear()
+    for prompt in items:
+        time.sleep(0.001)
+        client.submit([*prompt, 7], SamplingPlan(4))
+    client.outcomes()
+    assert forwards.read == [6]
 
 
 def submit_lengths(engine: RollingEngine, lengths: list[int]) -> threading.Semaphore:
@@ -589,8 +581,7 @@ def test_prompts_of_unlike_lengths_are_read_one_after_the_other(
 def test_running_rows_wait_for_one_piece_at_most(
     start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (prefill, rolling):
-        monkeypatch.setattr(module, "COMPANY_PIECE_TOKENS", 70)
+    monkeypatch.setattr(prefill, "COMPANY_PIECE_TOKENS", 70)
     engine = start()
     forwards, company = Forwards(engine), list[threading.Semaphore]()
 
