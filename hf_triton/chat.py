@@ -278,6 +278,8 @@ def _parse_message(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f'{name} must be like {{"role": "user", "content": "..."}}, got {clip(value)}')
     said = {field: each for field, each in value.items() if each is not None}
+    if said.get("tool_calls") == []:  # as servers answer where there are none
+        del said["tool_calls"]
     for field in said:
         if field not in _Message.model_fields:
             raise ValueError(f"{name} has no field {clip(field)}{suggest(field, _Message.model_fields)}")

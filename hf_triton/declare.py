@@ -25,6 +25,7 @@ from hf_triton.errors import clip
 
 MAX_NAME = 60  # characters of an unknown name to compare: a client's may have megabytes, and comparing takes seconds
 MAX_ENTRIES = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
+MAX_JSON = 2**21  # characters of a JSON text, more than any may need; other requests wait while one is read
 TYPE_NAMES = {
     bool: "true or false",
     int: "an integer",
@@ -165,6 +166,8 @@ def _check_size(value: Sized) -> None:
 
 
 def _read_json(text: str) -> object:
+    if len(text) > MAX_JSON:
+        return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, thousands of brackets

@@ -51,6 +51,20 @@ NOT_THERE: Final[Mapping[str, str]] = {
     "skip_special_tokens": "texts hold no special tokens",
 }
 """What to say of names that ask for what there is not."""
+DONE_ANYWAY: Final[Mapping[str, object]] = {
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "detokenize": True,
+    "include_stop_str_in_output": False,
+    "use_beam_search": False,
+    "beam_width": 1,
+    "num_beams": 1,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    **dict.fromkeys(("guided_decoding", "structured_outputs", "truncate_prompt_tokens", "logits_processors")),
+    **dict.fromkeys(("allowed_token_ids", "extra_args")),
+}
+"""Values of other servers' parameters, most of them their defaults, that ask for what is done anyway."""
 
 MAX_NEW_TOKENS: Final = 1_048_576
 MAX_RETURN_SEQUENCES: Final = 64
@@ -359,6 +373,7 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
     """
     if "max_completion_tokens" in values:  # clients of OpenAI's send its old name too
         values = {name: value for name, value in values.items() if name != "max_tokens"}
+    values = {name: value for name, value in values.items() if not is_done_anyway(name, value)}
     spellings: dict[str, str] = {}
     for given in values:
         name = ALIASES.get(given, given)
@@ -373,6 +388,13 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
     except ValidationError as error:
         sentences = [_as_spelled(each, spellings) for each in problems(GenerationParameters, error)]
         raise RequestError("invalid_parameter", "; ".join(sentences)) from None
+
+
+def is_done_anyway(name: str, value: object) -> bool:
+    """Whether a parameter that there is not asks for what is done without it."""
+    if name not in DONE_ANYWAY or isinstance(value, bool) != isinstance(DONE_ANYWAY[name], bool):
+        return False
+    return DONE_ANYWAY[name] == value
 
 
 def _as_spelled(problem: Problem, spellings: Mapping[str, str]) -> str:

@@ -13,6 +13,8 @@ the form. Knows no engine and no Triton.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import re
 import threading
@@ -29,6 +31,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from hf_triton.closing import ClosingFinder, Effort
 from hf_triton.errors import RequestError, clip
 from hf_triton.generation import Grammar, SamplingPlan
+from hf_triton.grammar_trial import MAX_TRIAL_S, GrammarTrial, answer_trials
 from hf_triton.guide import build_guide
 
 LIMITS: Final = LLParserLimits(
@@ -50,6 +53,9 @@ NUM_FINDERS_KEPT: Final = 4
 NUM_CLOSINGS_KEPT: Final = 64
 SIGNS: Final = frozenset(b"@.,:;/=#&%!~_-<>")
 MAX_REASON: Final = 160  # characters of the library's words in a message
+
+_trial: Final = GrammarTrial()
+atexit.register(_trial.close)
 
 
 class GrammarCompiler:
@@ -90,6 +96,10 @@ class GrammarCompiler:
         if not end_ids:
             raise _refusal(grammar, "needs a token that ends the text, and this model has none: say eos_token_id")
         guide = self._guide_of(grammar)
+        if not _is_quick(grammar):
+            raise _refusal(
+                grammar, f"takes more than {MAX_TRIAL_S:g} s to read: make it smaller, or its patterns simpler"
+            )
         matcher = _matcher(guide, grammar)
         finder = self._finder(end_ids)
         closing = self._closing(grammar, end_ids)
@@ -220,6 +230,17 @@ class TextConstraint:
         return mask
 
 
+@lru_cache(NUM_CLOSINGS_KEPT)
+def _is_quick(grammar: Grammar) -> bool:
+    return _trial.is_quick(grammar.kind, grammar.text)
+
+
+def _try_out(kind: Any, text: str) -> None:
+    """Read a grammar for a tokenizer of bytes, to see how long it takes; whether it is right does not matter."""
+    with contextlib.suppress(RequestError):
+        _matcher(LLTokenizer("byte"), Grammar(kind, text, ""))
+
+
 def _set_bit(mask: npt.NDArray[np.uint8], token_id: int, value: bool) -> None:
     place, bit = token_id // 8, np.uint8(1 << token_id % 8)
     mask[place] = mask[place] | bit if value else mask[place] & ~bit
@@ -279,3 +300,7 @@ def _refusal(grammar: Grammar, sentence: str) -> RequestError:
 def _reason(text: str) -> str:
     """The first of the library's words."""
     return clip(" ".join(text.replace("<non-verbose/>", "").split()), MAX_REASON)
+
+
+if __name__ == "__main__":
+    answer_trials(_try_out)

@@ -19,9 +19,16 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hf_triton.chat import MESSAGES, Chat, ChatOptions, parse_chat
-from hf_triton.declare import problems, suggest
+from hf_triton.declare import MAX_JSON, problems, suggest
 from hf_triton.errors import RequestError, SettingsError, clip
-from hf_triton.generation import ALIASES, MEANT, GenerationParameters, parse_parameters, unknown_parameter
+from hf_triton.generation import (
+    ALIASES,
+    MEANT,
+    GenerationParameters,
+    is_done_anyway,
+    parse_parameters,
+    unknown_parameter,
+)
 
 PROMPT: Final = "text_input"
 TEXT: Final = "text_output"
@@ -50,6 +57,7 @@ NOT_SERVED: Final[Mapping[str, str]] = {
 }
 """Parameters of the vLLM backend that ask for something else."""
 
+MAX_NUMBER: Final = 64  # characters
 WHOLE_NUMBERS: Final = tuple(f"TYPE_{sign}{bits}" for sign in ("INT", "UINT") for bits in (64, 32, 16, 8))
 TENSOR_TYPES: Final[Mapping[type, tuple[str, ...]]] = {
     bool: ("TYPE_BOOL",),
@@ -392,7 +400,8 @@ def _rows_of_parameters(
 
 def _check_names(parameters: Mapping[str, object]) -> None:
     for name in parameters:
-        if ALIASES.get(name, name) not in PARAMETERS and name != MESSAGES and not _is_tritons_own(name):
+        is_known = ALIASES.get(name, name) in PARAMETERS or name == MESSAGES or _is_tritons_own(name)
+        if not (is_known or is_done_anyway(name, parameters[name])):
             raise _unknown_parameter(name)
 
 
@@ -482,6 +491,10 @@ def _unpack(text: object) -> dict[str, object]:
     """
     if not isinstance(text, str) or not text.strip():
         return {}
+    if len(text) > MAX_JSON:
+        raise RequestError(
+            "invalid_parameter", f"sampling_parameters must be JSON of up to {MAX_JSON} characters, got {len(text)}"
+        )
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -497,7 +510,7 @@ def _number(name: str, value: object) -> object:
     if not is_number or not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return json.loads(value) if len(value) <= MAX_NUMBER else value
     except (ValueError, RecursionError):
         return value
 

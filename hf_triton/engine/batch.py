@@ -22,6 +22,7 @@ from hf_triton.engine.thread import EngineThread, finish
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.attention import FastAttention
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
+from hf_triton.runner.forward import begin_anew
 from hf_triton.runner.padding import pad
 from hf_triton.runner.probe import PLAIN, Sharing, asks_for
 
@@ -199,6 +200,7 @@ class BatchEngine(EngineThread):
         """
         prompts = [row.job.sequence.prompt_ids for row in rows]
         input_ids, attention_mask = pad(prompts, self._pad_id, self._device, at_left=not self._is_encoder_decoder)
+        begin_anew(self._model, len(rows), self._device)
         with self._attention:
             self._model.generate(
                 input_ids=input_ids,

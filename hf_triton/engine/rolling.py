@@ -41,6 +41,7 @@ from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.lanes import Lanes
+from hf_triton.runner.rounding import are_finite
 from hf_triton.runner.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ class RollingEngine(EngineThread):
 
     def _rest(self) -> None:
         self._memory.release()
+        self._decoder.release()
         self._row_limit = self._max_rows
 
     def load(self) -> EngineLoad:
@@ -245,6 +247,9 @@ class RollingEngine(EngineThread):
         head = reading.context[:MIN_SHARED]
         alike = (index for index, row in enumerate(self._rows) if row.begins_with(head))
         found = self._prefixes.find(reading.context, map(self._running_prefix, alike))
+        if found and not are_finite(found[1].read(found[0])[-1]):  # behind it something came to nan, which spread
+            self._prefixes.clear()
+            found = None
         return replace(reading, num_shared=found[0], prefix=found[1]) if found else reading
 
     def _running_prefix(self, index: int) -> Prefix:
@@ -471,6 +476,9 @@ class RollingEngine(EngineThread):
         """Take rows out of memory; those that are not done are prefilled again, with what they have written."""
         rows = list(rows)
         self._observer.on_put_back(sum(row in rows and not row.is_done for row in self._rows))
+        # First, so that each of them is known to somebody whatever fails below.
+        waiting = {id(row) for group in self._ready for row in group}
+        self._ready.extendleft([row] for row in reversed(rows) if not row.is_done and id(row) not in waiting)
         if any(row in rows for row in self._rows_in_prefill()):
             self._prefill = None
         if self._memory.is_torn:
@@ -479,8 +487,6 @@ class RollingEngine(EngineThread):
             self._retire([index for index, row in enumerate(self._rows) if row in rows])
             if not self._rows:
                 self._unseen = None
-        waiting = {id(row) for group in self._ready for row in group}
-        self._ready.extendleft([row] for row in reversed(rows) if not row.is_done and id(row) not in waiting)
 
 
 def _bytes_per_token(forward: Forward) -> int:

@@ -87,6 +87,13 @@ class Decoder:
         memory.advance()
         return logits
 
+    def release(self) -> None:
+        """Give back what is kept for the next step, and to other processes what this one has for no use."""
+        if self.is_static:
+            self._drop_graphs(None)
+        if self._forward.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _run(self, memory: KeyValueRows, input_ids: torch.Tensor) -> torch.Tensor:
         mask, position_ids = memory.attention_mask(), memory.position_ids()
         return self._forward(input_ids, mask, memory.cache, position_ids=position_ids)[:, -1]

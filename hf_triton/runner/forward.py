@@ -25,6 +25,9 @@ class Forward:
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._attention = FastAttention()
         self.device: torch.device = model.get_input_embeddings().weight.device
+        if self.device.type == "cuda":
+            # torch 2.11 and later take cuDNN first, which makes a plan for each shape: columns grow at every step.
+            torch.backends.cuda.enable_cudnn_sdp(False)
 
     def prefill(self, prompt: list[int]) -> tuple[DynamicCache, torch.Tensor]:
         """The keys and values of one prompt, and the logits that follow it, `[1, vocabulary]`."""
@@ -60,3 +63,13 @@ class Forward:
         with self._attention:
             logits: torch.Tensor = self._model(input_ids=input_ids, **arguments).logits
         return logits[:, -num_logits:]
+
+
+def begin_anew(model: Any, num_rows: int, device: torch.device) -> None:
+    """Have a model that keeps what it has read in its modules (RecurrentGemma) forget it.
+
+    It does so by itself where prompts have two tokens or more, and would go on from somebody's text for one.
+    """
+    begin = getattr(model.base_model, "_setup_cache", None)
+    if begin is not None:
+        begin(model.config, num_rows, device, model.dtype)

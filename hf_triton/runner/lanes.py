@@ -115,8 +115,9 @@ class Lanes:
             logits.append(decoder.step(lane, newest[start : start + lane.num_rows]))
             start += lane.num_rows
             self._is_torn = True
+        all_logits = torch.cat(logits)
         self._is_torn = False
-        return torch.cat(logits)
+        return all_logits
 
     def trim(self) -> None:
         """Give back what nobody uses."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two ways to compute the same logits agree, up to the rounding of a model's dtype."""
+"""Whether numbers are right: logits of two ways that agree up to the rounding of a model's dtype, and no nan."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -23,3 +24,8 @@ def agree(expected: torch.Tensor, found: torch.Tensor, dtype: torch.dtype) -> bo
     """
     tolerance = TOLERANCE.get(str(dtype).removeprefix("torch."), HALF_TOLERANCE)
     return bool((expected - found).abs().max() <= tolerance * expected.abs().max())
+
+
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether none of the numbers is nan or infinite; the host waits for it."""
+    return all(bool(each.isfinite().all()) for each in tensors)

@@ -22,6 +22,7 @@ from hf_triton.generation import (
     GRAMMARS,
     GenerationParameters,
     SamplingPlan,
+    TaskPlan,
     check_token_ids,
     parse_parameters,
     settle,
@@ -65,16 +66,16 @@ class _Preparation:
         times_s = [time_s for time_s in (max_time_s, self.timeout_s) if time_s is not None]
         return self.times.arrival_s + min(times_s) if times_s else None
 
-    def check(self) -> None:
-        """Go on only while somebody waits.
+    def check(self, task: TaskPlan) -> None:
+        """Go on with the next prompt only while somebody waits for it.
 
         Raises:
             CancelledError: The client has gone.
-            UnavailableError: The time of the newest prompt is up.
+            UnavailableError: The prompt's time is up.
         """
         if self.is_cancelled():
             raise CancelledError
-        deadline_s = self.deadline_s(self.prompts[-1].task.max_time_s)
+        deadline_s = self.deadline_s(task.max_time_s)
         if deadline_s is not None and time.monotonic() >= deadline_s:
             raise too_late()
 
@@ -178,8 +179,9 @@ class TextGeneration:
         turn_ends_s = time.monotonic() + MAX_TURN_S
         try:
             while preparation.is_incomplete and time.monotonic() < turn_ends_s:
-                preparation.prompts.append(self._next_prompt(preparation))
-                preparation.check()
+                task = settle_task(preparation.request.parameters[len(preparation.prompts)], *self._defaults)
+                preparation.check(task)
+                preparation.prompts.append(self._next_prompt(preparation, task))
             if preparation.is_incomplete:
                 self._prepare_in(pool, preparation)
                 return
@@ -214,14 +216,14 @@ class TextGeneration:
             for row, prompt in enumerate(preparation.prompts)
         ]
 
-    def _next_prompt(self, preparation: _Preparation) -> Prompt:
+    def _next_prompt(self, preparation: _Preparation, task: TaskPlan) -> Prompt:
         request, streams, row = preparation.request, preparation.streams, len(preparation.prompts)
         options, parameters, given = request.options, request.parameters[row], request.prompts[row]
         is_chat = isinstance(given, Chat)
         text = self._chat_template.render(given) if isinstance(given, Chat) else given
         model_text = text if is_chat else self._hooks.build_prompt(text)
         ids = self._codec.encode(model_text, row, adds_special_tokens=not is_chat)
-        plan, task = self._plan(row, len(ids), parameters), settle_task(parameters, *self._defaults)
+        plan = self._plan(row, len(ids), parameters)
         check_token_ids(plan, self._codec.vocabulary_size)
         if streams and plan.num_rows > plan.num_return_sequences:
             raise RequestError("invalid_parameter", "best_of cannot be streamed: leave it out, or say stream false")

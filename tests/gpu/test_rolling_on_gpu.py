@@ -125,6 +125,7 @@ def test_the_engine_writes_what_generate_writes(decoding: DecodingMode) -> None:
 PLANS = (SamplingPlan(9), SamplingPlan(9, do_sample=True, top_p=0.9, top_k=5, temperature=0.7, seed=1))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("plans", [PLANS[:1] * 3, PLANS[1:] * 3, [*PLANS, PLANS[0]]], ids=["greedy", "drawn", "mixed"])
 def test_a_step_waits_for_the_device_nowhere(plans: list[SamplingPlan]) -> None:
     samplers = [RowSampler(plan, 0, []) for plan in plans]
@@ -134,8 +135,8 @@ def test_a_step_waits_for_the_device_nowhere(plans: list[SamplingPlan]) -> None:
     texts.step()
     Picks(texts.step(), samplers).read()  # what is allocated at the first time
     picks = Picks(texts.decoder.step(texts.memory, texts.newest()), samplers)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         ahead = Picks(texts.decoder.step(texts.memory, picks.tokens), samplers, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")

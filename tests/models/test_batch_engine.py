@@ -31,6 +31,7 @@ from hf_triton.generation import SamplingPlan, parse_parameters, settle
 from hf_triton.runner.probe import Sharing, probe_sharing
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
+from tests.architectures import BASE, build
 from tests.reference import load_reference, solo_ids
 
 TIMEOUT_S = 60.0
@@ -954,3 +955,14 @@ def test_no_row_leaves_the_context_while_the_longest_is_written(tmp_path: Path) 
         bench.run(asked)
     assert spy.widths == [2, 1]  # the two long prompts together, the long text alone; nobody twice
     assert all(isinstance(each.outcome, list) for each in asked)
+
+
+def test_a_prompt_of_one_token_goes_on_from_nobody_s_text() -> None:
+    sizes = {"lru_width": 32, "attention_window_size": 16, "num_hidden_layers": 3}
+    model = build("RecurrentGemmaConfig", BASE | sizes)
+    one, other = [Asked([5], SamplingPlan(8)) for _ in range(2)]
+    with Bench(model, "equal_length") as bench:
+        bench.run([one])
+        bench.run([Asked([7, 90, 30, 41] * 9, SamplingPlan(20))])
+        bench.run([other])
+    assert one.token_ids == other.token_ids

@@ -10,6 +10,7 @@ import torch
 
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
+from hf_triton.runner import lanes
 from hf_triton.runner.cache import COLUMN_STEP, buffer_tokens
 from hf_triton.runner.decode import Decoder
 from hf_triton.runner.forward import Forward
@@ -148,6 +149,27 @@ def test_a_step_that_breaks_off_between_two_lanes_tears_the_rows(model: Any, mon
         running.join(prompt(length))
     monkeypatch.setattr(Decoder, "step", fail)
     with pytest.raises(RuntimeError, match="boom"):
+        running.step()
+    assert running.lanes.is_torn
+
+
+def test_a_step_that_has_no_memory_for_the_logits_of_all_lanes_tears_the_rows(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Torch:
+        """torch, but for one function."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def cat(self, *_: Any) -> torch.Tensor:
+            raise torch.OutOfMemoryError("no memory")
+
+    running = Running(model)
+    for length in (20, 200):
+        running.join(prompt(length))
+    monkeypatch.setattr(lanes, "torch", Torch())
+    with pytest.raises(torch.OutOfMemoryError):
         running.step()
     assert running.lanes.is_torn
 

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hf_triton.engine.rolling import RollingEngine
 from hf_triton.errors import CancelledError, CheckpointError, GenerationError, HfTritonError, UnavailableError
 from hf_triton.generation import SamplingPlan
 from hf_triton.runner.cache import KeyValueRows
+from hf_triton.runner.lanes import Lanes
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.architectures import BASE, HEADS, ROLLING, WINDOWS, build
 from tests.reference import load_reference, solo_ids
@@ -444,3 +446,29 @@ def test_rows_that_would_feel_each_other_are_not_rolled(name: Any, context_lengt
     engine = start_engine(build(*name), max_rows=4, context_length=context_length)
     engine.close()
     assert isinstance(engine, RollingEngine) is is_rolling
+
+
+def test_whoever_is_put_back_when_the_device_is_lost_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, add, num_added = RollingEngine(build("LlamaConfig", BASE), max_rows=4), Lanes.add, [0]
+
+    def fail_at_the_second(self: Lanes, *arguments: Any) -> int:
+        num_added[0] += 1
+        if num_added[0] == 2:
+            raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
+        return add(self, *arguments)
+
+    def fail(self: Lanes, row: int) -> int:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Lanes, "add", fail_at_the_second)
+    monkeypatch.setattr(Lanes, "remove", fail)
+    outcomes: dict[str, Any] = {}
+    plan = SamplingPlan(30)
+    try:
+        engine.submit([Sequence([5] * 6, plan, partial(outcomes.__setitem__, name)) for name in "ab"])
+        deadline_s = time.monotonic() + 20
+        while len(outcomes) < 2 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    finally:
+        engine.close()
+    assert [outcome.code for outcome in outcomes.values()] == ["engine_failed"] * 2

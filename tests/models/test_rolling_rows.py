@@ -23,6 +23,7 @@ from hf_triton.errors import CancelledError, HfTritonError, RequestError, Unavai
 from hf_triton.generation import SamplingPlan
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
+from tests.architectures import BASE, build
 from tests.models.test_rolling_engine import Client, Faulty, prompts, slow_down, token_ids
 from tests.reference import load_reference, solo_ids
 
@@ -740,3 +741,22 @@ def test_nothing_is_kept_of_a_text_that_failed_one_step_ahead(
     assert error_code(outcome) == "generation_failed"
     engine.close()
     assert engine._unseen is None
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_text_that_comes_to_nan_spoils_no_prefix(is_running: bool) -> None:
+    model, source = build("LlamaConfig", BASE), random.Random(1)
+    beginning = [source.randrange(3, 290) for _ in range(30)]
+    prompts = [[*beginning, number, 60, 70] for number in (50, 51, 52)]
+    wanted = [solo_ids(model, prompt, 6) for prompt in prompts]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[299] = torch.nan
+    engine = RollingEngine(model, max_rows=4)
+    client = Client(engine)
+    try:
+        client.submit([*beginning, 299, 7, 8], SamplingPlan(60 if is_running else 3))
+        if not is_running:
+            client.outcomes()
+        assert [token_ids(client.ask(prompt, SamplingPlan(6))) for prompt in prompts] == [[ids] for ids in wanted]
+    finally:
+        engine.close()

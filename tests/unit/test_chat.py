@@ -339,3 +339,9 @@ def test_every_option_says_what_it_means_and_takes() -> None:
         "chat_template_kwargs": "a JSON object",
     }
     assert all(len(field.description or "") > 20 for field in ChatOptions.model_fields.values())
+
+
+def test_an_empty_list_of_tool_calls_is_none() -> None:
+    said = {"role": "assistant", "content": "Well", "tool_calls": []}
+    chat = parse_chat(json.dumps([HI, said]), {"continue_final_message": True}, 10_000)
+    assert chat.messages[1] == {"role": "assistant", "content": "Well"}

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from hf_triton.declare import MAX_JSON
 from hf_triton.errors import RequestError
 from hf_triton.generation import (
     ALIASES,
+    DONE_ANYWAY,
     GRAMMARS,
     GREEDY_BELOW,
     NEUTRAL,
@@ -145,7 +147,7 @@ def test_the_newer_of_openais_two_names_wins() -> None:
     ],
 )
 def test_an_unknown_name_comes_with_a_hint(name: str, hint: str) -> None:
-    error = refusal(**{name: 1})
+    error = refusal(**{name: 2})
     assert error.code == "unknown_parameter"
     assert error.sentence.startswith(f"there is no parameter '{name}'")
     assert hint in error.sentence
@@ -495,3 +497,31 @@ def test_the_first_layer_that_speaks_of_a_form_decides() -> None:
 
 def test_a_schema_that_is_too_long_is_not_read() -> None:
     assert "65536 characters" in refusal(guided_json=json.dumps({"enum": ["x" * 70_000]})).sentence
+
+
+@pytest.mark.parametrize(("name", "value"), DONE_ANYWAY.items())
+def test_what_is_done_anyway_may_be_asked_for(name: str, value: object) -> None:
+    assert parse_parameters({name: value, "top_k": 3}) == GenerationParameters(top_k=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("skip_special_tokens", False),
+        ("detokenize", 1),
+        ("beam_width", 4),
+        ("beam_width", True),
+        ("length_penalty", 2.0),
+    ],
+)
+def test_what_is_not_done_may_not(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"there is no parameter '{name}'"):
+        parse_parameters({name: value})
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "eos_token_id", "guided_choice", "stop"])
+def test_a_text_of_megabytes_is_refused_unread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "[" + " " * MAX_JSON + "1]"
+    monkeypatch.setattr(json, "loads", lambda _: pytest.fail("it was read"))
+    with pytest.raises(RequestError, match=f"{name} must be"):
+        parse_parameters({name: text})

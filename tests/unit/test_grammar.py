@@ -4,6 +4,7 @@
 import json
 import random
 import re
+import sys
 import time
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ from hf_triton import grammar as grammar_module
 from hf_triton.errors import RequestError
 from hf_triton.generation import Grammar, SamplingPlan
 from hf_triton.grammar import GrammarCompiler, TextConstraint
+from hf_triton.grammar_trial import GrammarTrial
 from tests.unit.test_text import EOS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
 
 KIND = "byte_level"
@@ -386,3 +388,33 @@ def test_a_tokenizer_that_reads_otherwise_than_it_says_is_refused() -> None:
     built: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
     with pytest.raises(RequestError, match="tokenizer"):
         GrammarCompiler(built, 256, frozenset([0])).compile(regex("a"), SamplingPlan(1))
+
+
+HOSTILE = json_schema({"allOf": [{"pattern": f".*{number:x}"} for number in range(50)]})
+"""In a thousand characters, what takes the library minutes."""
+
+
+def test_a_grammar_that_takes_minutes_to_read_is_refused_and_the_next_one_is_read() -> None:
+    started_s = time.monotonic()
+    assert "takes more than 3 s to read" in refusal(HOSTILE)
+    assert time.monotonic() - started_s < 60
+    check_texts(KIND, regex("[ab]{3}"), re.compile("[ab]{3}").fullmatch)
+
+
+def test_trials_begin_anew_where_their_process_has_ended() -> None:
+    trial = GrammarTrial()
+    assert trial.is_quick("regex", "a")
+    assert trial._process is not None
+    trial._process.kill()
+    trial._process.wait()
+    assert trial.is_quick("lark", "what is wrong is refused elsewhere")
+    process = trial._process
+    trial.close()
+    assert process.poll() is not None
+
+
+def test_grammars_are_read_without_a_trial_where_no_process_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    trial = GrammarTrial()
+    assert trial.is_quick("regex", "a")
+    trial.close()

@@ -10,8 +10,8 @@ import pytest
 
 from hf_triton.chat_template import ChatTemplate
 from hf_triton.engine.interface import Completion, EngineLoad, Outcome, Sequence
-from hf_triton.errors import CancelledError, GenerationError, HfTritonError
-from hf_triton.generation import GenerationParameters
+from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
+from hf_triton.generation import GenerationParameters, Grammar, SamplingPlan
 from hf_triton.grammar import GrammarCompiler
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.text_generation import TextGeneration
@@ -254,6 +254,30 @@ def test_a_request_that_nobody_waits_for_is_not_prepared_to_its_end(timeout_s: f
     assert isinstance(error, HfTritonError)
     assert error.code == code
     assert codec.num_read < 100
+
+
+@pytest.mark.parametrize(("max_time", "code"), [(None, "cancelled"), (0.1, "deadline_exceeded")])
+def test_a_grammar_that_nobody_waits_for_is_not_read(
+    max_time: float | None, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over, read = threading.Event(), []
+
+    def compile_slowly(self: GrammarCompiler, grammar: Grammar, plan: SamplingPlan) -> Any:
+        read.append(grammar.text)
+        is_over.wait(30)
+        raise RequestError("invalid_parameter", "never")
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
+    task, first, late = build_task(), Collector(), Collector()
+    task.submit(request_of(("x",), guided_regex="a"), first, lambda: False)
+    task.submit(request_of(("y",), guided_regex="b", max_time=max_time), late, lambda: max_time is None)
+    time.sleep(0.2)
+    is_over.set()
+    assert first.is_finished.wait(10)
+    assert late.is_finished.wait(10)
+    task.close()
+    assert [error.code for error in late.results] == [code]
+    assert read == ["a"]
 
 
 def test_one_failed_prompt_is_the_answer_of_its_request() -> None:
