@@ -24,7 +24,7 @@ import torch
 from hf_triton.engine.history import Array, TextHistory
 from hf_triton.engine.interface import Constraint, LogitsProcessor, TokenLogprobs
 from hf_triton.generation import SamplingPlan
-from hf_triton.runner.transfer import ToHost, to_device
+from hf_triton.runner.transfer import ToHost, array_to_device, to_device
 
 FIRST_CANDIDATES: Final = 128  # a language model's nucleus is rarely larger; sorting a vocabulary on a CPU takes long
 CANDIDATES_GROWTH: Final = 8
@@ -227,7 +227,7 @@ def _flattened(parts: Sequence[tuple[Array, ...]], size: int, device: torch.devi
     ids, *columns = (np.concatenate(column) for column in zip(*parts, strict=True))
     places = ids + np.repeat(np.arange(len(parts)) * size, [len(part[0]) for part in parts])
     is_written = ids < size
-    return tuple(torch.from_numpy(column[is_written]).to(device) for column in (places, *columns))
+    return tuple(array_to_device(column[is_written], device) for column in (places, *columns))
 
 
 def _apply_masks(scores: torch.Tensor, rows: Sequence[RowSampler]) -> bool:
@@ -240,8 +240,8 @@ def _apply_masks(scores: torch.Tensor, rows: Sequence[RowSampler]) -> bool:
     for place, mask in enumerate(masks.values()):
         packed[place, : len(mask)] = mask[: packed.shape[1]]
     index = _index(list(masks), scores.device)
-    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=scores.device)
-    is_banned = (torch.from_numpy(packed).to(scores.device).unsqueeze(-1) & weights) == 0
+    weights = to_device([1 << bit for bit in range(8)], torch.uint8, scores.device)
+    is_banned = (array_to_device(packed, scores.device).unsqueeze(-1) & weights) == 0
     scores[index] = scores[index].masked_fill_(is_banned.view(len(masks), -1)[:, :size], -torch.inf)
     return True
 

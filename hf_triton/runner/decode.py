@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, Literal
 
 import torch
@@ -65,8 +68,12 @@ class Decoder:
         self._input_ids: torch.Tensor  # [rows, 1], what graphs read
         self._logits: torch.Tensor  # [rows, vocabulary], what they write; empty before the first
         self._drop_graphs(None)
+        self._is_on_trial = True
+        if self.is_static and not forward.is_on_one_device:
+            self._fall_back("it is on several devices")
         if self.is_static:
             self._try_out()
+        self._is_on_trial = False
 
     @torch.inference_mode()
     def step(self, memory: KeyValueRows, newest: torch.Tensor) -> torch.Tensor:
@@ -143,6 +150,9 @@ class Decoder:
                 if not self._logits.numel():
                     self._logits = logits.new_zeros(memory.shape[0], logits.shape[1])
                 del logits  # its memory can be the graph's
+                if self._is_on_trial:
+                    with _waiting_refused():
+                        self._run_bucket(memory, bucket)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
                     self._logits[: bucket[0]] = self._run_bucket(memory, bucket)
@@ -218,6 +228,21 @@ class Decoder:
         prefilled, logits = self._forward.prefill([7 * place % TRIAL_TOKENS for place in range(length)])
         memory.add(prefilled, 0, length)
         return logits
+
+
+@contextmanager
+def _waiting_refused() -> Iterator[None]:
+    """Have torch raise where the host would wait for the device.
+
+    To know before: a capture that breaks off for that leaves torch's allocator, up to 2.12 at least, as if it went on.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(action="ignore"):
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _bucket(memory: KeyValueRows) -> tuple[int, int]:

@@ -29,6 +29,12 @@ class Forward:
             # torch 2.11 and later take cuDNN first, which makes a plan for each shape: columns grow at every step.
             torch.backends.cuda.enable_cudnn_sdp(False)
 
+    @property
+    def is_on_one_device(self) -> bool:
+        """Whether all of the model is where its embedding is."""
+        places: dict[str, object] = getattr(self._model, "hf_device_map", None) or {}
+        return len(set(map(str, places.values()))) <= 1
+
     def prefill(self, prompt: list[int]) -> tuple[DynamicCache, torch.Tensor]:
         """The keys and values of one prompt, and the logits that follow it, `[1, vocabulary]`."""
         cache = DynamicCache()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 
@@ -13,6 +14,12 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     """A tensor of these numbers; the host does not wait for what the device has in hand."""
     is_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
+
+
+def array_to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The numbers of an array; as above, the host does not wait."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class ToHost:

@@ -107,6 +107,14 @@ def test_a_window_that_is_counted_from_the_end_of_a_bucket_is_noticed_however_lo
     assert not Decoder(Forward(model), "static").is_static
 
 
+def test_a_model_on_several_devices_runs_eagerly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load("llama", tmp_path)
+    for places, is_static in (({"": "cpu"}, True), ({"model.layers.0": 0, "model.layers.1": "cpu"}, False)):
+        model.hf_device_map = places
+        assert Decoder(Forward(model), "static").is_static is is_static
+    assert "it is on several devices" in caplog.text
+
+
 @torch.inference_mode()
 def test_rows_that_nobody_uses_do_not_touch_the_others() -> None:
     static, alone = Texts(build(*ROLLING["mixtral"]), "static"), Texts(build(*ROLLING["mixtral"]), "static")
