@@ -8,6 +8,7 @@ of it, `SamplingPlan` is what the engine is told and `TaskPlan` what the task do
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Self
@@ -398,7 +399,9 @@ def is_done_anyway(name: str, value: object) -> bool:
 
 
 def _as_spelled(problem: Problem, spellings: Mapping[str, str]) -> str:
-    """A problem's sentence, which begins with the parameter's name, by the name that was given."""
+    """A problem's sentence, which begins with a parameter's name or is about several, by the names that were given."""
+    if not problem.name:
+        return re.sub(r"\w+", lambda word: spellings.get(word[0], word[0]), problem.sentence)
     rest = problem.sentence.removeprefix(problem.name)
     return problem.sentence if rest == problem.sentence else f"{spellings[problem.name]}{rest}"
 

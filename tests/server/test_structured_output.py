@@ -124,3 +124,11 @@ def test_what_cannot_be_is_refused_at_once(server: TritonServer, parameters: dic
     assert reply.error.startswith("invalid_parameter: ")
     assert words in reply.error
     assert len(reply.error) < 400
+
+
+def test_a_schema_that_takes_minutes_to_read_is_refused_and_the_next_one_is_read(server: TritonServer) -> None:
+    hostile = json.dumps({"allOf": [{"pattern": f".*{number:x}"} for number in range(50)]})
+    answer = generate(server, "flat", PROMPT, guided_json=hostile, max_tokens=40)
+    assert answer.status == 400
+    assert "guided_json takes more than 3 s to read" in answer.json()["error"]
+    check(generate(server, "flat", PROMPT, guided_json=json.dumps(SCHEMA), max_tokens=40).json()["text_output"])

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -525,3 +526,16 @@ def test_a_text_of_megabytes_is_refused_unread(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(json, "loads", lambda _: pytest.fail("it was read"))
     with pytest.raises(RequestError, match=f"{name} must be"):
         parse_parameters({name: text})
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens 9 is more than max_tokens 3: "),
+        ({"n": 3, "best_of": 2}, "best_of 2 is less than n 3: "),
+        ({"stop": "x", "guided_regex": "a"}, "stop would end the text where guided_regex does not: "),
+        ({"end_id": 5, "ignore_eos": True}, "end_id has no effect with ignore_eos true: "),
+    ],
+)
+def test_parameters_that_do_not_go_together_are_named_as_they_were_given(values: dict[str, Any], sentence: str) -> None:
+    assert refusal(**values).sentence.startswith(sentence)
