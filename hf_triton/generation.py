@@ -60,6 +60,7 @@ DONE_ANYWAY: Final[Mapping[str, object]] = {
     "use_beam_search": False,
     "beam_width": 1,
     "num_beams": 1,
+    "end_id": -1,
     "length_penalty": 1.0,
     "early_stopping": False,
     **dict.fromkeys(("guided_decoding", "structured_outputs", "truncate_prompt_tokens", "logits_processors")),
@@ -392,7 +393,7 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
 
 
 def is_done_anyway(name: str, value: object) -> bool:
-    """Whether a parameter that there is not asks for what is done without it."""
+    """Whether a parameter of another server's asks for what is done without it."""
     if name not in DONE_ANYWAY or isinstance(value, bool) != isinstance(DONE_ANYWAY[name], bool):
         return False
     return DONE_ANYWAY[name] == value
