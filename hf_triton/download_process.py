@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -19,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
+from hf_triton.child import die_with_parent
 from hf_triton.download import Job, encode
 from hf_triton.errors import CheckpointError, HubError
 
 logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_S: Final = 10.0
-PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 _Event = dict[str, Any]
 
@@ -141,7 +139,7 @@ def _running(job: Job, environment: Mapping[str, str]) -> Iterator[subprocess.Po
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # the client's own words; ours come as events
         start_new_session=True,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     )
     try:
         assert process.stdin is not None
@@ -154,10 +152,6 @@ def _running(job: Job, environment: Mapping[str, str]) -> Iterator[subprocess.Po
         process.wait()
         for part in parts:
             part.unlink(missing_ok=True)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _open_parts(pid: int) -> list[Path]:

@@ -8,25 +8,23 @@ patterns that all must hold, in a schema of a thousand characters. Knows no toke
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from typing import Final
 
+from hf_triton.child import die_with_parent
 from hf_triton.errors import where
 
 logger = logging.getLogger(__name__)
 
 MAX_TRIAL_S: Final = 3.0
 MAX_START_S: Final = 60.0
-PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
 class GrammarTrial:
@@ -112,7 +110,7 @@ def _answers(process: subprocess.Popen[bytes], timeout_s: float) -> bool | None:
 
 def answer_trials(try_out: Callable[[str, str], None]) -> None:
     """What the process does: try the grammars of the standard input, a line each, and answer each with a dot."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # when the thread that started it ends
+    die_with_parent()
     os.write(1, b".")
     for line in sys.stdin.buffer:
         try_out(*json.loads(line))

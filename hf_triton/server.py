@@ -10,7 +10,6 @@ Knows nothing about models. `TritonServer` is a context manager for tests and fo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -32,9 +31,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hf_triton.child import die_with_parent
 from hf_triton.errors import ServerError
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal a child gets when its parent dies
 STOP_GRACE_S = 30.0
 STACK_BYTES = 256 << 20
 
@@ -149,7 +148,7 @@ def busy_ports(ports: Sequence[int]) -> list[int]:
 
 def _prepare_process() -> None:
     """Runs in the new process before tritonserver does."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     # Triton's HTTP library copies a form body, which is what `curl -d` sends, to the stack (libevhtp issue 118).
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     wanted = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
