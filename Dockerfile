@@ -23,7 +23,7 @@ RUN pip install --no-cache-dir --constraint constraints.txt torch
 # What the library depends on, without the library: an empty package of the same name stands in for it.
 COPY pyproject.toml ./
 RUN mkdir hf_triton && touch README.md LICENSE hf_triton/__init__.py \
-    && pip install --no-cache-dir --constraint constraints.txt .
+    && pip install --no-cache-dir --constraint constraints.txt '.[cpu]'
 
 # Any pip requirement; empty keeps the pinned version. Only torch and numpy stay pinned beside it, because a newer
 # transformers may want newer versions of everything else.

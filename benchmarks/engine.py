@@ -126,19 +126,18 @@ def roll(engine: RollingEngine, requests: list[Request], width: int) -> None:
 
 
 class Widths:
-    """How wide the engine's steps were: stands in for its decoder."""
+    """How wide an engine's steps are."""
 
     def __init__(self, engine: RollingEngine) -> None:
-        self._decoder = engine._decoder
-        self.is_static = self._decoder.is_static
         self.rows: list[int] = []
         self.columns: list[int] = []
-        engine._decoder = self  # type: ignore[assignment]
+        self._step = engine._decoder.step
+        engine._decoder.step = self.step  # type: ignore[method-assign]
 
     def step(self, memory: Any, newest: torch.Tensor) -> torch.Tensor:
         self.rows.append(memory.num_rows)
         self.columns.append(memory.width)
-        return self._decoder.step(memory, newest)
+        return self._step(memory, newest)
 
 
 @torch.inference_mode()

@@ -21,8 +21,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_triton.runner.one_token import SIXTEEN_BITS, attend
+from hf_triton.runner.one_token import attend
 
+SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
 NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 SPECIAL: Final = ("softcap", "position_bias", "cache")
 """Arguments of `sdpa` that make something else of it: then it is left to transformers."""
@@ -93,8 +94,8 @@ class FastTorch(TorchFunctionMode):
     """While it is entered, attention that a model asks torch for by itself is computed in another way where that pays.
 
     Heads that all share one of keys and values (Falcon-7B: 71) torch computes by plain products, and writes the keys
-    and values out for each: in a batch, most of a step. One token in 16 bits on a CPU is for `one_token.py`; in 32 bits
-    it is left to torch, as that would save less and the mode has its price in every model.
+    and values out for each: in a batch, most of a step. One token on a CPU is for `one_token.py`, then and in 16 bits;
+    else in 32 bits it is left to torch, as that would save less and the mode has its price in every model.
     """
 
     def __init__(self) -> None:
@@ -126,14 +127,16 @@ class FastTorch(TorchFunctionMode):
     ) -> torch.Tensor | None:
         if not query.ndim == key.ndim == value.ndim == 4:
             return None
-        if _broadcasts(query, key, value, **others):
+        broadcasts = _broadcasts(query, key, value, **others)
+        if broadcasts or (query.device.type == "cpu" and query.dtype in SIXTEEN_BITS):
             self.is_of_use = True
-            return _fused(query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, **others)
-        if query.device.type == "cpu" and query.dtype in SIXTEEN_BITS:
-            self.is_of_use = True
-            are_told_apart = others.get("enable_gqa") or query.shape[1] == key.shape[1]
+            are_told_apart = broadcasts or others.get("enable_gqa") or query.shape[1] == key.shape[1]
             if are_told_apart and not is_causal and not dropout_p:
-                return attend(query, key, value, attn_mask, others.get("scale"))
+                found = attend(query, key, value, attn_mask, others.get("scale"))
+                if found is not None:
+                    return found
+        if broadcasts:
+            return _fused(query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, **others)
         return None
 
 

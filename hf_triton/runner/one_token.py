@@ -1,28 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one token of every row, on a CPU: by products of a row's own keys and values.
+"""Attention of one token of every row, on a CPU: by a kernel that reads a row's own keys and values, once.
 
-torch's kernels go over the padding too, take each head by itself where heads share keys, lay keys out anew for a
-product with one vector, and are several times slower in 16 bits than in 32. Products of matrices that have the keys at
-the left read what a row has, once; in 16 bits it is converted before, a few heads at a time, which a processor's cache
-holds.
+torch's kernels go over the padding too, take each head by itself where heads share keys, and are many times slower in
+16 bits than in 32. The kernel is compiled by numba, which comes with `hf-triton[cpu]`; without it, and for heads so
+small that it is not worth compiling, attention is torch's.
 """
 
 from __future__ import annotations
 
+import logging
+from array import array
+from functools import cache
+from types import ModuleType
 from typing import Final
 
 import torch
 
-SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
-DTYPES: Final = (torch.float32, *SIXTEEN_BITS)
-CACHED: Final = 2**20
-"""Numbers of keys that a thread converts at a time: 4 MiB, about what is its own of a processor's cache."""
-WORTH: Final = 2**16
-"""Keys of a row, with those of its padding counted twice, as numbers for each thread: from so many on the products of a
-row are faster than torch's kernel in 32 bits, which reads the padding, and a row costs what it costs to call."""
-WORTH_SHARED_BFLOAT16: Final = 2**18
-"""The same for bfloat16 heads that share keys: for the queries of all of them at once, as transformers 5.23 calls it,
-torch's kernel has the processor's products."""
+from hf_triton.runner.faults import kind
+
+logger = logging.getLogger(__name__)
+
+LEAST_WIDTH: Final = 128
+"""Numbers of a token's queries, all heads together, from which on a kernel is compiled."""
+AT_A_TIME: Final = 8
+"""Heads that share keys and are computed together by a thread, at most."""
+WORTH_THREADS: Final = 2**16
+"""Products of numbers from which on it is worth to wake other threads."""
 
 
 def attend(
@@ -34,7 +37,7 @@ def attend(
 ) -> torch.Tensor | None:
     """Attention of one token of every row to its last columns, as many as the mask lets it see.
 
-    None where torch does as well, and of anything else: several tokens, another device or mask, training.
+    None of anything else, which is left to torch: several tokens, another device or mask, training.
 
     Args:
         query: `[rows, heads, 1, head_dim]`; heads that share keys are neighbours.
@@ -50,38 +53,49 @@ def attend(
         return None
     rows, heads, _, size = query.shape
     _, key_heads, columns, _ = key.shape
-    if not (rows and key_heads and columns) or not query.dtype == key.dtype == value.dtype or query.dtype not in DTYPES:
+    if not (rows and key_heads and columns) or heads * size < LEAST_WIDTH or heads % key_heads:
         return None
-    worth = torch.get_num_threads() * _worth(query.dtype, attn_mask, heads // key_heads)
-    if 2 * key_heads * size * columns < worth:
+    if key.shape != (rows, key_heads, columns, size) or value.shape[:3] != key.shape[:3]:
         return None
-    if key.shape[0] != rows or value.shape[:3] != key.shape[:3] or heads % key_heads:
+    if not query.dtype == key.dtype == value.dtype or not query.device == key.device == value.device:
+        return None
+    if key.stride(3) != 1 or value.stride(3) != 1:
         return None
     lengths = _lengths(attn_mask, rows, columns)
-    if lengths is None or key_heads * size * (2 * columns - sum(lengths) / rows) < worth:
+    kernel = _kernel(query.dtype, size, value.shape[3])
+    if lengths is None or kernel is None:
         return None
-    scaled = query.float() * (size**-0.5 if scale is None else scale)
-    queries = scaled.reshape(rows, key_heads, -1, size).transpose(2, 3)
-    found = query.new_empty(rows, key_heads, heads // key_heads, value.shape[3])
-    for row, length in enumerate(lengths):
-        own = slice(columns - length, columns)
-        step = key_heads
-        if query.dtype in SIXTEEN_BITS:
-            step = max(1, torch.get_num_threads() * CACHED // (length * size))
-        for first in range(0, key_heads, step):
-            some = slice(first, first + step)
-            scores = torch.bmm(key[row, some, own].float(), queries[row, some])
-            weights = scores.transpose(1, 2).softmax(-1)
-            found[row, some] = torch.bmm(weights, value[row, some, own].float())
-    return found.view(rows, heads, 1, -1)
+    num_threads = torch.get_num_threads() if heads * size * sum(lengths) >= WORTH_THREADS else 1
+    sharing = heads // key_heads
+    at_a_time = max(1, min(AT_A_TIME, sharing, rows * heads // num_threads))
+    queries = (query.float() * (size**-0.5 if scale is None else scale)).contiguous()
+    found = queries.new_empty(rows, heads, 1, value.shape[3])
+    room = queries.new_empty(num_threads, at_a_time, columns)
+    numbers = array("q", (0, 0, *lengths))
+    progress, _ = numbers.buffer_info()
+    shape = rows, key_heads, sharing, at_a_time, columns, queries.data_ptr(), found.data_ptr(), room.data_ptr()
+    keys, values = (key.data_ptr(), *key.stride()[:3]), (value.data_ptr(), *value.stride()[:3])
+    task = kernel.Task(progress, progress + 2 * numbers.itemsize, *shape, *keys, *values)
+    kernel.run(query.dtype, size, value.shape[3], task, num_threads)
+    return found.to(query.dtype)
 
 
-def _worth(dtype: torch.dtype, attn_mask: torch.Tensor | None, num_sharing: int) -> int:
-    if dtype not in SIXTEEN_BITS:
-        return WORTH
-    # Without a mask transformers has torch know that heads share keys, and torch takes each by itself.
-    has_kernel = dtype == torch.bfloat16 and num_sharing > 1 and attn_mask is not None
-    return WORTH_SHARED_BFLOAT16 if has_kernel else 0
+@cache
+def _kernel(dtype: torch.dtype, size: int, value_size: int) -> ModuleType | None:
+    """What has such a kernel ready; None, and a line in the log, where there is none to be had."""
+    try:
+        from hf_triton.runner import kernel
+
+        if dtype not in kernel.READERS:
+            return None
+        kernel.make(dtype, size, value_size)
+    except ImportError:
+        logger.warning("numba is not installed: attention on the CPU is slower; pip install 'hf-triton[cpu]'")
+    except Exception as error:  # a processor or a version that numba has no code for
+        logger.warning("numba cannot compile attention for this processor (%s): it is slower", kind(error))
+    else:
+        return kernel
+    return None
 
 
 def _lengths(attn_mask: torch.Tensor | None, rows: int, columns: int) -> list[int] | None:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_triton.generation import SamplingPlan
-from hf_triton.runner import attention
+from hf_triton.runner import attention, one_token
 from hf_triton.runner.attention import FastAttention, FastTorch
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.forward import Forward
@@ -23,6 +23,12 @@ from tests.models.test_rolling_engine import Client, start_engine
 from tests.running_texts import Texts, prompts
 
 ROWS, HEADS, NEW, COLUMNS, SIZE = 3, 5, 4, 9, 8
+
+
+@pytest.fixture
+def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token is not left to torch because there is little to compute."""
+    monkeypatch.setattr(one_token, "LEAST_WIDTH", 0)
 
 
 class Calls(TorchFunctionMode):
@@ -121,6 +127,7 @@ def sixteen_bits(heads: int, key_heads: int) -> tuple[torch.Tensor, torch.Tensor
     return query, key, value
 
 
+@pytest.mark.usefixtures("however_small")
 @pytest.mark.parametrize(("key_heads", "options"), [(6, {}), (2, {"enable_gqa": True}), (6, {"scale": 0.3})])
 @torch.inference_mode()
 def test_one_token_in_16_bits_is_no_call_of_torch(key_heads: int, options: dict[str, Any]) -> None:
@@ -134,6 +141,7 @@ def test_one_token_in_16_bits_is_no_call_of_torch(key_heads: int, options: dict[
     assert not calls.heads
 
 
+@pytest.mark.usefixtures("however_small")
 @pytest.mark.parametrize("options", [{"dropout_p": 1.0}, {"is_causal": True}])
 @torch.inference_mode()
 def test_one_token_with_more_to_it_is_left_to_torch(options: dict[str, Any]) -> None:
@@ -143,6 +151,7 @@ def test_one_token_with_more_to_it_is_left_to_torch(options: dict[str, Any]) -> 
         torch.testing.assert_close(scaled_dot_product_attention(query, key, value, **options), wanted)
 
 
+@pytest.mark.usefixtures("however_small")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_device_of_its_own_and_three_dimensions_are_left_to_torch(device: str) -> None:
     query, key, value = (tensor.to(device) for tensor in sixteen_bits(6, 6))
@@ -154,11 +163,22 @@ def test_a_device_of_its_own_and_three_dimensions_are_left_to_torch(device: str)
     assert not mode.is_of_use
 
 
+@pytest.mark.usefixtures("however_small")
 @torch.inference_mode()
 def test_an_error_is_that_of_torch() -> None:
     query, key, value = sixteen_bits(6, 2)
     with FastTorch(), pytest.raises(RuntimeError, match=r"must match the size"):
         scaled_dot_product_attention(query, key, value)  # heads that share keys, and nothing says so
+
+
+@pytest.mark.usefixtures("however_small")
+@torch.inference_mode()
+def test_one_token_of_heads_that_share_all_is_no_call_of_torch() -> None:
+    call, calls = tensors(1), Calls()
+    wanted = scaled_dot_product_attention(*call)
+    with calls, FastTorch():
+        torch.testing.assert_close(scaled_dot_product_attention(*call), wanted)
+    assert not calls.heads
 
 
 def test_prompts_of_16_bits_are_left_to_torch() -> None:
@@ -173,6 +193,7 @@ def test_prompts_of_16_bits_are_left_to_torch() -> None:
 # --- in models -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("however_small")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", ["persimmon", "llama", "falcon-40b"])
 @torch.inference_mode()
@@ -208,6 +229,7 @@ def test_attention_is_fast_for_no_other_thread(monkeypatch: pytest.MonkeyPatch) 
     assert len(seen) == 1
 
 
+@pytest.mark.usefixtures("however_small")
 @torch.inference_mode()
 def test_the_result_has_the_shape_that_transformers_gives_it() -> None:
     call = torch.nn.Module(), *sixteen_bits(6, 6), None
@@ -218,6 +240,7 @@ def test_the_result_has_the_shape_that_transformers_gives_it() -> None:
     assert weights is None
 
 
+@pytest.mark.usefixtures("however_small")
 @pytest.mark.parametrize(
     "special",
     [{"softcap": 0.5}, {"position_bias": torch.zeros(1, 6, 1, COLUMNS)}, {"cache": object()}, {"dropout": 0.5}],

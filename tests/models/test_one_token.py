@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one token of every row by products: it is that of torch in float64, or is left to torch."""
+"""Attention of one token of every row by a kernel: it is that of torch in float64, or is left to torch."""
 
-import itertools
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_triton.runner import one_token
-from hf_triton.runner.one_token import DTYPES, attend
+from hf_triton import runner
+from hf_triton.runner import kernel, one_token
+from hf_triton.runner.kernel import READERS
+from hf_triton.runner.one_token import attend
 
 ROWS, COLUMNS, SIZE = 3, 9, 8
 LENGTHS = [COLUMNS, 4, 1]
@@ -17,9 +20,9 @@ LENGTHS = [COLUMNS, 4, 1]
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little there is."""
-    monkeypatch.setattr(one_token, "WORTH", 0)
-    monkeypatch.setattr(one_token, "WORTH_SHARED_BFLOAT16", 0)
+    """However small the heads are, and with all threads that there are."""
+    monkeypatch.setattr(one_token, "LEAST_WIDTH", 0)
+    monkeypatch.setattr(one_token, "WORTH_THREADS", 0)
 
 
 def tensors(dtype: torch.dtype, heads: int = 6, key_heads: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,7 +45,7 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: 
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("lengths", [LENGTHS, None])
 @pytest.mark.parametrize("key_heads", [6, 2, 1])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", READERS)
 @torch.inference_mode()
 def test_rows_see_their_own_columns(
     dtype: torch.dtype, key_heads: int, lengths: list[int] | None, scale: float | None
@@ -64,24 +67,83 @@ def test_what_is_in_the_padding_does_not_matter() -> None:
     torch.testing.assert_close(attend(query, key, value, last_columns(LENGTHS)), wanted)
 
 
-@pytest.mark.parametrize(("cached", "at_a_time"), [(SIZE * COLUMNS, 2), (1, 1)])
-@pytest.mark.parametrize("key_heads", [6, 2])
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("length", range(1, 10))
 @torch.inference_mode()
-def test_few_heads_at_a_time(key_heads: int, cached: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = tensors(torch.float16, key_heads=key_heads)
-    converted: list[int] = []
-    plain = torch.bmm
+def test_columns_that_are_no_four(length: int) -> None:
+    query, key, value = (each[..., -length:, :] for each in tensors(torch.float32, key_heads=2))
+    torch.testing.assert_close(attend(query, key, value), exact(query, key, value))
 
-    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        converted.append(len(left))
-        return plain(left, right)
 
-    monkeypatch.setattr(torch, "bmm", product)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(one_token, "CACHED", cached)
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 30.0, 1e4])
+@torch.inference_mode()
+def test_scores_of_any_size(scale: float) -> None:
+    query, key, value = tensors(torch.float32)
+    torch.testing.assert_close(attend(query, key, value, None, scale), exact(query, key, value, scale=scale))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("column", [0, COLUMNS - 1])
+@torch.inference_mode()
+def test_what_is_not_finite_stays_so_and_in_its_row(column: int, number: float) -> None:
+    query, key, value = tensors(torch.float32)
+    query[1], key[1, 3, column] = 1, number
     found = attend(query, key, value)
-    torch.testing.assert_close(found, exact(query, key, value))
-    assert converted == [at_a_time] * (2 * ROWS * key_heads // at_a_time)  # both products of each part
+    assert found is not None
+    assert found[1, 3].isnan().all()
+    others = torch.ones(found.shape[:2], dtype=torch.bool)
+    others[1, 3] = False
+    assert found[others].isfinite().all()
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("at_a_time", [1, 2, 8])
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@torch.inference_mode()
+def test_a_row_s_numbers_depend_on_nobody(num_threads: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on other rows nor on padding nor on threads and what each of them does."""
+    query, key, value = tensors(torch.float32, key_heads=2)
+    alone = [
+        attend(query[row : row + 1], key[row : row + 1, :, -length:], value[row : row + 1, :, -length:])
+        for row, length in enumerate(LENGTHS)
+    ]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(one_token, "AT_A_TIME", at_a_time)
+    found = attend(query, key, value, last_columns(LENGTHS))
+    assert found is not None
+    assert [torch.equal(found[row], each[0]) for row, each in enumerate(alone) if each is not None] == [True] * ROWS
+
+
+@pytest.mark.usefixtures("always")
+@torch.inference_mode()
+def test_without_threads_to_ask_for_it_is_computed_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_share_out", lambda: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    call = tensors(torch.float32)
+    torch.testing.assert_close(attend(*call), exact(*call))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    ("module", "says"), [(None, "pip install 'hf-triton[cpu]'"), (ModuleType("kernel"), "AttributeError")]
+)
+@torch.inference_mode()
+def test_without_a_kernel_it_is_left_to_torch(
+    module: ModuleType | None, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """numba is not there, or fails."""
+    one_token._kernel.cache_clear()
+    monkeypatch.setitem(sys.modules, "hf_triton.runner.kernel", module)
+    monkeypatch.delattr(runner, "kernel")
+    try:
+        assert attend(*tensors(torch.float32)) is None
+        assert attend(*tensors(torch.float32)) is None
+    finally:
+        one_token._kernel.cache_clear()
+    (record,) = caplog.records
+    assert says in record.getMessage()
 
 
 HOLES = last_columns(LENGTHS).logical_xor(torch.arange(COLUMNS) == COLUMNS - 2)
@@ -115,7 +177,12 @@ def test_what_is_not_one_token_in_inference_is_left_to_torch() -> None:
         assert attend(query[:, :4], key, value) is None
         assert attend(query, key[:1], value[:1]) is None
         assert attend(query, key, value[:, :1]) is None
+        assert attend(query, key[..., :4], value) is None
+        assert attend(query, key.mT.contiguous().mT, value) is None
+        assert attend(query, key, value.mT.contiguous().mT) is None
         assert attend(query.to("meta"), key.to("meta"), value.to("meta")) is None
+        assert attend(query, key.to("meta"), value) is None
+        assert attend(query, key, value.to("meta")) is None
 
 
 @pytest.mark.usefixtures("always")
@@ -141,28 +208,23 @@ def test_a_mask_is_known_again_only_where_it_fits() -> None:
     assert attend(query[:1], key[:1, :, 1:], value[:1, :, 1:], attn_mask) is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "key_heads", "has_mask", "name"),
-    [
-        *((torch.float32, *each, "WORTH") for each in itertools.product([6, 2], [True, False])),
-        (torch.bfloat16, 2, True, "WORTH_SHARED_BFLOAT16"),
-        (torch.bfloat16, 2, False, None),
-        (torch.bfloat16, 6, True, None),
-        (torch.float16, 2, True, None),
-    ],
-)
 @torch.inference_mode()
-def test_little_is_left_to_torch(
-    dtype: torch.dtype, key_heads: int, has_mask: bool, name: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    query, key, value = tensors(dtype, key_heads=key_heads)
+def test_little_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = tensors(torch.float32)
+    monkeypatch.setattr(one_token, "LEAST_WIDTH", 6 * SIZE)
+    assert attend(*call) is not None
+    monkeypatch.setattr(one_token, "LEAST_WIDTH", 6 * SIZE + 1)
+    assert attend(*call) is None
+
+
+@pytest.mark.usefixtures("always")
+@torch.inference_mode()
+def test_little_is_computed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    plain = kernel.run
+    monkeypatch.setattr(kernel, "run", lambda *call: counts.append(call[-1]) or plain(*call))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    lengths = [COLUMNS, 4, 2] if has_mask else [COLUMNS] * ROWS
-    attn_mask = last_columns(lengths) if has_mask else None
-    assert (attend(query, key, value, attn_mask) is None) == (name is not None)
-    if name:
-        worth = key_heads * SIZE * (2 * COLUMNS - sum(lengths) // ROWS) // 2  # for each of two threads
-        monkeypatch.setattr(one_token, name, worth)
-        assert attend(query, key, value, attn_mask) is not None
-        monkeypatch.setattr(one_token, name, worth + 1)
-        assert attend(query, key, value, attn_mask) is None
+    for worth in (6 * SIZE * sum(LENGTHS), 6 * SIZE * sum(LENGTHS) + 1):
+        monkeypatch.setattr(one_token, "WORTH_THREADS", worth)
+        assert attend(*tensors(torch.float32), last_columns(LENGTHS)) is not None
+    assert counts == [2, 1]

@@ -73,9 +73,9 @@ def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: str
         engine.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "mistral-window", "gemma3", "deepseek-v3", "gpt-bigcode"])
-def test_it_does_by_products_of_what_each_row_has(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_token, "WORTH", 0)
+@pytest.mark.parametrize("name", ["llama", "opt", "mistral-window", "gemma3", "deepseek-v3", "gpt-bigcode", "falcon"])
+def test_it_does_by_the_kernel_of_one_token(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_token, "LEAST_WIDTH", 0)
     found: list[bool] = []
     monkeypatch.setattr(attention, "attend", lambda *call: noted(one_token.attend(*call)))
 
