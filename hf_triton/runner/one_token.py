@@ -17,6 +17,7 @@ from typing import Final
 import torch
 
 from hf_triton.runner.faults import kind
+from hf_triton.runner.rounding import agree
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +66,18 @@ def attend(
     kernel = _kernel(query.dtype, size, value.shape[3])
     if lengths is None or kernel is None:
         return None
+    return _compute(kernel, query, key, value, lengths, size**-0.5 if scale is None else scale)
+
+
+def _compute(
+    kernel: ModuleType, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float
+) -> torch.Tensor:
+    rows, heads, _, size = query.shape
+    _, key_heads, columns, _ = key.shape
     num_threads = torch.get_num_threads() if heads * size * sum(lengths) >= WORTH_THREADS else 1
     sharing = heads // key_heads
     at_a_time = max(1, min(AT_A_TIME, sharing, rows * heads // num_threads))
-    queries = (query.float() * (size**-0.5 if scale is None else scale)).contiguous()
+    queries = (query.float() * scale).contiguous()
     found = queries.new_empty(rows, heads, 1, value.shape[3])
     room = queries.new_empty(num_threads, at_a_time, columns)
     numbers = array("q", (0, 0, *lengths))
@@ -82,20 +91,33 @@ def attend(
 
 @cache
 def _kernel(dtype: torch.dtype, size: int, value_size: int) -> ModuleType | None:
-    """What has such a kernel ready; None, and a line in the log, where there is none to be had."""
+    """What has such a kernel ready, tried out; None, and a line in the log, where there is none to be had."""
     try:
         from hf_triton.runner import kernel
-
-        if dtype not in kernel.READERS:
-            return None
-        kernel.make(dtype, size, value_size)
     except ImportError:
         logger.warning("numba is not installed: attention on the CPU is slower; pip install 'hf-triton[cpu]'")
+        return None
+    if dtype not in kernel.READERS:
+        return None
+    try:
+        obstacle = None if _is_right(kernel, dtype, size, value_size) else "it computes something else"
     except Exception as error:  # a processor or a version that numba has no code for
-        logger.warning("numba cannot compile attention for this processor (%s): it is slower", kind(error))
-    else:
+        obstacle = kind(error)
+    if obstacle is None:
         return kernel
+    logger.warning("the kernel that numba makes is of no use (%s): attention on the CPU is slower", obstacle)
     return None
+
+
+@torch.inference_mode()
+def _is_right(kernel: ModuleType, dtype: torch.dtype, size: int, value_size: int) -> bool:
+    heads, columns = 2, 5
+    query = torch.linspace(-1, 1, heads * size).to(dtype).view(1, heads, 1, size)
+    key = torch.linspace(-1, 1, columns * size).to(dtype).view(1, 1, columns, size)
+    value = torch.linspace(-1, 1, columns * value_size).to(dtype).view(1, 1, columns, value_size)
+    weights = (query.float() @ key.float().mT * size**-0.5).softmax(-1)
+    found = _compute(kernel, query, key, value, [columns], size**-0.5)
+    return agree((weights @ value.float()).to(dtype), found, dtype)
 
 
 def _lengths(attn_mask: torch.Tensor | None, rows: int, columns: int) -> list[int] | None:

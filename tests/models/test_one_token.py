@@ -2,7 +2,8 @@
 """Attention of one token of every row by a kernel: it is that of torch in float64, or is left to torch."""
 
 import sys
-from types import ModuleType
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,25 +126,45 @@ def test_without_threads_to_ask_for_it_is_computed_by_one(monkeypatch: pytest.Mo
     torch.testing.assert_close(attend(*call), exact(*call))
 
 
-@pytest.mark.usefixtures("always")
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """No kernel has been tried."""
+    one_token._kernel.cache_clear()
+    yield
+    one_token._kernel.cache_clear()
+
+
+@pytest.mark.usefixtures("always", "anew")
 @pytest.mark.parametrize(
-    ("module", "says"), [(None, "pip install 'hf-triton[cpu]'"), (ModuleType("kernel"), "AttributeError")]
+    ("module", "says"), [(None, "pip install 'hf-triton[cpu]'"), (SimpleNamespace(READERS=READERS), "AttributeError")]
 )
 @torch.inference_mode()
 def test_without_a_kernel_it_is_left_to_torch(
-    module: ModuleType | None, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    module: Any, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """numba is not there, or fails."""
-    one_token._kernel.cache_clear()
     monkeypatch.setitem(sys.modules, "hf_triton.runner.kernel", module)
-    monkeypatch.delattr(runner, "kernel")
-    try:
-        assert attend(*tensors(torch.float32)) is None
-        assert attend(*tensors(torch.float32)) is None
-    finally:
-        one_token._kernel.cache_clear()
+    monkeypatch.setattr(runner, "kernel", module)
+    if module is None:
+        monkeypatch.delattr(runner, "kernel")
+    assert attend(*tensors(torch.float32)) is None
+    assert attend(*tensors(torch.float32)) is None
     (record,) = caplog.records
     assert says in record.getMessage()
+
+
+@pytest.mark.usefixtures("always", "anew")
+@torch.inference_mode()
+def test_a_kernel_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    plain = kernel.run
+
+    def wrong(dtype: torch.dtype, size: int, value_size: int, task: kernel.Task, num_threads: int) -> None:
+        plain(dtype, size, value_size, task._replace(keys=task.values), num_threads)
+
+    monkeypatch.setattr(kernel, "run", wrong)
+    assert attend(*tensors(torch.float32)) is None
+    (record,) = caplog.records
+    assert "it computes something else" in record.getMessage()
 
 
 HOLES = last_columns(LENGTHS).logical_xor(torch.arange(COLUMNS) == COLUMNS - 2)
