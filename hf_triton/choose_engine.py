@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from hf_triton.engine.batch import BatchEngine
 from hf_triton.engine.interface import Engine, Observer
 from hf_triton.errors import CheckpointError
+from hf_triton.runner.attention import FastAttention
 from hf_triton.runner.probe import Sharing, asks_for, probe_rolling, probe_sharing
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ def _sharing(model: Any, context_length: int) -> Sharing:
         CheckpointError: It cannot even run alone.
     """
     try:
-        sharing = probe_sharing(model)
+        with FastAttention(asks_torch=False):  # as the engine has it: a kernel is compiled now
+            sharing = probe_sharing(model)
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         raise CheckpointError(
@@ -179,9 +181,9 @@ def _shares_positions(model: Any, context_length: int) -> bool:
 
 
 def _counts_padding(model: Any, context_length: int) -> bool:
-    """Whether padding moves the blocks of keys that each token chooses among (MiniMax M3's sparse attention).
+    """Whether padding has a say in which keys each token chooses (the sparse attention of MiniMax M3, DeepSeek V3.2).
 
-    The prompts tried at load are shorter than a block, and in the first one padding does nothing.
+    The prompts tried at load are shorter than a block, or than what is chosen, and then padding does nothing.
     """
-    block_size = getattr(model.config.get_text_config(), "index_block_size", None)
-    return block_size is not None and context_length > block_size
+    sizes = (getattr(model.config.get_text_config(), name, None) for name in ("index_block_size", "index_topk"))
+    return any(size is not None and context_length > size for size in sizes)

@@ -110,6 +110,10 @@ BATCH: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconH1Config",
         BASE | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 16},
     ),
+    "deepseek-v3.2": (
+        "DeepseekV32Config",
+        BASE | LATENT | {"hidden_size": 128, "index_topk": 24, "index_n_heads": 2, "index_head_dim": 16},
+    ),
     "minimax-m3": (
         "MiniMaxM3VLTextConfig",
         BASE

@@ -19,6 +19,7 @@ import torch
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 from numba import carray, cfunc, extending, njit, types  # type: ignore[attr-defined]
+from numba.core import config
 
 MATH: Final = {"reassoc", "contract", "nsz", "arcp"}
 """What LLVM may do with sums and products; nan and inf stay what they are."""
@@ -28,7 +29,7 @@ LINE: Final = 64
 """Bytes that come into the cache together."""
 
 WORD, LONG, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
-ZERO, HALF, ONE, LEAST = map(np.float32, (0, 0.5, 1, -126))
+ZERO, HALF, ONE, LEAST, NOTHING = map(np.float32, (0, 0.5, 1, -126, -np.inf))
 LOG2_E, LN_2 = map(np.float32, (1.4426950408889634, 0.6931471805599453))
 E2, E3, E4, E5, E6 = map(np.float32, (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720))  # of the series of e ** y
 
@@ -267,7 +268,8 @@ _long = _reader(LONG, 8, types.int64)
 _read = _reader(FLOAT, 4, types.float32)
 READERS: Final = {torch.float32: _read, torch.bfloat16: _reader(ir.IntType(16), 2, types.float32, _of_bfloat16)}
 """Of keys and values, by their dtype."""
-if get_host_cpu_features().get("f16c", not platform.machine().startswith("x86")):
+_IS_FOR_HOST: Final = config.CPU_NAME is config.CPU_FEATURES is None  # type: ignore[attr-defined]
+if _IS_FOR_HOST and get_host_cpu_features().get("f16c", not platform.machine().startswith("x86")):
     READERS[torch.float16] = _reader(ir.HalfType(), 2, types.float32, _of_float16)
 
 
@@ -276,7 +278,7 @@ if get_host_cpu_features().get("f16c", not platform.machine().startswith("x86"))
 
 @_compiled
 def _softmax(scores: int, num: int) -> None:
-    """In place. nan or a score without end makes all nan, as in torch.
+    """In place. nan and inf make all nan, and where each is -inf all are zero, as in torch.
 
     `e ** x = 2 ** n * e ** y` with a whole n and `|y| <= ln(2) / 2`, where seven terms of the series are right to
     32 bits.
@@ -284,6 +286,10 @@ def _softmax(scores: int, num: int) -> None:
     most = _read(scores, 0)
     for place in range(1, num):
         most = _read(scores, place) if _read(scores, place) > most else most
+    if most == NOTHING:
+        for place in range(num):
+            _write(scores, place, ZERO)
+        return
     total = ZERO
     for place in range(num):
         exponent = (_read(scores, place) - most) * LOG2_E

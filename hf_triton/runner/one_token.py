@@ -52,15 +52,17 @@ def attend(
     """
     if query.ndim != 4 or query.shape[2] != 1 or query.device.type != "cpu" or torch.is_grad_enabled():
         return None
+    if not type(key) is type(value) is torch.Tensor or not key.ndim == value.ndim == 4:
+        return None
     rows, heads, _, size = query.shape
     _, key_heads, columns, _ = key.shape
-    if not (rows and key_heads and columns) or heads * size < LEAST_WIDTH or heads % key_heads:
+    if not (rows and key_heads and columns and value.shape[3]) or heads * size < LEAST_WIDTH or heads % key_heads:
         return None
     if key.shape != (rows, key_heads, columns, size) or value.shape[:3] != key.shape[:3]:
         return None
     if not query.dtype == key.dtype == value.dtype or not query.device == key.device == value.device:
         return None
-    if key.stride(3) != 1 or value.stride(3) != 1:
+    if key.stride(3) != 1 or value.stride(3) != 1 or key.is_neg() or value.is_neg():
         return None
     lengths = _lengths(attn_mask, rows, columns)
     kernel = _kernel(query.dtype, size, value.shape[3])
@@ -92,12 +94,8 @@ def _compute(
 @cache
 def _kernel(dtype: torch.dtype, size: int, value_size: int) -> ModuleType | None:
     """What has such a kernel ready, tried out; None, and a line in the log, where there is none to be had."""
-    try:
-        from hf_triton.runner import kernel
-    except ImportError:
-        logger.warning("numba is not installed: attention on the CPU is slower; pip install 'hf-triton[cpu]'")
-        return None
-    if dtype not in kernel.READERS:
+    kernel = _numba()
+    if kernel is None or dtype not in kernel.READERS:
         return None
     try:
         obstacle = None if _is_right(kernel, dtype, size, value_size) else "it computes something else"
@@ -109,12 +107,27 @@ def _kernel(dtype: torch.dtype, size: int, value_size: int) -> ModuleType | None
     return None
 
 
+@cache
+def _numba() -> ModuleType | None:
+    """The module that compiles; None, and a line in the log, where numba does not run."""
+    try:
+        from hf_triton.runner import kernel
+    except ModuleNotFoundError:
+        logger.warning("numba is not installed: attention on the CPU is slower; pip install 'hf-triton[cpu]'")
+    except Exception as error:  # a library, a version of numpy or a setting that it does not go with
+        logger.warning("numba does not run (%s: %s): attention on the CPU is slower", kind(error), error)
+    else:
+        return kernel
+    return None
+
+
 @torch.inference_mode()
 def _is_right(kernel: ModuleType, dtype: torch.dtype, size: int, value_size: int) -> bool:
     heads, columns = 2, 5
-    query = torch.linspace(-1, 1, heads * size).to(dtype).view(1, heads, 1, size)
-    key = torch.linspace(-1, 1, columns * size).to(dtype).view(1, 1, columns, size)
-    value = torch.linspace(-1, 1, columns * value_size).to(dtype).view(1, 1, columns, value_size)
+    query, key, value = (
+        torch.linspace(-1, 1, num * wide, device="cpu").to(dtype).view(1, -1, num // heads, wide)
+        for num, wide in ((heads, size), (heads * columns, size), (heads * columns, value_size))
+    )
     weights = (query.float() @ key.float().mT * size**-0.5).softmax(-1)
     found = _compute(kernel, query, key, value, [columns], size**-0.5)
     return agree((weights @ value.float()).to(dtype), found, dtype)
@@ -129,10 +142,12 @@ def _lengths(attn_mask: torch.Tensor | None, rows: int, columns: int) -> list[in
         return [columns] * rows
     if attn_mask.dtype != torch.bool or attn_mask.shape != (rows, 1, 1, columns):
         return None
-    if "lengths" not in attn_mask.__dict__:
+    place = rows, columns, attn_mask.data_ptr()  # a copy takes the note along
+    noted: tuple[object, list[int] | None] = attn_mask.__dict__.get("lengths", (None, None))
+    if noted[0] != place:
         sees = attn_mask[:, 0, 0]
         counts = sees.sum(-1, keepdim=True)
         are_last = bool(counts.all()) and sees.equal(torch.arange(columns, device=sees.device) >= columns - counts)
-        attn_mask.__dict__["lengths"] = counts.flatten().tolist() if are_last else None
-    found: list[int] | None = attn_mask.__dict__["lengths"]
-    return found
+        noted = place, counts.flatten().tolist() if are_last else None
+        attn_mask.__dict__["lengths"] = noted
+    return noted[1]

@@ -294,6 +294,19 @@ def test_a_batch_of_generate_has_it_too(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert set(seen) == {torch.bfloat16}
 
 
+@pytest.mark.usefixtures("however_small")
+@pytest.mark.parametrize("architecture", ["bart", "llama"])
+def test_a_kernel_is_compiled_when_a_model_is_loaded(
+    architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build_tiny_checkpoint(tmp_path, architecture)
+    auto_class = AutoModelForSeq2SeqLM if architecture == "bart" else AutoModelForCausalLM
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr(one_token, "_kernel", lambda dtype, *_: asked.append(dtype))
+    start_engine(auto_class.from_pretrained(tmp_path), max_rows=2, context_length=64).close()
+    assert set(asked) == {torch.float32}
+
+
 def test_attention_that_somebody_else_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(*_: object) -> None: ...
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one token of every row by a kernel: it is that of torch in float64, or is left to torch."""
 
+import copy
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_triton import runner
@@ -100,6 +104,16 @@ def test_what_is_not_finite_stays_so_and_in_its_row(column: int, number: float) 
 
 
 @pytest.mark.usefixtures("always")
+@torch.inference_mode()
+def test_what_no_score_asks_for_is_zero_as_in_torch() -> None:
+    query, key, value = tensors(torch.float32)
+    query[1], key[1, 3] = 1, -torch.inf
+    key[0, 2, 4] = -torch.inf
+    query[0] = 1
+    torch.testing.assert_close(attend(query, key, value), scaled_dot_product_attention(query, key, value))
+
+
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("at_a_time", [1, 2, 8])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @torch.inference_mode()
@@ -129,9 +143,12 @@ def test_without_threads_to_ask_for_it_is_computed_by_one(monkeypatch: pytest.Mo
 @pytest.fixture
 def anew() -> Iterator[None]:
     """No kernel has been tried."""
-    one_token._kernel.cache_clear()
+    caches = one_token._kernel, one_token._numba
+    for each in caches:
+        each.cache_clear()
     yield
-    one_token._kernel.cache_clear()
+    for each in caches:
+        each.cache_clear()
 
 
 @pytest.mark.usefixtures("always", "anew")
@@ -149,8 +166,37 @@ def test_without_a_kernel_it_is_left_to_torch(
         monkeypatch.delattr(runner, "kernel")
     assert attend(*tensors(torch.float32)) is None
     assert attend(*tensors(torch.float32)) is None
+    assert attend(*tensors(torch.float32, key_heads=2)) is None
     (record,) = caplog.records
     assert says in record.getMessage()
+
+
+@pytest.mark.usefixtures("always", "anew")
+@torch.inference_mode()
+def test_a_numba_that_does_not_run_is_as_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "hf_triton.runner.kernel":
+                raise OSError("no libllvmlite.so")
+
+    monkeypatch.delitem(sys.modules, "hf_triton.runner.kernel")
+    monkeypatch.delattr(runner, "kernel")
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert attend(*tensors(dtype)) is None
+    (record,) = caplog.records
+    assert "OSError: no libllvmlite.so" in record.getMessage()
+
+
+def test_numba_is_asked_for_no_float16_where_it_may_have_none() -> None:
+    """LLVM ends the process otherwise."""
+    program = "import torch; from hf_triton.runner.kernel import READERS; print(torch.float16 in READERS)"
+    for name, has_float16 in (("generic", "False"), ("", "True")):
+        environment = os.environ | {"NUMBA_CPU_NAME": name} if name else dict(os.environ)
+        output = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert output.stdout.strip() == has_float16, output.stderr
 
 
 @pytest.mark.usefixtures("always", "anew")
@@ -192,6 +238,12 @@ def test_what_is_not_one_token_in_inference_is_left_to_torch() -> None:
         assert attend(query.double(), key.double(), value.double()) is None
         assert attend(query, key.half(), value.half()) is None
         assert attend(query[0], key[0], value[0]) is None
+        assert attend(query, key[0], value[0]) is None
+        assert attend(query, key, value[..., :0]) is None
+        assert attend(query, torch._neg_view(key), value) is None
+        assert attend(query, key, torch._neg_view(value)) is None
+        with FakeTensorMode() as fake:
+            assert attend(query, fake.from_tensor(key), fake.from_tensor(value)) is None
         assert attend(query[:0], key[:0], value[:0]) is None
         assert attend(query, key[:, :0], value[:, :0]) is None
         assert attend(query, key[:, :, :0], value[:, :, :0]) is None
@@ -227,6 +279,11 @@ def test_a_mask_is_known_again_only_where_it_fits() -> None:
     assert attend(query[:1], key[:1], value[:1], attn_mask) is not None
     assert attend(query, key, value, attn_mask) is None
     assert attend(query[:1], key[:1, :, 1:], value[:1, :, 1:], attn_mask) is None
+    other = copy.copy(attn_mask)
+    attn_mask.set_(last_columns([4]))  # type: ignore[arg-type]
+    for mask in (attn_mask, other):
+        call = query[:1], key[:1], value[:1], mask
+        torch.testing.assert_close(attend(*call), exact(*call))
 
 
 @torch.inference_mode()
