@@ -269,6 +269,7 @@ _read = _reader(FLOAT, 4, types.float32)
 READERS: Final = {torch.float32: _read, torch.bfloat16: _reader(ir.IntType(16), 2, types.float32, _of_bfloat16)}
 """Of keys and values, by their dtype."""
 _IS_FOR_HOST: Final = config.CPU_NAME is config.CPU_FEATURES is None  # type: ignore[attr-defined]
+# numba may be told to compile for less than this processor has, and LLVM ends the process where it cannot convert.
 if _IS_FOR_HOST and get_host_cpu_features().get("f16c", not platform.machine().startswith("x86")):
     READERS[torch.float16] = _reader(ir.HalfType(), 2, types.float32, _of_float16)
 
