@@ -21,8 +21,8 @@ from hf_triton.runner.rounding import agree
 
 logger = logging.getLogger(__name__)
 
-LEAST_WIDTH: Final = 128
-"""Numbers of a token's queries, all heads together, from which on a kernel is compiled."""
+LEAST_WIDTH: Final = 256
+"""Numbers of a token's queries, all heads together, from which on a kernel is compiled: the demo model has fewer."""
 AT_A_TIME: Final = 8
 """Heads that share keys and are computed together by a thread, at most."""
 WORTH_THREADS: Final = 2**16
