@@ -57,16 +57,21 @@ class Gathering:
         Args:
             num_waiting: How many are there.
             nums_left: The most tokens that each running row may yet have. Where rows run, a step is what passes
-                meanwhile.
+                meanwhile; where none does, nobody waits: the others come while the first are read.
         """
-        now = time.monotonic()
         self._forget()
         if self._leave_soon(nums_left) >= max(num_waiting, len(nums_left) // 2 + 1):
             self._num_held += 1
             return self._step_s
         if self._until_s is None:
-            self._until_s = now + min(WAIT_STEPS * self._step_s, MAX_WAIT_S)
-        if now < self._until_s and self._num_expected and not (nums_left and self._step_s > MAX_WAIT_S):
+            self._until_s = time.monotonic() + min(WAIT_STEPS * self._step_s, MAX_WAIT_S)
+        return self.rest_s() if nums_left and self._step_s <= MAX_WAIT_S else 0.0
+
+    def rest_s(self) -> float:
+        """Seconds from now that those who wait for others, or were read without them, have yet to wait."""
+        self._forget()
+        now = time.monotonic()
+        if self._num_expected and self._until_s is not None and now < self._until_s:
             return self._until_s - now
         self._num_expected = 0
         return 0.0

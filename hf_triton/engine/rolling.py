@@ -183,37 +183,42 @@ class RollingEngine(EngineThread):
         if self._unseen or self._gathers():
             return
         if self._prefill:
-            self._read_piece(self._prefill)
+            self._read_piece(self._prefill, has_company=bool(self._rows))
             return
-        piece, num_read = piece_tokens(has_company=bool(self._rows)), 0
+        has_company = bool(self._rows)
+        piece, num_read = piece_tokens(has_company=has_company), 0
         while self._prefill is None and (readings := self._next_readings()):
             num_new = num_padded(readings)
             if num_read and num_read + num_new > piece:
                 break
             num_read += num_new
-            self._gathering.on_read()
             for reading in readings:
                 self._ready.popleft()
                 self._observer.on_share(reading.num_shared)
             self._prefill = Prefill(readings, self._forward.device)
-            self._read_piece(self._prefill)
+            self._read_piece(self._prefill, has_company=has_company)
+            if not has_company and not self._ready and num_read < piece:
+                self._gather()
+        self._gathering.on_read()
 
-    def _read_piece(self, prefill: Prefill) -> None:
+    def _read_piece(self, prefill: Prefill, *, has_company: bool) -> None:
         """Read some of the contexts; when they are read, their rows join the running ones."""
-        logits = prefill.advance(self._forward, has_company=bool(self._rows))
+        logits = prefill.advance(self._forward, has_company=has_company)
         if logits is not None:
             self._join(prefill, logits)
             self._prefill = None
 
     def _gathers(self) -> bool:
-        """Whether reading waits for prompts that are on their way; where nothing runs, the engine sleeps till then."""
+        """Whether reading waits for prompts that are on their way, while rows run."""
         if self._prefill or not self._ready or sum(rows[0].num_tokens for rows in self._ready) >= PIECE_TOKENS:
             return False
-        wait_s = self._gathering.wait_s(len(self._ready), [row.num_left for row in self._rows])
-        if wait_s and not self._rows:
-            with self._wake:
-                self._wake.wait_for(self._has_news, wait_s)
-        return wait_s > 0
+        return self._gathering.wait_s(len(self._ready), [row.num_left for row in self._rows]) > 0
+
+    def _gather(self) -> None:
+        """Before the first rows run, take those who have come since, or are about to."""
+        with self._wake:
+            self._wake.wait_for(self._has_news, self._gathering.rest_s())
+        self._admit()
 
     def _has_news(self) -> bool:
         return len(self._waiting) > self._num_left_waiting or self._closing.is_set()

@@ -2,8 +2,7 @@
 """Attention of one token of every row, on a CPU: by a kernel that reads a row's own keys and values, once.
 
 torch's kernels go over the padding too, take each head by itself where heads share keys, and are many times slower in
-16 bits than in 32. The kernel is compiled by numba, which comes with `hf-triton[cpu]`; without it, and for heads so
-small that it is not worth compiling, attention is torch's.
+16 bits than in 32. Without numba, and for heads so small that it is not worth compiling, attention is torch's.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Final
 import torch
 
 from hf_triton.runner.faults import kind
+from hf_triton.runner.numba_here import runs_numba
 from hf_triton.runner.rounding import agree
 
 logger = logging.getLogger(__name__)
@@ -94,30 +94,19 @@ def _compute(
 @cache
 def _kernel(dtype: torch.dtype, size: int, value_size: int) -> ModuleType | None:
     """What has such a kernel ready, tried out; None, and a line in the log, where there is none to be had."""
-    kernel = _numba()
-    if kernel is None or dtype not in kernel.READERS:
+    if not runs_numba():
         return None
     try:
+        from hf_triton.runner import attention_kernel as kernel
+
+        if dtype not in kernel.READERS:
+            return None
         obstacle = None if _is_right(kernel, dtype, size, value_size) else "it computes something else"
     except Exception as error:  # a processor or a version that numba has no code for
         obstacle = kind(error)
     if obstacle is None:
         return kernel
-    logger.warning("the kernel that numba makes is of no use (%s): attention on the CPU is slower", obstacle)
-    return None
-
-
-@cache
-def _numba() -> ModuleType | None:
-    """The module that compiles; None, and a line in the log, where numba does not run."""
-    try:
-        from hf_triton.runner import kernel
-    except ModuleNotFoundError:
-        logger.warning("numba is not installed: attention on the CPU is slower; pip install 'hf-triton[cpu]'")
-    except Exception as error:  # a library, a version of numpy or a setting that it does not go with
-        logger.warning("numba does not run (%s: %s): attention on the CPU is slower", kind(error), error)
-    else:
-        return kernel
+    logger.warning("the kernel of attention is of no use (%s): torch computes it, more slowly", obstacle)
     return None
 
 

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_triton.runner.faults import kind
 from hf_triton.runner.probe import same_logits, sample_logits
+from hf_triton.runner.product import kernel_dtype, multiply, suits
 from hf_triton.runner.rounding import agree
 
 logger = logging.getLogger(__name__)
@@ -37,11 +38,16 @@ _SIZES: Final = frozenset(SIZES)
 class PackedLinear(nn.Linear):
     """`x @ weight.T + bias`, for inference on a CPU: what a linear layer becomes, in place.
 
-    Its `weight` has shape and dtype, and nobody but oneDNN reads it.
+    Its `weight` has shape and dtype, and nobody but oneDNN and `product.py` reads it.
     """
+
+    kernel_dtype: torch.dtype | None = None
+    """Of vectors that need no oneDNN where they are few."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
+        if suits(x, self.kernel_dtype):
+            return multiply(x, self.weight, self.bias)
         if x.numel() // x.shape[-1] in _SIZES:
             return self._product(x)
         parts = torch.split(x.reshape(-1, x.shape[-1]), SIZES[-1])
@@ -110,8 +116,10 @@ class _Change:
         """
         change = cls(layer, type(layer), layer.weight if is_shared else None)
         packed = torch.ops.mkldnn._reorder_linear_weight(_matrix(layer), None)
+        dtype = kernel_dtype(packed, layer.bias)
         layer.weight = nn.Parameter(packed, requires_grad=False)
         layer.__class__ = PackedLinear
+        layer.kernel_dtype = dtype
         return change
 
     def undo(self) -> None:
@@ -121,6 +129,7 @@ class _Change:
             weight = nn.Parameter(dense.t() if self.layer_class is Conv1D else dense, requires_grad=False)
         self.layer.__class__ = self.layer_class
         self.layer.weight = weight
+        del self.layer.kernel_dtype
 
 
 def _is_linear(layer: Any) -> bool:

@@ -15,8 +15,9 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_triton import runner
-from hf_triton.runner import kernel, one_token
-from hf_triton.runner.kernel import READERS
+from hf_triton.runner import attention_kernel as kernel
+from hf_triton.runner import machine, numba_here, one_token
+from hf_triton.runner.attention_kernel import READERS
 from hf_triton.runner.one_token import attend
 
 ROWS, COLUMNS, SIZE = 3, 9, 8
@@ -134,7 +135,7 @@ def test_a_row_s_numbers_depend_on_nobody(num_threads: int, at_a_time: int, monk
 @pytest.mark.usefixtures("always")
 @torch.inference_mode()
 def test_without_threads_to_ask_for_it_is_computed_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_share_out", lambda: None)
+    monkeypatch.setattr(machine, "_share_out", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     call = tensors(torch.float32)
     torch.testing.assert_close(attend(*call), exact(*call))
@@ -143,7 +144,7 @@ def test_without_threads_to_ask_for_it_is_computed_by_one(monkeypatch: pytest.Mo
 @pytest.fixture
 def anew() -> Iterator[None]:
     """No kernel has been tried."""
-    caches = one_token._kernel, one_token._numba
+    caches = one_token._kernel, numba_here.runs_numba
     for each in caches:
         each.cache_clear()
     yield
@@ -153,17 +154,21 @@ def anew() -> Iterator[None]:
 
 @pytest.mark.usefixtures("always", "anew")
 @pytest.mark.parametrize(
-    ("module", "says"), [(None, "pip install 'hf-triton[cpu]'"), (SimpleNamespace(READERS=READERS), "AttributeError")]
+    ("name", "module", "says"),
+    [
+        ("machine", None, "pip install 'hf-triton[cpu]'"),
+        ("attention_kernel", SimpleNamespace(READERS=READERS), "AttributeError"),
+    ],
 )
 @torch.inference_mode()
 def test_without_a_kernel_it_is_left_to_torch(
-    module: Any, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, module: Any, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """numba is not there, or fails."""
-    monkeypatch.setitem(sys.modules, "hf_triton.runner.kernel", module)
-    monkeypatch.setattr(runner, "kernel", module)
+    monkeypatch.setitem(sys.modules, f"hf_triton.runner.{name}", module)
+    monkeypatch.setattr(runner, name, module)
     if module is None:
-        monkeypatch.delattr(runner, "kernel")
+        monkeypatch.delattr(runner, name)
     assert attend(*tensors(torch.float32)) is None
     assert attend(*tensors(torch.float32)) is None
     assert attend(*tensors(torch.float32, key_heads=2)) is None
@@ -178,11 +183,11 @@ def test_a_numba_that_does_not_run_is_as_none(
 ) -> None:
     class Broken:
         def find_spec(self, name: str, *_: object) -> None:
-            if name == "hf_triton.runner.kernel":
+            if name == "hf_triton.runner.machine":
                 raise OSError("no libllvmlite.so")
 
-    monkeypatch.delitem(sys.modules, "hf_triton.runner.kernel")
-    monkeypatch.delattr(runner, "kernel")
+    monkeypatch.delitem(sys.modules, "hf_triton.runner.machine")
+    monkeypatch.delattr(runner, "machine")
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     for dtype in (torch.float32, torch.bfloat16):
         assert attend(*tensors(dtype)) is None
@@ -192,7 +197,7 @@ def test_a_numba_that_does_not_run_is_as_none(
 
 def test_numba_is_asked_for_no_float16_where_it_may_have_none() -> None:
     """LLVM ends the process otherwise."""
-    program = "import torch; from hf_triton.runner.kernel import READERS; print(torch.float16 in READERS)"
+    program = "import torch; from hf_triton.runner.attention_kernel import READERS; print(torch.float16 in READERS)"
     for name, has_float16 in (("generic", "False"), ("", "True")):
         environment = os.environ | {"NUMBA_CPU_NAME": name} if name else dict(os.environ)
         output = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

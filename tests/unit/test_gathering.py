@@ -47,40 +47,56 @@ def test_who_comes_back_alone_is_read_at_once(clock: Clock) -> None:
     assert gathering.wait_s(1, ALONE) == 0
 
 
-@pytest.mark.parametrize("nums_left", [COMPANY, ALONE])
-def test_the_first_wait_for_the_others_as_long_as_two_steps_take(nums_left: list[int], clock: Clock) -> None:
+def test_the_first_wait_for_the_others_as_long_as_two_steps_take(clock: Clock) -> None:
     gathering = after_step(0.01, 3)
     clock.now_s += 0.005
     gathering.on_come()
-    assert gathering.wait_s(1, nums_left) == pytest.approx(0.02)
+    assert gathering.wait_s(1, COMPANY) == pytest.approx(0.02)
     clock.now_s += 0.004
     gathering.on_come()
-    assert gathering.wait_s(1, nums_left) == pytest.approx(0.016)
+    assert gathering.wait_s(1, COMPANY) == pytest.approx(0.016)
     clock.now_s += 0.017
-    assert gathering.wait_s(1, nums_left) == 0
+    assert gathering.wait_s(1, COMPANY) == 0
     gathering.on_come()
-    assert gathering.wait_s(1, nums_left) == 0  # the third has been given up
+    assert gathering.wait_s(1, COMPANY) == 0  # the third has been given up
+
+
+def test_where_nothing_runs_the_first_are_read_at_once_and_step_with_the_others(clock: Clock) -> None:
+    gathering = after_step(0.01, 3)
+    clock.now_s += 0.005
+    gathering.on_come()
+    assert gathering.wait_s(1, ALONE) == 0
+    clock.now_s += 0.008
+    assert gathering.rest_s() == pytest.approx(0.012)
+    gathering.on_come()
+    clock.now_s += 0.013
+    assert gathering.rest_s() == 0
+    gathering.on_read()
+    assert gathering.wait_s(1, COMPANY) == 0  # the third has been given up
 
 
 def test_nobody_waits_once_all_are_back(clock: Clock) -> None:
     gathering = after_step(0.01, 3)
     for _ in range(2):
         gathering.on_come()
-    assert gathering.wait_s(1, ALONE) > 0
+    assert gathering.wait_s(1, COMPANY) > 0
     gathering.on_come()
-    assert gathering.wait_s(1, ALONE) == 0
+    assert gathering.wait_s(1, COMPANY) == 0
+    assert gathering.rest_s() == 0
 
 
 def test_who_stays_away_is_not_waited_for(clock: Clock) -> None:
     gathering = after_step(0.01, 16)
     clock.now_s += 0.01 * MEMORY_STEPS + 0.001
     gathering.on_come()
-    assert gathering.wait_s(1, ALONE) == 0
+    assert gathering.wait_s(1, COMPANY) == 0
+    assert gathering.rest_s() == 0
 
 
 def test_long_steps_make_nobody_wait_long(clock: Clock) -> None:
     gathering = after_step(1.0, 2)
-    assert gathering.wait_s(1, ALONE) == pytest.approx(MAX_WAIT_S)
+    assert gathering.wait_s(1, ALONE) == 0
+    assert gathering.rest_s() == pytest.approx(MAX_WAIT_S)
     assert after_step(1.0, 2).wait_s(1, COMPANY) == 0
 
 
@@ -112,13 +128,13 @@ def test_nobody_waits_again_and_again(clock: Clock) -> None:
 def test_who_is_read_sooner_leaves_the_next_their_time(clock: Clock) -> None:
     gathering = after_step(0.01, 2)
     gathering.on_come()
-    assert gathering.wait_s(1, ALONE) > 0
+    assert gathering.wait_s(1, COMPANY) > 0
     gathering.on_come()
     gathering.on_read()  # as many as are read at a time
     clock.now_s += 5
     gathering.on_leave(2)
     gathering.on_come()
-    assert gathering.wait_s(1, ALONE) > 0
+    assert gathering.wait_s(1, COMPANY) > 0
 
 
 def test_steps_that_take_long_are_not_waited_for(clock: Clock) -> None:

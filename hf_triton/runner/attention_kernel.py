@@ -2,39 +2,31 @@
 """Attention of one token, compiled by numba for the processor that it runs on.
 
 Keys and values are read once, in the dtype they are kept in, and multiplied in 32 bits with all the queries that share
-them. Threads are those of torch's own pool: a second one would wait for the same cores.
+them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import platform
-from array import array
-from collections.abc import Callable
 from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
-from numba import carray, cfunc, extending, njit, types  # type: ignore[attr-defined]
-from numba.core import config
+from numba import carray, types  # type: ignore[attr-defined]
 
-MATH: Final = {"reassoc", "contract", "nsz", "arcp"}
-"""What LLVM may do with sums and products; nan and inf stay what they are."""
+from hf_triton.runner import machine
+from hf_triton.runner.machine import FLOAT, LINE, WORD, compiled, intrinsic
+
 AHEAD: Final = 12
 """Columns ahead of what is computed that are brought into the processor's cache: by itself it stops at each page."""
-LINE: Final = 64
-"""Bytes that come into the cache together."""
 
-WORD, LONG, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 ZERO, HALF, ONE, LEAST, NOTHING = map(np.float32, (0, 0.5, 1, -126, -np.inf))
 LOG2_E, LN_2 = map(np.float32, (1.4426950408889634, 0.6931471805599453))
 E2, E3, E4, E5, E6 = map(np.float32, (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720))  # of the series of e ** y
 
-_compiled = njit(fastmath=MATH, error_model="numpy")
-_intrinsic: Any = extending.intrinsic  # its own types have the arguments of what it makes one off
+_read, _write, _long, _next, _fetch = machine.read, machine.write, machine.long, machine.next_number, machine.fetch
 
 
 class Task(NamedTuple):
@@ -77,17 +69,7 @@ def run(dtype: torch.dtype, size: int, value_size: int, task: Task, num_threads:
         task: Whose addresses hold what they should.
         num_threads: That share the work, at most.
     """
-    kernel, share_out = make(dtype, size, value_size), _share_out()
-    numbers = array("q", task)
-    address, _ = numbers.buffer_info()
-    if num_threads == 1 or share_out is None:
-        kernel.ctypes(address)
-    else:
-        share_out(kernel.address, address, num_threads, 0)
-
-
-_RECORD: Final = types.Record.make_c_struct([(name, types.int64) for name in Task._fields])
-_TASK_POINTER: Final = types.CPointer(_RECORD)  # type: ignore[no-untyped-call]
+    machine.run(make(dtype, size, value_size), task, num_threads)
 
 
 @cache
@@ -95,13 +77,13 @@ def make(dtype: torch.dtype, size: int, value_size: int) -> Any:
     """The kernel for such heads, which takes a second or two to compile."""
     read, width = READERS[dtype], dtype.itemsize
 
-    @_compiled
+    @compiled
     def fetch(address: int, stride: int, columns: int, size: int) -> None:
         for column in range(columns):
             for byte in range(0, size * width, LINE):
                 _fetch(address + column * stride + byte)
 
-    @_compiled
+    @compiled
     def multiply(queries: int, group: int, keys: int, stride: int, length: int, scores: int, columns: int) -> None:
         """Scores `[group, columns]`, four columns at a time."""
         fours = length - length % 4
@@ -128,7 +110,7 @@ def make(dtype: torch.dtype, size: int, value_size: int) -> Any:
                     score += _read(queries, head * size + place) * read(keys + column * stride, place)
                 _write(scores, head * columns + column, score)
 
-    @_compiled
+    @compiled
     def add_up(weights: int, columns: int, group: int, values: int, stride: int, length: int, found: int) -> None:
         """Weighted sums `[group, value_size]` of the values, four columns at a time."""
         for place in range(group * value_size):
@@ -151,7 +133,7 @@ def make(dtype: torch.dtype, size: int, value_size: int) -> Any:
                 for place in range(value_size):
                     _write(total, place, _read(total, place) + weight * read(values + column * stride, place))
 
-    @cfunc(types.void(_TASK_POINTER), fastmath=MATH, error_model="numpy")
+    @machine.kernel_of(Task)
     def attend(address: Any) -> None:
         task = carray(address, 1)[0]
         parts = (task.sharing + task.at_a_time - 1) // task.at_a_time
@@ -177,83 +159,7 @@ def make(dtype: torch.dtype, size: int, value_size: int) -> Any:
     return attend
 
 
-@cache
-def _share_out() -> Any:
-    """What has a function run by several threads: GNU OpenMP's, which torch has brought in; None where it has not."""
-    share_out = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
-    if share_out is not None:
-        share_out.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    return share_out
-
-
-# --- what numba has no words for -------------------------------------------------------------------------------------
-
-
-def _reader(kind: Any, num_bytes: int, result: Any, widened: Callable[[Any, Any], Any] | None = None) -> Any:
-    """What reads the number that stands `index` places behind an address."""
-
-    @_intrinsic
-    def read(context: Any, address: Any, index: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            number = builder.load(_place(builder, kind, *arguments), align=num_bytes)
-            return widened(builder, number) if widened else number
-
-        return result(types.int64, types.int64), generate
-
-    return read
-
-
-@_intrinsic
-def _write(context: Any, address: Any, index: Any, number: Any) -> Any:
-    """Put 32 bits `index` places behind an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        *place, number = arguments
-        builder.store(number, _place(builder, FLOAT, *place), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), generate
-
-
-@_intrinsic
-def _next(context: Any, address: Any) -> Any:
-    """The int64 at an address, which is one more for the thread that comes next."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (address,) = arguments
-        return builder.atomic_rmw("add", _place(builder, LONG, address, LONG(0)), LONG(1), "monotonic")
-
-    return types.int64(types.int64), generate
-
-
-@_intrinsic
-def _power_of_two(context: Any, exponent: Any) -> Any:
-    """`2 ** exponent` of a whole number, -126 or more."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        biased = builder.add(builder.fptosi(arguments[0], WORD), WORD(127))
-        return builder.bitcast(builder.shl(biased, WORD(23)), FLOAT)
-
-    return types.float32(types.float32), generate
-
-
-@_intrinsic
-def _fetch(context: Any, address: Any) -> Any:
-    """Have the processor bring what stands at an address into its cache; one that is nobody's does no harm."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, WORD, WORD, WORD])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        to_read, for_long, data = WORD(0), WORD(3), WORD(1)
-        builder.call(fetch, [builder.inttoptr(arguments[0], pointer), to_read, for_long, data])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-def _place(builder: Any, kind: Any, address: Any, index: Any) -> Any:
-    return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
+# --- numbers in other dtypes ------------------------------------------------------------------------------------------
 
 
 def _of_bfloat16(builder: Any, bits: Any) -> Any:
@@ -264,20 +170,27 @@ def _of_float16(builder: Any, number: Any) -> Any:
     return builder.fpext(number, FLOAT)
 
 
-_long = _reader(LONG, 8, types.int64)
-_read = _reader(FLOAT, 4, types.float32)
-READERS: Final = {torch.float32: _read, torch.bfloat16: _reader(ir.IntType(16), 2, types.float32, _of_bfloat16)}
+READERS: Final = {torch.float32: _read, torch.bfloat16: machine.reader(ir.IntType(16), 2, types.float32, _of_bfloat16)}
 """Of keys and values, by their dtype."""
-_IS_FOR_HOST: Final = config.CPU_NAME is config.CPU_FEATURES is None  # type: ignore[attr-defined]
-# numba may be told to compile for less than this processor has, and LLVM ends the process where it cannot convert.
-if _IS_FOR_HOST and get_host_cpu_features().get("f16c", not platform.machine().startswith("x86")):
-    READERS[torch.float16] = _reader(ir.HalfType(), 2, types.float32, _of_float16)
+if machine.has("f16c") or (machine.is_for_host() and not platform.machine().startswith("x86")):
+    READERS[torch.float16] = machine.reader(ir.HalfType(), 2, types.float32, _of_float16)
 
 
 # --- softmax ---------------------------------------------------------------------------------------------------------
 
 
-@_compiled
+@intrinsic
+def _power_of_two(context: Any, exponent: Any) -> Any:
+    """`2 ** exponent` of a whole number, -126 or more."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        biased = builder.add(builder.fptosi(arguments[0], WORD), WORD(127))
+        return builder.bitcast(builder.shl(biased, WORD(23)), FLOAT)
+
+    return types.float32(types.float32), generate
+
+
+@compiled
 def _softmax(scores: int, num: int) -> None:
     """In place. nan and inf make all nan, and where each is -inf all are zero, as in torch.
 
