@@ -21,7 +21,7 @@ from hf_triton.runner.product import kernel_dtype, multiply
 NUM_BYTES = 128e6
 SHAPES = ((512, 512), (1408, 512), (4096, 4096))
 """Outputs and inputs."""
-COUNTS = (1, 4, 8, 11, 16, 32, 64, 128)
+COUNTS = (1, 4, 8, 11, 16, 32, 64)
 MANY = 512
 
 

@@ -19,13 +19,13 @@ from hf_triton.runner.rounding import agree
 
 logger = logging.getLogger(__name__)
 
-MOST_VECTORS: Final = 128
+MOST_VECTORS: Final = 64
 """Of more, oneDNN is as fast."""
 LEAST_WIDTH: Final = 256
 """Numbers of a vector from which on a kernel is compiled: the demo model has fewer."""
 WORTH_THREADS: Final = 2**17
 """Products of numbers from which on it is worth to wake other threads."""
-PARTS: Final = 4
+PARTS: Final = 2
 """Of a thread's share, which it takes one after another: threads are not equally fast."""
 
 
