@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.errors import HfTritonError
+from hf_triton.runner import product_kernel
 from hf_triton.runner.attention import FastAttention
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -64,6 +65,16 @@ def test_the_gpu_benchmark_says_what_is_missing(benchmark: ModuleType, monkeypat
     output = run(benchmark, options)
     assert "steps have static shapes" in output
     assert "no paged 2: RuntimeError: it takes all memory of a CPU" in output
+
+
+@pytest.mark.parametrize("benchmark", ["linear"], indirect=True)
+def test_the_benchmark_of_linear_layers_has_all_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    if product_kernel.can_run(torch.float32) and product_kernel.can_run(torch.bfloat16):
+        monkeypatch.setattr(benchmark, "NUM_BYTES", 1e6)
+        run = CliRunner().invoke(benchmark.main, ["--rounds", "1"], catch_exceptions=False)
+        ratios = [float(line.split()[-2]) for line in run.output.splitlines()[1:]]
+        assert len(ratios) == 2 * len(benchmark.SHAPES) * len(benchmark.COUNTS)
+        assert min(ratios) > 0
 
 
 @pytest.mark.parametrize("benchmark", ["attention"], indirect=True)
