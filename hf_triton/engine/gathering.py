@@ -3,8 +3,8 @@
 
 Texts that end in one step have clients that send their next prompts at about one moment. Running the first to come at
 once means rows that are out of step from then on: a step more at the least. So reading waits for as many as have just
-left, no longer than two steps take, and a few steps where most texts are about to reach their length. Where no row runs,
-the first are read while the others come, and it is their first step that waits. Knows no rows.
+left, no longer than two steps take, and a few steps where most texts are about to reach their length. Where no row
+runs, the first are read while the others come, and it is their first step that waits. Knows no rows.
 """
 
 from __future__ import annotations

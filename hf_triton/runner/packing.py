@@ -2,8 +2,8 @@
 """The linear layers of a model on a CPU, with their weights laid out once as oneDNN computes with them.
 
 torch by itself gives a float32 product to a BLAS that is half as fast on many processors, and has bfloat16 weights laid
-out anew at every call. Of a few vectors, the product is for `product.py`. What was packed is tried out: a model that computes something else with it, or looks into its
-own weights, is put back as it was.
+out anew at every call. Products of a few vectors are for `product.py`. What was packed is tried out: a model that
+computes something else with it, or looks into its own weights, is put back as it was.
 """
 
 from __future__ import annotations
