@@ -16,7 +16,7 @@ import click
 import torch
 from torch import nn
 
-from hf_triton.runner.product import kernel_dtype, multiply
+from hf_triton.runner.product import FewVectors
 
 NUM_BYTES = 128e6
 SHAPES = ((512, 512), (1408, 512), (4096, 4096))
@@ -32,6 +32,7 @@ class Layers:
         count = max(2, round(NUM_BYTES / (outputs * inputs * dtype.itemsize)))
         self.plain = [torch.randn(outputs, inputs).to(dtype) for _ in range(count)]
         self.packed = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in self.plain]
+        self.few = [FewVectors(weight) for weight in self.packed]
 
     def ways(self, x: torch.Tensor) -> dict[str, Callable[[], None]]:
         def as_it_is() -> None:
@@ -43,8 +44,8 @@ class Layers:
                 torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
 
         def by_kernel() -> None:
-            for weight in self.packed:
-                multiply(x, weight, None)
+            for each in self.few:
+                each.multiply(x, None)
 
         def read() -> None:
             for weight in self.plain:
@@ -75,7 +76,7 @@ def main(rounds: int, threads: int) -> None:
         for outputs, inputs in SHAPES:
             with torch.inference_mode():
                 layers = Layers(outputs, inputs, dtype)
-                if kernel_dtype(layers.packed[0], None) is None:
+                if FewVectors.make(layers.packed[0], None) is None:
                     raise click.ClickException(f"there is no kernel for {dtype} on this processor, or no numba")
                 many = layers.ways(torch.randn(MANY, inputs).to(dtype))["oneDNN"]
                 compute_ms = least_ms({"many": many}, 3)["many"] / MANY

@@ -186,7 +186,7 @@ class RollingEngine(EngineThread):
             self._read_piece(self._prefill, has_company=bool(self._rows))
             return
         has_company = bool(self._rows)
-        piece, num_read = piece_tokens(has_company=has_company), 0
+        piece, num_read, gathers = piece_tokens(has_company=has_company), 0, not has_company
         while self._prefill is None and (readings := self._next_readings()):
             num_new = num_padded(readings)
             if num_read and num_read + num_new > piece:
@@ -197,8 +197,8 @@ class RollingEngine(EngineThread):
                 self._observer.on_share(reading.num_shared)
             self._prefill = Prefill(readings, self._forward.device)
             self._read_piece(self._prefill, has_company=has_company)
-            if not has_company and not self._ready and num_read < piece:
-                self._gather()
+            if gathers and not self._ready and num_read < piece:
+                gathers = self._gather()
         self._gathering.on_read()
 
     def _read_piece(self, prefill: Prefill, *, has_company: bool) -> None:
@@ -214,11 +214,12 @@ class RollingEngine(EngineThread):
             return False
         return self._gathering.wait_s(len(self._ready), [row.num_left for row in self._rows]) > 0
 
-    def _gather(self) -> None:
-        """Before the first rows run, take those who have come since, or are about to."""
+    def _gather(self) -> bool:
+        """Before the first rows run, take those who have come since, or are about to; whether others may follow."""
         with self._wake:
             self._wake.wait_for(self._has_news, self._gathering.rest_s())
         self._admit()
+        return self._gathering.rest_s() > 0
 
     def _has_news(self) -> bool:
         return len(self._waiting) > self._num_left_waiting or self._closing.is_set()

@@ -29,7 +29,7 @@ intrinsic: Any = extending.intrinsic  # its own types have the arguments of what
 
 def is_for_host() -> bool:
     """Whether numba compiles for the processor at hand; it may be told to do so for less."""
-    return config.CPU_NAME is config.CPU_FEATURES is None  # type: ignore[attr-defined]
+    return config.CPU_NAME is config.CPU_FEATURES is None and bool(config.ENABLE_AVX)  # type: ignore[attr-defined]
 
 
 def has(feature: str) -> bool:

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_triton.runner.faults import kind
 from hf_triton.runner.probe import same_logits, sample_logits
-from hf_triton.runner.product import kernel_dtype, multiply, suits
+from hf_triton.runner.product import FewVectors
 from hf_triton.runner.rounding import agree
 
 logger = logging.getLogger(__name__)
@@ -41,13 +41,14 @@ class PackedLinear(nn.Linear):
     Its `weight` has shape and dtype, and nobody but oneDNN and `product.py` reads it.
     """
 
-    kernel_dtype: torch.dtype | None = None
-    """Of vectors that need no oneDNN where they are few."""
+    few_vectors: FewVectors | None = None
+    """What needs no oneDNN where they are few."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        if suits(x, self.kernel_dtype):
-            return multiply(x, self.weight, self.bias)
+        few = self.few_vectors
+        if few is not None and few.suits(x, self.weight):
+            return few.multiply(x, self.bias)
         if x.numel() // x.shape[-1] in _SIZES:
             return self._product(x)
         parts = torch.split(x.reshape(-1, x.shape[-1]), SIZES[-1])
@@ -116,10 +117,10 @@ class _Change:
         """
         change = cls(layer, type(layer), layer.weight if is_shared else None)
         packed = torch.ops.mkldnn._reorder_linear_weight(_matrix(layer), None)
-        dtype = kernel_dtype(packed, layer.bias)
-        layer.weight = nn.Parameter(packed, requires_grad=False)
+        weight = nn.Parameter(packed, requires_grad=False)
+        few_vectors = FewVectors.make(weight, layer.bias)
+        layer.weight, layer.few_vectors = weight, few_vectors
         layer.__class__ = PackedLinear
-        layer.kernel_dtype = dtype
         return change
 
     def undo(self) -> None:
@@ -129,7 +130,7 @@ class _Change:
             weight = nn.Parameter(dense.t() if self.layer_class is Conv1D else dense, requires_grad=False)
         self.layer.__class__ = self.layer_class
         self.layer.weight = weight
-        del self.layer.kernel_dtype
+        del self.layer.few_vectors
 
 
 def _is_linear(layer: Any) -> bool:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of a few vectors with the packed weights of a linear layer, on a CPU: by a kernel of our own where it can.
 
-oneDNN computes them at a third to two thirds of the speed at which memory and processor could, and the same numbers.
+oneDNN has the processor wait while weights come from memory, and the memory while they are multiplied.
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
+from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
@@ -29,65 +30,83 @@ PARTS: Final = 2
 """Of a thread's share, which it takes one after another: threads are not equally fast."""
 
 
-def suits(x: torch.Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether `multiply` may be asked: few vectors, of the dtype that a layer's kernel is for, and no training.
+@dataclass(frozen=True, eq=False)
+class FewVectors:
+    """Computes the products of a few vectors with a layer's weights.
 
     Args:
-        x: `[..., in_features]`.
-        dtype: What `kernel_dtype` said of the layer.
+        weight: Packed, `[out_features, in_features]`.
     """
-    if x.dtype is not dtype or torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
-    is_plain = type(x) is torch.Tensor and x.device.type == "cpu" and not x.is_neg()
-    return is_plain and 0 < x.numel() <= MOST_VECTORS * x.shape[-1]
+
+    weight: torch.Tensor
+
+    @classmethod
+    def make(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> FewVectors | None:
+        """What does so; None where there is no kernel, or it computes something else.
+
+        Args:
+            weight: How oneDNN lays it out, which is its own affair, is tried out.
+            bias: `[out_features]`.
+        """
+        if weight.shape[1] < LEAST_WIDTH or not _has_kernel(weight.dtype) or not _is_laid_out(weight):
+            return None
+        found = cls(weight)
+        with torch.inference_mode():
+            x = _noise(1, weight.shape[1], weight.dtype)
+            wanted = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+            return found if agree(wanted, found.multiply(x, bias), weight.dtype) else None
+
+    def suits(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether to ask it: plain vectors, few of them, for these weights, and no training.
+
+        Args:
+            x: `[..., in_features]`.
+            weight: What the layer has now.
+        """
+        if weight is not self.weight or x.dtype is not weight.dtype or x.shape[-1] != weight.shape[1]:
+            return False
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not 0 < x.numel() <= MOST_VECTORS * x.shape[-1]:
+            return False
+        return type(x) is torch.Tensor and x.device.type == "cpu" and not x.is_neg() and not x._is_zerotensor()
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x @ weight.T + bias`; sums are in 32 bits, and a vector's product depends on no other vector.
+
+        Args:
+            x: `[..., in_features]`, of which `suits` is true.
+            bias: `[out_features]`.
+        """
+        from hf_triton.runner import product_kernel as kernel
+
+        x = x.contiguous()
+        outputs, inputs = self.weight.shape
+        num = x.numel() // inputs
+        if bias is None:
+            found = torch.zeros(num, outputs, dtype=torch.float32, device="cpu")
+        else:
+            found = bias.float().repeat(num, 1)
+        num_threads = torch.get_num_threads() if num * inputs * outputs >= WORTH_THREADS else 1
+        blocks = outputs // kernel.BLOCK
+        progress = array("q", (0,))
+        address, _ = progress.buffer_info()
+        task = kernel.Task(
+            progress=address,
+            vectors=x.data_ptr(),
+            weights=torch.ops.mkldnn.data_ptr(self.weight),
+            found=found.data_ptr(),
+            num=num,
+            words=inputs * x.itemsize // kernel.WORD_BYTES,
+            outputs=outputs,
+            at_once=blocks if num_threads == 1 else -(-blocks // (PARTS * num_threads)),
+        )
+        kernel.run(x.dtype, task, num_threads)
+        return found.to(x.dtype).view(*x.shape[:-1], outputs)
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias`; sums are in 32 bits, and a vector's product depends on no other vector.
-
-    Args:
-        x: `[..., in_features]`, of which `suits` is true.
-        weight: Packed, `[out_features, in_features]`, of a layer that has a kernel.
-        bias: `[out_features]`.
-    """
-    from hf_triton.runner import product_kernel as kernel
-
-    x = x.contiguous()
-    outputs, inputs = weight.shape
-    count = x.numel() // inputs
-    found = torch.zeros(count, outputs, device="cpu") if bias is None else bias.float().repeat(count, 1)
-    num_threads = torch.get_num_threads() if count * inputs * outputs >= WORTH_THREADS else 1
-    blocks = outputs // kernel.BLOCK
-    progress = array("q", (0,))
-    address, _ = progress.buffer_info()
-    task = kernel.Task(
-        progress=address,
-        vectors=x.data_ptr(),
-        weights=torch.ops.mkldnn.data_ptr(weight),
-        found=found.data_ptr(),
-        num=count,
-        words=inputs * x.itemsize // kernel.WORD_BYTES,
-        outputs=outputs,
-        at_once=blocks if num_threads == 1 else -(-blocks // (PARTS * num_threads)),
-    )
-    kernel.run(x.dtype, task, num_threads)
-    return found.to(x.dtype).view(*x.shape[:-1], outputs)
-
-
-@torch.inference_mode()
-def kernel_dtype(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype | None:
-    """The dtype of vectors that `multiply` takes with a layer's weights; None where there is no kernel for them.
-
-    Args:
-        weight: Packed, `[out_features, in_features]`. How oneDNN lays it out, which is its own affair, is tried out.
-        bias: `[out_features]`.
-    """
-    inputs, dtype = weight.shape[1], weight.dtype
-    if inputs < LEAST_WIDTH or not _has_kernel(dtype) or not _is_laid_out(weight):
-        return None
-    x = torch.linspace(-1, 1, inputs, device="cpu").to(dtype)[None]
-    wanted = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return dtype if agree(wanted, multiply(x, weight, bias), dtype) else None
+def _noise(num: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """`[num, width]`, of which no two numbers may change places unnoticed."""
+    source = torch.Generator(device="cpu").manual_seed(num * width)
+    return torch.randn(num, width, generator=source, dtype=torch.float32, device="cpu").to(dtype)
 
 
 def _is_laid_out(weight: torch.Tensor) -> bool:
@@ -118,16 +137,17 @@ def _has_kernel(dtype: torch.dtype) -> bool:
     return obstacle is None
 
 
+@torch.inference_mode()
 def _is_right(dtype: torch.dtype) -> bool:
     from hf_triton.runner.product_kernel import AT_A_TIME, BLOCK, CHUNK, SPREAD
 
     inputs, outputs = 2 * SPREAD * CHUNK, 2 * BLOCK
-    plain = torch.linspace(-1, 1, outputs * inputs, device="cpu").sin().to(dtype).view(outputs, inputs)
+    plain = _noise(outputs, inputs, dtype)
     weight = torch.ops.mkldnn._reorder_linear_weight(plain, None)
     if not _is_laid_out(weight):
         return False
-    for count in range(1, (SPREAD + 1) * AT_A_TIME):
-        x = torch.linspace(-3, 3, count * inputs, device="cpu").cos().to(dtype).view(count, inputs)
-        if not agree((x.float() @ plain.float().T).to(dtype), multiply(x, weight, None), dtype):
+    for num in range(1, (SPREAD + 1) * AT_A_TIME):
+        x = _noise(num, inputs, dtype)
+        if not agree((x.float() @ plain.float().T).to(dtype), FewVectors(weight).multiply(x, None), dtype):
             return False
     return True

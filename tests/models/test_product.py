@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of a few vectors with packed weights, beside the same in 64 bits."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from torch.nn import functional
 from hf_triton import runner
 from hf_triton.runner import machine, numba_here, product, product_kernel
 from hf_triton.runner.packing import PackedLinear, pack
-from hf_triton.runner.product import MOST_VECTORS, kernel_dtype, multiply, suits
+from hf_triton.runner.product import MOST_VECTORS, FewVectors
 from tests.architectures import BASE, build
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if product_kernel.can_run(dtype)]
@@ -28,6 +30,10 @@ def packed(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor,
     """Weights, and the same packed."""
     plain = torch.randn(outputs, inputs).to(dtype)
     return plain, torch.ops.mkldnn._reorder_linear_weight(plain, None)
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return FewVectors(weight).multiply(x, bias)
 
 
 @pytest.fixture
@@ -59,7 +65,7 @@ def test_it_is_the_product(outputs: int, inputs: int, has_bias: bool, dtype: tor
     plain, weight = packed(outputs, inputs, dtype)
     bias = torch.randn(outputs).to(dtype) if has_bias else None
     before = None if bias is None else bias.clone()
-    assert kernel_dtype(weight, bias) is dtype
+    assert FewVectors.make(weight, bias)
     for count in COUNTS:
         x = torch.randn(count, inputs).to(dtype)
         exact = functional.linear(x.double(), plain.double(), None if bias is None else bias.double())
@@ -93,6 +99,20 @@ def test_without_threads_to_ask_for_it_is_computed_by_one(monkeypatch: pytest.Mo
     torch.testing.assert_close(multiply(x, weight, None), x @ plain.T, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@torch.inference_mode()
+def test_torchs_default_dtype_is_not_asked(dtype: torch.dtype) -> None:
+    """transformers changes it for all threads while it loads a model."""
+    plain, weight = packed(1024, 512, torch.float32)
+    x = torch.randn(9, 512)
+    torch.set_default_dtype(dtype)
+    try:
+        found = multiply(x, weight, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, x @ plain.T, atol=1e-4, rtol=1e-4)
+
+
 @torch.inference_mode()
 def test_nan_and_inf_stay_with_their_vector() -> None:
     plain, weight = packed(64, 256, torch.float32)
@@ -105,13 +125,13 @@ def test_nan_and_inf_stay_with_their_vector() -> None:
 def test_vectors_of_any_layout(wide_layer: PackedLinear) -> None:
     weight = wide_layer.weight.to_dense()
     for x in (torch.randn(2, 3, 256), torch.randn(3, 256, 2).mT, torch.randn(256, 5).T, torch.randn(4, 1024)[:, ::4]):
-        assert suits(x, wide_layer.kernel_dtype)
+        assert wide_layer.few_vectors.suits(x, wide_layer.weight)
         wanted = functional.linear(x, weight, wide_layer.bias)
         torch.testing.assert_close(wide_layer(x), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_what_is_not_for_it_is_left_to_onednn(wide_layer: PackedLinear, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_triton.runner.packing.multiply", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(FewVectors, "multiply", lambda *_: pytest.fail("asked"))
     weight = wide_layer.weight.to_dense()
     x = torch.randn(3, 256)
     torch.testing.assert_close(wide_layer(x), functional.linear(x, weight, wide_layer.bias))  # may be for training
@@ -119,9 +139,15 @@ def test_what_is_not_for_it_is_left_to_onednn(wide_layer: PackedLinear, monkeypa
         for other in (torch.randn(MOST_VECTORS + 1, 256), torch.randn(0, 256), torch._neg_view(x)):
             wanted = functional.linear(other, weight, wide_layer.bias)
             torch.testing.assert_close(wide_layer(other), wanted, atol=1e-5, rtol=1e-5)
-        assert not suits(x.double(), wide_layer.kernel_dtype)
-        assert not suits(x.to("meta"), wide_layer.kernel_dtype)
-        assert not suits(nn.Parameter(x, requires_grad=False), wide_layer.kernel_dtype)
+        few = wide_layer.few_vectors
+        others = x.double(), x.to("meta"), nn.Parameter(x, requires_grad=False), torch._efficientzerotensor((3, 256))
+        assert not any(few.suits(other, wide_layer.weight) for other in others)
+        for shape in ((3, 255), (3, 512), (1, 2560)):
+            with pytest.raises(RuntimeError):
+                wide_layer(torch.randn(shape))
+        wide_layer.weight = nn.Parameter(packed(64, 256, torch.float32)[1], requires_grad=False)
+        wanted = functional.linear(x, wide_layer.weight.to_dense(), wide_layer.bias)
+        torch.testing.assert_close(wide_layer(x), wanted, atol=1e-5, rtol=1e-5)
 
 
 @torch.inference_mode()
@@ -136,7 +162,7 @@ def test_a_compiled_model_does_without(wide_layer: PackedLinear) -> None:
 @torch.inference_mode()
 def test_weights_that_are_laid_out_otherwise_have_no_kernel(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     _, weight = packed(outputs, inputs, dtype)
-    assert kernel_dtype(weight, None) is None
+    assert FewVectors.make(weight, None) is None
 
 
 @pytest.mark.usefixtures("anew")
@@ -158,9 +184,37 @@ def test_without_a_kernel_it_is_left_to_onednn(
     if module is None:
         monkeypatch.delattr(runner, name)
     _, weight = packed(64, 256, torch.float32)
-    assert kernel_dtype(weight, None) is None
-    assert kernel_dtype(weight, None) is None
+    assert FewVectors.make(weight, None) is None
+    assert FewVectors.make(weight, None) is None
     assert [says in record.getMessage() for record in caplog.records] == ([True] if says else [])
+
+
+@pytest.mark.parametrize("variable", ["NUMBA_ENABLE_AVX=0", "NUMBA_CPU_NAME=generic", "NUMBA_CPU_FEATURES=-avx512f"])
+def test_numba_is_asked_for_nothing_that_it_may_not_have(variable: str) -> None:
+    """LLVM ends the process otherwise."""
+    name, value = variable.split("=")
+    program = (
+        "import torch; from hf_triton.runner.product_kernel import NEEDS, can_run; print(any(map(can_run, NEEDS)))"
+    )
+    environment = os.environ | {name: value}
+    output = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert output.stdout.strip() == "False", output.stderr
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [256, 512, 4096])
+@torch.inference_mode()
+def test_weights_in_another_order_are_noticed(inputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, weight = packed(64, inputs, dtype)
+    assert FewVectors.make(weight, None)
+    plain = FewVectors.multiply
+
+    def swapped(self: FewVectors, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return plain(self, x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), bias)
+
+    monkeypatch.setattr(FewVectors, "multiply", swapped)
+    assert FewVectors.make(weight, None) is None
+    assert not product._is_right(dtype)
 
 
 @pytest.mark.usefixtures("anew")
@@ -173,6 +227,6 @@ def test_a_kernel_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(product_kernel, "run", wrong)
     _, weight = packed(64, 256, torch.float32)
-    assert kernel_dtype(weight, None) is None
+    assert FewVectors.make(weight, None) is None
     (record,) = caplog.records
     assert "it computes something else" in record.getMessage()

@@ -550,6 +550,24 @@ def test_texts_that_end_together_have_their_successors_step_together(
     assert forwards.seen.index("steps") == len(forwards.read)  # all are read before
 
 
+def test_prompts_that_come_one_after_the_other_do_not_hold_up_the_first(start: Callable[..., RollingEngine]) -> None:
+    engine = start(max_rows=16)
+    client, forwards, plan = Client(engine), Forwards(engine), SamplingPlan(12)
+    call = forwards.__call__
+
+    def call_and_submit(*, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        if input_ids.shape[1] > 1 and len(forwards.read) < 10:
+            client.submit([5, 7, 11], plan)
+        return call(input_ids=input_ids, **arguments)
+
+    engine._forward._model = call_and_submit
+    client.submit([3, 5, 7], plan)
+    while len(forwards.read) < 10:
+        time.sleep(0.01)
+    client.outcomes()
+    assert forwards.seen.index("steps") <= 2
+
+
 def submit_lengths(engine: RollingEngine, lengths: list[int]) -> threading.Semaphore:
     """Prompts at one moment; what is released for each that is answered."""
     answered = threading.Semaphore(0)
