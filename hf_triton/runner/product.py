@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from array import array
-from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
@@ -30,15 +29,22 @@ PARTS: Final = 2
 """Of a thread's share, which it takes one after another: threads are not equally fast."""
 
 
-@dataclass(frozen=True, eq=False)
 class FewVectors:
     """Computes the products of a few vectors with a layer's weights.
 
     Args:
-        weight: Packed, `[out_features, in_features]`.
+        weight: Packed, `[out_features, in_features]`, as the kernel reads it: `make` tries that out.
     """
 
-    weight: torch.Tensor
+    def __init__(self, weight: torch.Tensor) -> None:
+        from hf_triton.runner import product_kernel
+
+        self._kernel = product_kernel
+        self._weight, self._dtype = weight, weight.dtype
+        self._address = torch.ops.mkldnn.data_ptr(weight)
+        self._outputs, self._inputs = weight.shape
+        self._blocks = self._outputs // product_kernel.BLOCK
+        self._words = self._inputs * weight.itemsize // product_kernel.WORD_BYTES
 
     @classmethod
     def make(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> FewVectors | None:
@@ -63,11 +69,11 @@ class FewVectors:
             x: `[..., in_features]`.
             weight: What the layer has now.
         """
-        if weight is not self.weight or x.dtype is not weight.dtype or x.shape[-1] != weight.shape[1]:
+        if weight is not self._weight or x.dtype is not self._dtype or x.shape[-1] != self._inputs:
             return False
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not 0 < x.numel() <= MOST_VECTORS * x.shape[-1]:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not 0 < x.numel() <= MOST_VECTORS * self._inputs:
             return False
-        return type(x) is torch.Tensor and x.device.type == "cpu" and not x.is_neg() and not x._is_zerotensor()
+        return type(x) is torch.Tensor and x.is_cpu and not x.is_neg() and not x._is_zerotensor()
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ weight.T + bias`; sums are in 32 bits, and a vector's product depends on no other vector.
@@ -76,31 +82,21 @@ class FewVectors:
             x: `[..., in_features]`, of which `suits` is true.
             bias: `[out_features]`.
         """
-        from hf_triton.runner import product_kernel as kernel
-
         x = x.contiguous()
-        outputs, inputs = self.weight.shape
-        num = x.numel() // inputs
+        num = x.numel() // self._inputs
         if bias is None:
-            found = torch.zeros(num, outputs, dtype=torch.float32, device="cpu")
+            found = torch.zeros(num, self._outputs, dtype=torch.float32, device="cpu")
         else:
             found = bias.float().repeat(num, 1)
-        num_threads = torch.get_num_threads() if num * inputs * outputs >= WORTH_THREADS else 1
-        blocks = outputs // kernel.BLOCK
+        is_worth_threads = num * self._inputs * self._outputs >= WORTH_THREADS
+        num_threads = torch.get_num_threads() if is_worth_threads else 1
+        at_once = self._blocks if num_threads == 1 else -(-self._blocks // (PARTS * num_threads))
         progress = array("q", (0,))
         address, _ = progress.buffer_info()
-        task = kernel.Task(
-            progress=address,
-            vectors=x.data_ptr(),
-            weights=torch.ops.mkldnn.data_ptr(self.weight),
-            found=found.data_ptr(),
-            num=num,
-            words=inputs * x.itemsize // kernel.WORD_BYTES,
-            outputs=outputs,
-            at_once=blocks if num_threads == 1 else -(-blocks // (PARTS * num_threads)),
-        )
-        kernel.run(x.dtype, task, num_threads)
-        return found.to(x.dtype).view(*x.shape[:-1], outputs)
+        shape = num, self._words, self._outputs, at_once
+        task = self._kernel.Task(address, x.data_ptr(), self._address, found.data_ptr(), *shape)
+        self._kernel.run(self._dtype, task, num_threads)
+        return found.to(self._dtype).view(*x.shape[:-1], self._outputs)
 
 
 def _noise(num: int, width: int, dtype: torch.dtype) -> torch.Tensor:
