@@ -70,11 +70,10 @@ class Gathering:
     def rest_s(self) -> float:
         """Seconds from now that those who wait for others, or were read without them, have yet to wait."""
         self._forget()
-        now = time.monotonic()
-        if self._num_expected and self._until_s is not None and now < self._until_s:
-            return self._until_s - now
-        self._num_expected = 0
-        return 0.0
+        left_s = (self._until_s or 0.0) - time.monotonic()
+        if left_s <= 0:
+            self._num_expected = 0
+        return left_s if self._num_expected else 0.0
 
     def _leave_soon(self, nums_left: list[int]) -> int:
         """How many rows end while reading may still wait."""

@@ -67,9 +67,8 @@ def piece_tokens(*, has_company: bool, num_columns: int = 0) -> int:
         has_company: Whether rows are running, which a long piece would hold up.
         num_columns: That have been read, to which the piece's tokens attend.
     """
-    if not has_company:
-        return PIECE_TOKENS
-    return min(PIECE_TOKENS, COMPANY_PIECE_TOKENS // (1 + num_columns // COLUMNS_OF_A_PIECE))
+    in_company = min(PIECE_TOKENS, COMPANY_PIECE_TOKENS // (1 + num_columns // COLUMNS_OF_A_PIECE))
+    return in_company if has_company else PIECE_TOKENS
 
 
 def _num_known_columns(readings: list[Reading], longest: int) -> int:

@@ -217,12 +217,11 @@ class RollingEngine(EngineThread):
     def _gather(self) -> bool:
         """Before the first rows run, take those who have come since, or are about to; whether others may follow."""
         with self._wake:
-            self._wake.wait_for(self._has_news, self._gathering.rest_s())
+            self._wake.wait_for(
+                lambda: len(self._waiting) > self._num_left_waiting or self._closing.is_set(), self._gathering.rest_s()
+            )
         self._admit()
         return self._gathering.rest_s() > 0
-
-    def _has_news(self) -> bool:
-        return len(self._waiting) > self._num_left_waiting or self._closing.is_set()
 
     def _next_readings(self) -> list[Reading]:
         """The oldest contexts that are worth one batch; a suspect comes alone, when nobody else runs."""

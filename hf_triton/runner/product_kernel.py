@@ -56,8 +56,12 @@ class Task(NamedTuple):
 
 
 def can_run(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for this dtype and processor."""
-    return dtype in NEEDS and machine.has(NEEDS[dtype])
+    """Whether there is a kernel for this dtype and processor.
+
+    Processors with tiles have something better for 16 bits, which oneDNN uses.
+    """
+    has_better = dtype == torch.bfloat16 and machine.has("amx-bf16")
+    return dtype in NEEDS and machine.has(NEEDS[dtype]) and not has_better
 
 
 def run(dtype: torch.dtype, task: Task, num_threads: int) -> None:

@@ -189,6 +189,15 @@ def test_without_a_kernel_it_is_left_to_onednn(
     assert [says in record.getMessage() for record in caplog.records] == ([True] if says else [])
 
 
+def test_tiles_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has", lambda _: True)
+    assert product_kernel.can_run(torch.float32)
+    assert not product_kernel.can_run(torch.bfloat16)
+    monkeypatch.setattr(machine, "has", lambda feature: not feature.startswith("amx"))
+    assert product_kernel.can_run(torch.bfloat16)
+    assert not product_kernel.can_run(torch.float16)
+
+
 @pytest.mark.parametrize("variable", ["NUMBA_ENABLE_AVX=0", "NUMBA_CPU_NAME=generic", "NUMBA_CPU_FEATURES=-avx512f"])
 def test_numba_is_asked_for_nothing_that_it_may_not_have(variable: str) -> None:
     """LLVM ends the process otherwise."""
