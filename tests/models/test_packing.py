@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from hf_triton.runner import product
+from hf_triton.runner import product, product_kernel
 from hf_triton.runner.packing import PackedLinear, pack
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.architectures import BASE, BATCH, ROLLING, build
@@ -65,6 +65,26 @@ def test_a_packed_model_writes_what_the_plain_one_writes(
     engine = start_engine(packed, max_rows=5, context_length=256)
     try:
         check(plain, Client(engine), requests(NUM_REQUESTS, source), lambda: None)
+    finally:
+        engine.close()
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4, "vocab_size": 320}
+
+
+@pytest.mark.skipif(not product_kernel.can_run(torch.float32), reason="there is no kernel for this processor")
+@pytest.mark.parametrize("name", ["mistral-window", "olmo2", "cohere", "stablelm", "smollm3"])
+def test_so_does_one_whose_layers_all_have_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "LEAST_WIDTH", 0)
+    config, options = ROLLING[name]
+    plain, packed = (build(config, options | WIDE) for _ in range(2))
+    pack(packed)
+    layers = [module for module in packed.modules() if isinstance(module, PackedLinear)]
+    assert layers
+    assert all(layer.few_vectors for layer in layers)
+    engine = start_engine(packed, max_rows=9, context_length=256)
+    try:
+        check(plain, Client(engine), requests(NUM_REQUESTS, random.Random(name)), lambda: None)
     finally:
         engine.close()
 
