@@ -199,7 +199,8 @@ class RollingEngine(EngineThread):
             self._read_piece(self._prefill, has_company=has_company)
             if gathers and not self._ready and num_read < piece:
                 gathers = self._gather()
-        self._gathering.on_read()
+        if num_read:
+            self._gathering.on_read()
 
     def _read_piece(self, prefill: Prefill, *, has_company: bool) -> None:
         """Read some of the contexts; when they are read, their rows join the running ones."""
