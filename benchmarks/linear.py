@@ -16,7 +16,7 @@ import click
 import torch
 from torch import nn
 
-from hf_triton.runner.product import FewVectors
+from hf_triton.runner.product import FewVectors, by_onednn
 
 NUM_BYTES = 128e6
 SHAPES = ((512, 512), (1408, 512), (4096, 4096))
@@ -39,9 +39,9 @@ class Layers:
             for weight in self.plain:
                 nn.functional.linear(x, weight)
 
-        def by_onednn() -> None:
+        def as_packed() -> None:
             for weight in self.packed:
-                torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
+                by_onednn(x, weight, None)
 
         def by_kernel() -> None:
             for each in self.few:
@@ -51,7 +51,7 @@ class Layers:
             for weight in self.plain:
                 weight.view(torch.int32).max()
 
-        return {"plain": as_it_is, "oneDNN": by_onednn, "kernel": by_kernel, "read": read}
+        return {"plain": as_it_is, "oneDNN": as_packed, "kernel": by_kernel, "read": read}
 
 
 def least_ms(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:

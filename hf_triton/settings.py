@@ -130,8 +130,8 @@ class ModelSettings(BaseModel):
 
     pack_weights: bool = True
     """Whether the linear layers of a model on a CPU get their weights in the layout that oneDNN computes with:
-    less than half the time of a step in float32, and another rounding. It takes memory where the checkpoint's file
-    would else stay in the page cache."""
+    about half the time of a step in float32, and another rounding. It takes memory where the checkpoint's file would
+    else stay in the page cache."""
 
     generation_defaults: dict[str, Any] = {}
     """Request parameters to use where a request leaves them out, as JSON: `{"temperature": 0.7, "top_p": 0.9}`. Those

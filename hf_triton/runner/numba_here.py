@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether numba, which comes with `hf-triton[cpu]`, compiles kernels here. Without it models are slower on a CPU."""
+"""Whether numba, which comes with `hf-triton[cpu]`, compiles kernels here that are of use. Else a CPU is slower."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 
 from hf_triton.runner.faults import kind
@@ -23,3 +24,21 @@ def runs_numba() -> bool:
     else:
         return True
     return False
+
+
+def is_of_use(what: str, otherwise: str, try_out: Callable[[], bool | None]) -> bool:
+    """Whether a kernel can be made and computes what it should; a line in the log where it does not.
+
+    Args:
+        what: It computes.
+        otherwise: Who computes it without a kernel.
+        try_out: Makes the kernel, and says whether it is right; None where none is meant for what is asked.
+    """
+    try:
+        is_right = try_out()
+        obstacle = "it computes something else"
+    except Exception as error:  # a processor or a version that numba has no code for
+        is_right, obstacle = False, kind(error)
+    if is_right is False:
+        logger.warning("the kernel of %s is of no use (%s): %s, more slowly", what, obstacle, otherwise)
+    return bool(is_right)

@@ -7,7 +7,6 @@ torch's kernels go over the padding too, take each head by itself where heads sh
 
 from __future__ import annotations
 
-import logging
 from array import array
 from functools import cache
 from types import ModuleType
@@ -15,11 +14,8 @@ from typing import Final
 
 import torch
 
-from hf_triton.runner.faults import kind
-from hf_triton.runner.numba_here import runs_numba
+from hf_triton.runner.numba_here import is_of_use, runs_numba
 from hf_triton.runner.rounding import agree
-
-logger = logging.getLogger(__name__)
 
 LEAST_WIDTH: Final = 256
 """Numbers of a token's queries, all heads together, from which on a kernel is compiled: the demo model has fewer."""
@@ -94,20 +90,17 @@ def _compute(
 @cache
 def _kernel(dtype: torch.dtype, size: int, value_size: int) -> ModuleType | None:
     """What has such a kernel ready, tried out; None, and a line in the log, where there is none to be had."""
-    if not runs_numba():
-        return None
-    try:
+
+    def try_out() -> bool | None:
         from hf_triton.runner import attention_kernel as kernel
 
-        if dtype not in kernel.READERS:
-            return None
-        obstacle = None if _is_right(kernel, dtype, size, value_size) else "it computes something else"
-    except Exception as error:  # a processor or a version that numba has no code for
-        obstacle = kind(error)
-    if obstacle is None:
-        return kernel
-    logger.warning("the kernel of attention is of no use (%s): torch computes it, more slowly", obstacle)
-    return None
+        return _is_right(kernel, dtype, size, value_size) if dtype in kernel.READERS else None
+
+    if not runs_numba() or not is_of_use("attention", "torch computes it", try_out):
+        return None
+    from hf_triton.runner import attention_kernel
+
+    return attention_kernel
 
 
 @torch.inference_mode()

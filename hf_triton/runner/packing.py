@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_triton.runner.faults import kind
 from hf_triton.runner.probe import same_logits, sample_logits
-from hf_triton.runner.product import FewVectors
+from hf_triton.runner.product import FewVectors, by_onednn
 from hf_triton.runner.rounding import agree
 
 logger = logging.getLogger(__name__)
@@ -50,18 +50,14 @@ class PackedLinear(nn.Linear):
         if few is not None and few.suits(x, self.weight):
             return few.multiply(x, self.bias)
         if x.numel() // x.shape[-1] in _SIZES:
-            return self._product(x)
+            return by_onednn(x, self.weight, self.bias)
         parts = torch.split(x.reshape(-1, x.shape[-1]), SIZES[-1])
-        products = [self._product(_filled_up(part))[: len(part)] for part in parts]
+        products = [by_onednn(_filled_up(part), self.weight, self.bias)[: len(part)] for part in parts]
         return torch.cat(products).view(*x.shape[:-1], self.weight.shape[0])
 
     def extra_repr(self) -> str:
         """Sizes, for those who print the model."""
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
-        return product
 
 
 def _filled_up(vectors: torch.Tensor) -> torch.Tensor:

@@ -6,18 +6,14 @@ oneDNN has the processor wait while weights come from memory, and the memory whi
 
 from __future__ import annotations
 
-import logging
 from array import array
 from functools import cache
 from typing import Final
 
 import torch
 
-from hf_triton.runner.faults import kind
-from hf_triton.runner.numba_here import runs_numba
+from hf_triton.runner.numba_here import is_of_use, runs_numba
 from hf_triton.runner.rounding import agree
-
-logger = logging.getLogger(__name__)
 
 MOST_VECTORS: Final = 64
 """Of more, oneDNN is as fast."""
@@ -27,6 +23,12 @@ WORTH_THREADS: Final = 2**17
 """Products of numbers from which on it is worth to wake other threads."""
 PARTS: Final = 2
 """Of a thread's share, which it takes one after another: threads are not equally fast."""
+
+
+def by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ weight.T + bias` of any number of vectors with packed weights."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return product
 
 
 class FewVectors:
@@ -59,8 +61,7 @@ class FewVectors:
         found = cls(weight)
         with torch.inference_mode():
             x = _noise(1, weight.shape[1], weight.dtype)
-            wanted = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-            return found if agree(wanted, found.multiply(x, bias), weight.dtype) else None
+            return found if agree(by_onednn(x, weight, bias), found.multiply(x, bias), weight.dtype) else None
 
     def suits(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether to ask it: plain vectors, few of them, for these weights, and no training.
@@ -118,19 +119,13 @@ def _is_laid_out(weight: torch.Tensor) -> bool:
 @cache
 def _has_kernel(dtype: torch.dtype) -> bool:
     """Whether there is a kernel, tried out with every number of vectors that it computes together."""
-    if not runs_numba():
-        return False
-    try:
-        from hf_triton.runner import product_kernel as kernel
 
-        if not kernel.can_run(dtype):
-            return False
-        obstacle = None if _is_right(dtype) else "it computes something else"
-    except Exception as error:  # a processor or a version that numba has no code for
-        obstacle = kind(error)
-    if obstacle is not None:
-        logger.warning("the kernel of linear layers is of no use (%s): oneDNN computes them, more slowly", obstacle)
-    return obstacle is None
+    def try_out() -> bool | None:
+        from hf_triton.runner.product_kernel import can_run
+
+        return _is_right(dtype) if can_run(dtype) else None
+
+    return runs_numba() and is_of_use("linear layers", "oneDNN computes them", try_out)
 
 
 @torch.inference_mode()

@@ -29,7 +29,7 @@ STEP: Final = 4
 """Words of a turn of the innermost loop."""
 CHUNK: Final = 32
 """Words whose weights are fetched ahead, for each time that the ones before are gone through."""
-SPREAD: Final = 4
+SPREAD: Final = LINES
 """Times that these are gone through while the next are fetched, at most: as many as there are lines."""
 NEEDS: Final = {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}
 """What a processor must have, by the dtype of vectors and weights."""

@@ -5,7 +5,6 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_triton import runner
 from hf_triton.runner import attention_kernel as kernel
-from hf_triton.runner import machine, numba_here, one_token
+from hf_triton.runner import machine, one_token
 from hf_triton.runner.attention_kernel import READERS
 from hf_triton.runner.one_token import attend
 
@@ -139,17 +138,6 @@ def test_without_threads_to_ask_for_it_is_computed_by_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     call = tensors(torch.float32)
     torch.testing.assert_close(attend(*call), exact(*call))
-
-
-@pytest.fixture
-def anew() -> Iterator[None]:
-    """No kernel has been tried."""
-    caches = one_token._kernel, numba_here.runs_numba
-    for each in caches:
-        each.cache_clear()
-    yield
-    for each in caches:
-        each.cache_clear()
 
 
 @pytest.mark.usefixtures("always", "anew")

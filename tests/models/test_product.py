@@ -4,7 +4,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_triton import runner
-from hf_triton.runner import machine, numba_here, product, product_kernel
+from hf_triton.runner import machine, product, product_kernel
 from hf_triton.runner.packing import PackedLinear, pack
 from hf_triton.runner.product import MOST_VECTORS, FewVectors
 from tests.architectures import BASE, build
@@ -43,17 +42,6 @@ def wide_layer() -> Any:
     nn.init.normal_(model.model.layers[0].mlp.down_proj.bias)
     pack(model)
     return model.model.layers[0].mlp.down_proj
-
-
-@pytest.fixture
-def anew() -> Iterator[None]:
-    """No kernel has been tried."""
-    caches = product._has_kernel, numba_here.runs_numba
-    for each in caches:
-        each.cache_clear()
-    yield
-    for each in caches:
-        each.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
