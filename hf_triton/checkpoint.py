@@ -17,6 +17,7 @@ from typing import Any, Final
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.generation import NEUTRAL, WARPERS, GenerationParameters, parse_parameters
 from hf_triton.hub import Hub
+from hf_triton.runner.cores import SharedCores
 from hf_triton.settings import ModelSettings
 from hf_triton.snapshot import purge_damaged
 
@@ -124,14 +125,15 @@ def _stamps(folders: tuple[Path, ...]) -> list[int]:
 
 
 def _load(folder: Path, tokenizer_folder: Path, settings: ModelSettings, placement: Placement) -> Checkpoint:
-    from transformers.utils import logging as transformers_logging
+    with SharedCores():
+        from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    config = _load_config(folder, settings)
-    _check_generation_config(folder, settings)
-    tokenizer = _load_tokenizer(tokenizer_folder, settings)
-    model = _load_model(folder, config, settings, placement)
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        config = _load_config(folder, settings)
+        _check_generation_config(folder, settings)
+        tokenizer = _load_tokenizer(tokenizer_folder, settings)
+        model = _load_model(folder, config, settings, placement)
     model.eval()
     vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) > vocabulary_size:

@@ -21,6 +21,7 @@ from hf_triton.engine.sampling import pick_tokens, token_logprobs
 from hf_triton.engine.thread import EngineThread, finish
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.attention import FastAttention
+from hf_triton.runner.cores import SharedCores
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.forward import begin_anew
 from hf_triton.runner.padding import pad
@@ -64,13 +65,13 @@ class BatchEngine(EngineThread):
         on_fatal: Callable[[], None] = lambda: None,
         observer: Observer | None = None,
     ) -> None:
-        super().__init__(max_waiting, on_fatal, observer)
+        self._device: torch.device = model.get_input_embeddings().weight.device
+        super().__init__(max_waiting, on_fatal, observer, SharedCores(self._device.type))
         self._model = model
         self._max_rows = max_rows
         self._context_length = context_length
         self._sharing = sharing
         self._eos_ids = eos_ids(model)
-        self._device: torch.device = model.get_input_embeddings().weight.device
         self._is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self._asks = _Asks(model)
         self._pad_id = _pad_id(model)
@@ -186,6 +187,7 @@ class BatchEngine(EngineThread):
 
     def _is_over(self, rows: list[Row]) -> bool:
         """Whether nobody waits for these rows any more, or the engine is closing. Answers those who need not wait."""
+        self._cores.take()
         self._sweep_queue()
         for job in self._jobs:
             if not job.is_finished:

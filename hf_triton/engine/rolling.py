@@ -37,6 +37,7 @@ from hf_triton.engine.thread import EngineThread, ending_in_queue, finish
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError
 from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.cache import buffer_tokens
+from hf_triton.runner.cores import SharedCores
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.forward import Forward
@@ -83,8 +84,8 @@ class RollingEngine(EngineThread):
         on_fatal: Callable[[], None] = lambda: None,
         observer: Observer | None = None,
     ) -> None:
-        super().__init__(max_waiting, on_fatal, observer)
         self._forward = Forward(model)
+        super().__init__(max_waiting, on_fatal, observer, SharedCores(self._forward.device.type))
         self._decoder = Decoder(self._forward, decoding)
         bytes_per_token = _bytes_per_token(self._forward)
         self._budget = TokenBudget(self._forward.device, bytes_per_token, max_cache_tokens)

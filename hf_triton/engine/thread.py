@@ -12,6 +12,7 @@ from typing import Final
 
 from hf_triton.engine.interface import Observer, Outcome, Sequence
 from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError, UnavailableError, where
+from hf_triton.runner.cores import SharedCores
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,16 @@ class EngineThread:
         max_waiting: Sequences that may wait; beyond it, they are refused at once.
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
         observer: Is told what the engine does.
+        cores: What it computes on.
     """
 
-    def __init__(self, max_waiting: int, on_fatal: Callable[[], None], observer: Observer | None) -> None:
+    def __init__(
+        self, max_waiting: int, on_fatal: Callable[[], None], observer: Observer | None, cores: SharedCores
+    ) -> None:
         self._max_waiting = max_waiting
         self._on_fatal = on_fatal
         self._observer = observer or Observer()
+        self._cores = cores
         self._waiting: list[Sequence] = []  # by priority, then first come first served
         self._wake = threading.Condition()
         self._closing = threading.Event()
@@ -114,17 +119,21 @@ class EngineThread:
     def _loop(self) -> None:
         try:
             while self._wait_for_work():
+                self._cores.take()
                 self._sweep_queue()
                 self._turn()
         except BaseException:  # the thread's last resort: whatever it was, nobody may be left waiting
             logger.exception("the engine failed and stops")
             self._failed.set()
         self._answer_everyone()
+        self._cores.leave()
         if self._failed.is_set():
             self._on_fatal()
 
     def _wait_for_work(self) -> bool:
         with self._wake:
+            if not self._has_work():
+                self._cores.leave()
             if not self._wake.wait_for(self._has_work, REST_S):
                 self._rest()
                 self._wake.wait_for(self._has_work)

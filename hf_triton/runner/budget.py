@@ -10,8 +10,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from hf_triton.runner.groups import PROC, group_folders, number, text
 
 if TYPE_CHECKING:
     import torch
@@ -97,89 +99,46 @@ def free_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def host_free_bytes(proc: Path = Path("/proc")) -> int:
+def host_free_bytes(proc: Path = PROC) -> int:
     """Bytes of the machine's memory that this process can still allocate, swap not counted.
 
     The smaller of what the kernel calls available and what each of the process's control groups leaves: a container's
     limit is not in /proc/meminfo. Where neither can be read (macOS), all of the machine's memory.
 
     Args:
-        proc: The process file system, see proc(5).
+        proc: The process file system.
     """
     free = [*_available_bytes(proc), *_left_by_groups(proc)]
     return max(0, min(free)) if free else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _available_bytes(proc: Path) -> Iterator[int]:
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(proc / "meminfo"), re.MULTILINE)
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", text(proc / "meminfo"), re.MULTILINE)
     if found:
         yield int(found[1]) * 1024
 
 
 def _left_by_groups(proc: Path) -> Iterator[int]:
-    """What the process's control groups leave it: its own, and every one above it that is to be seen."""
-    paths = _group_paths(proc)
-    for is_v2, root, mount in _group_mounts(proc):
-        path = paths.get(is_v2, root)
-        # In a container the path may be one of the host's, and the mount the container's own group.
-        is_inside = path.is_relative_to(root) and ".." not in path.parts
-        folder = mount / path.relative_to(root) if is_inside else mount
-        for group in (folder, *folder.parents):
-            yield from _left_by_v2(group) if is_v2 else _left_by_v1(group)
-            if group == mount:
-                break
-
-
-def _group_paths(proc: Path) -> dict[bool, PurePosixPath]:
-    """The path of the process's group in version 2 (True), and in version 1's memory hierarchy (False); cgroups(7)."""
-    paths = {}
-    for line in _text(proc / "self" / "cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" or "memory" in controllers.split(","):
-            paths[number == "0"] = PurePosixPath(path)
-    return paths
-
-
-def _group_mounts(proc: Path) -> Iterator[tuple[bool, PurePosixPath, Path]]:
-    """Where groups are mounted: whether version 2, the group at the mount's root, the mount's folder."""
-    for line in _text(proc / "self" / "mountinfo").splitlines():
-        fields, _, rest = line.partition(" - ")
-        kind, *_, options = rest.split(" ")
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            root, mount = fields.split(" ")[3:5]
-            yield kind == "cgroup2", PurePosixPath(root), Path(mount)
+    for is_v2, group in group_folders("memory", proc):
+        yield from _left_by_v2(group) if is_v2 else _left_by_v1(group)
 
 
 def _left_by_v2(group: Path) -> Iterator[int]:
     """Of version 2. `memory.high` is no hard limit, but a process beyond it is slowed down to a crawl."""
-    limits = [limit for name in ("memory.max", "memory.high") if (limit := _number(group / name)) is not None]
-    used = _number(group / "memory.current")
+    limits = [limit for name in ("memory.max", "memory.high") if (limit := number(group / name)) is not None]
+    used = number(group / "memory.current")
     if limits and used is not None:
         yield min(limits) - used + _statistic(group, "inactive_file")
 
 
 def _left_by_v1(group: Path) -> Iterator[int]:
     """Of version 1, whose limit is a huge number where there is none."""
-    limit, used = _number(group / "memory.limit_in_bytes"), _number(group / "memory.usage_in_bytes")
+    limit, used = number(group / "memory.limit_in_bytes"), number(group / "memory.usage_in_bytes")
     if limit is not None and used is not None:
         yield limit - used + _statistic(group, "total_inactive_file")
 
 
 def _statistic(group: Path, name: str) -> int:
     """A figure of memory.stat; 0 if absent. Inactive file pages count as free: the kernel drops them when asked."""
-    found = re.search(rf"^{name} (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
+    found = re.search(rf"^{name} (\d+)$", text(group / "memory.stat"), re.MULTILINE)
     return int(found[1]) if found else 0
-
-
-def _number(file: Path) -> int | None:
-    """A file's number; None where it cannot be read or says "max"."""
-    text = _text(file).strip()
-    return int(text) if text.isdecimal() else None
-
-
-def _text(file: Path) -> str:
-    """A file's text; empty where it cannot be read."""
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

@@ -295,26 +295,28 @@ def build_text_generation(
         observer: Is told what the engine does.
     """
     from hf_triton.choose_engine import build_engine
+    from hf_triton.runner.cores import SharedCores
     from hf_triton.runner.heap import keep_freed_memory
     from hf_triton.runner.packing import pack
 
     if checkpoint.model.device.type == "cpu":
         keep_freed_memory()
-    if settings.pack_weights:
-        pack(checkpoint.model)
     codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
-    engine = build_engine(
-        checkpoint.model,
-        settings.engine,
-        max_rows=settings.max_batch_rows,
-        max_waiting=settings.max_waiting_prompts,
-        max_cache_tokens=settings.max_cache_tokens,
-        shares_prefixes=settings.share_prefixes,
-        decoding=settings.decoding,
-        context_length=checkpoint.context_length,
-        on_fatal=on_fatal,
-        observer=observer,
-    )
+    with SharedCores(checkpoint.model.device.type):
+        if settings.pack_weights:
+            pack(checkpoint.model)
+        engine = build_engine(
+            checkpoint.model,
+            settings.engine,
+            max_rows=settings.max_batch_rows,
+            max_waiting=settings.max_waiting_prompts,
+            max_cache_tokens=settings.max_cache_tokens,
+            shares_prefixes=settings.share_prefixes,
+            decoding=settings.decoding,
+            context_length=checkpoint.context_length,
+            on_fatal=on_fatal,
+            observer=observer,
+        )
     return TextGeneration(
         engine,
         codec,

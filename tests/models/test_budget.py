@@ -10,68 +10,13 @@ import torch
 
 from hf_triton.runner import budget
 from hf_triton.runner.budget import CUDA_FRACTION, HOST_FRACTION, TokenBudget, free_bytes, host_free_bytes
+from tests.machine import MIB, Machine
 
 CPU = torch.device("cpu")
-MIB = 1 << 20
-UNLIMITED_V1 = 9223372036854771712
 
 
-class Machine:
-    """A process file system and control groups in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.proc = folder / "proc"
-        self.groups = folder / "groups"
-        (self.proc / "self").mkdir(parents=True)
-        self.groups.mkdir()
-
-    def set_available(self, mib: int) -> None:
-        lines = ["MemTotal:       24684092 kB", "MemFree:            1000 kB", f"MemAvailable:   {mib * 1024} kB"]
-        (self.proc / "meminfo").write_text("\n".join([*lines, "Buffers:   1 kB\n"]))
-
-    def set_group(self, *lines: str) -> None:
-        (self.proc / "self" / "cgroup").write_text("".join(f"{line}\n" for line in lines))
-
-    def mount_v2(self, root: str = "/") -> None:
-        self._mount(f"{root} {self.groups} rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate")
-
-    def mount_v1(self, root: str = "/") -> None:
-        self._mount(f"/ {self.groups}/cpu rw - cgroup cgroup rw,cpu,cpuacct")
-        self._mount(f"{root} {self.groups} rw,relatime - cgroup cgroup rw,memory")
-
-    def _mount(self, words: str) -> None:
-        with (self.proc / "self" / "mountinfo").open("a") as file:
-            file.write(f"24 1 0:22 / /sys rw,nosuid shared:2 - sysfs sysfs rw\n32 31 0:29 {words}\n")
-
-    def v2(self, path: str, limit: int | None, used: int, *, inactive_file: int = 0, high: int | None = None) -> None:
-        self._write(
-            path,
-            {
-                "memory.max": "max" if limit is None else limit * MIB,
-                "memory.high": "max" if high is None else high * MIB,
-                "memory.current": used * MIB,
-                "memory.stat": f"anon 5\nfile 9\ninactive_file {inactive_file * MIB}\nactive_file 12345678",
-            },
-        )
-
-    def v1(self, path: str, limit: int | None, used: int, *, inactive_file: int = 0) -> None:
-        self._write(
-            path,
-            {
-                "memory.limit_in_bytes": UNLIMITED_V1 if limit is None else limit * MIB,
-                "memory.usage_in_bytes": used * MIB,
-                "memory.stat": f"cache 9\ninactive_file 77777777\ntotal_inactive_file {inactive_file * MIB}",
-            },
-        )
-
-    def _write(self, path: str, files: dict[str, object]) -> None:
-        folder = self.groups / path
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (folder / name).write_text(f"{content}\n")
-
-    def free_mib(self) -> float:
-        return host_free_bytes(self.proc) / MIB
+def free_mib(machine: Machine) -> float:
+    return host_free_bytes(machine.proc) / MIB
 
 
 @pytest.fixture
@@ -85,35 +30,35 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_without_groups_what_the_kernel_calls_available_is_free(machine: Machine) -> None:
-    assert machine.free_mib() == 1000
+    assert free_mib(machine) == 1000
 
 
 def test_a_groups_limit_less_its_use_is_free(machine: Machine) -> None:
     machine.mount_v2()
     machine.set_group("0::/a")
     machine.v2("a", limit=700, used=200)
-    assert machine.free_mib() == 500
+    assert free_mib(machine) == 500
 
 
 def test_the_machine_may_have_less_than_the_group_may_take(machine: Machine) -> None:
     machine.mount_v2()
     machine.set_group("0::/a")
     machine.v2("a", limit=7000, used=200)
-    assert machine.free_mib() == 1000
+    assert free_mib(machine) == 1000
 
 
 def test_file_pages_that_nobody_uses_count_as_free(machine: Machine) -> None:
     machine.mount_v2()
     machine.set_group("0::/a")
     machine.v2("a", limit=700, used=690, inactive_file=300)
-    assert machine.free_mib() == 310
+    assert free_mib(machine) == 310
 
 
 def test_a_group_is_slowed_down_at_its_high_mark(machine: Machine) -> None:
     machine.mount_v2()
     machine.set_group("0::/a")
     machine.v2("a", limit=700, used=200, high=400)
-    assert machine.free_mib() == 200
+    assert free_mib(machine) == 200
 
 
 @pytest.mark.parametrize(
@@ -129,14 +74,14 @@ def test_the_tightest_group_up_to_the_root_wins(
     machine.v2("outer/middle", middle, used=30)
     machine.v2("outer", outer, used=50)
     machine.v2("elsewhere", 20, used=19)
-    assert machine.free_mib() == free
+    assert free_mib(machine) == free
 
 
 def test_a_container_with_a_group_namespace_has_its_limit_at_the_mounts_root(machine: Machine) -> None:
     machine.mount_v2()
     machine.set_group("0::/")
     machine.v2("", limit=512, used=12)
-    assert machine.free_mib() == 500
+    assert free_mib(machine) == 500
 
 
 @pytest.mark.parametrize("path", ["/docker/0a1b", "/../../system.slice/docker-0a1b.scope", "/not/there"])
@@ -144,7 +89,7 @@ def test_a_path_of_the_hosts_that_is_not_to_be_seen_falls_back_on_the_mounts_roo
     machine.mount_v2()
     machine.set_group(f"0::{path}")
     machine.v2("", limit=512, used=12)
-    assert machine.free_mib() == 500
+    assert free_mib(machine) == 500
 
 
 @pytest.mark.parametrize(("path", "free"), [("/docker/0a", 500), ("/docker/0a/inner", 100), ("/docker/0a1b", 500)])
@@ -154,7 +99,7 @@ def test_a_mount_may_show_a_part_of_the_groups(machine: Machine, path: str, free
     machine.v1("", limit=512, used=12)
     machine.v1("inner", limit=150, used=50)
     machine.v1("1b", limit=9, used=1)
-    assert machine.free_mib() == free
+    assert free_mib(machine) == free
 
 
 def test_version_1_groups_nest_too(machine: Machine) -> None:
@@ -163,7 +108,7 @@ def test_version_1_groups_nest_too(machine: Machine) -> None:
     machine.v1("outer/inner", limit=None, used=100)
     machine.v1("outer", limit=400, used=350, inactive_file=25)
     machine.v1("elsewhere", limit=2, used=1)
-    assert machine.free_mib() == 75
+    assert free_mib(machine) == 75
 
 
 def test_both_versions_side_by_side(machine: Machine, tmp_path: Path) -> None:
@@ -174,14 +119,14 @@ def test_both_versions_side_by_side(machine: Machine, tmp_path: Path) -> None:
     (unified / "a").mkdir(parents=True)
     with (machine.proc / "self" / "mountinfo").open("a") as file:
         file.write(f"41 31 0:38 / {unified} rw,relatime - cgroup2 cgroup2 rw\n")
-    assert machine.free_mib() == 500
+    assert free_mib(machine) == 500
 
 
 def test_a_group_beyond_its_limit_leaves_nothing(machine: Machine) -> None:
     machine.mount_v2()
     machine.set_group("0::/a")
     machine.v2("a", limit=100, used=130)
-    assert machine.free_mib() == 0
+    assert free_mib(machine) == 0
 
 
 def test_a_system_that_tells_nothing_is_taken_at_its_size(tmp_path: Path) -> None:
