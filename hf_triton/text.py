@@ -34,6 +34,8 @@ class TextCodec:
         vocabulary = tokenizer.get_vocab()
         self.revises = not tokenizer.is_fast  # Python's own may decode "fo@@" and later "foo" (CTRL, BlenderbotSmall)
         self.byte_of = self._find_byte_tokens(vocabulary)
+        decoder = type(tokenizer.backend_tokenizer.decoder).__name__ if tokenizer.is_fast else None
+        self._joins_bytes = decoder == "ByteLevel"  # GPT-2's kind: a text is the bytes of its tokens, whole or not
         self._silent_ids = self._find_silent_tokens(set(vocabulary.values()))
 
     def encode(self, text: str, row: int, *, adds_special_tokens: bool = True) -> list[int]:
@@ -83,7 +85,7 @@ class TextCodec:
         """
         context = self.context(prompt_ids)
         before, whole = self.decode(context), self.decode(context + token_ids)
-        if whole.startswith(before) and REPLACEMENT not in whole:
+        if whole.startswith(before) and (self._joins_bytes or REPLACEMENT not in whole):
             text = whole[len(before) :]
         else:
             stream = self.stream(prompt_ids)

@@ -85,19 +85,20 @@ class FewVectors:
         """
         x = x.contiguous()
         num = x.numel() // self._inputs
+        shape = *x.shape[:-1], self._outputs
         if bias is None:
-            found = torch.zeros(num, self._outputs, dtype=torch.float32, device="cpu")
+            found = torch.zeros(shape, dtype=torch.float32, device="cpu")
         else:
-            found = bias.float().repeat(num, 1)
+            found = bias.float().repeat(*x.shape[:-1], 1)
         is_worth_threads = num * self._inputs * self._outputs >= WORTH_THREADS
         num_threads = torch.get_num_threads() if is_worth_threads else 1
         at_once = self._blocks if num_threads == 1 else -(-self._blocks // (PARTS * num_threads))
         progress = array("q", (0,))
         address, _ = progress.buffer_info()
-        shape = num, self._words, self._outputs, at_once
-        task = self._kernel.Task(address, x.data_ptr(), self._address, found.data_ptr(), *shape)
+        sizes = num, self._words, self._outputs, at_once
+        task = self._kernel.Task(address, x.data_ptr(), self._address, found.data_ptr(), *sizes)
         self._kernel.run(self._dtype, task, num_threads)
-        return found.to(self._dtype).view(*x.shape[:-1], self._outputs)
+        return found if self._dtype is torch.float32 else found.to(self._dtype)
 
 
 def _noise(num: int, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -71,6 +71,17 @@ def test_the_pieces_joined_are_the_text_at_once(kind: str, make_codec: Callable[
         assert streamed(codec, prompt_ids, token_ids) == codec.continuation(prompt_ids, token_ids), token_ids
 
 
+@pytest.mark.parametrize("kind", WITH_BYTES)
+def test_they_are_where_few_characters_are_whole(kind: str) -> None:
+    codec, source = codec_of(kind), random.Random(3)
+    some = [token_id for character in "é€😀語\ufffd" for token_id in bytes_of(kind, character)]
+    for _ in range(10 * NUM_CASES):
+        ids = [source.choice(some) for _ in range(source.randint(1, 12))]
+        place = source.randint(0, len(ids))
+        prompt_ids, token_ids = ids[:place], ids[place:]
+        assert streamed(codec, prompt_ids, token_ids) == codec.continuation(prompt_ids, token_ids), ids
+
+
 @pytest.mark.parametrize("kind", [*KINDS, *SLOW])
 def test_the_text_is_what_the_tokenizer_decodes_where_every_character_is_whole(
     kind: str, make_codec: Callable[[str], TextCodec]
