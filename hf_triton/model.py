@@ -175,6 +175,7 @@ class TritonPythonModel(Hooks):
         from hf_triton.chat_template import ChatTemplate, load_chat_template
         from hf_triton.checkpoint import Placement, load_checkpoint
         from hf_triton.hub import Hub
+        from hf_triton.runner.heap import keep_objects
         from hf_triton.tasks.text_generation import build_text_generation
 
         folder_template = load_chat_template(settings.chat_template, Path(args["model_repository"]))
@@ -203,6 +204,7 @@ class TritonPythonModel(Hooks):
             cancel_own_calls=_triton.cancel_calls,
         )
         self._door.open()
+        keep_objects()
 
     def _take(self, call: Call, outlet: Outlet) -> None:
         """Start on a call, or refuse it; nothing is raised."""

@@ -62,7 +62,7 @@ class Job:
     def finish(self, outcome: Outcome) -> None:
         """Tell the listener, once."""
         if not self.is_finished:
-            self.is_finished = True
+            self.is_finished, self.rows = True, []  # which hold it: nothing is left to the garbage collector
             if not isinstance(outcome, HfTritonError):
                 self.observer.on_complete(outcome)
             finish(self.sequence, outcome)

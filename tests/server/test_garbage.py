@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request leaves behind in a model's process: nothing, without the garbage collector, which stops all threads."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.client import Reply, generate, post
+
+MODEL = """import gc, json
+from collections import Counter
+
+import hf_triton
+
+
+class TritonPythonModel(hf_triton.TritonPythonModel):
+    def load(self, checkpoint):
+        gc.disable()
+        return checkpoint
+
+    def postprocess(self, text):
+        kinds = Counter(type(each).__name__ for each in gc.get_objects())
+        return json.dumps({"frozen": gc.get_freeze_count(), **kinds})
+"""
+OF_A_REQUEST = ("Call", "CallReply", "Answering", "Prompt", "Sequence", "Job", "Row", "RowSampler", "GenerationRequest")
+REQUESTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "stopped": {"stop_strings": '["e", "a"]'},
+    "several": {"num_return_sequences": 3, "best_of": 4, "temperature": 1.0, "seed": 1},
+    "scored": {"logprobs": 2, "return_logprobs": True, "prompt_logprobs": 1},
+    "chosen": {"guided_choice": '["yes", "no"]'},
+    "streamed": {"stream": True},
+    "misspelt": {"max_tokenz": 3},
+    "too long": {"max_new_tokens": 1 << 20},
+    "too late": {"max_time": 1e-6},
+}
+NUM_EACH = 4
+
+
+@pytest.mark.parametrize("engine", ["rolling", "batch"])
+def test_a_request_that_was_answered_is_gone(engine: str, tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")
+    config = "model_transaction_policy { decoupled: true }"
+    settings = {"huggingface_model": checkpoint, "engine": engine, "exclude_input_in_output": "true"}
+    folder = make_folder(tmp_path / "repository", "mine", config=config, **settings)
+    (folder / "1" / "model.py").write_text(MODEL)
+    with TritonServer(tmp_path / "repository", exit_on_error=True) as server:
+
+        def ask(**fields: object) -> Reply:
+            path = f"/v2/models/mine/generate{'_stream' if fields.get('stream') else ''}"
+            return post(server, path, {"text_input": "I am", "max_new_tokens": 8, "stream": False} | fields)
+
+        statuses = {name: {ask(**fields).status for _ in range(NUM_EACH)} for name, fields in REQUESTS.items()}
+        found = json.loads(generate(server, "mine", "I am", stream=False).json()["text_output"])
+    refused = {"misspelt", "too long", "too late"}
+    assert statuses == {name: {400 if name in refused else 200} for name in REQUESTS}
+    assert found["frozen"] > 100_000
+    assert {name: found[name] for name in OF_A_REQUEST if found.get(name, 0) > 2} == {}  # its own, and one on its way out
