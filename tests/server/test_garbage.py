@@ -58,4 +58,6 @@ def test_a_request_that_was_answered_is_gone(engine: str, tmp_path: Path, make_f
     refused = {"misspelt", "too long", "too late"}
     assert statuses == {name: {400 if name in refused else 200} for name in REQUESTS}
     assert found["frozen"] > 100_000
-    assert {name: found[name] for name in OF_A_REQUEST if found.get(name, 0) > 2} == {}  # its own, and one on its way out
+    assert {
+        name: found[name] for name in OF_A_REQUEST if found.get(name, 0) > 2
+    } == {}  # its own, and one on its way out
