@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -69,9 +70,14 @@ class RowSampler:
         self.history = TextHistory(plan, prompt_ids, eos_ids)
         self.is_plain = not (plan.do_sample or self.edits_scores or plan.num_top_logprobs is not None)
         """Whether it takes the model's likeliest token and nothing else is wanted."""
-        key = None if plan.seed is None else plan.seed + (copy << 64)  # Philox's streams differ by key (Salmon 2011)
-        self._stream = np.random.Generator(np.random.Philox(key=key))
+        self._copy = copy
         self._uniforms: deque[float] = deque()
+
+    @cached_property
+    def _stream(self) -> np.random.Generator:
+        """Philox's streams differ by key (Salmon 2011)."""
+        seed = self.plan.seed
+        return np.random.Generator(np.random.Philox(key=None if seed is None else seed + (self._copy << 64)))
 
     @property
     def edits_scores(self) -> bool:
@@ -116,8 +122,9 @@ class RowSampler:
         self.history.append(token_id)
         if self.processor:
             self._token_ids.append(token_id)
-        self.uniform()
-        self._uniforms.popleft()
+        if self.plan.do_sample:
+            self.uniform()
+            self._uniforms.popleft()
 
 
 class Picks:
