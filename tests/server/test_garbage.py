@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request leaves behind in a model's process: nothing, without the garbage collector, which stops all threads."""
+"""What a request leaves behind in a process: nothing, without the garbage collector, which stops all threads."""
 
 import json
 from collections.abc import Callable
