@@ -27,7 +27,8 @@ from typing import ClassVar, Literal
 TritonCode = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
 
 CODES: dict[str, str] = {
-    "invalid_input": "`text_input` or `messages` is missing, is not UTF-8, holds too much or nothing",
+    "invalid_input": "`text_input` or `messages` is missing, is not UTF-8, holds too much or no prompt; or an empty "
+    "prompt, and the model has no token to begin with",
     "invalid_parameter": "a parameter has the wrong type or an impossible value, or contradicts another one",
     "unknown_parameter": "no parameter has this name",
     "context_exceeded": "the prompt, by its bytes or with the tokens asked for, does not fit the model's context",

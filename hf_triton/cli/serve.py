@@ -85,10 +85,13 @@ def serve(
             log=sys.stderr.fileno() if show_log else None,
         )
         click.echo("Starting tritonserver and loading models; a model that is not cached is downloaded first.")
+        is_serving = False
         with contextlib.suppress(KeyboardInterrupt), server:
             _show(server, left_out)
+            is_serving = True
             _wait(server)
-    click.echo("Stopped.")
+    was_cut_short = is_serving and server.process is not None and server.process.returncode != 0
+    click.echo("Stopped; requests that were still in flight have no answer." if was_cut_short else "Stopped.")
 
 
 def _check_folders(repository: Path) -> Mapping[str, str]:

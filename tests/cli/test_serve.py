@@ -18,6 +18,8 @@ import pytest
 
 import hf_triton
 from hf_triton.server import free_ports
+from hf_triton.testing import build_tiny_checkpoint
+from tests.server.slow_model import slow_model
 
 COMMAND = Path(sys.executable).with_name("hf-triton")
 STOP_LIMIT_S = 20.0
@@ -115,6 +117,23 @@ def test_the_printed_lines_work_and_a_signal_leaves_nothing_behind(serving: Serv
     assert time.monotonic() - started < STOP_LIMIT_S
     assert [pid for pid in family if Path(f"/proc/{pid}").exists()] == []
     assert serving.output().endswith("Stopped.\n")
+
+
+def test_a_second_ctrl_c_says_that_requests_were_cut_short(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")
+    folder = make_folder(tmp_path / "repository", "slow", huggingface_model=checkpoint)
+    (folder / "1" / "model.py").write_text(slow_model(0.2))
+    body = '{"text_input": "a", "max_new_tokens": 200, "ignore_eos": true}'
+    with running(str(tmp_path / "repository"), output=tmp_path / "output") as serving:
+        (line, *_) = curl_lines(serving.wait_for("Ctrl+C stops the server"))
+        client = subprocess.Popen(["curl", "-s", line[3], "-d", body], stdout=subprocess.PIPE, text=True)
+        time.sleep(1)
+        os.kill(serving.process.pid, signal.SIGINT)
+        serving.wait_for("Ctrl+C again stops at once")
+        os.kill(serving.process.pid, signal.SIGINT)
+        assert serving.process.wait(timeout=STOP_LIMIT_S) == 0, serving.output()
+        assert serving.output().endswith("Stopped; requests that were still in flight have no answer.\n")
+        assert client.communicate(timeout=STOP_LIMIT_S)[0] == ""
 
 
 def test_ctrl_c_while_starting_leaves_nothing_behind(serving: Serving) -> None:
