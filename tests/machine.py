@@ -21,7 +21,7 @@ class Machine:
         (self.proc / "meminfo").write_text("\n".join([*lines, "Buffers:   1 kB\n"]))
 
     def set_group(self, *lines: str) -> None:
-        (self.proc / "self" / "cgroup").write_text("".join(f"{line}\n" for line in lines))
+        (self.proc / "self" / "cgroup").write_text("".join(f"{line}\n" for line in lines), errors="surrogateescape")
 
     def mount_v2(self, root: str = "/") -> None:
         self._mount(f"{root} {self.groups} rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate")

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 import secrets
 import stat
 import struct
@@ -49,9 +50,9 @@ def core_quota(proc: Path = PROC) -> float:
 def _quotas(proc: Path) -> Iterator[float]:
     for is_v2, group in group_folders("cpu", proc):
         if is_v2:
-            allowed, _, of_each = text(group / "cpu.max").strip().partition(" ")
-            if allowed.isdecimal():
-                yield int(allowed) / int(of_each)
+            found = re.match(r"(\d+) (0*[1-9]\d*)$", text(group / "cpu.max"))
+            if found:
+                yield int(found[1]) / int(found[2])
         else:
             limit, period = number(group / "cpu.cfs_quota_us"), number(group / "cpu.cfs_period_us")
             if limit is not None and period:
@@ -108,7 +109,8 @@ class SharedCores:
 
         self._num_threads = torch.get_num_threads()
         if not self._num_alone:
-            quota = math.inf if "OMP_NUM_THREADS" in os.environ else self._quota
+            is_given = re.match(r"\s*[1-9]", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP passes by anything else
+            quota = math.inf if is_given else self._quota
             self._num_alone = int(min(self._num_threads, quota))
             if self._num_alone < self._num_threads:
                 logger.info("computing with %d threads: the control group leaves no more cores", self._num_alone)
@@ -124,8 +126,8 @@ class SharedCores:
 class Neighbours:
     """Others of this user, on the same cores, that are busy now.
 
-    Who is busy holds a lock on a byte of a file that all have open: it goes with its process, however that ends. What
-    does not see that file, such as a model in another container, is not counted.
+    Who is busy holds a lock on a byte of a file that all have open: it goes with its process, and with those that were
+    forked of it, however they end. What does not see that file, such as a model in another container, is not counted.
     """
 
     def __init__(self) -> None:
@@ -155,11 +157,11 @@ class Neighbours:
             kind, at, length = self._call("F_OFD_GETLK", fcntl.F_WRLCK, start, end - start)
             if kind != fcntl.F_UNLCK:  # one of those there are, in no order
                 num += 1
-                ranges += [each for each in ((start, at), (at + length, end)) if each[0] < each[1]]
+                ranges += [each for each in ((start, at), (at + (length or end), end)) if each[0] < each[1]]
         return num
 
     def _call(self, command: str, kind: int, start: int, length: int) -> tuple[int, int, int]:
-        """What fcntl(2) says of a lock: type, start, length."""
+        """What fcntl(2) says of a lock: type, start, length (0: to the end)."""
         if self._file is None:
             return fcntl.F_UNLCK, 0, 0
         lock = LOCK.pack(kind, os.SEEK_SET, start, length, 0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -37,9 +38,9 @@ def number(file: Path) -> int | None:
 
 
 def text(file: Path) -> str:
-    """A file's text; empty where it cannot be read."""
+    """A file's text, whose bytes may be those of any file name; empty where it cannot be read."""
     try:
-        return file.read_text()
+        return os.fsdecode(file.read_bytes())
     except OSError:
         return ""
 
@@ -47,8 +48,9 @@ def text(file: Path) -> str:
 def _paths(controller: str, proc: Path) -> dict[bool, PurePosixPath]:
     """The path of the process's group in version 2 (True), and in the controller's hierarchy of version 1 (False)."""
     paths = {}
-    for line in text(proc / "self" / "cgroup").splitlines():
-        hierarchy, controllers, path = line.split(":", 2)
+    for line in text(proc / "self" / "cgroup").split("\n"):
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
         if hierarchy == "0" or controller in controllers.split(","):
             paths[hierarchy == "0"] = PurePosixPath(path)
     return paths
@@ -56,9 +58,10 @@ def _paths(controller: str, proc: Path) -> dict[bool, PurePosixPath]:
 
 def _mounts(controller: str, proc: Path) -> Iterator[tuple[bool, PurePosixPath, Path]]:
     """Where groups are mounted: whether version 2, the group at the mount's root, the mount's folder."""
-    for line in text(proc / "self" / "mountinfo").splitlines():
+    for line in text(proc / "self" / "mountinfo").split("\n"):  # a name may hold any other line break
         fields, _, rest = line.partition(" - ")
-        kind, *_, options = rest.split(" ")
+        words = rest.split(" ")
+        kind, options = words[0], words[-1]
         if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
             root, mount = fields.split(" ")[3:5]
             yield kind == "cgroup2", PurePosixPath(root), Path(mount)

@@ -73,7 +73,17 @@ def start_other(tmp_path: Path) -> Iterator[Callable[[], Other]]:
 
 @pytest.mark.parametrize(
     ("limit", "num"),
-    [("max 100000", math.inf), ("200000 100000", 2), ("350000 100000", 3), ("50000 100000", 1), ("7200 1200", 6)],
+    [
+        ("max 100000", math.inf),
+        ("200000 100000", 2),
+        ("350000 100000", 3),
+        ("50000 100000", 1),
+        ("7200 1200", 6),
+        ("", math.inf),
+        ("150000", math.inf),
+        ("150000 0", math.inf),
+        ("150000 x", math.inf),
+    ],
 )
 def test_a_group_of_version_2_leaves_whole_cores(tmp_path: Path, limit: str, num: float) -> None:
     machine = Machine(tmp_path)
@@ -102,23 +112,33 @@ def test_the_tightest_group_wins(tmp_path: Path) -> None:
     assert core_quota(machine.proc) == 3
 
 
+def test_mounts_of_any_name_do_no_harm(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    with (machine.proc / "self" / "mountinfo").open("wb") as file:
+        file.write(b"24 1 0:22 / /caf\xe9\x0c\x85\xe2\x80\xa8 rw - tmpfs none rw\n\njunk\n")
+    machine.mount_v2()
+    machine.set_group("junk", "0::/\udce9")
+    machine.write("\udce9", {"cpu.max": "200000 100000"})
+    assert core_quota(machine.proc) == 2
+
+
 def test_without_groups_there_is_no_quota(tmp_path: Path) -> None:
     assert math.isinf(core_quota(tmp_path))
 
 
-@pytest.mark.parametrize(("given", "num"), [(None, 2), ("4", 4)])
+@pytest.mark.parametrize(("given", "num"), [(None, 2), ("4", 4), ("", 2), ("0", 2), ("all", 2)])
 def test_a_quota_limits_the_threads_unless_they_were_given(
     given: str | None, num: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cores, "core_quota", lambda: 2)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    if given:
+    if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     with caplog.at_level("INFO"), SharedCores():
         assert torch.get_num_threads() == num
     assert torch.get_num_threads() == num
     assert [record.getMessage() for record in caplog.records] == (
-        [] if given else ["computing with 2 threads: the control group leaves no more cores"]
+        [] if num == 4 else ["computing with 2 threads: the control group leaves no more cores"]
     )
 
 
@@ -140,6 +160,14 @@ def test_who_is_busy_is_counted_until_it_ends_somehow(start_other: Callable[[], 
     first.process.kill()
     first.process.wait()
     assert own.count() == 0
+
+
+def test_a_lock_that_ends_nowhere_is_one(tmp_path: Path) -> None:
+    own = Neighbours()
+    (path,) = tmp_path.iterdir()
+    with path.open("r+b") as other:
+        cores.fcntl.fcntl(other, cores.fcntl.F_OFD_SETLK, cores.LOCK.pack(cores.fcntl.F_WRLCK, 0, 7, 0, 0))
+        assert own.count() == 1
 
 
 def test_the_cores_are_shared_among_those_that_are_busy(start_other: Callable[[], Other]) -> None:
