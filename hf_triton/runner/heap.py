@@ -32,7 +32,7 @@ def keep_objects() -> None:
     """Have the garbage collector pass by the objects that there are now, when all is loaded.
 
     Torch, transformers and a model are half a million. It would go through them every ten seconds or so of load, for
-    0.3 s in which no other thread runs.
+    0.3 s in which no other thread runs; and as Python ends, of which Triton 24.10's stub dies (segmentation fault).
     """
     gc.collect()
     gc.freeze()
