@@ -17,12 +17,14 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
 import torch
 from engine import build_model
-from folders import make_folder
+from folders import make_folder, take_turns
 from server import save
 
 from hf_triton.testing import TritonServer
@@ -51,25 +53,30 @@ def ask(server: TritonServer, model: str) -> float:
     return time.perf_counter() - began_s
 
 
-def ask_beside(server: TritonServer, path: str, body: object) -> list[float]:
-    """Seconds of each text while another request to the server is answered."""
+def times_of_alone(server: TritonServer, path: str, body: object) -> list[float]:
+    """Times of texts while another request to the server is answered, as multiples of one alone."""
+    alone_s = statistics.median(ask(server, "a") for _ in range(NUM_ALONE))
     other = threading.Thread(target=post, args=(server, path, body))
     other.start()
-    seconds = []
+    times = []
     while other.is_alive():
-        seconds.append(ask(server, "a"))
-    return seconds
+        times.append(ask(server, "a") / alone_s)
+    return times
 
 
-def measure(server: TritonServer) -> dict[str, float]:
-    """Times as multiples of one alone."""
-    alone_s = statistics.median(ask(server, "a") for _ in range(NUM_ALONE))
-    loading = ask_beside(server, "repository/models/b/load", {})
+def two_busy(server: TritonServer) -> float:
     ask(server, "b")
-    two = ask_beside(server, "models/b/generate", {"text_input": "w1 w2 w3", "max_new_tokens": 3 * NUM_TOKENS})
+    body = {"text_input": "w1 w2 w3", "max_new_tokens": 3 * NUM_TOKENS}
+    return statistics.median(times_of_alone(server, "models/b/generate", body))
+
+
+def loading(server: TritonServer) -> float:
     post(server, "repository/models/b/unload", {})
-    time.sleep(1)  # the unloaded model's process ends
-    return {"two busy": statistics.median(two) / alone_s, "loading": max(loading) / alone_s}
+    time.sleep(1)  # its process ends
+    return max(times_of_alone(server, "repository/models/b/load", {}))
+
+
+CASES: dict[str, Callable[[TritonServer], float]] = {"two busy": two_busy, "loading": loading}
 
 
 def make_repository(folder: Path, checkpoint: Path, *, are_shared: bool) -> Path:
@@ -83,25 +90,24 @@ def make_repository(folder: Path, checkpoint: Path, *, are_shared: bool) -> Path
 
 
 @click.command()
-@click.option("--rounds", default=3, show_default=True, help="In which each way is measured once.")
+@click.option(
+    "--rounds", default=3, show_default=True, help="In which each way is measured once, beside one to warm up."
+)
 def main(rounds: int) -> None:
     """Print the times of a text beside another model."""
     print(f"{torch.get_num_threads()} threads; times of a text as multiples of one alone")
-    with tempfile.TemporaryDirectory() as scratch:
-        checkpoint = save(build_model(), Path(scratch) / "checkpoint")
-        ways = {"shared": True, "each alone": False}
-        found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-        arguments = ["--model-control-mode=explicit", "--load-model=a"]
-        for number in range(rounds):
-            for way in ways if number % 2 else reversed(ways):
-                with tempfile.TemporaryDirectory() as folder:
-                    repository = make_repository(Path(folder), checkpoint, are_shared=ways[way])
-                    with TritonServer(repository, arguments=arguments, exit_on_error=True) as server:
-                        ask(server, "a")
-                        found[way].append(measure(server))
-    for way, rows in found.items():
-        figures = (f"{case} {statistics.median(row[case] for row in rows):5.1f}" for case in rows[0])
-        print(f"{way:12}", *figures, sep="  ")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        checkpoint = save(build_model(), folder / "checkpoint")
+        servers = {}
+        for way, are_shared in (("shared", True), ("each alone", False)):
+            repository = make_repository(folder / way.replace(" ", "_"), checkpoint, are_shared=are_shared)
+            arguments = ["--model-control-mode=explicit", "--load-model=*"]
+            servers[way] = stack.enter_context(TritonServer(repository, arguments=arguments, exit_on_error=True))
+        figures = take_turns(CASES, list(servers), rounds, lambda case, way: CASES[case](servers[way]))
+    for way in servers:
+        medians = (f"{case} {statistics.median(row[way] for row in rows):5.1f}" for case, rows in figures.items())
+        print(f"{way:12}", *medians, sep="  ")
 
 
 if __name__ == "__main__":

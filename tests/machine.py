@@ -27,7 +27,8 @@ class Machine:
         self._mount(f"{root} {self.groups} rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate")
 
     def mount_v1(self, root: str = "/", controllers: str = "memory") -> None:
-        self._mount(f"/ {self.groups}/elsewhere rw - cgroup cgroup rw,blkio")
+        others = "cpu,cpuacct" if controllers == "memory" else "memory"
+        self._mount(f"/ {self.groups}/others rw - cgroup cgroup rw,{others}")
         self._mount(f"{root} {self.groups} rw,relatime - cgroup cgroup rw,{controllers}")
 
     def _mount(self, words: str) -> None:

@@ -75,25 +75,25 @@ class SharedCores:
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
-        self._is_of_use = device_type == "cpu"
-        self._neighbours = Neighbours()
+        self._neighbours = Neighbours() if device_type == "cpu" else None
         self._quota = core_quota()
         self._num_cores = min(len(_own_cores()), self._quota)
-        self._num_alone = self._num_threads = 0  # until the first `take`
+        self._num_alone = 0  # until the first `take`
 
     def take(self) -> None:
-        """Be busy, and have torch compute with what the others leave. Called often: it takes 1 us where nobody is."""
-        if not self._is_of_use:
+        """Be busy, and have torch compute with what the others leave. Called often: it takes microseconds."""
+        if self._neighbours is None:
             return
-        if self._neighbours.come() or not self._num_alone:
-            self._begin()
+        if self._neighbours.come() and not self._num_alone:
+            self._num_alone = self._most_threads()
         num_others = self._neighbours.count()
         part = max(1, int(self._num_cores / (num_others + 1)))
-        self._compute_with(min(self._num_alone, part) if num_others else self._num_alone)
+        _compute_with(min(self._num_alone, part) if num_others else self._num_alone)
 
     def leave(self) -> None:
         """Be idle: the others may have all cores."""
-        self._neighbours.go()
+        if self._neighbours is not None:
+            self._neighbours.go()
 
     def __enter__(self) -> Self:
         self.take()
@@ -102,25 +102,24 @@ class SharedCores:
     def __exit__(self, *_: object) -> None:
         self.leave()
         if self._num_alone:
-            self._compute_with(self._num_alone)
+            _compute_with(self._num_alone)
 
-    def _begin(self) -> None:
+    def _most_threads(self) -> int:
         import torch  # now, as it takes seconds of a core
 
-        self._num_threads = torch.get_num_threads()
-        if not self._num_alone:
-            is_given = re.match(r"\s*[1-9]", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP passes by anything else
-            quota = math.inf if is_given else self._quota
-            self._num_alone = int(min(self._num_threads, quota))
-            if self._num_alone < self._num_threads:
-                logger.info("computing with %d threads: the control group leaves no more cores", self._num_alone)
+        num_threads = torch.get_num_threads()
+        is_given = re.match(r"\s*[1-9]", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP passes by anything else
+        if is_given or num_threads <= self._quota:
+            return num_threads
+        logger.info("computing with %d threads: the control group leaves no more cores", self._quota)
+        return int(self._quota)
 
-    def _compute_with(self, num_threads: int) -> None:
-        if num_threads != self._num_threads:
-            import torch
 
-            torch.set_num_threads(num_threads)
-            self._num_threads = num_threads
+def _compute_with(num_threads: int) -> None:
+    import torch
+
+    if num_threads != torch.get_num_threads():
+        torch.set_num_threads(num_threads)
 
 
 class Neighbours:
