@@ -65,6 +65,13 @@ class Placement:
             )
         return {"": self.device_id}
 
+    def make_current(self) -> None:
+        """Have this thread's kernels run on its GPU; torch chooses by its tensors, and what others write may not."""
+        import torch
+
+        if self.kind == "GPU":
+            torch.cuda.set_device(self.device_id)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -223,6 +230,7 @@ def _load_model(folder: Path, config: Any, settings: ModelSettings, placement: P
 
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     device_map = placement.device_map()
+    placement.make_current()
     if settings.load_format == "dummy":
         load = _dummy_loader(auto_class, config, settings, device_map)
         return _explained(settings, "the model", lambda: _with_attention(settings, load))

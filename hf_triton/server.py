@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -146,6 +147,11 @@ def busy_ports(ports: Sequence[int]) -> list[int]:
     return [port for port in ports if is_busy(port)]
 
 
+def is_plain(text: str) -> bool:
+    """Whether a name or path reaches a model's process as it is: Triton starts that with a line for the shell."""
+    return shlex.quote(text) == text  # which leaves ASCII letters, digits and @%_-+=:,./ alone
+
+
 def _prepare_process() -> None:
     """Runs in the new process before tritonserver does."""
     die_with_parent(signal.SIGTERM)
@@ -224,7 +230,7 @@ class TritonServer:
         installation = find_tritonserver(scratch)
         with (scratch / "log").open("wb") as own_log:
             self.process = subprocess.Popen(
-                self.command(installation),
+                self.command(installation, self._plain_repository(scratch)),
                 env=self._environment | {"TMPDIR": str(scratch)},  # what Triton leaves there goes with it
                 stdin=subprocess.DEVNULL,
                 stdout=own_log if self._log is None else self._log,
@@ -233,12 +239,20 @@ class TritonServer:
                 preexec_fn=_prepare_process,
             )
 
-    def command(self, installation: Installation) -> list[str]:
+    def _plain_repository(self, scratch: Path) -> Path:
+        """A path to the repository that Triton can start models with."""
+        if is_plain(str(self.model_repository)):
+            return self.model_repository
+        link = scratch / "models"
+        link.symlink_to(self.model_repository.resolve())
+        return link
+
+    def command(self, installation: Installation, model_repository: Path) -> list[str]:
         """The command line, in tritonserver's own flags."""
         backend = installation.backend_directory
         return [
             str(installation.binary),
-            f"--model-repository={self.model_repository}",
+            f"--model-repository={model_repository}",
             *([f"--backend-directory={backend}"] if backend else []),
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             f"--exit-on-error={str(self._exit_on_error).lower()}",

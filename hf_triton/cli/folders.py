@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hf_triton.declare import suggest
+from hf_triton.server import is_plain
 from hf_triton.settings import OUR_FIELDS
 
 CONFIG = "config.pbtxt"
@@ -31,10 +32,10 @@ def flaws(repository: Path) -> Mapping[str, str]:
 
 def _flaw(folder: Path) -> str | None:
     versions = _versions(folder)
-    if folder.name.split() != [folder.name]:
-        return "it has a space in its name, which Triton cannot start: rename it"
     if not folder.name.isascii():
         return "its name is not ASCII, and Triton's Python opens no other: rename it"
+    if not is_plain(folder.name):
+        return "its name has a space or a sign in it that a shell reads, through which Triton starts it: rename it"
     if not versions and not (folder / CONFIG).exists():
         return f"it has neither {CONFIG} nor 1/model.py: copy a model folder's, or move it out of the model repository"
     if not versions:

@@ -21,7 +21,6 @@ from hf_triton.engine.sampling import pick_tokens, token_logprobs
 from hf_triton.engine.thread import EngineThread, finish
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.attention import FastAttention
-from hf_triton.runner.cores import SharedCores
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.forward import begin_anew
 from hf_triton.runner.padding import pad
@@ -65,8 +64,7 @@ class BatchEngine(EngineThread):
         on_fatal: Callable[[], None] = lambda: None,
         observer: Observer | None = None,
     ) -> None:
-        self._device: torch.device = model.get_input_embeddings().weight.device
-        super().__init__(max_waiting, on_fatal, observer, SharedCores(self._device.type))
+        super().__init__(max_waiting, on_fatal, observer, model.get_input_embeddings().weight.device)
         self._model = model
         self._max_rows = max_rows
         self._context_length = context_length

@@ -11,8 +11,8 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -37,7 +37,7 @@ from hf_triton.engine.thread import EngineThread, ending_in_queue, finish
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError
 from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.cache import buffer_tokens
-from hf_triton.runner.cores import SharedCores
+from hf_triton.runner.cache_layer import contents
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.forward import Forward
@@ -85,14 +85,15 @@ class RollingEngine(EngineThread):
         observer: Observer | None = None,
     ) -> None:
         self._forward = Forward(model)
-        super().__init__(max_waiting, on_fatal, observer, SharedCores(self._forward.device.type))
+        super().__init__(max_waiting, on_fatal, observer, self._forward.device)
         self._decoder = Decoder(self._forward, decoding)
         bytes_per_token = _bytes_per_token(self._forward)
-        self._budget = TokenBudget(self._forward.device, bytes_per_token, max_cache_tokens)
-        self._max_padding = PADDING_PART * model.get_memory_footprint(return_buffers=False) / bytes_per_token
+        self._budget = TokenBudget(bytes_per_token, max_cache_tokens)
+        weight_bytes = model.get_memory_footprint(return_buffers=False)
+        self._max_padding = PADDING_PART * weight_bytes / sum(bytes_per_token.values())
         if self._decoder.is_static:
             self._max_padding = math.inf  # captured graphs are those of one lane
-        self._memory = Lanes(self._forward.device, self._max_padding)
+        self._memory = Lanes(self._device, self._max_padding)
         self._prefixes = PrefixStore()
         self._shares_prefixes = shares_prefixes
         self._max_rows = max_rows
@@ -196,7 +197,7 @@ class RollingEngine(EngineThread):
             for reading in readings:
                 self._ready.popleft()
                 self._observer.on_share(reading.num_shared)
-            self._prefill = Prefill(readings, self._forward.device)
+            self._prefill = Prefill(readings, self._device)
             self._read_piece(self._prefill, has_company=has_company)
             if gathers and not self._ready and num_read < piece:
                 gathers = self._gather()
@@ -235,7 +236,7 @@ class RollingEngine(EngineThread):
                 if group[0].is_suspect or not self._has_room_for(readings, group):
                     break
                 together = [*readings, self._reading(group)]
-                if readings and not are_worth_one_batch(together, self._forward.device):
+                if readings and not are_worth_one_batch(together, self._device):
                     break
                 readings = together
             elif self._fits([row.num_tokens for row in group], group[0].num_tokens):
@@ -296,7 +297,7 @@ class RollingEngine(EngineThread):
         if self._unseen:
             newest = self._unseen.tokens_of(self._rows)
         else:
-            newest = to_device([row.token_ids[-1] for row in self._rows], torch.int64, self._forward.device)
+            newest = to_device([row.token_ids[-1] for row in self._rows], torch.int64, self._device)
         logits = self._memory.step(self._decoder, newest)
         self._memory.is_torn = True  # until what follows is picked
         picks = Picks(logits, [row.sampler for row in self._rows], num_ahead=int(self._unseen is not None))
@@ -489,16 +490,18 @@ class RollingEngine(EngineThread):
         if any(row in rows for row in self._rows_in_prefill()):
             self._prefill = None
         if self._memory.is_torn:
-            self._memory, self._rows, self._unseen = Lanes(self._forward.device, self._max_padding), [], None
+            self._memory, self._rows, self._unseen = Lanes(self._device, self._max_padding), [], None
         else:
             self._retire([index for index, row in enumerate(self._rows) if row in rows])
             if not self._rows:
                 self._unseen = None
 
 
-def _bytes_per_token(forward: Forward) -> int:
-    """Key/value memory of one token, in bytes, as the model's own forward lays it out."""
+def _bytes_per_token(forward: Forward) -> Mapping[torch.device, int]:
+    """Key/value memory of one token on each device, as the model's own forward lays it out."""
     with torch.inference_mode():
         cache, _ = forward.prefill([0])
-    layers: list[Any] = cache.layers
-    return sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
+    found: Counter[torch.device] = Counter()
+    for tensor in itertools.chain(*contents(cache)):
+        found[tensor.device] += tensor.nbytes
+    return found

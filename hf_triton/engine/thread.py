@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import torch
+
 from hf_triton.engine.interface import Observer, Outcome, Sequence
 from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError, UnavailableError, where
 from hf_triton.runner.cores import SharedCores
@@ -32,16 +34,17 @@ class EngineThread:
         max_waiting: Sequences that may wait; beyond it, they are refused at once.
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
         observer: Is told what the engine does.
-        cores: What it computes on.
+        device: Where the model's embedding is.
     """
 
     def __init__(
-        self, max_waiting: int, on_fatal: Callable[[], None], observer: Observer | None, cores: SharedCores
+        self, max_waiting: int, on_fatal: Callable[[], None], observer: Observer | None, device: torch.device
     ) -> None:
         self._max_waiting = max_waiting
         self._on_fatal = on_fatal
         self._observer = observer or Observer()
-        self._cores = cores
+        self._device = device
+        self._cores = SharedCores(device.type)
         self._waiting: list[Sequence] = []  # by priority, then first come first served
         self._wake = threading.Condition()
         self._closing = threading.Event()
@@ -118,6 +121,8 @@ class EngineThread:
 
     def _loop(self) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # kernels that are not torch's own (Triton's) run on the thread's
             while self._wait_for_work():
                 self._cores.take()
                 self._sweep_queue()

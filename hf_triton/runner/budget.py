@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens of key/value memory an engine may hold: a number that was set, or a part of what its device has free.
+"""How many tokens of keys and values may be held: a number that was set, or a part of what is free on its devices.
 
 Nothing is reserved in advance, so that several models on one device share what there is. Knows no rows.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -30,23 +30,21 @@ class TokenBudget:
     """How many tokens of keys and values may be held.
 
     Args:
-        device: Where they live. What is no CUDA device is taken to share the machine's memory.
-        bytes_per_token: Keys and values of one token in all layers, at least 1.
+        bytes_per_token: Keys and values of one token in all layers, by the device where they live, each at least 1.
+            What is no CUDA device is taken to share the machine's memory.
         max_tokens: A fixed answer, at least 1; None to go by the memory that is free.
-        read_free_bytes: Tells how many bytes are free; None: `free_bytes` of the device.
+        read_free_bytes: Tells how many bytes a device has free; None: `free_bytes`.
     """
 
     def __init__(
         self,
-        device: torch.device,
-        bytes_per_token: int,
+        bytes_per_token: Mapping[torch.device, int],
         max_tokens: int | None,
-        read_free_bytes: Callable[[], int] | None = None,
+        read_free_bytes: Callable[[torch.device], int] | None = None,
     ) -> None:
-        self._bytes_per_token = bytes_per_token
+        self._bytes_per_token = dict(bytes_per_token)
         self._max_tokens = max_tokens
-        self._fraction = CUDA_FRACTION if device.type == "cuda" else HOST_FRACTION
-        self._read_free_bytes = read_free_bytes or (lambda: free_bytes(device))
+        self._read_free_bytes = read_free_bytes or free_bytes
         self._allowed = self._allowed_next_to(0) if max_tokens is None else max_tokens
         self._most = self._allowed
         self._next_read_s = 0.0
@@ -77,7 +75,7 @@ class TokenBudget:
 
     def words(self, tokens: int) -> str:
         """So many tokens and their size, for a message: "1,234 tokens (1.2 GiB)"."""
-        size, unit = float(tokens * self._bytes_per_token), "bytes"
+        size, unit = float(tokens * sum(self._bytes_per_token.values())), "bytes"
         for larger in ("KiB", "MiB", "GiB", "TiB"):
             if size < 1024:
                 break
@@ -85,8 +83,12 @@ class TokenBudget:
         return f"{tokens:,} tokens ({size:.{0 if unit == 'bytes' else 1}f} {unit})"
 
     def _allowed_next_to(self, held: int) -> int:
-        total_bytes = held * self._bytes_per_token + self._read_free_bytes()
-        return int(total_bytes * self._fraction) // self._bytes_per_token
+        return min(self._allowed_on(device, held) for device in self._bytes_per_token)
+
+    def _allowed_on(self, device: torch.device, held: int) -> int:
+        num_bytes = self._bytes_per_token[device]
+        fraction = CUDA_FRACTION if device.type == "cuda" else HOST_FRACTION
+        return int((held * num_bytes + self._read_free_bytes(device)) * fraction) // num_bytes
 
 
 def free_bytes(device: torch.device) -> int:

@@ -203,6 +203,7 @@ def test_a_server_that_cannot_start_is_an_error(tmp_path: Path, make_folder: Cal
 
 
 REASONS = {
+    "a&b": "its name has a space or a sign in it that a shell reads, through which Triton starts it: rename it",
     "bare": "it has no 1/model.py: copy one from a model folder",
     "form": 'config.pbtxt cannot be read: 2:47: Message type "inference.ModelParameter" has no field named '
     '"int64_value": a setting is parameters { key: "..." value { string_value: "..." } }',
@@ -213,7 +214,7 @@ REASONS = {
     "setting": 'config.pbtxt cannot be read: 2:1: Message type "inference.ModelConfig" has no field named '
     '"max_output_length": a setting is parameters { key: "max_output_length" value { string_value: "64" } }',
     "stray": "it has neither config.pbtxt nor 1/model.py: ",
-    "two words": "it has a space in its name, which Triton cannot start: rename it",
+    "two words": "its name has a space or a sign in it that a shell reads, through which Triton starts it: rename it",
     "typo": 'config.pbtxt cannot be read: 2:1: Message type "inference.ModelConfig" has no field named '
     "\"max_bach_size\", did you mean 'max_batch_size'?",
     "unclosed": 'config.pbtxt cannot be read: 3:1: Message type "inference.ModelTransactionPolicy" has no field named '
@@ -238,6 +239,7 @@ def make_broken_folders(repository: Path, make_folder: Callable[..., Path]) -> N
         make_folder(repository, name, config=config, huggingface_model="./x")
     (make_folder(repository, "bare", huggingface_model="./x") / "1" / "model.py").unlink()
     make_folder(repository, "two words", huggingface_model="./x")
+    make_folder(repository, "a&b", huggingface_model="./x")
     make_folder(repository, "modèle", huggingface_model="./x")
     shutil.rmtree(make_folder(repository, "unversioned", huggingface_model="./x") / "1")
     (repository / "stray").mkdir()
@@ -258,6 +260,15 @@ def test_folders_that_are_served_and_not_are_told_apart(tmp_path: Path, make_fol
         assert output.count("the setting stream does nothing without model_transaction_policy") == 1
         lines = curl_lines(output)
         assert ["/models/batching/" in line[3] for line in lines] == [True, True]
+        assert all(SENTENCE.search(send(line)) for line in lines)
+
+
+def test_the_path_to_the_folders_may_have_any_character(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    repository = tmp_path / "it's my (modèles) & more"
+    make_folder(repository, "mine", huggingface_model="../../demo")
+    shutil.copytree(DEMO, tmp_path / "demo")
+    with running(str(repository), output=tmp_path / "output") as serving:
+        lines = curl_lines(serving.wait_for("Ctrl+C stops the server"))
         assert all(SENTENCE.search(send(line)) for line in lines)
 
 

@@ -158,7 +158,7 @@ class Pool:
     def __init__(self, size: int) -> None:
         self.free = size
 
-    def read(self) -> int:
+    def read(self, _: torch.device) -> int:
         return self.free
 
 
@@ -168,21 +168,32 @@ def read_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_set_number_stands_whatever_is_free_and_held() -> None:
-    fixed = TokenBudget(CPU, 10**15, 4096)
+    fixed = TokenBudget({CPU: 10**15}, 4096)
     assert [fixed.tokens(held) for held in (0, 5000)] == [4096, 4096]
     assert fixed.most() == 4096
 
 
 @pytest.mark.parametrize(("device", "fraction"), [("cpu", HOST_FRACTION), ("cuda:1", CUDA_FRACTION)])
 def test_without_one_a_part_of_what_is_free_may_be_held(device: str, fraction: float) -> None:
-    allowed = TokenBudget(torch.device(device), 300, None, lambda: 300_000)
+    allowed = TokenBudget({torch.device(device): 300}, None, lambda _: 300_000)
     assert allowed.most() == allowed.tokens(0) == 1000 * fraction
+
+
+@pytest.mark.usefixtures("read_always")
+def test_of_several_devices_the_one_that_is_full_first_decides() -> None:
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    free = {first: 300_000, second: 50_000}
+    allowed = TokenBudget({first: 300, second: 100}, None, lambda device: free[device])
+    assert allowed.most() == allowed.tokens(0) == 500 * CUDA_FRACTION
+    free[second] = 900_000
+    assert allowed.tokens(100) == 1100 * CUDA_FRACTION
+    assert allowed.words(1024) == "1,024 tokens (400.0 KiB)"
 
 
 @pytest.mark.usefixtures("read_always")
 def test_one_engine_stops_at_its_part_of_the_memory() -> None:
     pool = Pool(1_000_000)
-    alone, held = TokenBudget(CPU, 100, None, pool.read), 0
+    alone, held = TokenBudget({CPU: 100}, None, pool.read), 0
     while held < alone.tokens(held):
         held, pool.free = held + 1, pool.free - 100
     assert held == alone.most() == 8000
@@ -191,7 +202,7 @@ def test_one_engine_stops_at_its_part_of_the_memory() -> None:
 @pytest.mark.usefixtures("read_always")
 def test_several_engines_share_and_leave_something() -> None:
     pool = Pool(1_000_000)
-    budgets, held = [TokenBudget(CPU, 100, None, pool.read) for _ in range(3)], [0, 0, 0]
+    budgets, held = [TokenBudget({CPU: 100}, None, pool.read) for _ in range(3)], [0, 0, 0]
     while any(each.tokens(count) > count for each, count in zip(budgets, held, strict=True)):
         for index, each in enumerate(budgets):
             if each.tokens(held[index]) > held[index]:
@@ -206,7 +217,7 @@ def test_several_engines_share_and_leave_something() -> None:
 @pytest.mark.usefixtures("read_always")
 def test_memory_that_others_take_is_asked_back() -> None:
     pool = Pool(1_000_000)
-    allowed = TokenBudget(CPU, 100, None, pool.read)
+    allowed = TokenBudget({CPU: 100}, None, pool.read)
     pool.free = 0
     assert allowed.tokens(8000) == 6400
     assert allowed.most() == 8000
@@ -215,20 +226,20 @@ def test_memory_that_others_take_is_asked_back() -> None:
 def test_a_reading_holds_for_a_while_whatever_is_taken_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "READ_INTERVAL_S", 3600.0)
     readings = iter([1_000_000, 500_000])
-    allowed = TokenBudget(CPU, 100, None, lambda: next(readings))
+    allowed = TokenBudget({CPU: 100}, None, lambda _: next(readings))
     assert [allowed.tokens(held) for held in (0, 1000, 3000)] == [4000, 4000, 4000]
 
 
 def test_a_reading_ends() -> None:
     readings = iter([1_000_000, 500_000, 200_000])
-    allowed = TokenBudget(CPU, 100, None, lambda: next(readings))
+    allowed = TokenBudget({CPU: 100}, None, lambda _: next(readings))
     assert allowed.tokens(0) == 4000
     time.sleep(2 * budget.READ_INTERVAL_S)
     assert allowed.tokens(0) == 1600
 
 
 def test_the_real_devices_budget_is_within_its_memory() -> None:
-    allowed = TokenBudget(CPU, MIB, None)
+    allowed = TokenBudget({CPU: MIB}, None)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < allowed.tokens(0) * MIB <= total * HOST_FRACTION
 
@@ -244,4 +255,4 @@ def test_the_real_devices_budget_is_within_its_memory() -> None:
     ],
 )
 def test_a_number_of_tokens_in_words(bytes_per_token: int, tokens: int, words: str) -> None:
-    assert TokenBudget(CPU, bytes_per_token, 1).words(tokens) == words
+    assert TokenBudget({CPU: bytes_per_token}, 1).words(tokens) == words

@@ -411,6 +411,16 @@ def test_a_gpu_that_is_not_there_is_said(checkpoint: Path) -> None:
     assert Placement("MODEL", 0).device_map() == {"": "cpu"}
 
 
+def test_a_model_is_loaded_with_its_gpu_as_the_current_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(Placement, "device_map", lambda _: {"": "cpu"})
+    settings = ModelSettings(huggingface_model=str(checkpoint))
+    for placement in (CPU, Placement("MODEL", 0), Placement("GPU", 1)):
+        load_checkpoint(Hub(checkpoint, settings, {}), settings, placement)
+    assert chosen == [1]
+
+
 # --- damaged caches --------------------------------------------------------------------------------------------------
 
 
