@@ -25,13 +25,18 @@ BRACKETS: Final = b"}])>"
 ORDER: Final = BRACKETS + b"\"'`,:;0123456789ntfyxabcdeghijklmopqrsuvwzABCDEFGHIJKLMNOPQRSTUVWXYZ_-.=+*/{[(<"
 """What closes something; then what begins a short value (0, null, true); what opens something or is white comes last.
 """
-LETTER: Final = ord("x")
+QUOTE: Final = ord('"')
+"""Closes a text of JSON, which brackets do not."""
+LETTERS: Final = b"kx"
+"""None of them begins a value of JSON: where one may come, anything may."""
 ESCAPE: Final = ord("\\")
 """Comes, as the bytes beyond ASCII do, only where nothing else may: what it begins leads back to where one was."""
 STRETCH_LENGTHS: Final = (16, 8, 4, 2)
 """Bytes of the tokens that fill a text of a least length."""
 MAX_FALLBACKS: Final = 16
 """Tokens tried where no single printable character may come: a tokenizer may have none for those that may."""
+MAX_BEGUN: Final = 32
+"""Tokens of a text that may be the beginning of a word."""
 MAX_PLACES: Final = 2048
 """Places that a search keeps, up to 0.2 MB each."""
 
@@ -66,11 +71,13 @@ class ClosingFinder:
         self._by_byte = {text[0]: token_id for token_id, text in reversed(spelled.items()) if len(text) == 1}
         order = dict.fromkeys([*ORDER, *range(32, 127)])
         self._single = [self._by_byte[byte] for byte in order if byte in self._by_byte and byte != ESCAPE]
+        self._quote = [(self._by_byte[byte],) for byte in (QUOTE,) if byte in self._by_byte]
+        self._letters = [self._by_byte[byte] for byte in LETTERS if byte in self._by_byte]
         self._brackets = frozenset(self._by_byte[byte] for byte in BRACKETS if byte in self._by_byte)
         self._stretches = _stretches(spelled)
 
     def find(
-        self, matcher: LLMatcher, room: int, effort: Effort, known: Sequence[int] = (), literals: bytes = b""
+        self, matcher: LLMatcher, room: int, effort: Effort, known: Sequence[int] = (), words: Sequence[str] = ()
     ) -> tuple[int, ...] | None:
         """Tokens behind which the grammar may end, at most `room` of them; None where none were found.
 
@@ -79,15 +86,19 @@ class ClosingFinder:
             room: Tokens.
             effort: How long to search.
             known: What ended the text a token ago: often a part of it does again.
-            literals: Bytes that the grammar asks for somewhere. They are tried even where the tokens that may come next
-                are the same behind all: `.*@.*` does not show that it waits for its `@`.
+            words: Texts that the grammar may ask for. They are tried at every place, also where the same may come next
+                behind all that was tried: `.*done` does not show that it waits for its `done`.
         """
         if matcher.is_accepting():
             return ()
         if (rest := _ending_tail(matcher, known)) is not None:
             return rest if len(rest) <= room else None
         deadline_s = time.thread_time() + effort.max_time_s
-        search = _Search(self, matcher, [self._by_byte[byte] for byte in literals if byte in self._by_byte])
+        texts = [word.encode(errors="ignore") for word in words]
+        for tokens in map(tuple, map(self._spell, texts)):
+            if len(tokens) <= room and _ends(matcher, tokens):
+                return tokens
+        search = _Search(self, matcher, texts)
         for _ in range(effort.max_visits):
             if not search.heap or time.thread_time() > deadline_s:
                 return None
@@ -99,14 +110,19 @@ class ClosingFinder:
                 return self._shortened(matcher, place.tokens + rest)
         return None
 
-    def candidates(self, place: _Place, literals: list[int]) -> Iterator[int]:
-        """The tokens to try at a place of the search, in order; few where all were tried one place before."""
+    def candidates(self, place: _Place, words: list[bytes]) -> Iterator[_Tokens]:
+        """What to try at a place of the search, in order; little where all was tried one place before."""
+        text = self._tokenizer.decode_bytes(list(place.tokens[-MAX_BEGUN:]))
+        spelled = [tuple(self._spell(word[_begun(text, word) :])) for word in words]
         bits = np.unpackbits(np.frombuffer(place.matcher.compute_bitmask(), np.uint8), bitorder="little")
-        tried = [*self._filling(bits), *literals, place.tokens[-1]] if place.repeats else self._single
+        tried = [*self._filling(bits), place.tokens[-1]] if place.repeats else self._single
         allowed = [token_id for token_id in dict.fromkeys(tried) if bits[token_id]]
         if not allowed:
             allowed = [int(token_id) for token_id in np.flatnonzero(bits)[:MAX_FALLBACKS]]
-        return iter([*filter(self._can_write, allowed)] or self.forced(place.matcher)[:1])
+        singles = [(token_id,) for token_id in allowed if self._can_write(token_id)]
+        first = self._quote if place.is_text else []
+        found = [each for each in (*first, *filter(None, spelled), *singles) if bits[each[0]]]
+        return iter(found or [(token_id,) for token_id in self.forced(place.matcher)[:1]])
 
     def _filling(self, bits: npt.NDArray[np.uint8]) -> Iterator[int]:
         """The longest token for a text that must be longer."""
@@ -114,8 +130,11 @@ class ClosingFinder:
 
     def forced(self, matcher: LLMatcher) -> list[int]:
         """Tokens for the text that must come next; byte by byte where the tokenizer's own cannot be written."""
-        text = matcher.compute_ff_bytes()
-        tokens = self._tokenizer.tokenize_bytes(text) if text else []
+        return self._spell(matcher.compute_ff_bytes())
+
+    def _spell(self, text: bytes) -> list[int]:
+        """Tokens of a text; none where they cannot be written."""
+        tokens: list[int] = self._tokenizer.tokenize_bytes(text) if text else []
         if all(map(self._can_write, tokens)):
             return tokens
         return [self._by_byte[byte] for byte in text] if self._by_byte.keys() >= set(text) else []
@@ -123,13 +142,12 @@ class ClosingFinder:
     def place(self, matcher: LLMatcher, tokens: tuple[int, ...]) -> _Place:
         """Where the search has come to with these tokens."""
         mask = matcher.compute_bitmask()
-        letter = self._by_byte.get(LETTER)
-        is_text = letter is not None and bool(mask[letter // 8] >> letter % 8 & 1)
+        is_text = any(mask[letter // 8] >> letter % 8 & 1 for letter in self._letters)
         return _Place(matcher, tokens, state=hash(mask), is_text=is_text)
 
-    def is_bracket(self, token_id: int) -> bool:
-        """Whether a token may close something."""
-        return token_id in self._brackets
+    def is_bracket(self, tokens: _Tokens) -> bool:
+        """Whether a single token may close something."""
+        return len(tokens) == 1 and tokens[0] in self._brackets
 
     def _can_write(self, token_id: int) -> bool:
         """Whether the model has this token, and it does not end the text."""
@@ -140,6 +158,9 @@ class ClosingFinder:
         spelled = tuple(self._tokenizer.tokenize_bytes(self._tokenizer.decode_bytes(list(tokens))))
         is_better = len(spelled) < len(tokens) and all(map(self._can_write, spelled)) and _ends(matcher, spelled)
         return spelled if is_better else tokens
+
+
+_Tokens = tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -161,24 +182,24 @@ class _Place:
 class _Search:
     """The places to go on from, the cheapest first and the furthest of them."""
 
-    def __init__(self, finder: ClosingFinder, matcher: LLMatcher, literals: list[int]) -> None:
+    def __init__(self, finder: ClosingFinder, matcher: LLMatcher, words: list[bytes]) -> None:
         self._finder = finder
-        self._literals = literals
+        self._words = words
         self._numbers = itertools.count()
-        self.heap: list[tuple[int, int, int, _Place, Iterator[int]]] = []
+        self.heap: list[tuple[int, int, int, _Place, Iterator[_Tokens]]] = []
         self._open(0, finder.place(matcher.deep_copy(), ()))
 
     def visit(self, room: int) -> _Place | None:
-        """Try the next token of the cheapest place; where it leads to, unless it is too far or nowhere new."""
+        """Try what is next at the cheapest place; where it leads to, unless it is too far or nowhere new."""
         cost, _, _, place, candidates = heapq.heappop(self.heap)
-        token_id = next(candidates, None)
-        if token_id is None:
+        tokens = next(candidates, None)
+        if tokens is None:
             return None
-        reached = self._reached(place, token_id)
+        reached = self._reached(place, tokens)
         if reached is None or len(reached.tokens) > room:
             self._push(cost, place, candidates)
             return None
-        closes = self._finder.is_bracket(token_id) and not place.is_text
+        closes = self._finder.is_bracket(tokens) and not place.is_text
         reached.repeats = reached.state == place.state and not closes
         is_known = reached.state in place.seen
         place.seen.add(reached.state)
@@ -187,29 +208,28 @@ class _Search:
             self._open(cost + _is_power_of_two(len(reached.tokens)), reached)
         elif reached.repeats or is_known:  # rather another token, which leads on
             self._push(cost, place, candidates)
-            if not is_known or token_id in self._literals:
+            if not is_known or len(tokens) > 1:
                 self._open(cost + 1, reached)
         else:
             self._push(cost + 1, place, candidates)
             self._open(cost, reached)
         return reached
 
-    def _reached(self, place: _Place, token_id: int) -> _Place | None:
+    def _reached(self, place: _Place, tokens: _Tokens) -> _Place | None:
         matcher = place.matcher.deep_copy()
-        tokens = [token_id]
-        if not matcher.consume_token(token_id):
+        if not matcher.consume_tokens(list(tokens)):
             return None
         if not matcher.is_accepting() and (forced := self._finder.forced(matcher)):
             if not matcher.consume_tokens(forced):
                 return None
-            tokens += forced
+            tokens += tuple(forced)
         reached = self._finder.place(matcher, (*place.tokens, *tokens))
         return None if matcher.is_error() else reached
 
     def _open(self, cost: int, place: _Place) -> None:
-        self._push(cost, place, self._finder.candidates(place, self._literals))
+        self._push(cost, place, self._finder.candidates(place, self._words))
 
-    def _push(self, cost: int, place: _Place, candidates: Iterator[int]) -> None:
+    def _push(self, cost: int, place: _Place, candidates: Iterator[_Tokens]) -> None:
         heapq.heappush(self.heap, (cost, -len(place.tokens), next(self._numbers), place, candidates))
         if len(self.heap) > MAX_PLACES:
             self.heap = heapq.nsmallest(MAX_PLACES // 2, self.heap)
@@ -222,6 +242,11 @@ def _ending_tail(matcher: LLMatcher, known: Sequence[int]) -> tuple[int, ...] | 
         if matcher.validate_tokens(list(tail)) == len(tail) and _ends(matcher, tail):
             return tail
     return None
+
+
+def _begun(text: bytes, word: bytes) -> int:
+    """How many bytes of a word the text ends with."""
+    return next((size for size in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:size])), 0)
 
 
 def _ends(matcher: LLMatcher, tokens: tuple[int, ...]) -> bool:

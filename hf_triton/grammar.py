@@ -19,9 +19,10 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +34,7 @@ from hf_triton.errors import RequestError, clip
 from hf_triton.generation import Grammar, SamplingPlan
 from hf_triton.grammar_trial import MAX_TRIAL_S, GrammarTrial, answer_trials
 from hf_triton.guide import build_guide
+from hf_triton.sample import sample
 
 LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=100_000,  # 25 ms of reading a grammar; (a{1000}){1000} takes a second by the library's own limit
@@ -51,7 +53,11 @@ MAX_CLOSING: Final = 8192
 """Tokens of a first ending."""
 NUM_FINDERS_KEPT: Final = 4
 NUM_CLOSINGS_KEPT: Final = 64
-SIGNS: Final = frozenset(b"@.,:;/=#&%!~_-<>")
+FORMATS: Final = {"email": "a@b.co"}
+"""Texts of those that nobody finds by trying."""
+LARK_WORDS: Final = re.compile(r'/((?:[^/\\\n]|\\.)+)/|"((?:[^"\\\n])+)"')
+"""The regular expressions and texts of a Lark grammar."""
+MAX_WORDS: Final = 16
 MAX_REASON: Final = 160  # characters of the library's words in a message
 
 _trial: Final = GrammarTrial()
@@ -108,8 +114,8 @@ class GrammarCompiler:
         if len(closing) > plan.max_new_tokens:
             raise _refusal(
                 grammar,
-                f"allows no text so short that could be found: max_new_tokens is {plan.max_new_tokens}, "
-                f"and {len(closing)} do",
+                f"allows no text of max_new_tokens {plan.max_new_tokens} or less that could be found: "
+                f"ask for {len(closing)} or more",
             )
         start = _State(matcher, closing)
         return replace(plan, eos_ids=end_ids), lambda: TextConstraint(
@@ -131,9 +137,7 @@ class GrammarCompiler:
 
     def _find_closing(self, grammar: Grammar, end_ids: frozenset[int]) -> tuple[int, ...] | None:
         assert self._guide is not None
-        return self._finder(end_ids).find(
-            _matcher(self._guide, grammar), MAX_CLOSING, BEFORE, literals=_literals(grammar)
-        )
+        return self._finder(end_ids).find(_matcher(self._guide, grammar), MAX_CLOSING, BEFORE, words=_words(grammar))
 
 
 @dataclass(frozen=True)
@@ -285,12 +289,33 @@ def _source(grammar: Grammar) -> str:
     return LLMatcher.grammar_from_lark(grammar.text)
 
 
-def _literals(grammar: Grammar) -> bytes:
-    """The signs that a grammar's regular expressions may ask for."""
-    texts = [grammar.text]
+def _words(grammar: Grammar) -> list[str]:
+    """Texts for the regular expressions of a grammar, as far as they can be told; the library does not show them."""
     if grammar.kind == "json_schema":
-        texts = re.findall(r'"pattern": "((?:[^"\\]|\\.)*)"', grammar.text)
-    return bytes(sorted(set("".join(texts).encode()) & SIGNS))
+        texts: Iterator[str | None] = _words_of_schema(json.loads(grammar.text))
+    elif grammar.kind == "lark":
+        texts = (
+            sample(each[1].replace("\\/", "/")) if each[1] else each[2] for each in LARK_WORDS.finditer(grammar.text)
+        )
+    else:
+        texts = iter([sample(grammar.text)] if grammar.kind == "regex" else [])
+    return list(islice(dict.fromkeys(text for text in texts if text), MAX_WORDS))
+
+
+def _words_of_schema(schema: Any) -> Iterator[str]:
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            patterns = [part.get("pattern"), *(part.get("patternProperties") or ())]
+            texts = [
+                FORMATS.get(str(part.get("format"))),
+                *(sample(each) for each in patterns if isinstance(each, str)),
+            ]
+            yield from (json.dumps(text, ensure_ascii=False)[1:-1] for text in texts if text)
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
 
 
 def _refusal(grammar: Grammar, sentence: str) -> RequestError:

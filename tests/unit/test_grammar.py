@@ -58,6 +58,17 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "tuple": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "number"}], "items": False, "minItems": 2},
     "text": {"type": "string", "minLength": 12, "maxLength": 40},
     "pattern": {"type": "string", "pattern": "^[a-f]{3}-[0-9]{2,4}$"},
+    "patterns": {
+        "type": "object",
+        "properties": {
+            "free": {"type": "string"},
+            "end": {"type": "string", "pattern": "ing$"},
+            "address": {"type": "string", "pattern": r"^[A-Z][a-z]+ (Street|Avenue)$"},
+            "lines": {"type": "array", "items": {"type": "string", "pattern": '^.*\n"x$'}, "minItems": 2},
+            "mail": {"type": "string", "format": "email"},
+        },
+        "required": ["free", "end", "address", "lines", "mail"],
+    },
     "number": {"type": "number"},
     "range": {"type": "integer", "minimum": 100, "maximum": 2500},
     "union": {"anyOf": [{"type": "null"}, {"type": "boolean"}, {"type": "array", "items": {"type": "number"}}]},
@@ -76,6 +87,19 @@ REGEXES = [
     "a{3}x|b{5}y",
     "[^@ ]+@[^@ ]+[.][a-z]+",
     "x?",
+    r"[a-z]+\n",
+    r"(.*\n){3}",
+    r"- .+\n- .+\n",
+    r"<think>(.|\n)*</think>",
+    r"```json\n(.|\n)*\n```",
+    r"Reasoning: .*\nAnswer: (yes|no)",
+    r".*\(.*\).*\[END\]",
+    "[a-z]+ed",
+    "([a-z]+ing )+[a-z]+ed",
+    "(a|b)*abb",
+    "[^x]*xyx[^x]*xyx",
+    "[a-z]{2,100}x",
+    "[🙂a]+🙂b",
 ]
 CHOICES = ["yes", "no", "yes and no", 'a "quote"', "back\\slash", "line\nbreak", "é", "del\x7f\u0085"]
 LIMIT_S = 20.0  # of what takes a second on an idle machine
@@ -121,7 +145,7 @@ def least_of(kind: str, grammar: Grammar) -> int:
     try:
         compiler_of(kind).compile(grammar, SamplingPlan(1))
     except RequestError as error:
-        return int(re.findall(r"and (\d+) do$", error.sentence)[0])
+        return int(re.findall(r"ask for (\d+) or more$", error.sentence)[0])
     return 1
 
 
@@ -197,6 +221,16 @@ def test_tokenizers_without_bytes_write_what_they_have_letters_for(kind: str) ->
     assert "allows no text" in refusal(regex("[0-9]{4}~"), kind=kind)
 
 
+@pytest.mark.parametrize(("pattern", "length"), [("[a-z]{2,100}x", 3), (".*done", 4), ("[a-z]+q[0-9]{3}", 5)])
+def test_the_shortest_text_of_a_regex_is_known(pattern: str, length: int) -> None:
+    assert least_of(KIND, regex(pattern)) <= length
+
+
+@pytest.mark.parametrize("text", [r"start: /[a-z]+q\/x/", 'start: /(.|\\n)*/ "END"'])
+def test_what_a_lark_grammar_waits_for_is_found(text: str) -> None:
+    assert least_of(KIND, Grammar("lark", text, "guided_grammar")) <= 4
+
+
 def test_a_lark_grammar_is_followed() -> None:
     source = 'start: "(" start ")" | "x"'
     check_texts(KIND, Grammar("lark", source, "guided_grammar"), lambda text: re.fullmatch(r"\(*x\)*", text))
@@ -260,7 +294,9 @@ def test_a_model_without_an_end_takes_its_tokenizers() -> None:
 def test_a_text_that_fits_is_asked_for() -> None:
     grammar = json_schema(SCHEMAS["an option with much in it"])
     least = least_of(KIND, grammar)
-    assert f"max_new_tokens is {least - 1}, and {least} do" in refusal(grammar, least - 1)
+    assert f"of max_new_tokens {least - 1} or less that could be found: ask for {least} or more" in refusal(
+        grammar, least - 1
+    )
     constraint_of(KIND, grammar, least)
 
 
