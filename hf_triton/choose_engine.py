@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine runs a model: tried out at load, logged, and never looked up by architecture."""
+"""Which engine runs a model: tried out at load, and logged. Looked up is only what short prompts cannot show."""
 
 from __future__ import annotations
 
@@ -45,6 +45,10 @@ GENERATE_ONLY: Final = (
 changes no text (`renormalize_logits`, `prompt_lookup_num_tokens`, ...)."""
 NOWHERE: Final = ("top_h", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
 """What it may ask for and no engine does: `generate` does it after its sampler, and we have our own."""
+
+NOT_IN_ROWS: Final = {"doge": "keep_window_size", "moshi": "sliding_window"}
+"""By model type, what no text may be longer than in rolling rows. Which of Doge's tokens stay depends on their columns
+where they score alike; Moshi's window is in transformers' cache, which the rows do not have, and in no mask."""
 
 
 def build_engine(
@@ -155,6 +159,9 @@ def _obstacle(model: Any, context_length: int) -> str | None:
         return "it is an encoder-decoder"
     if _shares_positions(model, context_length):
         return "its positions change with the longest row beside it"
+    size = NOT_IN_ROWS.get(model.config.model_type)
+    if size is not None and context_length > getattr(model.config, size):
+        return f"its {size} is shorter than its context, and is not kept in rolling rows"
     asked = _asked(model, GENERATE_ONLY)
     if asked:
         return f"its generation_config has {', '.join(asked)}"
@@ -181,9 +188,11 @@ def _shares_positions(model: Any, context_length: int) -> bool:
 
 
 def _counts_padding(model: Any, context_length: int) -> bool:
-    """Whether padding has a say in which keys each token chooses (the sparse attention of MiniMax M3, DeepSeek V3.2).
+    """Whether padding has a say in what each token sees (the sparse attention of MiniMax M3, DeepSeek V3.2 and V4, Doge).
 
     The prompts tried at load are shorter than a block, or than what is chosen, and then padding does nothing.
     """
-    sizes = (getattr(model.config.get_text_config(), name, None) for name in ("index_block_size", "index_topk"))
+    config = model.config.get_text_config()
+    sizes = [getattr(config, name, None) for name in ("index_block_size", "index_topk", "keep_window_size")]
+    sizes += (getattr(config, "compress_rates", None) or {}).values()
     return any(size is not None and context_length > size for size in sizes)

@@ -131,6 +131,44 @@ BATCH: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-next": ("Qwen3NextConfig", BASE | HEADS | EXPERTS | LINEAR),
+    "deepseek-v4": (
+        "DeepseekV4Config",
+        BASE
+        | LATENT
+        | LOCAL_EXPERTS
+        | {
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "heavily_compressed_attention"],
+            "mlp_layer_types": ["moe", "moe"],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+        },
+    ),
+    "doge-beyond-its-window": ("DogeConfig", BASE | HEADS | {"keep_window_size": 24, "sliding_window": None}),
+    "moshi-beyond-its-window": (
+        "MoshiConfig",
+        BASE | HEADS | {"sliding_window": 16, "ffn_dim": 64, "audio_vocab_size": 300},
+    ),
+    "reformer": (
+        "ReformerConfig",
+        {
+            "vocab_size": 300,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "attention_head_size": 8,
+            "attn_layers": ["local", "lsh"],
+            "axial_pos_shape": [16, 16],
+            "axial_pos_embds_dim": [16, 16],
+            "local_attn_chunk_length": 16,  # longer than the prompts that are tried at load
+            "lsh_attn_chunk_length": 16,
+            "feed_forward_size": 64,
+            "num_buckets": 4,
+            "is_decoder": True,
+            "hash_seed": 0,
+            "max_position_embeddings": 256,
+            "eos_token_id": None,
+        },
+    ),
 }
 
 

@@ -33,6 +33,8 @@ SIZES: Final = (*range(1, 17), *range(24, 65, 8), *range(80, 129, 16), *range(16
 """Vectors that are multiplied at a time. For every number of them oneDNN makes code, which takes a millisecond and half
 a mebibyte that it never gives back: others are filled up with zeros to one of these, or divided."""
 _SIZES: Final = frozenset(SIZES)
+CHUNKS: Final = ("local_attn_chunk_length", "lsh_attn_chunk_length")
+"""Tokens, by their names in a config, beyond which a model (Reformer) looks into its weights."""
 
 
 class PackedLinear(nn.Linear):
@@ -73,8 +75,9 @@ def pack(model: nn.Module) -> int:
     """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return 0
+    length = 1 + max(getattr(model.config, name, None) or 2 for name in CHUNKS)
     try:
-        plain = sample_logits(model)
+        plain = sample_logits(model, length)
     except Exception:  # it cannot generate: the choice of an engine says so
         return 0
     changes: list[_Change] = []
@@ -83,7 +86,7 @@ def pack(model: nn.Module) -> int:
         for layer in model.modules():
             if _is_linear(layer):
                 changes.append(_Change.make(layer, is_shared=num_users[id(layer.weight)] > 1))
-        obstacle = None if same_logits(model, plain, sample_logits(model)) else "its logits are others then"
+        obstacle = None if same_logits(model, plain, sample_logits(model, length)) else "its logits are others then"
     except Exception as error:
         obstacle = f"{kind(error)}: {str(error)[:MAX_REASON]}"
     if obstacle is None:

@@ -135,9 +135,14 @@ def _logits_in_pieces(model: Any) -> torch.Tensor:
     return logits[:, -1].unsqueeze(0).float().cpu()
 
 
-def sample_logits(model: Any) -> torch.Tensor:
-    """The logits of a short prompt's first tokens in `generate`, `[NUM_STEPS, 1, vocabulary]` float32 on the CPU."""
-    return _logits(model, [_prompt(model, *PROMPTS[0])])
+def sample_logits(model: Any, length: int = PROMPTS[0][0]) -> torch.Tensor:
+    """The logits of a prompt's first tokens in `generate`, `[NUM_STEPS, 1, vocabulary]` float32 on the CPU.
+
+    Args:
+        model: On its device.
+        length: Of the prompt, in tokens.
+    """
+    return _logits(model, [_prompt(model, length, PROMPTS[0][1])])
 
 
 def same_logits(model: Any, alone: torch.Tensor, beside: torch.Tensor) -> bool:
