@@ -73,6 +73,10 @@ class Call:
             raise RequestError("invalid_parameter", "a parameter's name or value is not valid UTF-8") from None
         return parsed
 
+    def requested_outputs(self) -> list[str]:
+        """The outputs that the client is to have: those that it names, all where it names none."""
+        return list(self._request.requested_output_names())
+
     def timeout_s(self) -> float | None:
         """The time that the client gives the request: `timeout` (microseconds) of `/infer` and of the clients."""
         timeout_us: int = self._request.timeout()

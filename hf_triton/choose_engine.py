@@ -188,7 +188,7 @@ def _shares_positions(model: Any, context_length: int) -> bool:
 
 
 def _counts_padding(model: Any, context_length: int) -> bool:
-    """Whether padding has a say in what each token sees (the sparse attention of MiniMax M3, DeepSeek V3.2 and V4, Doge).
+    """Whether padding has a say in what a token sees (the sparse attention of MiniMax M3, DeepSeek V3.2 and V4, Doge).
 
     The prompts tried at load are shorter than a block, or than what is chosen, and then padding does nothing.
     """

@@ -218,11 +218,13 @@ class TritonPythonModel(Hooks):
 
     def _submit(self, call: Call, outlet: Outlet) -> None:
         times = RequestTimes()
-        parameters = call.parameters()
+        parameters: Mapping[str, object] = call.parameters()
         if wire.asks_to_cancel(parameters):
             self._cancel(call)
             return
-        request = wire.parse_request(call.inputs(), parameters, self._limits)
+        inputs = call.inputs()
+        parameters = wire.with_named_outputs(parameters, inputs, call.requested_outputs(), outlet.output_names)
+        request = wire.parse_request(inputs, parameters, self._limits)
         if request.options.return_timings:
             _check_timings()
         asks_to_stream = outlet.streams if request.options.stream is None else request.options.stream

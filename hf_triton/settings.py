@@ -114,11 +114,11 @@ class ModelSettings(BaseModel):
     """Prompts that may wait for a row. What comes on top is refused at once (`queue_full`, status 503), but for a
     request that finds nobody waiting."""
 
-    max_cache_tokens: Count | None = None
+    max_cache_tokens: Annotated[int, annotated_types.Ge(256), annotated_types.Le(2**31 - 1)] | None = None
     """Tokens of key/value memory that the rolling engine may hold, padding counted. By default it takes what the device
     has free (on a CPU within the limits of its cgroup) as it needs it, and gives it back when it has nothing to do, but
     for what `share_prefixes` keeps. Where the texts outgrow it, the youngest wait; a request that could never fit is
-    refused."""
+    refused: prompt and `max_new_tokens` together, rounded up to a multiple of 128, must fit twice."""
 
     share_prefixes: bool = True
     """Whether the rolling engine computes a beginning that several prompts have in common, such as a system prompt or

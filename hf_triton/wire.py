@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
 
@@ -46,8 +46,8 @@ OUTPUTS: Final[Mapping[str, str]] = {
     "logprobs": "TYPE_STRING",
     PROMPT_LOGPROBS: "TYPE_STRING",
 }
-"""Every output and its type. Those but the text are filled where a request asks for them: by `return_...`, and
-`prompt_logprobs` by the parameter of that name."""
+"""Every output and its type. Those but the text are filled where a request asks for them: by `return_...`, or by naming
+some outputs and not all; and `prompt_logprobs` by the parameter of that name."""
 TRITONS_OWN: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
 """Parameters that `/generate` passes on though they are Triton's own, as are those that begin with `triton_`."""
 
@@ -270,6 +270,33 @@ def _check_input(name: str, data_type: str) -> None:
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
+
+
+def with_named_outputs(
+    parameters: Mapping[str, object], inputs: Collection[str], requested: Sequence[str], declared: Sequence[str]
+) -> Mapping[str, object]:
+    """A request's parameters, with those that fill the outputs that it names.
+
+    Args:
+        parameters: By name.
+        inputs: The names of its tensors, which may be parameters too.
+        requested: The outputs that it is to have; all of them where it names none.
+        declared: Those of the folder.
+
+    Raises:
+        RequestError: It names one that is filled by a parameter with a value of its own, which it does not have.
+    """
+    if len(requested) >= len(declared):
+        return parameters
+    if PROMPT_LOGPROBS in requested and PROMPT_LOGPROBS not in (*parameters, *inputs):
+        raise RequestError(
+            "invalid_parameter", f"the output {PROMPT_LOGPROBS} is filled by the parameter of that name: add it"
+        )
+    asked = (f"return_{name}" for name in requested)
+    return {
+        **{name: True for name in asked if name in RequestOptions.model_fields and name not in inputs},
+        **parameters,
+    }
 
 
 def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits) -> GenerationRequest:

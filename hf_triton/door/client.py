@@ -49,6 +49,7 @@ class _Forwarded:
             parameters=call.parameters(),
             request_id=call.request_id,
             output_names=output_names,
+            requested_outputs=call.requested_outputs(),
             streams=streams,
         )
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s

@@ -41,6 +41,9 @@ class DoorRequest:
     timeout_s: float | None
     """Seconds that are left of it."""
     output_names: list[str]
+    """The outputs that the door's folder declares."""
+    requested_outputs: list[str]
+    """Those that the client is to have."""
     streams: bool
     """Whether the text comes piece by piece where the request does not say."""
 
@@ -63,9 +66,12 @@ def read_request(value: object) -> DoorRequest:
             "request_id": str() as request_id,
             "timeout_s": float() | None as timeout_s,
             "output_names": list() as output_names,
+            "requested_outputs": list() as requested,
             "streams": bool() as streams,
-        } if all(isinstance(name, str) for name in output_names):
-            return DoorRequest(read_tensors(inputs), parameters, request_id, timeout_s, output_names, streams)
+        } if all(isinstance(name, str) for name in (*output_names, *requested)):
+            return DoorRequest(
+                read_tensors(inputs), parameters, request_id, timeout_s, output_names, requested, streams
+            )
     raise ProtocolError("this is no request")
 
 

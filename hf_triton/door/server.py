@@ -63,6 +63,10 @@ class RemoteCall:
         """The request's parameters by name."""
         return dict(self._request.parameters)
 
+    def requested_outputs(self) -> list[str]:
+        """The outputs that the client is to have."""
+        return self._request.requested_outputs
+
     def timeout_s(self) -> float | None:
         """The time that is left of what the client gives the request."""
         return self._request.timeout_s

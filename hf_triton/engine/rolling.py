@@ -418,9 +418,9 @@ class RollingEngine(EngineThread):
             return None
         return RequestError(
             "memory_exceeded",
-            f"a prompt of {num_prompt} tokens and max_new_tokens {num_new} need {self._budget.words(needed)} of "
-            f"key/value memory, and there are {self._budget.words(self._budget.most())} (setting max_cache_tokens): "
-            "ask for fewer tokens",
+            f"a prompt of {num_prompt} tokens and max_new_tokens {num_new}, rounded up and held twice, need "
+            f"{self._budget.words(needed)} of key/value memory, and there are "
+            f"{self._budget.words(self._budget.most())} (setting max_cache_tokens): ask for fewer tokens",
         )
 
     def _no_memory(self, num_tokens: int) -> UnavailableError:

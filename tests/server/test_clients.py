@@ -5,6 +5,7 @@ Every client is closed before the server stops: an open HTTP connection holds it
 """
 
 import asyncio
+import json
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,36 @@ def texts_of(result: Any) -> list[str]:
 
 def http_url(server: TritonServer) -> str:
     return f"{server.host}:{server.http_port}"
+
+
+# --- outputs by name -------------------------------------------------------------------------------------------------
+
+
+COUNTS = ["num_input_tokens", "num_output_tokens", "finish_reason"]
+
+
+@pytest.mark.parametrize("module", [httpclient, grpcclient], ids=["http", "grpc"])
+def test_an_output_that_is_named_is_filled(server: TritonServer, checkpoint: Path, module: Any) -> None:
+    num_prompt = len(load_reference(checkpoint).tokenizer(TEXTS[0]).input_ids)
+    url = http_url(server) if module is httpclient else server.grpc_url
+    with module.InferenceServerClient(url) as client:
+
+        def ask(*names: str, **parameters: Any) -> Any:
+            outputs = [module.InferRequestedOutput(name) for name in names] or None
+            inputs = inputs_of(module, TEXTS[:1])
+            return client.infer("flat", inputs, outputs=outputs, parameters={"max_new_tokens": 3, **parameters})
+
+        found = ask(*COUNTS)
+        counts = [found.as_numpy(name).ravel().tolist() for name in COUNTS]
+        assert counts == [[num_prompt], [3], [b"length"]]
+        assert found.as_numpy("text_output") is None
+        assert ask(*COUNTS, return_num_output_tokens=False).as_numpy("num_output_tokens") is None
+        assert len(json.loads(ask("logprobs").as_numpy("logprobs").item())) == 3
+        assert [ask().as_numpy(name) for name in COUNTS] == [None] * 3
+        assert [ask("text_output").as_numpy(name) for name in COUNTS] == [None] * 3
+        with pytest.raises(InferenceServerException, match="prompt_logprobs is filled by the parameter of that name"):
+            ask("text_output", "prompt_logprobs")
+        assert ask("prompt_logprobs", prompt_logprobs=0).as_numpy("prompt_logprobs").size == 1
 
 
 # --- the four clients ------------------------------------------------------------------------------------------------

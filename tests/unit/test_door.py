@@ -78,6 +78,9 @@ class ClientCall:
     def parameters(self) -> dict[str, object]:
         return self._parameters
 
+    def requested_outputs(self) -> list[str]:
+        return ["text_output"]
+
     def timeout_s(self) -> float | None:
         return self.limit_s
 
@@ -525,6 +528,7 @@ REQUEST = {
     "request_id": "",
     "timeout_s": None,
     "output_names": ["text_output"],
+    "requested_outputs": ["text_output"],
     "streams": True,
 }
 BAD_TENSORS = [
@@ -555,6 +559,7 @@ HOSTILE = {
     "no request": frame({"id": 1, "request": 5}),
     "a request without its parts": frame({"id": 1, "request": {"inputs": {}}}),
     "outputs that are numbers": frame({"id": 1, "request": REQUEST | {"output_names": [1]}}),
+    "requested outputs that are numbers": frame({"id": 1, "request": REQUEST | {"requested_outputs": [1]}}),
     "one id twice": frame({"id": 1, "request": REQUEST}) * 2,
     **{
         f"tensor {number}": frame({"id": 1, "request": REQUEST | {"inputs": each}})

@@ -69,6 +69,7 @@ def test_every_setting_can_come_from_the_environment(name: str) -> None:
         "engine": "auto",
         "attn_implementation": "sdpa",
         "decoding": "eager",
+        "max_cache_tokens": "1024",
     }
     field = ModelSettings.model_fields[name]
     text = examples.get(name) or {bool: "true", dict[str, Any]: "{}"}.get(field.annotation, "7")
@@ -122,6 +123,7 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
         {"max_batch_rows": "0"},
         "max_batch_rows must be an integer >= 1 and <= 4096, got '0' (from config.pbtxt)",
     ),
+    "less memory than one text needs": ({"max_cache_tokens": "255"}, "max_cache_tokens must be an integer >= 256 and"),
     "not finite": ({"download_timeout_s": "inf"}, "download_timeout_s must be a number > 0 and <= 604800, got 'inf'"),
     "NaN": ({"download_timeout_s": "nan"}, "download_timeout_s must be a number"),
     "no choice": ({"dtype": "float64"}, "dtype must be one of `auto`, `float32`, `float16`, `bfloat16`, got 'float64'"),
