@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
@@ -336,6 +337,7 @@ def _explained(settings: ModelSettings, part: str, load: Callable[[], Any]) -> A
 
 def _explain(settings: ModelSettings, part: str, error: Exception) -> CheckpointError:
     name, text = settings.huggingface_model, " ".join(str(error).split())
+    short = shorten(text, 300, placeholder=" ...")
     if "trust_remote_code" in text:
         return CheckpointError(
             "needs_trust_remote_code",
@@ -352,13 +354,14 @@ def _explain(settings: ModelSettings, part: str, error: Exception) -> Checkpoint
     if isinstance(error, ImportError):
         return CheckpointError(
             "checkpoint_invalid",
-            f"{part} of {name} cannot be loaded without a Python package ({text[:300]}): install it, or leave out the "
+            f"{part} of {name} cannot be loaded without a Python package ({short}): install it, or leave out the "
             "setting that asks for it",
         )
+    remedy = "fetch the checkpoint again, or choose another revision"
+    if settings.quantization_config and "quantiz" in text.lower():
+        remedy = "correct the setting quantization_config"
     return CheckpointError(
-        "checkpoint_invalid",
-        f"{part} of {name} cannot be loaded ({type(error).__name__}: {text[:300]}): fetch the checkpoint again, or "
-        "choose another revision",
+        "checkpoint_invalid", f"{part} of {name} cannot be loaded ({type(error).__name__}: {short}): {remedy}"
     )
 
 

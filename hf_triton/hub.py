@@ -95,6 +95,7 @@ class Hub:
             CheckpointError: It lacks files.
         """
         settings = self._settings
+        self._warn_of_idle_settings()
         return self._find(
             Wanted(
                 settings.huggingface_model,
@@ -126,8 +127,20 @@ class Hub:
             )
         )
 
+    def _warn_of_idle_settings(self) -> None:
+        settings = self._settings
+        needs_hub = not _is_local(settings.huggingface_model)
+        tokenizer_needs_hub = settings.tokenizer is not None and not _is_local(settings.tokenizer)
+        idle = {
+            "revision": settings.revision != "main" and not needs_hub,
+            "tokenizer_revision": settings.tokenizer_revision != "main" and not tokenizer_needs_hub,
+            "cache_dir": settings.cache_dir is not None and not (needs_hub or tokenizer_needs_hub),
+        }
+        for name in filter(idle.get, idle):
+            logger.warning("the setting %s does nothing: what it is for does not come from the Hub", name)
+
     def _find(self, wanted: Wanted) -> Path:
-        if wanted.name.startswith(("/", "./", "../")):
+        if _is_local(wanted.name):
             return self._local(wanted)
         lacking = []
         for cache in self.caches():
@@ -277,6 +290,11 @@ class Hub:
 def is_offline(environment: Mapping[str, str]) -> bool:
     """Whether the Hub may not be asked, by the variables that its client and transformers know."""
     return any(environment.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in OFFLINE_VARIABLES)
+
+
+def _is_local(name: str) -> bool:
+    """Whether a model's or tokenizer's name is that of a folder on disk."""
+    return name.startswith(("/", "./", "../"))
 
 
 def _cached_snapshot(wanted: Wanted, cache: Path) -> Path | None:

@@ -107,7 +107,8 @@ SHARED_TOKENS: Final = Metric(
 COMPLETIONS: Final = Metric(
     "hf_triton_completions_total",
     "counter",
-    "Texts that were generated, by why they end; the output finish_reason calls eos and stop_string both stop.",
+    "Texts of answers, without those that best_of leaves out, by why they end; the output finish_reason calls eos and "
+    "stop_string both stop.",
     label="finish_reason",
     values=get_args(FinishReason),
 )

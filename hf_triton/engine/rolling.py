@@ -131,6 +131,9 @@ class RollingEngine(EngineThread):
         num_waiting = len(self._waiting) + len(self._ready)
         return EngineLoad(num_waiting, num_running, self._num_held(), self._budget.allowed)
 
+    def _num_free_rows(self) -> int:
+        return max(0, self._max_rows - len(self._rows) - len(self._rows_in_prefill()) - len(self._ready))
+
     def _unfinished(self) -> list[Sequence]:
         return [job.sequence for job in self._jobs() if not job.is_finished]
 

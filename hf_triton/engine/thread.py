@@ -60,6 +60,10 @@ class EngineThread:
         """Why a sequence could never run here; None where it could. Called in the thread of `submit`."""
         return None
 
+    def _num_free_rows(self) -> int:
+        """How many of those that wait are about to be taken. Called in the thread of `submit`."""
+        return 0
+
     def _rest(self) -> None:
         """Give memory back. Called when there has been nothing to do for `REST_S`."""
 
@@ -109,11 +113,12 @@ class EngineThread:
         return None
 
     def _refusal_of_queue(self, num_new: int) -> HfTritonError | None:
-        if not self._waiting or len(self._waiting) + num_new <= self._max_waiting:
+        num_waiting = len(self._waiting) - self._num_free_rows()  # the others only wait for the next step
+        if num_waiting <= 0 or num_waiting + num_new <= self._max_waiting:
             return None  # one request alone may be of any size
         return UnavailableError(
             "queue_full",
-            f"{len(self._waiting)} prompts are waiting and {self._max_waiting} may (setting max_waiting_prompts): "
+            f"{num_waiting} prompts are waiting and {self._max_waiting} may (setting max_waiting_prompts): "
             "send the request again later",
         )
 

@@ -393,7 +393,7 @@ def test_a_quantization_config_is_passed_on(checkpoint: Path, monkeypatch: pytes
     ("settings", "words"),
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "install it"),
-        ({"quantization_config": {"quant_method": "nobodys"}}, "nobodys"),
+        ({"quantization_config": {"quant_method": "nobodys"}}, "...): correct the setting quantization_config"),
         ({"attn_implementation": "flash_attention_2"}, "install it, or leave out the setting"),
     ],
 )

@@ -201,6 +201,18 @@ def test_a_full_queue_refuses_at_once_and_a_request_goes_in_whole_or_not_at_all(
     assert all(isinstance(outcome, list) for outcome in client.outcomes())
 
 
+def test_who_only_waits_for_the_next_step_is_not_in_the_queue(start: Callable[..., RollingEngine]) -> None:
+    engine, refused = start(max_rows=4, max_waiting=2), list[Outcome]()
+    client = Client(engine)
+    with engine._wake:  # it takes nobody meanwhile
+        for _ in range(6):
+            client.submit(PROMPT, SamplingPlan(3))
+        engine.submit([Sequence(PROMPT, SamplingPlan(3), refused.append)])
+    assert [error_code(each) for each in refused] == ["queue_full"]
+    assert "2 prompts are waiting and 2 may" in str(refused[0])
+    assert all(isinstance(outcome, list) for outcome in client.outcomes())
+
+
 def test_the_queue_is_served_by_priority_then_in_order(start: Callable[..., RollingEngine]) -> None:
     engine = start(max_rows=1)
     slow_down(engine, 0.01)

@@ -2,10 +2,12 @@
 """Where a checkpoint is looked for, which access token is used, and what an error of the Hub's client is called."""
 
 import ast
+import contextlib
 import errno
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -103,6 +105,25 @@ def test_standard_places_and_abbreviations(tmp_path: Path, environment: dict[str
 
 def test_a_relative_cache_dir_is_taken_from_the_model_folder(tmp_path: Path) -> None:
     assert build_hub(tmp_path, cache_dir="cache").caches()[0] == tmp_path / "folder" / "cache"
+
+
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        ({}, []),
+        ({"revision": "v1", "cache_dir": "cache"}, []),
+        ({"tokenizer_revision": "v1"}, ["tokenizer_revision"]),
+        ({"tokenizer_revision": "v1", "tokenizer": "a/b"}, []),
+        ({"revision": "v1", "cache_dir": "cache", "huggingface_model": "./x"}, ["revision", "cache_dir"]),
+        ({"cache_dir": "cache", "huggingface_model": "./x", "tokenizer": "a/b"}, []),
+    ],
+)
+def test_settings_of_the_hub_where_nothing_comes_from_there_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, str], idle: list[str]
+) -> None:
+    with contextlib.suppress(HfTritonError), caplog.at_level(logging.WARNING, "hf_triton"):
+        build_hub(tmp_path, {"HF_HUB_OFFLINE": "1"}, **settings).model_folder()
+    assert re.findall(r"the setting (\w+) does nothing", caplog.text) == idle
 
 
 @pytest.mark.parametrize("revision", ["main", "v1", COMMIT])
