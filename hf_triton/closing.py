@@ -3,8 +3,9 @@
 
 llguidance says which tokens may come next, and not how far the end is. So the end is searched for, byte by byte, with
 the bytes first that tend to close something (limited discrepancy search, Harvey and Ginsberg 1995): each time that the
-search passes over the first byte that would do, it pays one, and the cheapest way is followed first. What is found is
-short, not always the shortest. Knows no model and no requests.
+search passes over the first byte that would do, it pays one, and the cheapest way is followed first. Short texts of the
+grammar's regular expressions come before single bytes. What is found is short, not always the shortest. Knows no
+model and no requests.
 """
 
 from __future__ import annotations
@@ -112,8 +113,6 @@ class ClosingFinder:
 
     def candidates(self, place: _Place, words: list[bytes]) -> Iterator[_Tokens]:
         """What to try at a place of the search, in order; little where all was tried one place before."""
-        text = self._tokenizer.decode_bytes(list(place.tokens[-MAX_BEGUN:]))
-        spelled = [tuple(self._spell(word[_begun(text, word) :])) for word in words]
         bits = np.unpackbits(np.frombuffer(place.matcher.compute_bitmask(), np.uint8), bitorder="little")
         tried = [*self._filling(bits), place.tokens[-1]] if place.repeats else self._single
         allowed = [token_id for token_id in dict.fromkeys(tried) if bits[token_id]]
@@ -121,8 +120,16 @@ class ClosingFinder:
             allowed = [int(token_id) for token_id in np.flatnonzero(bits)[:MAX_FALLBACKS]]
         singles = [(token_id,) for token_id in allowed if self._can_write(token_id)]
         first = self._quote if place.is_text else []
-        found = [each for each in (*first, *filter(None, spelled), *singles) if bits[each[0]]]
+        tokens = dict.fromkeys([*first, *self._spelled(words, place), *singles])
+        found = [each for each in tokens if bits[each[0]]]
         return iter(found or [(token_id,) for token_id in self.forced(place.matcher)[:1]])
+
+    def _spelled(self, words: list[bytes], place: _Place) -> list[_Tokens]:
+        """What is left of each word, where the text ends with its beginning."""
+        if not words:
+            return []
+        text = self._tokenizer.decode_bytes(list(place.tokens[-MAX_BEGUN:]))
+        return [tokens for word in words if (tokens := tuple(self._spell(word[_begun(text, word) :])))]
 
     def _filling(self, bits: npt.NDArray[np.uint8]) -> Iterator[int]:
         """The longest token for a text that must be longer."""
