@@ -38,6 +38,8 @@ MAX_FALLBACKS: Final = 16
 """Tokens tried where no single printable character may come: a tokenizer may have none for those that may."""
 MAX_BEGUN: Final = 32
 """Tokens of a text that may be the beginning of a word."""
+MAX_TAILS: Final = 32
+"""Of a long ending, the longest and the shortest that are tried again: each takes as long as it has tokens."""
 MAX_PLACES: Final = 2048
 """Places that a search keeps, up to 0.2 MB each."""
 
@@ -49,6 +51,8 @@ class Effort:
     max_visits: int
     max_time_s: float
     """Of this thread's time on the processor."""
+    max_visits_for_less: int = 0
+    """To find something shorter than a word that would do."""
 
 
 class ClosingFinder:
@@ -70,8 +74,8 @@ class ClosingFinder:
             if self._can_write(token_id) and not tokenizer.is_special_token(token_id)
         }
         self._by_byte = {text[0]: token_id for token_id, text in reversed(spelled.items()) if len(text) == 1}
-        order = dict.fromkeys([*ORDER, *range(32, 127)])
-        self._single = [self._by_byte[byte] for byte in order if byte in self._by_byte and byte != ESCAPE]
+        order = dict.fromkeys([*ORDER, *range(32, 127), *b"\n\t"])
+        self._single = [(self._by_byte[byte],) for byte in order if byte in self._by_byte and byte != ESCAPE]
         self._quote = [(self._by_byte[byte],) for byte in (QUOTE,) if byte in self._by_byte]
         self._letters = [self._by_byte[byte] for byte in LETTERS if byte in self._by_byte]
         self._brackets = frozenset(self._by_byte[byte] for byte in BRACKETS if byte in self._by_byte)
@@ -90,38 +94,42 @@ class ClosingFinder:
             words: Texts that the grammar may ask for. They are tried at every place, also where the same may come next
                 behind all that was tried: `.*done` does not show that it waits for its `done`.
         """
+        start_s = time.thread_time()
         if matcher.is_accepting():
             return ()
-        if (rest := _ending_tail(matcher, known)) is not None:
+        if (rest := _ending_tail(matcher, known, start_s + effort.max_time_s)) is not None:
             return rest if len(rest) <= room else None
-        deadline_s = time.thread_time() + effort.max_time_s
+        deadline_s = start_s + effort.max_time_s
+        best: tuple[int, ...] | None = None
         texts = [word.encode(errors="ignore") for word in words]
-        for tokens in map(tuple, map(self._spell, texts)):
-            if len(tokens) <= room and _ends(matcher, tokens):
-                return tokens
+        for text in texts:
+            rest = _ending_tail(matcher, self._spell(text), deadline_s)
+            if rest is not None and len(rest) <= room:
+                best, room = rest, len(rest) - 1
         search = _Search(self, matcher, texts)
-        for _ in range(effort.max_visits):
+        for _ in range(effort.max_visits if best is None else effort.max_visits_for_less):
             if not search.heap or time.thread_time() > deadline_s:
-                return None
+                break
             place = search.visit(room)
             if place is None:
                 continue
-            rest = () if place.matcher.is_accepting() else _ending_tail(place.matcher, known)
+            rest = () if place.matcher.is_accepting() else _ending_tail(place.matcher, known, deadline_s)
             if rest is not None and len(place.tokens) + len(rest) <= room:
-                return self._shortened(matcher, place.tokens + rest)
-        return None
+                best = place.tokens + rest
+                break
+        return None if best is None else self._shortened(matcher, best)
 
     def candidates(self, place: _Place, words: list[bytes]) -> Iterator[_Tokens]:
         """What to try at a place of the search, in order; little where all was tried one place before."""
         bits = np.unpackbits(np.frombuffer(place.matcher.compute_bitmask(), np.uint8), bitorder="little")
-        tried = [*self._filling(bits), place.tokens[-1]] if place.repeats else self._single
-        allowed = [token_id for token_id in dict.fromkeys(tried) if bits[token_id]]
-        if not allowed:
-            allowed = [int(token_id) for token_id in np.flatnonzero(bits)[:MAX_FALLBACKS]]
-        singles = [(token_id,) for token_id in allowed if self._can_write(token_id)]
-        first = self._quote if place.is_text else []
-        tokens = dict.fromkeys([*first, *self._spelled(words, place), *singles])
-        found = [each for each in tokens if bits[each[0]]]
+        words_left = self._spelled(words, place)
+        if place.repeats:
+            tried = [*self._filling(bits), *words_left, place.tokens[-1:]]
+        else:
+            tried = [*(self._quote if place.is_text else ()), *words_left, *self._single]
+        found = [tokens for tokens in dict.fromkeys(tried) if bits[tokens[0]] and self._can_write(tokens[0])]
+        if not found:
+            found = [(int(token_id),) for token_id in np.flatnonzero(bits)[:MAX_FALLBACKS] if self._can_write(token_id)]
         return iter(found or [(token_id,) for token_id in self.forced(place.matcher)[:1]])
 
     def _spelled(self, words: list[bytes], place: _Place) -> list[_Tokens]:
@@ -131,9 +139,9 @@ class ClosingFinder:
         text = self._tokenizer.decode_bytes(list(place.tokens[-MAX_BEGUN:]))
         return [tokens for word in words if (tokens := tuple(self._spell(word[_begun(text, word) :])))]
 
-    def _filling(self, bits: npt.NDArray[np.uint8]) -> Iterator[int]:
+    def _filling(self, bits: npt.NDArray[np.uint8]) -> Iterator[_Tokens]:
         """The longest token for a text that must be longer."""
-        return islice((token_id for token_id in self._stretches if bits[token_id]), 1)
+        return islice(((token_id,) for token_id in self._stretches if bits[token_id]), 1)
 
     def forced(self, matcher: LLMatcher) -> list[int]:
         """Tokens for the text that must come next; byte by byte where the tokenizer's own cannot be written."""
@@ -242,9 +250,12 @@ class _Search:
             self.heap = heapq.nsmallest(MAX_PLACES // 2, self.heap)
 
 
-def _ending_tail(matcher: LLMatcher, known: Sequence[int]) -> tuple[int, ...] | None:
-    """The shortest tail of `known` that ends the text; None where none does."""
-    for start in reversed(range(len(known))):
+def _ending_tail(matcher: LLMatcher, known: Sequence[int], deadline_s: float) -> tuple[int, ...] | None:
+    """The shortest tail of `known` that ends the text; None where none does, of those that are tried of a long one."""
+    starts = range(len(known)) if len(known) <= 2 * MAX_TAILS else (*range(MAX_TAILS), *range(-MAX_TAILS, 0))
+    for start in reversed(starts):
+        if time.thread_time() > deadline_s:
+            return None
         tail = tuple(known[start:])
         if matcher.validate_tokens(list(tail)) == len(tail) and _ends(matcher, tail):
             return tail

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -45,7 +44,7 @@ LIMITS: Final = LLParserLimits(
     verbose_errors=False,  # they would show the whole grammar
 )
 JSON_SPACE: Final = r" ?|\n[ \t]{0,40}"  # endless white space would use up the tokens
-BEFORE: Final = Effort(max_visits=8_000, max_time_s=0.5)
+BEFORE: Final = Effort(max_visits=8_000, max_time_s=0.5, max_visits_for_less=1_000)
 """To find a first ending, outside the engine."""
 DURING: Final = Effort(max_visits=300, max_time_s=0.02)
 """To find one behind a token, while the engine waits."""
@@ -53,11 +52,25 @@ MAX_CLOSING: Final = 8192
 """Tokens of a first ending."""
 NUM_FINDERS_KEPT: Final = 4
 NUM_CLOSINGS_KEPT: Final = 64
-FORMATS: Final = {"email": "a@b.co"}
-"""Texts of those that nobody finds by trying."""
-LARK_WORDS: Final = re.compile(r'/((?:[^/\\\n]|\\.)+)/|"((?:[^"\\\n])+)"')
-"""The regular expressions and texts of a Lark grammar."""
+FORMATS: Final = {
+    "date": "2000-01-01",
+    "date-time": "2000-01-01T00:00:00Z",
+    "duration": "P1D",
+    "email": "a@b.co",
+    "ipv4": "1.1.1.1",
+    "ipv6": "::",
+    "time": "00:00:00Z",
+    "uri": "a:b",
+    "uuid": "00000000-0000-0000-0000-000000000000",
+}
+"""Short texts of JSON schema's formats."""
+LARK_TERMINALS: Final = re.compile(
+    r'(?://|\#)[^\n]*+ | (?P<text>"(?:[^"\\\n]|\\.)*+") | /(?P<regex>(?:[^/\\\n]|\\.)++)/', re.VERBOSE
+)
+"""Comments, texts and regular expressions of a Lark grammar."""
 MAX_WORDS: Final = 16
+MAX_LARK_WORD: Final = 256  # characters: of a grammar's own rules, each token may take as long as those before together
+MAX_PATTERNS: Final = 10_000  # characters that are read for them
 MAX_REASON: Final = 160  # characters of the library's words in a message
 
 _trial: Final = GrammarTrial()
@@ -117,9 +130,9 @@ class GrammarCompiler:
                 f"allows no text of max_new_tokens {plan.max_new_tokens} or less that could be found: "
                 f"ask for {len(closing)} or more",
             )
-        start = _State(matcher, closing)
+        start, words = _State(matcher, closing), _words(grammar)
         return replace(plan, eos_ids=end_ids), lambda: TextConstraint(
-            replace(start, matcher=matcher.deep_copy()), finder, end_ids, plan.max_new_tokens
+            replace(start, matcher=matcher.deep_copy()), finder, end_ids, plan.max_new_tokens, words
         )
 
     def _guide_of(self, grammar: Grammar) -> LLTokenizer:
@@ -157,13 +170,17 @@ class TextConstraint:
         finder: Finds its endings.
         end_ids: Its end-of-sequence tokens, at least one.
         room: Tokens that it may have.
+        words: Texts that the grammar may ask for.
     """
 
-    def __init__(self, start: _State, finder: ClosingFinder, end_ids: frozenset[int], room: int) -> None:
+    def __init__(
+        self, start: _State, finder: ClosingFinder, end_ids: frozenset[int], room: int, words: tuple[str, ...] = ()
+    ) -> None:
         self._state = start
         self._finder = finder
         self._end_ids = sorted(end_ids)
         self._room = room
+        self._words = words
         self._is_forced = False  # nothing is asked of the library any more: the ending comes, token by token
         self._mask: npt.NDArray[np.uint8] | None = None
         self._next: dict[int, _State | None] = {}  # behind tokens that were asked for, for the text as it is
@@ -214,7 +231,7 @@ class TextConstraint:
         if self._is_forced or matcher.is_error():
             return None
         start_s = time.thread_time()
-        found = self._finder.find(matcher, self._room - 1, DURING, closing)
+        found = self._finder.find(matcher, self._room - 1, DURING, closing, self._words)
         self._is_forced = time.thread_time() - start_s > DURING.max_time_s  # one token's search may hold up the others
         return None if found is None else _State(matcher, found)
 
@@ -289,30 +306,47 @@ def _source(grammar: Grammar) -> str:
     return LLMatcher.grammar_from_lark(grammar.text)
 
 
-def _words(grammar: Grammar) -> list[str]:
+@lru_cache(NUM_CLOSINGS_KEPT)
+def _words(grammar: Grammar) -> tuple[str, ...]:
     """Texts for the regular expressions of a grammar, as far as they can be told; the library does not show them."""
-    if grammar.kind == "json_schema":
-        texts: Iterator[str | None] = _words_of_schema(json.loads(grammar.text))
+    room, words = MAX_PATTERNS, dict[str, None]()
+    for text, is_pattern in _expressions(grammar):
+        room -= len(text)
+        if room < 0 or len(words) == MAX_WORDS:
+            break
+        word = sample(text) if is_pattern else text
+        if word and (grammar.kind != "lark" or len(word) <= MAX_LARK_WORD):
+            words[json.dumps(word, ensure_ascii=False)[1:-1] if grammar.kind == "json_schema" else word] = None
+    return tuple(words)
+
+
+def _expressions(grammar: Grammar) -> Iterator[tuple[str, bool]]:
+    """The regular expressions of a grammar and the texts that it asks for; whether each is an expression."""
+    if grammar.kind == "regex":
+        yield grammar.text, True
+    elif grammar.kind == "json_schema":
+        yield from _expressions_of_schema(json.loads(grammar.text))
     elif grammar.kind == "lark":
-        texts = (
-            sample(each[1].replace("\\/", "/")) if each[1] else each[2] for each in LARK_WORDS.finditer(grammar.text)
-        )
-    else:
-        texts = iter([sample(grammar.text)] if grammar.kind == "regex" else [])
-    return list(islice(dict.fromkeys(text for text in texts if text), MAX_WORDS))
+        for each in LARK_TERMINALS.finditer(grammar.text):
+            if each["regex"]:
+                yield each["regex"].replace("\\/", "/"), True
+            elif each["text"]:
+                with contextlib.suppress(ValueError):
+                    yield json.loads(each["text"]), False
 
 
-def _words_of_schema(schema: Any) -> Iterator[str]:
+def _expressions_of_schema(schema: Any) -> Iterator[tuple[str, bool]]:
     waiting = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict):
-            patterns = [part.get("pattern"), *(part.get("patternProperties") or ())]
-            texts = [
-                FORMATS.get(str(part.get("format"))),
-                *(sample(each) for each in patterns if isinstance(each, str)),
-            ]
-            yield from (json.dumps(text, ensure_ascii=False)[1:-1] for text in texts if text)
+            pattern, form, named = part.get("pattern"), part.get("format"), part.get("patternProperties")
+            if isinstance(pattern, str):
+                yield pattern, True
+            if isinstance(form, str) and form in FORMATS:
+                yield FORMATS[form], False
+            if isinstance(named, dict):
+                yield from ((each, True) for each in named)
             waiting += part.values()
         elif isinstance(part, list):
             waiting += part

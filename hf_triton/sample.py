@@ -31,6 +31,8 @@ REPEATS: Final = (kinds.MAX_REPEAT, kinds.MIN_REPEAT, kinds.POSSESSIVE_REPEAT)
 NOTHING: Final = (kinds.AT, kinds.ASSERT, kinds.ASSERT_NOT)
 """What takes no letter."""
 
+warnings.filterwarnings("ignore", "Possible (nested set|set )", FutureWarning)  # of Python's, once for all threads
+
 
 def sample(pattern: str) -> str | None:
     """A short text for a regular expression, often the shortest; None where it is too large, or not one of Python's."""
@@ -38,8 +40,7 @@ def sample(pattern: str) -> str | None:
         return None
     classes = re.sub(r"\\p\{(N?)\w*\}", lambda found: r"\d" if found[1] else r"\w", pattern)
     try:
-        with warnings.catch_warnings(action="ignore"):
-            return _of_all(parser.parse(classes))
+        return _of_all(parser.parse(classes))
     except (re.error, ValueError, OverflowError, RecursionError):
         return None
 

@@ -226,6 +226,43 @@ def test_the_shortest_text_of_a_regex_is_known(pattern: str, length: int) -> Non
     assert least_of(KIND, regex(pattern)) <= length
 
 
+EMAIL = {"type": "string", "format": "email"}
+LINES = Grammar("lark", 'start: item+\nitem: "- " /[^\\n]+/ "\\n"', "guided_grammar")
+FREE: list[tuple[Grammar, str]] = [
+    (regex(r"(.+\n)+"), "one\ntwo\nthree\n"),
+    (regex(r"none|(- .+\n)+"), "- a\n- bc\n"),
+    (regex(r".*(yes|no)\.?"), "maybe no, surely yes."),
+    (regex("```python\n[\\s\\S]*?\n```"), "```python\nx = 1\ny = 2\n```"),
+    (regex(r"<(a|b)>.*</(a|b)>"), "<a>x</i>y</b>"),
+    (regex(r".*\[\d+\]\."), "see [3] and [12]."),
+    (regex(r"https?://[\w.-]+\.[a-z]{2,}"), "https://www.example.com"),
+    (regex(r"SELECT .+ FROM \w+( WHERE .+)?;"), "SELECT a FROM t WHERE x > 1;"),
+    (json_schema({"type": "array", "items": EMAIL}), '["me@x.org","you@y.com"]'),
+    (json_schema({"type": "array", "items": {"type": "string", "pattern": "ing$"}}), '["going","sing"]'),
+    (json_schema({"properties": {"n": {"type": "integer"}, "e": EMAIL}, "required": ["n"]}), '{"n":1,"e":"me@x.org"}'),
+    (json_schema({"anyOf": [EMAIL, {"type": "string", "pattern": "^\\+[0-9]{7,}$"}]}), '"nn@x.org"'),
+    (LINES, "- one\n- two\n"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "text"), FREE, ids=[grammar.text for grammar, _ in FREE])
+def test_what_a_model_would_write_is_not_ended_before(grammar: Grammar, text: str) -> None:
+    constraint = constraint_of(KIND, grammar, len(text) + 60)
+    for token_id in tokenizer_of(KIND).encode(text, add_special_tokens=False):
+        assert constraint.settle(token_id) == token_id
+        constraint.accept(token_id)
+
+
+def test_a_property_may_have_the_name_of_a_keyword() -> None:
+    names = {"pattern": {"type": "integer"}, "patternProperties": True, "format": {"type": "string"}}
+    schema = {"type": "object", "properties": names, "examples": [{"pattern": 1}]}
+    check_texts(KIND, json_schema(schema), lambda text: isinstance(json.loads(text), dict))
+
+
+def test_the_least_length_is_filled_with_long_tokens() -> None:
+    assert least_of(KIND, regex(".{300,}")) < 150
+
+
 @pytest.mark.parametrize("text", [r"start: /[a-z]+q\/x/", 'start: /(.|\\n)*/ "END"'])
 def test_what_a_lark_grammar_waits_for_is_found(text: str) -> None:
     assert least_of(KIND, Grammar("lark", text, "guided_grammar")) <= 4
@@ -384,6 +421,9 @@ HOSTILE = [
     json_schema({"enum": [f"value {number}" for number in range(3000)]}),
     json_schema({"allOf": [{"anyOf": [{"required": [f"a{i}{j}"]} for j in range(6)]} for i in range(6)]}),
     Grammar("lark", 'start: e\ne: e e | "a" | ', "guided_grammar"),
+    Grammar("lark", 'start: "a"\n# ' + "\\/" * 30_000 + "\n", "guided_grammar"),
+    Grammar("lark", 'start: s "z!"\ns: e s | e\ne: "a" | "b"\nA: /a{4000}/\nB: /a{4001}/\n', "guided_grammar"),
+    json_schema({"type": "string", "examples": [{"pattern": "[" + "一丁" * 4_000 + "]"}] * 6}),
 ]
 
 
