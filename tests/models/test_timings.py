@@ -64,6 +64,9 @@ class Request(BareRequest):
     def parameters(self) -> str:
         return json.dumps(self._parameters)
 
+    def requested_output_names(self) -> set[str]:
+        return {"text_output"}
+
     def wait(self) -> Response:
         """The last response."""
         deadline_s = time.monotonic() + 30

@@ -109,7 +109,10 @@ def test_a_folder_can_have_a_form_and_a_request_another(server: TritonServer) ->
         ({"guided_json": '{"type": "strin"}'}, "strin"),
         ({"guided_json": '{"not": {"type": "integer"}}'}, "not"),
         ({"guided_json": "{" * 5000}, "JSON object"),
-        ({"guided_json": json.dumps(SCHEMA), "max_tokens": 3}, "max_new_tokens is 3, and "),
+        (
+            {"guided_json": json.dumps(SCHEMA), "max_tokens": 3},
+            "of max_new_tokens 3 or less that could be found: ask for ",
+        ),
         ({"guided_regex": "a("}, "unclosed group"),
         ({"guided_regex": "(a{1000}){1000}"}, "guided_regex"),
         ({"guided_regex": "a", "guided_choice": "a"}, "leave one of them out"),
