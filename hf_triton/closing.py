@@ -43,6 +43,8 @@ MAX_TAILS: Final = 32
 MAX_PLACES: Final = 2048
 """Places that a search keeps, up to 0.2 MB each."""
 
+_Tokens = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -83,7 +85,7 @@ class ClosingFinder:
 
     def find(
         self, matcher: LLMatcher, room: int, effort: Effort, known: Sequence[int] = (), words: Sequence[str] = ()
-    ) -> tuple[int, ...] | None:
+    ) -> _Tokens | None:
         """Tokens behind which the grammar may end, at most `room` of them; None where none were found.
 
         Args:
@@ -94,13 +96,12 @@ class ClosingFinder:
             words: Texts that the grammar may ask for. They are tried at every place, also where the same may come next
                 behind all that was tried: `.*done` does not show that it waits for its `done`.
         """
-        start_s = time.thread_time()
+        deadline_s = time.thread_time() + effort.max_time_s
         if matcher.is_accepting():
             return ()
-        if (rest := _ending_tail(matcher, known, start_s + effort.max_time_s)) is not None:
+        if (rest := _ending_tail(matcher, known, deadline_s)) is not None:
             return rest if len(rest) <= room else None
-        deadline_s = start_s + effort.max_time_s
-        best: tuple[int, ...] | None = None
+        best: _Tokens | None = None
         texts = [word.encode(errors="ignore") for word in words]
         for text in texts:
             rest = _ending_tail(matcher, self._spell(text), deadline_s)
@@ -127,7 +128,7 @@ class ClosingFinder:
             tried = [*self._filling(bits), *words_left, place.tokens[-1:]]
         else:
             tried = [*(self._quote if place.is_text else ()), *words_left, *self._single]
-        found = [tokens for tokens in dict.fromkeys(tried) if bits[tokens[0]] and self._can_write(tokens[0])]
+        found = [tokens for tokens in dict.fromkeys(tried) if bits[tokens[0]]]
         if not found:
             found = [(int(token_id),) for token_id in np.flatnonzero(bits)[:MAX_FALLBACKS] if self._can_write(token_id)]
         return iter(found or [(token_id,) for token_id in self.forced(place.matcher)[:1]])
@@ -154,7 +155,7 @@ class ClosingFinder:
             return tokens
         return [self._by_byte[byte] for byte in text] if self._by_byte.keys() >= set(text) else []
 
-    def place(self, matcher: LLMatcher, tokens: tuple[int, ...]) -> _Place:
+    def place(self, matcher: LLMatcher, tokens: _Tokens) -> _Place:
         """Where the search has come to with these tokens."""
         mask = matcher.compute_bitmask()
         is_text = any(mask[letter // 8] >> letter % 8 & 1 for letter in self._letters)
@@ -168,14 +169,11 @@ class ClosingFinder:
         """Whether the model has this token, and it does not end the text."""
         return token_id < self._vocabulary_size and token_id not in self._end_ids
 
-    def _shortened(self, matcher: LLMatcher, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    def _shortened(self, matcher: LLMatcher, tokens: _Tokens) -> _Tokens:
         """The same text as the tokenizer would spell it, where that is shorter."""
         spelled = tuple(self._tokenizer.tokenize_bytes(self._tokenizer.decode_bytes(list(tokens))))
         is_better = len(spelled) < len(tokens) and all(map(self._can_write, spelled)) and _ends(matcher, spelled)
         return spelled if is_better else tokens
-
-
-_Tokens = tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -183,7 +181,7 @@ class _Place:
     """A text that the search has come to."""
 
     matcher: LLMatcher
-    tokens: tuple[int, ...] = ()
+    tokens: _Tokens = ()
     repeats: bool = False
     """Whether its last token changed nothing: the grammar wants more of the kind."""
     state: int = 0
@@ -250,7 +248,7 @@ class _Search:
             self.heap = heapq.nsmallest(MAX_PLACES // 2, self.heap)
 
 
-def _ending_tail(matcher: LLMatcher, known: Sequence[int], deadline_s: float) -> tuple[int, ...] | None:
+def _ending_tail(matcher: LLMatcher, known: Sequence[int], deadline_s: float) -> _Tokens | None:
     """The shortest tail of `known` that ends the text; None where none does, of those that are tried of a long one."""
     starts = range(len(known)) if len(known) <= 2 * MAX_TAILS else (*range(MAX_TAILS), *range(-MAX_TAILS, 0))
     for start in reversed(starts):
@@ -267,7 +265,7 @@ def _begun(text: bytes, word: bytes) -> int:
     return next((size for size in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:size])), 0)
 
 
-def _ends(matcher: LLMatcher, tokens: tuple[int, ...]) -> bool:
+def _ends(matcher: LLMatcher, tokens: _Tokens) -> bool:
     ended = matcher.deep_copy()
     return ended.consume_tokens(list(tokens)) and ended.is_accepting()
 

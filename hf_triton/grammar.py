@@ -174,7 +174,7 @@ class TextConstraint:
     """
 
     def __init__(
-        self, start: _State, finder: ClosingFinder, end_ids: frozenset[int], room: int, words: tuple[str, ...] = ()
+        self, start: _State, finder: ClosingFinder, end_ids: frozenset[int], room: int, words: tuple[str, ...]
     ) -> None:
         self._state = start
         self._finder = finder

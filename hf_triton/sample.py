@@ -15,7 +15,6 @@ from re import _constants as kinds  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any, Final
 
-MAX_PATTERN: Final = 10_000  # characters: a millisecond for each hundred
 MAX_TEXT: Final = 4_096  # characters
 LETTERS: Final = string.ascii_lowercase + string.digits + string.ascii_uppercase + string.punctuation + " \n\t"
 """What to take where there is a choice, the first that will do."""
@@ -35,9 +34,10 @@ warnings.filterwarnings("ignore", "Possible (nested set|set )", FutureWarning)  
 
 
 def sample(pattern: str) -> str | None:
-    """A short text for a regular expression, often the shortest; None where it is too large, or not one of Python's."""
-    if len(pattern) > MAX_PATTERN:
-        return None
+    """A short text for a regular expression, often the shortest; None where it is too long, or that is not Python's.
+
+    Takes up to 0.2 s for 10,000 characters.
+    """
     classes = re.sub(r"\\p\{(N?)\w*\}", lambda found: r"\d" if found[1] else r"\w", pattern)
     try:
         return _of_all(parser.parse(classes))

@@ -433,14 +433,22 @@ def test_what_only_generate_does_is_done_by_generate(settings: dict[str, object]
     assert not isinstance(engine, RollingEngine)
 
 
+MOSHI = BASE | HEADS | {"ffn_dim": 64, "audio_vocab_size": 300}
+
+
 @pytest.mark.parametrize(
     ("name", "context_length", "is_rolling"),
     [
         (("Gemma3TextConfig", BASE | HEADS | WINDOWS | {"use_bidirectional_attention": True}), 256, False),
         (("Llama4TextConfig", LLAMA4 | {"floor_scale": 32}), 256, False),
         (("Llama4TextConfig", LLAMA4 | {"floor_scale": 32}), 31, True),
+        (("MoshiConfig", MOSHI | {"sliding_window": 32}), 33, False),
+        (("MoshiConfig", MOSHI | {"sliding_window": 32}), 32, True),
     ],
-    ids=["bidirectional", "llama4 beyond its floor_scale", "llama4 below it"],
+    ids=[
+        *("bidirectional", "llama4 beyond its floor_scale", "llama4 below it"),
+        *("moshi beyond its window", "moshi within it"),
+    ],
 )
 def test_rows_that_would_feel_each_other_are_not_rolled(name: Any, context_length: int, is_rolling: bool) -> None:
     engine = start_engine(build(*name), max_rows=4, context_length=context_length)
