@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import platform
 import random
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
@@ -101,15 +101,12 @@ def random_prompt(source: random.Random, length: int) -> list[int]:
 @contextmanager
 def pieces_of(num_tokens: int) -> Iterator[None]:
     """Have the engine read so many tokens at a time, whoever waits."""
-    names = ("PIECE_TOKENS", "COMPANY_PIECE_TOKENS", "COLUMNS_OF_A_PIECE")
-    before = {name: getattr(prefill, name) for name in names}
-    for name, value in zip(names, (num_tokens, num_tokens, sys.maxsize), strict=True):
-        setattr(prefill, name, value)
+    before = prefill.PIECES["cpu"]
+    prefill.PIECES["cpu"] = replace(before, alone=num_tokens, in_company=num_tokens, columns=math.inf)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(prefill, name, value)
+        prefill.PIECES["cpu"] = before
 
 
 def measure(model: transformers.PreTrainedModel, pieces: str) -> Figures:

@@ -64,7 +64,7 @@ class Placement:
                 f"Triton places this model on GPU {self.device_id}, and PyTorch {torch.__version__} sees "
                 f"{torch.cuda.device_count()} GPUs: install a CUDA build, or set instance_group to KIND_CPU",
             )
-        return {"": self.device_id}
+        return {"": f"cuda:{self.device_id}"}
 
     def make_current(self) -> None:
         """Have this thread's kernels run on its GPU; torch chooses by its tensors, and what others write may not."""

@@ -30,7 +30,7 @@ def load_reference(folder: Path) -> Reference:
 
 def solo_ids(model: Any, prompt_ids: list[int], max_new_tokens: int, **arguments: Any) -> list[int]:
     """New token ids of one prompt alone, greedy unless told otherwise, up to the end-of-sequence token."""
-    input_ids = torch.tensor([prompt_ids])
+    input_ids = torch.tensor([prompt_ids], device=model.device)
     settings = {"do_sample": False, "num_beams": 1, "pad_token_id": 2, "return_dict_in_generate": False} | arguments
     with torch.inference_mode():
         output = model.generate(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,13 +17,38 @@ from hf_triton.engine.sampling import token_logprobs
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.padding import pad
 
-PIECE_TOKENS: Final = 512
-"""Padded tokens of one piece; less while rows run, which wait for it between two of their steps."""
-COMPANY_PIECE_TOKENS: Final = 256
-READ_TOKENS: Final = {"cpu": 16}
-"""Tokens that a device computes in about the time in which it reads the weights; `PIECE_TOKENS` on all others."""
-COLUMNS_OF_A_PIECE: Final = 2048
-"""Attention to so many columns more takes about as long as all the rest of a piece: it is divided accordingly."""
+
+@dataclass(frozen=True)
+class Pieces:
+    """How many tokens to read at a time on one kind of device, padding counted."""
+
+    alone: int
+    in_company: int
+    """While rows run, which wait for a piece between two of their steps."""
+    per_weights: int
+    """Computed in about the time in which a forward's weights are read and its operations begun."""
+    columns: float = math.inf
+    """Attention to so many columns more takes about as long as all the rest of a piece: it is divided accordingly."""
+
+    def size(self, *, has_company: bool, num_columns: int = 0) -> int:
+        """Tokens of the next piece.
+
+        Args:
+            has_company: Whether rows are running.
+            num_columns: That have been read, to which the piece's tokens attend.
+        """
+        return int(min(self.alone, self.in_company // (1 + num_columns // self.columns))) if has_company else self.alone
+
+
+PIECES: Final = {
+    "cpu": Pieces(512, 256, per_weights=16, columns=2048),
+    "cuda": Pieces(1024, 512, per_weights=512),  # in company: Sarathi-Serve (Agrawal 2024), where gaps are to be short
+}
+
+
+def pieces_on(device: torch.device) -> Pieces:
+    """Those of a device."""
+    return PIECES.get(device.type, PIECES["cuda"])
 
 
 @dataclass(frozen=True)
@@ -56,19 +82,8 @@ def num_padded(readings: list[Reading]) -> int:
 def are_worth_one_batch(readings: list[Reading], device: torch.device) -> bool:
     """Whether to read contexts together: they fit one piece, and their padding costs less than a read for each."""
     num_new = sum(reading.length - reading.num_shared for reading in readings)
-    spared = READ_TOKENS.get(device.type, PIECE_TOKENS) * (len(readings) - 1)
-    return num_padded(readings) <= min(PIECE_TOKENS, num_new + spared)
-
-
-def piece_tokens(*, has_company: bool, num_columns: int = 0) -> int:
-    """Padded tokens to read at a time.
-
-    Args:
-        has_company: Whether rows are running, which a long piece would hold up.
-        num_columns: That have been read, to which the piece's tokens attend.
-    """
-    in_company = min(PIECE_TOKENS, COMPANY_PIECE_TOKENS // (1 + num_columns // COLUMNS_OF_A_PIECE))
-    return in_company if has_company else PIECE_TOKENS
+    pieces = pieces_on(device)
+    return num_padded(readings) <= min(pieces.alone, num_new + pieces.per_weights * (len(readings) - 1))
 
 
 def _num_known_columns(readings: list[Reading], longest: int) -> int:
@@ -113,7 +128,7 @@ class Prefill:
             has_company: Whether rows are running, which a long piece would hold up.
         """
         input_ids = self._begin() if self._input_ids is None else self._input_ids
-        piece = piece_tokens(has_company=has_company, num_columns=self._num_read)
+        piece = pieces_on(self._device).size(has_company=has_company, num_columns=self._num_read)
         start, end = self._num_read, min(self.longest, self._num_read + max(1, piece // len(self.readings)))
         is_scored = any(reading.num_top_logprobs is not None for reading in self.readings)
         num_logits = end - start if is_scored else 1

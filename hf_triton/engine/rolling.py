@@ -22,14 +22,7 @@ import torch
 
 from hf_triton.engine.gathering import Gathering
 from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
-from hf_triton.engine.prefill import (
-    PIECE_TOKENS,
-    Prefill,
-    Reading,
-    are_worth_one_batch,
-    num_padded,
-    piece_tokens,
-)
+from hf_triton.engine.prefill import Prefill, Reading, are_worth_one_batch, num_padded, pieces_on
 from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
 from hf_triton.engine.row import Job, Row, Step
 from hf_triton.engine.sampling import Picks, pick_tokens
@@ -191,7 +184,8 @@ class RollingEngine(EngineThread):
             self._read_piece(self._prefill, has_company=bool(self._rows))
             return
         has_company = bool(self._rows)
-        piece, num_read, gathers = piece_tokens(has_company=has_company), 0, not has_company
+        piece = pieces_on(self._device).size(has_company=has_company)
+        num_read, gathers = 0, not has_company
         while self._prefill is None and (readings := self._next_readings()):
             num_new = num_padded(readings)
             if num_read and num_read + num_new > piece:
@@ -216,7 +210,9 @@ class RollingEngine(EngineThread):
 
     def _gathers(self) -> bool:
         """Whether reading waits for prompts that are on their way, while rows run."""
-        if self._prefill or not self._ready or sum(rows[0].num_tokens for rows in self._ready) >= PIECE_TOKENS:
+        if self._prefill or not self._ready:
+            return False
+        if sum(rows[0].num_tokens for rows in self._ready) >= pieces_on(self._device).alone:
             return False
         return self._gathering.wait_s(len(self._ready), [row.num_left for row in self._rows]) > 0
 

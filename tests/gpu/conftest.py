@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of these tests need a CUDA device."""
+"""These tests run on CUDA devices; where there is none, on two simulated ones."""
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-import torch
 
-FOLDER = Path(__file__).parent
+from tests.simulated_gpu import HAS_GPU, simulated_gpus
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, and say why."""
-    if torch.cuda.is_available():
+@pytest.fixture(autouse=True)
+def _gpus() -> Iterator[None]:
+    if HAS_GPU:
+        yield
         return
-    for item in items:
-        if FOLDER in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+    with simulated_gpus(2):
+        yield

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from hf_triton.choose_engine import build_engine
 from hf_triton.engine import prefill, thread
 from hf_triton.engine.interface import Completion, Outcome, Sequence
+from hf_triton.engine.prefill import Pieces
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.errors import CancelledError, CheckpointError, GenerationError, HfTritonError, UnavailableError
 from hf_triton.generation import SamplingPlan
@@ -146,7 +147,7 @@ def test_a_seed_gives_the_same_texts_alone_and_in_company(
 def test_long_prompts_are_read_in_pieces_and_running_texts_go_on(
     load: Callable[[str], Any], start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill, "PIECE_TOKENS", 16)
+    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(16, 16, per_weights=16))
     model = load("llama")
     client = Client(start(model))
     items = [(prompt, SamplingPlan(20)) for prompt in prompts(20, seed=3, longest=100)]

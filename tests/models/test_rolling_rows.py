@@ -16,7 +16,7 @@ import torch
 
 from hf_triton.engine import gathering, prefill, rolling
 from hf_triton.engine.interface import Completion, Observer, Outcome, Sequence
-from hf_triton.engine.prefill import Reading, are_worth_one_batch
+from hf_triton.engine.prefill import Pieces, Reading, are_worth_one_batch, pieces_on
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.engine.sampling import Picks
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
@@ -269,7 +269,7 @@ def test_best_of_gives_the_likeliest_texts(start: Callable[..., RollingEngine]) 
 def test_log_probabilities_are_those_of_the_models_own_logits(
     piece: int, model: Any, start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill, "PIECE_TOKENS", piece)
+    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(piece, 256, per_weights=16))
     client = Client(start())
     plan = SamplingPlan(9, logprobs=3, prompt_logprobs=2, repetition_penalty=1.4)
     items = prompts(12, seed=21, longest=50)
@@ -613,7 +613,7 @@ def test_prompts_of_unlike_lengths_are_read_one_after_the_other(
 def test_running_rows_wait_for_one_piece_at_most(
     start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill, "COMPANY_PIECE_TOKENS", 70)
+    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(512, 70, per_weights=16))
     engine = start()
     forwards, company = Forwards(engine), list[threading.Semaphore]()
 
@@ -629,6 +629,15 @@ def test_running_rows_wait_for_one_piece_at_most(
     assert seen[:5] == [(1, 40), (1, 20), (1, 2), "steps", (1, 60)]
 
 
+def test_a_piece_in_company_is_smaller_the_more_a_cpu_has_read() -> None:
+    cpu, cuda = pieces_on(torch.device("cpu")), pieces_on(torch.device("cuda", 1))
+    assert [cpu.size(has_company=True, num_columns=columns) for columns in (0, 2047, 2048, 8192)] == [256, 256, 128, 51]
+    assert cpu.size(has_company=False, num_columns=8192) == 512
+    assert cuda.size(has_company=True, num_columns=8192) == 512
+    assert cuda.size(has_company=False) == 1024
+    assert pieces_on(torch.device("xpu")) == cuda
+
+
 def test_what_is_worth_one_batch() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     readings = [Reading([], [0] * 100), Reading([], [0] * 84)]
@@ -637,7 +646,7 @@ def test_what_is_worth_one_batch() -> None:
     assert not are_worth_one_batch(readings, cpu)
     assert are_worth_one_batch(readings, cuda)
     assert are_worth_one_batch([replace(readings[0], num_shared=17), readings[1]], cpu)  # which leaves no padding
-    assert not are_worth_one_batch([Reading([], [0] * 257)] * 2, cuda)
+    assert not are_worth_one_batch([Reading([], [0] * 513)] * 2, cuda)
 
 
 # --- one step ahead --------------------------------------------------------------------------------------------------
