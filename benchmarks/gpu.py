@@ -151,6 +151,9 @@ class Steps:
         self._last_s = now if len(newest) == self.full else None
         return self._decoder.step(memory, newest)
 
+    def release(self) -> None:
+        self._decoder.release()
+
 
 def run_engine(engine: RollingEngine, prompts: list[list[int]], num_new: int) -> None:
     done = threading.Semaphore(0)

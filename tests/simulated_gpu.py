@@ -225,13 +225,13 @@ class Operations(TorchDispatchMode):
         if place.type == "cuda":
             if non_blocking and self._device.is_pinned(source) and not self._device.capture:
                 self._device.from_host(source)
-            else:
+            elif source.numel():
                 self._device.wait(func)
             return self._run(func, args, kwargs, place)
         found: torch.Tensor = func(*_numbers(args), **_numbers(kwargs) | ({} if is_method else {"pin_memory": False}))
         if non_blocking and (not is_method or self._device.is_pinned(found)):
             self._device.to_host(self._device.pin(found), found)
-        else:
+        elif found.numel():
             self._device.wait(func)
         return found
 

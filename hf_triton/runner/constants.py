@@ -15,16 +15,16 @@ from torch.overrides import TorchFunctionMode
 
 
 class IndexConstants(TorchFunctionMode):
-    """While it is entered, a list of numbers among a tensor's indices is a tensor on the device, the same at each call.
+    """While it is entered, a list of numbers among a CUDA tensor's indices is a tensor there, the same at each call."""
 
-    Args:
-        device: The model's.
-    """
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._device = device
-        self._constants: dict[tuple[int, ...], torch.Tensor] = {}
+        self._constants: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether there has been a list; entering it costs each call of torch a microsecond."""
+        return bool(self._constants)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,14 +33,15 @@ class IndexConstants(TorchFunctionMode):
         if func is torch.Tensor.__getitem__:
             tensor, index = args
             parts = index if isinstance(index, tuple) else (index,)
-            if tensor.device == self._device and any(map(_is_constant, parts)):
-                args = tensor, tuple(self._on_device(part) if _is_constant(part) else part for part in parts)
+            if tensor.is_cuda and any(map(_is_constant, parts)):
+                device = tensor.device
+                args = tensor, tuple(self._on_device(part, device) if _is_constant(part) else part for part in parts)
         return func(*args, **(kwargs or {}))
 
-    def _on_device(self, numbers: list[int]) -> torch.Tensor:
-        key = tuple(numbers)
+    def _on_device(self, numbers: list[int], device: torch.device) -> torch.Tensor:
+        key = device, tuple(numbers)
         if key not in self._constants:
-            self._constants[key] = torch.tensor(numbers, device=self._device)
+            self._constants[key] = torch.tensor(numbers, device=device)
         return self._constants[key]
 
 

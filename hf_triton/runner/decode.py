@@ -18,7 +18,6 @@ from typing import Final, Literal
 import torch
 
 from hf_triton.runner.cache import COLUMN_STEP, KeyValueRows
-from hf_triton.runner.constants import IndexConstants
 from hf_triton.runner.faults import is_memory, kind
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.rounding import agree
@@ -63,7 +62,6 @@ class Decoder:
         self.is_static = self._captures or mode == "static"
         """Whether steps have static shapes. Buffers that are kept, even while no row is in use, keep their graphs."""
         self._stream = torch.cuda.Stream(forward.device) if self._captures else None  # type: ignore[no-untyped-call]
-        self._constants = IndexConstants(forward.device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None]  # by rows and columns; None: cannot be had
         self._input_ids: torch.Tensor  # [rows, 1], what graphs read
         self._logits: torch.Tensor  # [rows, vocabulary], what they write; empty before the first
@@ -124,7 +122,7 @@ class Decoder:
         return self._logits[: memory.num_rows]
 
     def _run_bucket(self, memory: KeyValueRows, bucket: tuple[int, int]) -> torch.Tensor:
-        with memory.padded_to(*bucket), self._constants:
+        with memory.padded_to(*bucket):
             return self._run(memory, self._input_ids[: bucket[0]])
 
     def _try_capture(self, memory: KeyValueRows, bucket: tuple[int, int]) -> torch.cuda.CUDAGraph | None:

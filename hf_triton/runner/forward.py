@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_triton.runner.attention import FastAttention
+from hf_triton.runner.constants import IndexConstants
 from hf_triton.runner.padding import pad
 
 
@@ -25,6 +27,7 @@ class Forward:
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._attention = FastAttention()
         self.device: torch.device = model.get_input_embeddings().weight.device
+        self._constants = IndexConstants() if self.device.type == "cuda" else None
         if self.device.type == "cuda":
             # torch 2.11 and later take cuDNN first, which makes a plan for each shape: columns grow at every step.
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -66,8 +69,10 @@ class Forward:
             arguments["position_ids"] = position_ids
         if "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = num_logits
-        with self._attention:
+        with self._attention, self._constants or nullcontext():
             logits: torch.Tensor = self._model(input_ids=input_ids, **arguments).logits
+        if self._constants and not self._constants.is_of_use:
+            self._constants = None  # nor will it be
         return logits[:, -num_logits:]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from hf_triton.runner import cache, decode
@@ -21,7 +20,6 @@ from tests.running_texts import Texts, prompts, schedule
 
 NOT_ROLLING = ("t5", "bart", "mamba", "rwkv")
 NOT_STATIC = ("gpt-neo",)  # its local layers take the newest column to be the last one
-ASKING = ("mpt",)  # compares the number of columns before the new one with others, in Python
 ALL = [*ROLLING, *(name for name in ARCHITECTURES if name not in NOT_ROLLING)]
 
 
@@ -62,44 +60,6 @@ def test_static_logits_are_the_eager_ones_and_their_tokens_those_of_generate(nam
     assert static.tokens == eager.tokens
     for number, tokens in static.tokens.items():
         assert tokens == solo_ids(model, contexts[number], len(tokens), pad_token_id=0)
-
-
-class Asked(TorchDispatchMode):
-    """Notes what would make the host and a CUDA device wait for each other, which a graph being captured must not."""
-
-    OPERATIONS = (
-        *(torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default),
-        *(torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default),  # the shape depends on the values
-        torch.ops.aten.lift_fresh.default,  # numbers of the host become a tensor
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        indices = args[1] if func is torch.ops.aten.index.Tensor else ()
-        if func in self.OPERATIONS or any(index is not None and index.dtype == torch.bool for index in indices):
-            self.operations.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", [name for name in ALL if name not in NOT_STATIC])
-@torch.inference_mode()
-def test_a_step_of_static_shapes_asks_the_host_for_nothing(name: str, tmp_path: Path) -> None:
-    model, asked = load(name, tmp_path), Asked()
-    texts, forward = Texts(model, "static"), model.forward
-    for number, context in enumerate(prompts(3)):
-        texts.join(number, context)
-    texts.step()  # what is made once may be made here, before a graph is captured
-
-    def watched(**arguments: Any) -> Any:
-        with asked:
-            return forward(**arguments)
-
-    model.forward = watched
-    texts.step()
-    assert bool(asked.operations) is (name in ASKING), asked.operations
 
 
 def test_a_window_that_is_counted_from_the_end_of_a_bucket_is_noticed_however_long_it_is() -> None:
