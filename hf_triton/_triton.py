@@ -125,7 +125,8 @@ class Call:
     def refuse(self, error: HfTritonError) -> None:
         """Send an error as the one answer."""
         code: int = getattr(pb_utils.TritonError, error.triton_code)
-        self._send(pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), code)), error.code)
+        message = str(error).encode(errors="replace").decode()  # a folder's own words may be no UTF-8
+        self._send(pb_utils.InferenceResponse([], error=pb_utils.TritonError(message, code)), error.code)
 
     def _send(self, response: pb_utils.InferenceResponse, outcome: str) -> None:
         with self._lock:

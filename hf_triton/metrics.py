@@ -24,7 +24,7 @@ from hf_triton.engine.interface import (
     Sequence,
     SequenceObserver,
 )
-from hf_triton.errors import where
+from hf_triton.errors import CODES, where
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Metric:
 REQUESTS: Final = Metric(
     "hf_triton_requests_total",
     "counter",
-    "Requests that were answered, by outcome: `ok`, or the code of the error.",
+    "Requests that were answered, by outcome: `ok`, or the code of the error (`hook_failed` for a folder's own).",
     label="outcome",
     values=(OK,),
 )
@@ -208,7 +208,7 @@ class Meter(NoMeter):
 
     def _end_request(self, arrival_s: float, outcome: str) -> None:
         self.note(IN_FLIGHT, -1)
-        self.note(REQUESTS, 1, outcome)
+        self.note(REQUESTS, 1, outcome if outcome == OK or outcome in CODES else "hook_failed")
         if outcome == OK:
             self.note(LATENCY, time.monotonic() - arrival_s)
 

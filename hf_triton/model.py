@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from hf_triton.errors import HfTritonError, RequestError, SettingsError, where
 from hf_triton.metrics import NoMeter, build_meter
 from hf_triton.reply import Call, CallReply, Outbox, Outlet
 from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
-from hf_triton.tasks.hooks import Hooks, checked_load, warn_of_misspelt_hooks
+from hf_triton.tasks.hooks import OWN_FILE, Hooks, check_hooks, checked_load
 
 if TYPE_CHECKING:
     from hf_triton._triton import Sentinel
@@ -168,6 +169,9 @@ class TritonPythonModel(Hooks):
     def _load_settings(cls, config: Mapping[str, Any]) -> LoadedSettings[ModelSettings]:
         from hf_triton import _triton
 
+        declared: object = cls.settings_class
+        if not (isinstance(declared, type) and issubclass(declared, ModelSettings)):
+            raise SettingsError(f"settings_class of {OWN_FILE} must be a subclass of hf_triton.settings.ModelSettings")
         return load_settings(_triton.parameter_texts(config), os.environ, cls.settings_class)
 
     def _start(self, settings: ModelSettings, args: Mapping[str, str]) -> None:
@@ -181,7 +185,7 @@ class TritonPythonModel(Hooks):
         folder_template = load_chat_template(settings.chat_template, Path(args["model_repository"]))
         hub = Hub(Path(args["model_repository"]), settings, os.environ)
         placement = Placement(args["model_instance_kind"], int(args["model_instance_device_id"]))
-        warn_of_misspelt_hooks(type(self), TritonPythonModel)
+        check_hooks(type(self), TritonPythonModel)
         checkpoint = checked_load(self, self.load, load_checkpoint(hub, settings, placement))
         max_prompt_bytes = settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length
         self._limits = wire.Limits(settings.max_prompts, max_prompt_bytes)
@@ -192,6 +196,7 @@ class TritonPythonModel(Hooks):
             ChatTemplate(checkpoint.tokenizer, folder_template, max_prompt_bytes),
             settings,
             hooks=self,
+            max_prompt_bytes=max_prompt_bytes,
             on_fatal=_triton.stop_server,
             observer=self._meter,
         )
@@ -238,9 +243,13 @@ class TritonPythonModel(Hooks):
         )
 
     def _cancel(self, call: Call) -> None:
+        wire.check_names(call.parameters())
         if not call.request_id:
             raise RequestError("invalid_parameter", "stop true gives up the request of the same id: say which, by id")
-        answer = {name: wire.encode_texts([""], (1,)) for name in self._outlet.output_names if name in wire.TEXTS}
+        prompts = call.inputs().get(wire.PROMPT)  # a folder with max_batch_size gets no request without an input
+        shape = (1,) if prompts is None else prompts.shape
+        empty = wire.encode_texts([""] * math.prod(shape), shape)
+        answer = {name: empty for name in self._outlet.output_names if name in wire.TEXTS}
 
         def tell_and_answer() -> None:
             cancel_elsewhere(self._engine_name, call.request_id)

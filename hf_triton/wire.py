@@ -313,7 +313,7 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
     """
     if parameters.get("stop") is False:  # TensorRT-LLM's default: nothing is given up
         parameters = {name: value for name, value in parameters.items() if name != "stop"}
-    _check_names(parameters)  # first: of a misspelt `text_input`, the spelling is to be told
+    check_names(parameters)  # first: of a misspelt `text_input`, the spelling is to be told
     has_chat = MESSAGES in inputs or MESSAGES in parameters
     if not has_chat and PROMPT not in inputs and str(parameters.get("stop")).lower() == "true":
         got = clip(parameters["stop"])
@@ -425,7 +425,12 @@ def _rows_of_parameters(
     return rows
 
 
-def _check_names(parameters: Mapping[str, object]) -> None:
+def check_names(parameters: Mapping[str, object]) -> None:
+    """Refuse a parameter that there is not.
+
+    Raises:
+        RequestError: It names the parameter, and those that it may have been meant for.
+    """
     for name in parameters:
         is_known = ALIASES.get(name, name) in PARAMETERS or name == MESSAGES or _is_tritons_own(name)
         if not (is_known or is_done_anyway(name, parameters[name])):

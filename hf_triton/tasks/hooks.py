@@ -6,6 +6,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import math
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from hf_triton.engine.interface import LogitsProcessor
-from hf_triton.errors import HfTritonError, where
+from hf_triton.errors import HfTritonError, LoadError, RequestError, where
 from hf_triton.runner.faults import is_fatal, is_memory
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OWN_FILE: Final = "the folder's own 1/model.py"
+CODE: Final = re.compile("(?!ok$)[a-z][a-z0-9_]{0,63}")
 LIKENESS: Final = 0.75  # of a method's name to a hook's, by difflib; `make_prompt` is not `build_prompt`, by 0.61
 
 
@@ -83,10 +86,12 @@ class CheckedHooks:
 
     Args:
         hooks: The folder's own.
+        max_prompt_bytes: Of a prompt that a folder makes.
     """
 
-    def __init__(self, hooks: Hooks) -> None:
+    def __init__(self, hooks: Hooks, max_prompt_bytes: float = math.inf) -> None:
         self._hooks = hooks
+        self._max_prompt_bytes = max_prompt_bytes
 
     def overrides(self, name: str) -> bool:
         """Whether the folder has a method of its own: what nobody overrides costs nothing."""
@@ -94,7 +99,18 @@ class CheckedHooks:
 
     def build_prompt(self, text: str) -> str:
         """See `Hooks`."""
-        return self._text("build_prompt", self._hooks.build_prompt, text)
+        prompt = self._text("build_prompt", self._hooks.build_prompt, text)
+        try:
+            num_bytes = len(prompt.encode())
+        except UnicodeEncodeError:
+            raise _wrong_result("build_prompt", "a text that UTF-8 can hold", prompt) from None
+        if num_bytes > self._max_prompt_bytes:
+            raise RequestError(
+                "context_exceeded",
+                f"build_prompt of {OWN_FILE} makes {num_bytes} bytes of the prompt, more than the "
+                f"{self._max_prompt_bytes} that are accepted (setting max_prompt_bytes)",
+            )
+        return prompt
 
     def postprocess(self, text: str) -> str:
         """See `Hooks`."""
@@ -147,13 +163,19 @@ def checked_load(hooks: Hooks, load: Callable[[Checkpoint], Checkpoint], checkpo
     return result
 
 
-def warn_of_misspelt_hooks(model: type[Hooks], base: type[Hooks]) -> None:
-    """Log the methods that a folder has added under a name that is nearly a hook's: nobody calls them.
+def check_hooks(model: type[Hooks], base: type[Hooks]) -> None:
+    """Refuse a hook that is no method, and log what has a name that is nearly a hook's: nobody calls that.
 
     Args:
         model: The folder's own class.
         base: What it is a subclass of.
+
+    Raises:
+        LoadError: A hook cannot be called.
     """
+    for hook in HOOKS:
+        if not callable(getattr(model, hook)):
+            raise LoadError("hook_failed", f"{hook} of {OWN_FILE} is not a method: define it with def")
     unused = [hook for hook in HOOKS if getattr(model, hook) is getattr(base, hook)]
     added = (name for name in dir(model) if not (name.startswith("_") or hasattr(base, name)))
     for name in filter(lambda each: callable(getattr(model, each)), added):
@@ -181,10 +203,22 @@ def _blaming(
         yield
     except BaseException as error:  # a panic in a library's Rust code is no Exception
         if passes(error):
+            _check_code(error, name)
             raise
         message = f": {error}" if shows_message and str(error) else ""
         sentence = f"{name} of {OWN_FILE} failed ({type(error).__name__} {_place(error, hooks)}){message}"
         logger.error("%s; %s", sentence, where(error))
+        raise HfTritonError("hook_failed", sentence) from None
+
+
+def _check_code(error: BaseException, name: str) -> None:
+    """Refuse a folder's own error whose code is no word: it becomes a label of the metrics."""
+    if not isinstance(error, HfTritonError):
+        return
+    code: object = error.code
+    if not (isinstance(code, str) and CODE.fullmatch(code)):
+        sentence = f"{name} of {OWN_FILE} raised an error whose code is not a word of a-z, 0-9 and _, other than ok"
+        logger.error(sentence)
         raise HfTritonError("hook_failed", sentence) from None
 
 

@@ -17,7 +17,7 @@ from hf_triton.chat import Chat
 from hf_triton.chat_template import ChatTemplate
 from hf_triton.engine.interface import Engine, EngineLoad, Observer, RequestTimes, Sequence, eos_ids
 from hf_triton.engine.thread import too_late
-from hf_triton.errors import CancelledError, RequestError, ShuttingDownError
+from hf_triton.errors import CancelledError, RequestError, SettingsError, ShuttingDownError
 from hf_triton.generation import (
     GRAMMARS,
     GenerationParameters,
@@ -111,10 +111,10 @@ class TextGeneration:
         max_output_length: int,
         max_rows: int,
         excludes_prompt: bool,
-        hooks: Hooks,
+        hooks: CheckedHooks,
     ) -> None:
         self._engine = engine
-        self._hooks = CheckedHooks(hooks)
+        self._hooks = hooks
         self._codec = codec
         self._chat_template = chat_template
         self._grammars = grammars
@@ -153,6 +153,18 @@ class TextGeneration:
         pool = self._grammar_readers if has_grammar else self._tokenizers
         times = RequestTimes() if times is None else times
         self._prepare_in(pool, _Preparation(request, reply, is_cancelled, timeout_s, streams, times))
+
+    def check_defaults(self) -> None:
+        """Try what the folder and the checkpoint ask for where a request says nothing.
+
+        Raises:
+            RequestError: No such request could be answered.
+        """
+        task = settle_task(GenerationParameters(), *self._defaults)
+        plan = self._plan(0, 1, GenerationParameters())
+        check_token_ids(plan, self._codec.vocabulary_size)
+        if task.grammar:
+            self._grammars.compile(task.grammar, plan)
 
     def is_healthy(self) -> bool:
         """Whether requests can be taken."""
@@ -281,6 +293,7 @@ def build_text_generation(
     chat_template: ChatTemplate,
     settings: ModelSettings,
     hooks: Hooks,
+    max_prompt_bytes: float,
     on_fatal: Callable[[], None],
     observer: Observer | None = None,
 ) -> TextGeneration:
@@ -291,8 +304,12 @@ def build_text_generation(
         chat_template: Makes prompts of chats.
         settings: The folder's.
         hooks: The folder's own.
+        max_prompt_bytes: Of a prompt that hooks make.
         on_fatal: Called after the engine has failed for good.
         observer: Is told what the engine does.
+
+    Raises:
+        LoadError: No engine can run the model, or the folder's defaults contradict it.
     """
     from hf_triton.choose_engine import build_engine
     from hf_triton.runner.cores import SharedCores
@@ -317,7 +334,7 @@ def build_text_generation(
             on_fatal=on_fatal,
             observer=observer,
         )
-    return TextGeneration(
+    task = TextGeneration(
         engine,
         codec,
         chat_template,
@@ -328,5 +345,14 @@ def build_text_generation(
         max_output_length=settings.max_output_length,
         max_rows=settings.max_batch_rows,
         excludes_prompt=settings.exclude_input_in_output,
-        hooks=hooks,
+        hooks=CheckedHooks(hooks, max_prompt_bytes),
     )
+    try:
+        task.check_defaults()
+    except RequestError as error:
+        task.close()
+        raise SettingsError(
+            f"a request without parameters of its own could not be answered ({error.sentence}): change "
+            "generation_defaults"
+        ) from None
+    return task

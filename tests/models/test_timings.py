@@ -142,6 +142,7 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
             ChatTemplate(loaded.tokenizer, None, 1000),
             settings,
             hooks=model,
+            max_prompt_bytes=1000,
             on_fatal=lambda: None,
             observer=meter,
         )

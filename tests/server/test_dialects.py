@@ -571,9 +571,17 @@ def test_stop_without_an_id_is_refused(server: TritonServer) -> None:
     )
 
 
-@pytest.mark.parametrize("model", [PLAIN, FLAT])
+def test_stop_with_a_misspelt_parameter_is_refused(server: TritonServer) -> None:
+    reply = stop(server, PLAIN, id="r1", max_newtokens=5)
+    assert reply.error.startswith("unknown_parameter: there is no parameter 'max_newtokens'")
+
+
+@pytest.mark.parametrize("model", [PLAIN, FLAT, BATCHED])
 def test_stop_of_an_id_that_nobody_has_is_no_error(server: TritonServer, model: str) -> None:
+    shape = [1, 1] if model == BATCHED else [1]
+    text = grpcclient.InferInput("text_input", shape, "BYTES")
+    text.set_data_from_numpy(np.array([b""], dtype=object).reshape(shape))
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        tensors = tensors_of(grpcclient, {"text_input": ("BYTES", [""])})
-        result = client.infer(model, tensors, request_id="nobody", parameters={"stop": True})
-    assert outputs_of(result) == {"text_output": [""]}
+        answer = client.infer(model, [text], request_id="nobody", parameters={"stop": True}).as_numpy("text_output")
+    assert list(answer.shape) == shape
+    assert answer.ravel().tolist() == [b""]

@@ -2,6 +2,7 @@
 """Folders whose own model.py changes one thing, in under ten lines: each hook of the base class on a real server."""
 
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,6 +78,14 @@ BROKEN = (
 """
 )
 """What fails is said by the prompt."""
+RUDE = """    def build_prompt(self, text):
+        code = {"a number": 400, "nothing": None, "a sentence": "do not do this", "ok": "ok"}.get(text, "too_rude")
+        if text == "half a letter":
+            return "\\ud800"
+        if text == "long":
+            return "word " * 100_000
+        raise hf_triton.errors.RequestError(code, "our \\ud800 words")
+"""
 UNCALLABLE = """    def build_prompt(self):
         return ""
 """
@@ -111,6 +120,10 @@ UNLOADABLE = {
     "other_load": """    def load(self, checkpoint):
         return checkpoint.model
 """,
+    "no_method": """    logits_processor = None
+""",
+    "other_settings": """    settings_class = dict
+""",
     "raising_load": """    def load(self, checkpoint):
         raise ValueError("no adapter here")
 """,
@@ -134,7 +147,7 @@ def server(
 ) -> Iterator[TritonServer]:
     root = tmp_path_factory.mktemp("repository")
     assert all(len((HEAD + body).splitlines()) <= 11 for body in FOLDERS.values())
-    others = {"uncallable": UNCALLABLE, "picky": PICKY, "misspelt": MISSPELT, "slow": SLOW, **UNLOADABLE}
+    others = {"rude": RUDE, "uncallable": UNCALLABLE, "picky": PICKY, "misspelt": MISSPELT, "slow": SLOW, **UNLOADABLE}
     files = {name: HEAD + body for name, body in {**FOLDERS, **others}.items()}
     for name, text in (files | {"broken": BROKEN}).items():
         folder = make_folder(root, name, huggingface_model=checkpoint, exclude_input_in_output="true")
@@ -267,6 +280,39 @@ def test_an_error_of_ours_that_a_hook_raises_is_the_answer(server: TritonServer)
     assert reply.error == "invalid_input: our own words"
 
 
+@pytest.mark.parametrize("fault", ["a number", "nothing", "a sentence", "ok"])
+def test_an_error_of_a_code_that_is_no_word_is_the_hook_s_fault(server: TritonServer, fault: str) -> None:
+    reply = generate(server, "rude", fault, max_new_tokens=3)
+    sentence = "raised an error whose code is not a word of a-z, 0-9 and _, other than ok"
+    assert reply.error == f"hook_failed: build_prompt of the folder's own 1/model.py {sentence}"
+    assert generate(server, "plain", PROMPT, max_new_tokens=3).status == 200
+
+
+def counted(server: TritonServer, model: str) -> str:
+    """The metrics' lines of a model's requests."""
+    with urllib.request.urlopen(server.metrics_url, timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return "\n".join(line for line in lines if line.startswith("hf_triton_requests_total") and f'"{model}"' in line)
+
+
+def test_a_code_of_a_folder_s_own_is_answered_and_counted_as_the_hook_s(server: TritonServer) -> None:
+    assert generate(server, "rude", PROMPT, max_new_tokens=3).error == "too_rude: our ? words"
+    deadline_s = time.monotonic() + 10
+    while 'outcome="hook_failed"' not in (lines := counted(server, "rude")) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert 'outcome="hook_failed"' in lines
+    assert "rude" not in lines.replace('model="rude"', "")
+
+
+def test_a_prompt_that_a_hook_makes_is_checked(server: TritonServer) -> None:
+    wrong = WRONG.format("build_prompt", "a text that UTF-8 can hold", "a value of type str")
+    assert generate(server, "rude", "half a letter", max_new_tokens=3).error == f"hook_failed: {wrong}"
+    assert generate(server, "rude", "long", max_new_tokens=3).error == (
+        "context_exceeded: build_prompt of the folder's own 1/model.py makes 500000 bytes of the prompt, more than the "
+        "4096 that are accepted (setting max_prompt_bytes)"
+    )
+
+
 def test_a_processor_that_fails_touches_no_other_request(server: TritonServer) -> None:
     """All are written side by side; those of one length fail in the middle of their texts."""
     short = "The"
@@ -301,4 +347,20 @@ def test_a_method_with_nearly_a_hook_s_name_is_said_not_to_be_called(server: Tri
 def test_a_folder_whose_load_fails_is_refused_and_says_why(server: TritonServer, name: str, sentence: str) -> None:
     [state] = [each for each in server.models() if each.name == name]
     assert f"hook_failed: {sentence}" in state.reason
+    assert "Traceback" not in state.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "no_method",
+            "hook_failed: logits_processor of the folder's own 1/model.py is not a method: define it with def",
+        ),
+        ("other_settings", "invalid_setting: settings_class of the folder's own 1/model.py must be a subclass of"),
+    ],
+)
+def test_a_class_of_the_wrong_kind_is_refused_at_load(server: TritonServer, name: str, sentence: str) -> None:
+    [state] = [each for each in server.models() if each.name == name]
+    assert sentence in state.reason
     assert "Traceback" not in state.reason

@@ -13,7 +13,7 @@ from hf_triton.engine.interface import Completion, EngineLoad, Outcome, Sequence
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
 from hf_triton.generation import GenerationParameters, Grammar, SamplingPlan
 from hf_triton.grammar import GrammarCompiler
-from hf_triton.tasks.hooks import Hooks
+from hf_triton.tasks.hooks import CheckedHooks, Hooks
 from hf_triton.tasks.text_generation import TextGeneration
 from hf_triton.text import TextCodec, TextStream
 from hf_triton.wire import GeneratedText, GenerationRequest, RequestOptions
@@ -165,7 +165,7 @@ def build_task(
         max_output_length=15,
         max_rows=4,
         excludes_prompt=excludes_prompt,
-        hooks=Hooks(),
+        hooks=CheckedHooks(Hooks()),
     )
 
 

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request without parameters of its own asks for is tried when a model is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_triton.chat_template import ChatTemplate
+from hf_triton.checkpoint import Placement, load_checkpoint
+from hf_triton.errors import SettingsError
+from hf_triton.hub import Hub
+from hf_triton.settings import ModelSettings
+from hf_triton.tasks.hooks import Hooks
+from hf_triton.tasks.text_generation import build_text_generation
+from hf_triton.testing import build_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+
+
+def build(folder: Path, **defaults: Any) -> None:
+    settings = ModelSettings(huggingface_model=str(folder), generation_defaults=defaults, max_batch_rows=4)
+    loaded = load_checkpoint(Hub(folder, settings, {}), settings, Placement("CPU", 0))
+    template = ChatTemplate(loaded.tokenizer, None, 1000)
+    build_text_generation(loaded, template, settings, Hooks(), 1000, on_fatal=lambda: None).close()
+
+
+@pytest.mark.parametrize(
+    ("defaults", "words"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_choice": ["yes", "no"], "max_new_tokens": 1}, "max_new_tokens"),
+        ({"eos_token_id": 999_999}, "eos_token_id"),
+        ({"n": 2}, "num_return_sequences"),
+        ({"n": 40, "temperature": 1.0}, "max_batch_rows"),
+        ({"max_new_tokens": 257}, "max_new_tokens <= 255"),
+    ],
+)
+def test_defaults_that_no_request_could_have_are_refused(checkpoint: Path, defaults: Any, words: str) -> None:
+    with pytest.raises(SettingsError, match=r"could not be answered .*: change generation_defaults") as raised:
+        build(checkpoint, **defaults)
+    assert words in raised.value.sentence
+
+
+@pytest.mark.parametrize("defaults", [{}, {"n": 4, "temperature": 1.0}, {"guided_choice": ["yes", "no"]}])
+def test_defaults_that_a_request_can_have_are_taken(checkpoint: Path, defaults: Any) -> None:
+    build(checkpoint, **defaults)
