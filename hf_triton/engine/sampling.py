@@ -29,7 +29,6 @@ from hf_triton.runner.transfer import ToHost, array_to_device, to_device
 
 FIRST_CANDIDATES: Final = 128  # a language model's nucleus is rarely larger; sorting a vocabulary on a CPU takes long
 CANDIDATES_GROWTH: Final = 8
-PROBABILITY_UNIT: Final = 2.0**53  # whole numbers of 2^-53 hold a float32 exactly from 2e-9 on
 MAX_LOGPROB_SCORES: Final = 2**24  # a long prompt's log probabilities at once would be gigabytes
 
 
@@ -71,7 +70,7 @@ class RowSampler:
         self.is_plain = not (plan.do_sample or self.edits_scores or plan.num_top_logprobs is not None)
         """Whether it takes the model's likeliest token and nothing else is wanted."""
         self._copy = copy
-        self._uniforms: deque[float] = deque()
+        self._keys: deque[int] = deque()
 
     @cached_property
     def _stream(self) -> np.random.Generator:
@@ -89,15 +88,15 @@ class RowSampler:
         """Whether the host must have seen its last token before the next one is picked."""
         return self.edits_scores or self.plan.num_top_logprobs is not None
 
-    def uniform(self, num_ahead: int = 0) -> float:
-        """Decides a draw; in [0, 1). One number for each token, so the stream keeps step with the text.
+    def key(self, num_ahead: int = 0) -> int:
+        """Decides a draw; 64 bits. One for each token, so the stream keeps step with the text.
 
         Args:
             num_ahead: Picks before this one that were not noted yet.
         """
-        while len(self._uniforms) <= num_ahead:
-            self._uniforms.append(self._stream.random())
-        return self._uniforms[num_ahead]
+        while len(self._keys) <= num_ahead:
+            self._keys.append(int(self._stream.integers(2**64, dtype=np.uint64)))
+        return self._keys[num_ahead]
 
     def way_out(self, vocabulary_size: int) -> int | None:
         """The token that comes where all are banned; None: the model's likeliest."""
@@ -123,8 +122,8 @@ class RowSampler:
         if self.processor:
             self._token_ids.append(token_id)
         if self.plan.do_sample:
-            self.uniform()
-            self._uniforms.popleft()
+            self.key()
+            self._keys.popleft()
 
 
 class Picks:
@@ -177,17 +176,33 @@ def _choose(scores: torch.Tensor, rows: Sequence[RowSampler], num_ahead: int) ->
 
 
 def _draw(scores: torch.Tensor, rows: Sequence[RowSampler], num_ahead: int) -> torch.Tensor:
-    """Draw a token id for each row of `scores`, `[rows, vocabulary]` float32, by inverse transform sampling.
+    """Draw a token id for each row of `scores`, `[rows, vocabulary]` float32, by the Gumbel-max trick (Gumbel 1954).
 
-    Probabilities are summed up as whole numbers, which give the same sums in whatever order a device adds them; a token
-    of probability 0 is never drawn.
+    The highest of score and noise is a draw from the softmax. Noise is each token's own: where rounding moves scores by
+    1e-6, as the shape of a batch does, about one draw in a million comes out otherwise. Along cumulative probabilities
+    each token behind would move as well, and a hundred times as many would. What is at minus infinity is never drawn.
     """
-    probabilities = warp_scores(scores, [row.plan for row in rows]).softmax(-1)
-    cumulative = (probabilities * PROBABILITY_UNIT).long().cumsum(-1)
-    total = cumulative[:, -1:]
-    uniform = _column([row.uniform(num_ahead) for row in rows], scores.device, torch.float64)
-    drawn = torch.searchsorted(cumulative, (uniform * total).long().minimum(total - 1), right=True)
-    return drawn.squeeze(1).clamp(max=scores.shape[1] - 1)  # beyond it only for NaN
+    warped = warp_scores(scores, [row.plan for row in rows])
+    noise = _gumbel([row.key(num_ahead) for row in rows], scores.shape[1], scores.device)
+    return (warped + noise).argmax(-1)
+
+
+def _gumbel(keys: Sequence[int], size: int, device: torch.device) -> torch.Tensor:
+    """Noise `[rows, size]` of Gumbel's distribution, by a row's key of 64 bits and the place alone.
+
+    Places are hashed by the rounds of Wellons's lowbias32 (2018), the key's halves put in before and between.
+    """
+    halves = np.array(keys, np.uint64).view(np.int32).reshape(-1, 2)
+    first, second = array_to_device(np.ascontiguousarray(halves.T), device).unsqueeze(-1)
+    bits: torch.Tensor = torch.arange(size, dtype=torch.int32, device=device) + first
+    bits ^= bits >> 16
+    bits *= 0x7FEB352D
+    bits ^= second
+    bits ^= bits >> 15
+    bits *= 0x846CA68B - 2**32
+    bits ^= bits >> 16
+    uniform = (bits & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()  # precise where it is high
 
 
 # --- processors ------------------------------------------------------------------------------------------------------
