@@ -15,8 +15,9 @@ On the 34 million of `benchmarks/engine.py`, 32 prompt tokens, the ways taking t
 differences are within a round, and their medians are shown:
 
     overhead  tokens/s, 16 requests at a time, through the server / in the engine of this process, 32 new tokens and
-              128; the milliseconds that the server adds to a request of 8 that is alone; tokens/s streamed / answered
-              at once
+              128; the milliseconds that the server adds to a request of 8 that is alone, after one to the engine,
+              which has what the server needs out of the caches, and in turn, after another of its own (one client);
+              tokens/s streamed / answered at once
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ NUM_LONG_TOKENS = 128
 NUM_OVERHEAD_REQUESTS = 128
 NUM_ALONE_TOKENS = 8
 NUM_ALONE = 60
+NUM_IN_TURN = 10
 
 Figures = dict[str, float]
 
@@ -258,6 +260,13 @@ async def overhead(client: Client, engine: RollingEngine, prompts: list[list[int
         number = [place % len(prompts)]
         alone_engine_s = in_engine(NUM_ALONE_TOKENS, number)
         alone.append((alone_engine_s, await in_server(NUM_ALONE_TOKENS, number, client.generate, "plain")))
+    in_turn: tuple[list[float], list[float]] = [], []
+    for _ in range(NUM_ALONE // NUM_IN_TURN):
+        numbers = [place % len(prompts) for place in range(NUM_IN_TURN)]
+        in_turn[0].extend([in_engine(NUM_ALONE_TOKENS, [number]) for number in numbers][1:])
+        in_turn[1].extend(
+            [await in_server(NUM_ALONE_TOKENS, [number], client.generate, "plain") for number in numbers][1:]
+        )
     num_tokens = len(prompts) * NUM_NEW_TOKENS
     figures = {
         "engine tokens/s": num_tokens / engine_s,
@@ -269,6 +278,7 @@ async def overhead(client: Client, engine: RollingEngine, prompts: list[list[int
         "engine alone ms": 1000 * statistics.median(bare_s for bare_s, _ in alone),
         "server alone ms": 1000 * statistics.median(served_s for _, served_s in alone),
         "added alone ms": 1000 * statistics.median(served_s - bare_s for bare_s, served_s in alone),
+        "added in turn ms": 1000 * (statistics.median(in_turn[1]) - statistics.median(in_turn[0])),
     }
     return figures, runs
 

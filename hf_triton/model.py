@@ -19,7 +19,7 @@ from hf_triton.engine.interface import RequestTimes
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, where
 from hf_triton.metrics import NoMeter, build_meter
 from hf_triton.reply import Call, CallReply, Outbox, Outlet
-from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
+from hf_triton.settings import DoorSettings, LoadedSettings, ModelSettings, load_settings
 from hf_triton.tasks.hooks import OWN_FILE, Hooks, check_hooks, checked_load
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class TritonPythonModel(Hooks):
         from hf_triton import _triton
 
         declared: object = cls.settings_class
-        if not (isinstance(declared, type) and issubclass(declared, ModelSettings)):
+        if not (isinstance(declared, type) and issubclass(declared, (ModelSettings, DoorSettings))):
             raise SettingsError(f"settings_class of {OWN_FILE} must be a subclass of hf_triton.settings.ModelSettings")
         return load_settings(_triton.parameter_texts(config), os.environ, cls.settings_class)
 

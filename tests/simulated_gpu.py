@@ -95,8 +95,7 @@ class OnDevice(torch.Tensor):
 class Device:
     """What the devices have in hand; all work in one order."""
 
-    def __init__(self, num_devices: int) -> None:
-        self.num_devices = num_devices
+    def __init__(self) -> None:
         self.current: dict[int, int] = {}  # device by thread
         self.sync_debug_mode = "default"
         self._captures: dict[int, Graph] = {}  # by thread
@@ -238,14 +237,14 @@ class Operations(TorchDispatchMode):
     def _check(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
         if func in WAITING or (func in INDEXING and any(map(_is_waited_for, args[1]))):
             self._device.wait(func)
-        if func not in INDEXING:
+        if func not in INDEXING | COPYING:
             places = {str(tensor.device) for tensor in tensors if tensor.ndim or isinstance(tensor, OnDevice)}
             if len(places) > 1:
                 raise RuntimeError(f"Expected all tensors to be on the same device: {func} of {', '.join(places)}")
 
     def _run(self, func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
         capture = self._device.capture
-        given = [leaf for leaf in list(_leaves((args, kwargs))) if isinstance(leaf, OnDevice)]
+        given = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, OnDevice)]
         shapes = [tensor.numbers.shape for tensor in given]
         compute = STANDING_IN.get(func, func)
         found = capture.record(compute, args, kwargs) if capture else compute(*_numbers(args), **_numbers(kwargs))
@@ -313,7 +312,7 @@ class Graph:
         for argument, value in zip(schema, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._keep(value)
-        given = {_address(leaf) for leaf in list(_leaves((args, kwargs))) if isinstance(leaf, torch.Tensor)}
+        given = {_address(leaf) for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         found = func(*args, **kwargs)
         results = [leaf for leaf in _leaves(found) if isinstance(leaf, torch.Tensor)]
         fresh = [None if _address(result) in given else result for result in results]
@@ -383,7 +382,7 @@ class Event:
 @contextmanager
 def simulated_gpus(num_devices: int = 1) -> Iterator[Device]:
     """There are GPUs: for this thread, and those that begin meanwhile."""
-    device, patch = Device(num_devices), pytest.MonkeyPatch()
+    device, patch = Device(), pytest.MonkeyPatch()
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
 
@@ -461,6 +460,7 @@ def simulated_gpus(num_devices: int = 1) -> Iterator[Device]:
         "CUDAGraph": Graph,
         "graph": graph,
     }
+    guard = guards[CUDA]  # none where torch is built without CUDA
     _device_constructors()  # which remembers the functions that there are
     try:
         for name, replacement in replacements.items():
@@ -474,5 +474,5 @@ def simulated_gpus(num_devices: int = 1) -> Iterator[Device]:
         with in_thread():
             yield device
     finally:
-        guards[CUDA] = None
+        guards[CUDA] = guard
         patch.undo()

@@ -56,6 +56,7 @@ def test_devices_do_not_mix(numbers: torch.Tensor) -> None:
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
             numbers + other
     assert (numbers + torch.tensor(1.0))[0, 0] == 1, "a single number of the host may"
+    assert torch.empty(2, 3, device="cuda:1").copy_(numbers).tolist() == numbers.tolist(), "a copy may"
     with pytest.raises(TypeError, match="can't convert cuda:0"):
         numbers.numpy()
 
