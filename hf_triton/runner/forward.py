@@ -27,8 +27,9 @@ class Forward:
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._attention = FastAttention()
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self._constants = IndexConstants() if self.device.type == "cuda" else None
+        self._constants: IndexConstants | None = None
         if self.device.type == "cuda":
+            self._constants = IndexConstants()
             # torch 2.11 and later take cuDNN first, which makes a plan for each shape: columns grow at every step.
             torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -99,6 +99,8 @@ class CheckedHooks:
 
     def build_prompt(self, text: str) -> str:
         """See `Hooks`."""
+        if not self.overrides("build_prompt"):
+            return text
         prompt = self._text("build_prompt", self._hooks.build_prompt, text)
         try:
             num_bytes = len(prompt.encode())

@@ -162,7 +162,6 @@ class TextGeneration:
         """
         task = settle_task(GenerationParameters(), *self._defaults)
         plan = self._plan(0, 1, GenerationParameters())
-        check_token_ids(plan, self._codec.vocabulary_size)
         if task.grammar:
             self._grammars.compile(task.grammar, plan)
 
@@ -236,7 +235,6 @@ class TextGeneration:
         model_text = text if is_chat else self._hooks.build_prompt(text)
         ids = self._codec.encode(model_text, row, adds_special_tokens=not is_chat)
         plan = self._plan(row, len(ids), parameters)
-        check_token_ids(plan, self._codec.vocabulary_size)
         if streams and plan.num_rows > plan.num_return_sequences:
             raise RequestError("invalid_parameter", "best_of cannot be streamed: leave it out, or say stream false")
         if plan.logprobs is None and (options.return_logprobs or options.return_cumulative_logprob):
@@ -257,10 +255,11 @@ class TextGeneration:
         )
 
     def _plan(self, row: int, num_prompt_tokens: int, parameters: GenerationParameters) -> SamplingPlan:
-        """The settled plan of one prompt, checked against the context.
+        """The settled plan of one prompt, checked against the context and the vocabulary.
 
         Raises:
-            RequestError: The prompt, or the prompt and the new tokens asked for, do not fit.
+            RequestError: The prompt, or the prompt and the new tokens asked for, do not fit; there are not so many
+                rows, or no such token.
         """
         room = self._context_length - (0 if self._is_encoder_decoder else num_prompt_tokens)
         if num_prompt_tokens > self._context_length or room < 1:
@@ -285,6 +284,7 @@ class TextGeneration:
                 "invalid_parameter",
                 f"{name} must be <= {self._max_rows} here (setting max_batch_rows), got {plan.num_rows}",
             )
+        check_token_ids(plan, self._codec.vocabulary_size)
         return plan
 
 

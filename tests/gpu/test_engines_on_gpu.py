@@ -65,11 +65,11 @@ def test_the_batch_engine_writes_what_generate_writes(name: str) -> None:
         check(engine, model if HAS_GPU else plain, count=6)
 
 
-@pytest.mark.parametrize("name", ["llama", "codegen", "gpt-bigcode", "deepseek-v3", "llama4"])
+@pytest.mark.parametrize("name", ["granite", "codegen", "gpt-bigcode", "deepseek-v3", "llama4"])
 def test_a_model_on_several_devices(name: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one device")
-    plain = build(*(ROLLING | {"llama": ROLLING["granite"]})[name])
+    plain = build(*ROLLING[name])
     model = copy.deepcopy(plain)
     with closing(RollingEngine(dispatch_model(model, in_two(model)), max_rows=5)) as engine:
         assert engine._device == torch.device("cuda", 0)

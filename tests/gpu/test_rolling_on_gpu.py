@@ -17,11 +17,11 @@ from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.architectures import ROLLING, build
+from tests.models.test_rolling_engine import NOT_ROLLING
 from tests.reference import solo_ids
 from tests.running_texts import Texts, prompts, schedule
 from tests.simulated_gpu import HAS_GPU, Device
 
-NOT_ROLLING = ("t5", "bart", "mamba", "rwkv")
 MODELS = ("llama", "falcon", "gemma3", "mistral-window", "phi3", "gpt-bigcode", "stablelm", "starcoder2")
 NOT_CAPTURED = (
     "gpt-neo",  # its local layers take the newest column to be the last one
