@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.engine.batch import BatchEngine
 from hf_triton.engine.interface import Engine, Observer
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.attention import FastAttention
+from hf_triton.runner.long_rope import has_long_rope
 from hf_triton.runner.probe import Sharing, asks_for, probe_rolling, probe_sharing
 
 if TYPE_CHECKING:
@@ -175,16 +177,23 @@ def _asked(model: Any, names: tuple[str, ...]) -> list[str]:
 def _shares_positions(model: Any, context_length: int) -> bool:
     """Whether positions of all rows depend on the longest one.
 
-    transformers picks rotary frequencies so (dynamic NTK, LongRoPE), and Llama 4's attention temperature, which begins
-    at a position of `floor_scale`: with a shorter `max_context_length` it does nothing.
+    transformers picks rotary frequencies so (dynamic NTK, LongRoPE) beyond the length that the model was first trained
+    on, and Llama 4's attention temperature, which begins at a position of `floor_scale`.
     """
     config = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     layers = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
-    has_temperature = bool(getattr(config, "attn_temperature_tuning", False))
-    return any(each.get("rope_type") in ("dynamic", "longrope") for each in layers) or (
-        has_temperature and context_length >= getattr(config, "floor_scale", 0)
-    )
+    if getattr(config, "attn_temperature_tuning", False) and context_length >= getattr(config, "floor_scale", 0):
+        return True
+    return any(context_length > _first_length(config, each) for each in layers) and not has_long_rope(model)
+
+
+def _first_length(config: Any, rope: Mapping[str, Any]) -> float:
+    """The most tokens of a text whose rotary frequencies do not depend on its length."""
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return math.inf
+    length: float = config.max_position_embeddings
+    return min(length, rope.get("original_max_position_embeddings") or length)
 
 
 def _counts_padding(model: Any, context_length: int) -> bool:

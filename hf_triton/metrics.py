@@ -119,7 +119,7 @@ STEP_ROWS: Final = Metric(
 PREEMPTIONS: Final = Metric(
     "hf_triton_num_preemptions_total",
     "counter",
-    "Running texts that were put back to wait, for want of memory or after a failure.",
+    "Running texts that were put back: for want of memory, after a failure, or to be read anew (LongRoPE).",
 )
 HELD_TOKENS: Final = Metric(
     "hf_triton_kv_cache_tokens", "gauge", "Tokens of key/value memory that the rolling engine holds, padding counted."

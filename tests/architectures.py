@@ -64,6 +64,16 @@ LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 WINDOWS: dict[str, Any] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+LONG_ROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 40,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 40,
+        "short_factor": [1.0, 1.1, 1.3, 1.5],
+        "long_factor": [1.2, 2.0, 4.0, 7.0],
+    },
+}
 
 ROLLING: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", BASE | HEADS),
@@ -77,6 +87,7 @@ ROLLING: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-bigcode": ("GPTBigCodeConfig", OLD),
     "stablelm": ("StableLmConfig", BASE),
     "phi3": ("Phi3Config", BASE),
+    "phi3-longrope": ("Phi3Config", BASE | LONG_ROPE),
     "starcoder2": ("Starcoder2Config", BASE),
     "olmo2": ("Olmo2Config", BASE),
     "cohere": ("CohereConfig", BASE),

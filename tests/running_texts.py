@@ -38,6 +38,11 @@ class Texts:
             tokens.append(token_id)
         return logits
 
+    def comparable(self, prompt: list[int], tokens: list[int]) -> list[int]:
+        """The new tokens up to where an engine would read the text anew."""
+        most = self.forward.switch_length + 1 - len(prompt)
+        return tokens if most <= 0 or len(tokens) <= most else tokens[: int(most)]
+
     @torch.inference_mode()
     def leave(self, row: int) -> None:
         number, tokens = self.rows[row]

@@ -79,8 +79,13 @@ def num_padded(readings: list[Reading]) -> int:
     return len(readings) * (longest - _num_known_columns(readings, longest))
 
 
-def are_worth_one_batch(readings: list[Reading], device: torch.device) -> bool:
-    """Whether to read contexts together: they fit one piece, and their padding costs less than a read for each."""
+def are_worth_one_batch(readings: list[Reading], device: torch.device, switch_length: float = math.inf) -> bool:
+    """Whether to read contexts together.
+
+    They must be on one side of `switch_length` and fit one piece, and their padding cost less than a read for each.
+    """
+    if len({reading.length > switch_length for reading in readings}) > 1:
+        return False
     num_new = sum(reading.length - reading.num_shared for reading in readings)
     pieces = pieces_on(device)
     return num_padded(readings) <= min(pieces.alone, num_new + pieces.per_weights * (len(readings) - 1))
@@ -132,7 +137,8 @@ class Prefill:
         start, end = self._num_read, min(self.longest, self._num_read + max(1, piece // len(self.readings)))
         is_scored = any(reading.num_top_logprobs is not None for reading in self.readings)
         num_logits = end - start if is_scored else 1
-        logits = forward(input_ids[:, start:end], self._attention_mask[:, :end], self.cache, num_logits=num_logits)
+        mask = self._attention_mask[:, :end]
+        logits = forward(input_ids[:, start:end], mask, self.cache, num_logits=num_logits, num_context=self.longest)
         if is_scored:
             self._score(input_ids, logits)
         self._num_read = end

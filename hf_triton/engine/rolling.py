@@ -46,6 +46,8 @@ NO_ROOM_S: Final = 5.0
 NO_ROOM_POLL_S: Final = 0.02
 PREFIX_PART: Final = 4
 """The prefixes of past texts take a fourth of the key/value memory at most, and leave it to whoever needs it."""
+OF_LONG_TEXT: Final = 1 << 32
+"""Added to the token ids of texts beyond `Forward.switch_length`: they share keys with each other alone."""
 PADDING_PART: Final = 0.25
 """A row whose padding would take more than this part of the weights' memory gets a lane of its own: attention takes
 about twice as long as the layers for a byte, and several such rows may come."""
@@ -207,6 +209,7 @@ class RollingEngine(EngineThread):
         if logits is not None:
             self._join(prefill, logits)
             self._prefill = None
+            self._put_back_outgrown()
 
     def _gathers(self) -> bool:
         """Whether reading waits for prompts that are on their way, while rows run."""
@@ -235,7 +238,7 @@ class RollingEngine(EngineThread):
                 if group[0].is_suspect or not self._has_room_for(readings, group):
                     break
                 together = [*readings, self._reading(group)]
-                if readings and not are_worth_one_batch(together, self._device):
+                if readings and not are_worth_one_batch(together, self._device, self._forward.switch_length):
                     break
                 readings = together
             elif self._fits([row.num_tokens for row in group], group[0].num_tokens):
@@ -253,14 +256,21 @@ class RollingEngine(EngineThread):
             return reading
         head = reading.context[:MIN_SHARED]
         alike = (index for index, row in enumerate(self._rows) if row.begins_with(head))
-        found = self._prefixes.find(reading.context, map(self._running_prefix, alike))
+        found = self._prefixes.find(self._named(reading.context), map(self._running_prefix, alike))
         if found and not are_finite(found[1].read(found[0])[-1]):  # behind it something came to nan, which spread
             self._prefixes.clear()
             found = None
         return replace(reading, num_shared=found[0], prefix=found[1]) if found else reading
 
     def _running_prefix(self, index: int) -> Prefix:
-        return Prefix(np.array(self._rows[index].context()[:-1]), partial(self._memory.read, index))
+        token_ids = self._named(self._rows[index].context()[:-1])
+        return Prefix(np.array(token_ids), partial(self._memory.read, index))
+
+    def _named(self, token_ids: list[int]) -> list[int]:
+        """A text's tokens, by which its keys and values are found."""
+        if len(token_ids) <= self._forward.switch_length:
+            return token_ids
+        return [OF_LONG_TEXT + token_id for token_id in token_ids]
 
     def _has_room_for(self, readings: list[Reading], group: list[Row]) -> bool:
         lengths = [row.num_tokens for rows in (*(each.rows for each in readings), group) for row in rows]
@@ -316,6 +326,7 @@ class RollingEngine(EngineThread):
         self._observer.on_step(len(self._rows))
         self._gathering.on_leave(len({job for index in done if (job := self._rows[index].job).is_finished}))
         self._retire(done)
+        self._put_back_outgrown()
 
     def _catch_up(self) -> None:
         """See the last step's tokens at once where nothing can be done before."""
@@ -362,7 +373,7 @@ class RollingEngine(EngineThread):
                 raise
             self._prefixes.clear()  # there is no memory to spare
         else:
-            self._prefixes.add(token_ids, contents)
+            self._prefixes.add(self._named(token_ids), contents)
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -394,6 +405,12 @@ class RollingEngine(EngineThread):
             else:
                 self._rows[0].job.finish(self._no_memory(self._memory.width + 1))
                 self._put_back(self._rows)
+
+    def _put_back_outgrown(self) -> None:
+        """Have texts read anew whose keys are of no use from the token on that they have just got."""
+        outgrown = [row for row in self._rows if row.num_tokens == self._forward.switch_length + 1]
+        if outgrown:
+            self._put_back(outgrown)
 
     def _wait_for_memory(self, group: list[Row]) -> None:
         """Have the next context wait where nothing runs and there is no room: others may give memory back."""

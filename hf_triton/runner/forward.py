@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_triton.runner.attention import FastAttention
 from hf_triton.runner.constants import IndexConstants
+from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.padding import pad
 
 
@@ -27,6 +29,7 @@ class Forward:
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._attention = FastAttention()
         self.device: torch.device = model.get_input_embeddings().weight.device
+        self._long_rope = LongRope(model) if has_long_rope(model) else None
         self._constants: IndexConstants | None = None
         if self.device.type == "cuda":
             self._constants = IndexConstants()
@@ -38,6 +41,11 @@ class Forward:
         """Whether all of the model is where its embedding is."""
         places: dict[str, object] = getattr(self._model, "hf_device_map", None) or {}
         return len(set(map(str, places.values()))) <= 1
+
+    @property
+    def switch_length(self) -> float:
+        """The most tokens of a text whose keys are of use to a longer one; they are no more once it has outgrown it."""
+        return self._long_rope.switch_length if self._long_rope else math.inf
 
     def prefill(self, prompt: list[int]) -> tuple[DynamicCache, torch.Tensor]:
         """The keys and values of one prompt, and the logits that follow it, `[1, vocabulary]`."""
@@ -53,6 +61,7 @@ class Forward:
         *,
         position_ids: torch.Tensor | None = None,
         num_logits: int = 1,
+        num_context: int = 0,
     ) -> torch.Tensor:
         """The logits that follow the last columns, `[rows, num_logits, vocabulary]`.
 
@@ -62,6 +71,7 @@ class Forward:
             cache: Keys and values of the columns before; the new ones are appended.
             position_ids: `[rows, new]`, tokens of a row before each new one; worked out from the mask if absent.
             num_logits: How many of the last columns to give the logits of.
+            num_context: Tokens of the longest text that is being read here piece by piece; not less than there are.
         """
         arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "attention_mask": attention_mask}
         if "position_ids" in self._accepts:
@@ -70,7 +80,8 @@ class Forward:
             arguments["position_ids"] = position_ids
         if "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = num_logits
-        with self._attention, self._constants or nullcontext():
+        length = self._long_rope.reading(num_context) if self._long_rope else nullcontext()
+        with self._attention, self._constants or nullcontext(), length:
             logits: torch.Tensor = self._model(input_ids=input_ids, **arguments).logits
         if self._constants and not self._constants.is_of_use:
             self._constants = None  # nor will it be

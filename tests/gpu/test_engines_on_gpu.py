@@ -48,7 +48,7 @@ def check(engine: Any, reference: Any, count: int = 12) -> None:
 
 
 @pytest.mark.parametrize("decoding", ["eager", "cuda_graphs"])
-@pytest.mark.parametrize("name", ["gemma3", "mixtral"])
+@pytest.mark.parametrize("name", ["gemma3", "mixtral", "phi3-longrope"])
 def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: DecodingMode) -> None:
     plain = build(*ROLLING[name])
     model = copy.deepcopy(plain).to("cuda")
@@ -65,7 +65,7 @@ def test_the_batch_engine_writes_what_generate_writes(name: str) -> None:
         check(engine, model if HAS_GPU else plain, count=6)
 
 
-@pytest.mark.parametrize("name", ["granite", "codegen", "gpt-bigcode", "deepseek-v3", "llama4"])
+@pytest.mark.parametrize("name", ["granite", "codegen", "gpt-bigcode", "deepseek-v3", "llama4", "phi3-longrope"])
 def test_a_model_on_several_devices(name: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one device")

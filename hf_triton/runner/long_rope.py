@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LongRoPE (Ding et al. 2024), as Phi-3.5 and Phi-4-mini have it: rotary frequencies by the length of each row's text.
+
+There are two sets of frequencies: one for texts of up to so many tokens, one for longer ones. transformers takes one of
+them for all rows of a forward, by the longest text: what a row is given would depend on its company.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Final
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+READ_ANEW: Final = ("phi3",)
+"""Types of models whose `generate` reads a text anew when it outgrows the first set; others go on with keys of both."""
+
+_num_tokens: ContextVar[int] = ContextVar("num_tokens", default=0)
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, `[rows, new, rotary dim]`."""
+
+
+class LongRope:
+    """From now on, each row of a model's forward has the frequencies of its own length.
+
+    Args:
+        model: One that `has_long_rope`, on its device.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.switch_length: int = model.config.original_max_position_embeddings
+        """The most tokens of a text that has the first set."""
+        for module in _rotary_modules(model):
+            compute = ROPE_INIT_FUNCTIONS["longrope"]
+            frequencies, _ = compute(module.config, module.inv_freq.device, seq_len=self.switch_length + 1)
+            long = partial(_stock_forward(module), _Frequencies(module, frequencies))
+            short = partial(_stock_forward(module), _Frequencies(module, module.original_inv_freq))
+            name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hooks stay around it
+            setattr(module, name, partial(self._forward, short, long))
+
+    @contextmanager
+    def reading(self, num_tokens: int) -> Iterator[None]:
+        """While it is entered, texts of so many tokens are read, piece by piece: a forward may see their first ones."""
+        token = _num_tokens.set(num_tokens)
+        try:
+            yield
+        finally:
+            _num_tokens.reset(token)
+
+    def _forward(
+        self, short: Callable[..., Rotary], long: Callable[..., Rotary], x: torch.Tensor, position_ids: torch.Tensor
+    ) -> Rotary:
+        """In place of the rotary module's own: `position_ids` are `[rows, new]`, `x` says dtype and device."""
+        if _num_tokens.get() > self.switch_length:
+            return long(x, position_ids)
+        is_long = position_ids.amax(-1) >= self.switch_length
+        if is_long.device.type == "cpu" and not is_long.any():  # a GPU's host would wait for it
+            return short(x, position_ids)
+        cosines, sines = (
+            torch.where(is_long[:, None, None], of_long, of_short)
+            for of_long, of_short in zip(long(x, position_ids), short(x, position_ids), strict=True)
+        )
+        return cosines, sines
+
+
+def has_long_rope(model: Any) -> bool:
+    """Whether a model has two sets of frequencies, and its rows can have those of their own length."""
+    modules = _rotary_modules(model)
+    return (
+        model.config.model_type in READ_ANEW
+        and isinstance(getattr(model.config, "original_max_position_embeddings", None), int)
+        and bool(modules)
+        and all(_stock_forward(module) is not type(module).forward for module in modules)
+    )
+
+
+class _Frequencies:
+    """A rotary module with another set of frequencies."""
+
+    def __init__(self, module: torch.nn.Module, inv_freq: torch.Tensor) -> None:
+        self._module = module
+        self.inv_freq = inv_freq
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _rotary_modules(model: Any) -> list[Any]:
+    return [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
+
+
+def _stock_forward(module: torch.nn.Module) -> Callable[..., Rotary]:
+    """The module's own forward, without what picks a set for all rows."""
+    forward: Callable[..., Rotary] = inspect.unwrap(type(module).forward)
+    return forward
