@@ -7,6 +7,7 @@ files, Python code from the repository, attention code named by a downloaded con
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Collection
@@ -33,6 +34,8 @@ CONTEXT_NAMES: Final = (
     "n_ctx",
 )
 """What model configs call the longest sequence."""
+CHAT_TEMPLATE: Final = "chat_template.json"
+"""Where older processors of images keep what tokenizers do not read."""
 DEFAULT_CONTEXT: Final = 32768
 STALE_BUFFERS: Final = r"(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$"
 """Tensors that older transformers versions saved and newer ones compute; not part of a model's weights."""
@@ -217,19 +220,27 @@ def _check_generation_config(folder: Path, settings: ModelSettings) -> None:
 def _load_tokenizer(folder: Path, settings: ModelSettings) -> Any:
     from transformers import AutoTokenizer
 
-    return _explained(
+    tokenizer = _explained(
         settings,
         f"the tokenizer {settings.tokenizer}" if settings.tokenizer else "the tokenizer",
         lambda: AutoTokenizer.from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code, local_files_only=True
         ),
     )
+    if tokenizer.chat_template is None and (folder / CHAT_TEMPLATE).exists():
+        tokenizer.chat_template = _explained(settings, CHAT_TEMPLATE, lambda: _read_chat_template(folder))
+    return tokenizer
+
+
+def _read_chat_template(folder: Path) -> str:
+    template = json.loads((folder / CHAT_TEMPLATE).read_text(encoding="utf-8"))["chat_template"]
+    if not isinstance(template, str):
+        raise TypeError(f"chat_template is no text but {type(template).__name__}")
+    return template
 
 
 def _load_model(folder: Path, config: Any, settings: ModelSettings, placement: Placement) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto_class = auto_class_of(config)
     device_map = placement.device_map()
     placement.make_current()
     if settings.load_format == "dummy":
@@ -256,6 +267,19 @@ def _load_model(folder: Path, config: Any, settings: ModelSettings, placement: P
     )
     check_weights(settings, info)
     return model
+
+
+def auto_class_of(config: Any) -> Any:
+    """The auto class of transformers that loads a model which writes texts.
+
+    Of a model that reads images or sound too that is the one with all its parts, unless its text part is a model of its
+    own (Llama 4, Qwen3.5): then it is that.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+
+    usual = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    known = (each for each in (usual, AutoModelForMultimodalLM) if type(config) in each._model_mapping)
+    return next(known, usual)  # which says what it knows, or runs the repository's own code
 
 
 def _dummy_loader(auto_class: Any, config: Any, settings: ModelSettings, device_map: Any) -> Callable[[str], Any]:

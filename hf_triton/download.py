@@ -60,6 +60,7 @@ USUAL_FILES: Final = (
     "merges.txt",
     "spiece.model",
     "chat_template.jinja",
+    "chat_template.json",
     *SAFETENSORS,
     *PICKLE,
 )

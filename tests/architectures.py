@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+
+from hf_triton.checkpoint import auto_class_of
 
 BASE: dict[str, Any] = {
     "vocab_size": 300,
@@ -64,6 +65,20 @@ LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 WINDOWS: dict[str, Any] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+EYE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+    "depth": 1,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+}
+SECTIONS: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+}
 LONG_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 40,
     "rope_parameters": {
@@ -86,6 +101,14 @@ ROLLING: dict[str, tuple[str, dict[str, Any]]] = {
     "codegen": ("CodeGenConfig", OLD | {"rotary_dim": 8}),
     "gpt-bigcode": ("GPTBigCodeConfig", OLD),
     "stablelm": ("StableLmConfig", BASE),
+    "mistral3-with-images": ("Mistral3Config", {"text_config": BASE | {"model_type": "mistral"}, "vision_config": EYE}),
+    "gemma3-with-images": (
+        "Gemma3Config",
+        {"text_config": BASE | HEADS | WINDOWS, "vision_config": EYE, "image_token_id": 299},
+    ),
+    "internvl": ("InternVLConfig", {"text_config": BASE | {"model_type": "qwen2"}, "vision_config": EYE}),
+    "qwen2.5-vl": ("Qwen2_5_VLConfig", {"text_config": BASE | SECTIONS, "vision_config": EYE}),
+    "qwen3-vl": ("Qwen3VLConfig", {"text_config": BASE | HEADS | SECTIONS, "vision_config": EYE}),
     "phi3": ("Phi3Config", BASE),
     "phi3-longrope": ("Phi3Config", BASE | LONG_ROPE),
     "starcoder2": ("Starcoder2Config", BASE),
@@ -187,7 +210,8 @@ def build(config_name: str, arguments: dict[str, Any]) -> Any:
     """A model with random weights, scaled up so that greedy text varies with the prompt."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(getattr(transformers, config_name)(**arguments)).eval()
+        config = getattr(transformers, config_name)(**arguments)
+        model = auto_class_of(config).from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

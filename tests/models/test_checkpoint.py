@@ -30,6 +30,8 @@ from hf_triton.testing import (
     reshape_tensor,
     truncate,
 )
+from tests.architectures import BASE, EYE, HEADS, ROLLING, build
+from tests.reference import solo_ids
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 CPU = Placement("CPU", 0)
@@ -194,6 +196,64 @@ def test_attention_code_named_by_the_settings_is_used(checkpoint: Path) -> None:
 def test_a_model_without_sdpa_gets_eager(tmp_path: Path) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "org--model", "mpt")
     assert load(checkpoint).model.config._attn_implementation == "eager"
+
+
+# --- models that read images too -------------------------------------------------------------------------------------
+
+
+def replace_model(checkpoint: Path, name: str) -> Any:
+    """Put another model, one of `tests/architectures.py`, beside the tokenizer of a checkpoint."""
+    (checkpoint / "model.safetensors").unlink()
+    config, arguments = ROLLING[name]
+    text = arguments["text_config"] | {"vocab_size": 512}
+    model = build(config, arguments | {"text_config": text})
+    model.save_pretrained(checkpoint)
+    return model
+
+
+@pytest.mark.parametrize("name", ["mistral3-with-images", "gemma3-with-images", "internvl", "qwen2.5-vl", "qwen3-vl"])
+def test_a_model_that_reads_images_too_is_served_for_its_text(name: str, checkpoint: Path) -> None:
+    saved = replace_model(checkpoint, name)
+    loaded = load(checkpoint)
+    assert type(loaded.model) is type(saved)
+    assert (loaded.context_length, loaded.vocabulary_size) == (256, 512)
+    assert solo_ids(loaded.model, [5, 6, 7], 8) == solo_ids(saved, [5, 6, 7], 8)
+
+
+def test_the_text_part_alone_is_loaded_where_it_is_a_model_of_its_own(checkpoint: Path) -> None:
+    text = BASE | HEADS | {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
+    config = transformers.Llama4Config(text_config=text, vision_config={**EYE, "num_hidden_layers": 1})
+    (checkpoint / "model.safetensors").unlink()
+    transformers.AutoModelForMultimodalLM.from_config(config).save_pretrained(checkpoint)
+    refused = reason(checkpoint)
+    assert refused.code == "weights_mismatch"
+    assert "or set allow_extra_weights to true if they may be left out" in refused.sentence
+    assert type(load(checkpoint, allow_extra_weights=True).model).__name__ == "Llama4ForCausalLM"
+
+
+def test_random_weights_for_a_model_that_reads_images_too(checkpoint: Path) -> None:
+    replace_model(checkpoint, "mistral3-with-images")
+    (checkpoint / "model.safetensors").unlink()
+    assert type(load(checkpoint, load_format="dummy").model).__name__ == "Mistral3ForConditionalGeneration"
+
+
+def test_the_chat_template_of_an_older_processor_is_found(checkpoint: Path) -> None:
+    (checkpoint / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
+    assert load(checkpoint).tokenizer.chat_template == "{{ messages[0].content }}!"
+
+
+def test_the_tokenizer_s_own_chat_template_comes_first(tmp_path: Path) -> None:
+    checkpoint = build_tiny_checkpoint(tmp_path / "org--model", "llama", chat_template="own")
+    (checkpoint / "chat_template.json").write_text(json.dumps({"chat_template": "other"}))
+    assert load(checkpoint).tokenizer.chat_template == "own"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"chat_template": 5}'])
+def test_a_broken_chat_template_names_its_file(content: str, checkpoint: Path) -> None:
+    (checkpoint / "chat_template.json").write_text(content)
+    refused = reason(checkpoint)
+    assert refused.code == "checkpoint_invalid"
+    assert "chat_template.json of" in refused.sentence
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------

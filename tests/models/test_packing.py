@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
@@ -39,7 +40,8 @@ def llama(**options: Any) -> Any:
 
 
 def linear_layers(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D, FalconLinear)]
+    kinds = (nn.Linear, Conv1D, FalconLinear, NonDynamicallyQuantizableLinear)
+    return [name for name, module in model.named_modules() if type(module) in kinds]
 
 
 def packed_layers(model: nn.Module) -> list[str]:
