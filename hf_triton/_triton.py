@@ -272,12 +272,16 @@ def end_with_server() -> None:
 
 SENTINEL: Final = """
 read -r word && exit
+grep -qs "^State:.Z" "/proc/$1/status" && exit
 kill -TERM "$1" 2>/dev/null || exit
 echo "hf_triton: the process of the model $2 has died; stopping the server" >&2
 for second in 1 2 3 4 5 6 7 8 9 10; do sleep 1; kill -0 "$1" 2>/dev/null || exit; done
 kill -KILL "$1"
 """
-"""A shell that waits for a word. Where the pipe closes without one, the server $1 is told to end, then made to."""
+"""A shell that waits for a word. Where the pipe closes without one, the server $1 is told to end, then made to.
+
+A server that has died itself is not told: whoever reads the log's last lines would look for the fault in a model.
+"""
 
 
 class Sentinel:
@@ -310,12 +314,15 @@ def stop_server() -> None:
 
 
 def speak_utf8() -> None:
-    """Make UTF-8 the encoding of files and prints: Triton starts its Python in ASCII, whatever the locale says."""
+    """Make UTF-8 the encoding of files and prints, and have these come out line by line.
+
+    Triton starts its Python in ASCII, whatever the locale says; what a folder's own code prints would come at the end.
+    """
     with contextlib.suppress(locale.Error):  # a system without it keeps its own
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 class _TritonHandler(logging.Handler):

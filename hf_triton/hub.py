@@ -162,8 +162,9 @@ class Hub:
     def _local(self, wanted: Wanted) -> Path:
         folder = (self._model_folder / wanted.name).resolve()
         if not os.path.isdir(folder):
+            base = "" if os.path.isabs(wanted.name) else f", taken from {self._model_folder}"
             raise HubError(
-                "path_not_found", f"there is no folder {folder} for '{wanted.name}': correct {wanted.setting}"
+                "path_not_found", f"there is no folder {folder} for '{wanted.name}'{base}: correct {wanted.setting}"
             )
         missing = wanted.missing_in(folder)
         if missing and wanted.has_only_pickle(folder):

@@ -240,7 +240,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     """Refuse a configuration that could not be served as it reads.
 
     Raises:
-        SettingsError: An input or output is unknown or of a wrong type, or the response cache would mix requests up.
+        SettingsError: An input or output is unknown, of a wrong type or reshaped; a sequence batcher brings inputs of
+            its own; the response cache would mix requests up.
     """
     for port in config["input"]:
         _check_input(port["name"], port["data_type"])
@@ -249,6 +250,16 @@ def check_config(config: Mapping[str, Any]) -> None:
             known = ", ".join(f"{name} {data_type}" for name, data_type in OUTPUTS.items())
             raise SettingsError(
                 f"config.pbtxt declares the output '{port['name']}' as {port['data_type']}; the outputs are {known}"
+            )
+    for port in (*config["input"], *config["output"]):
+        if port.get("reshape"):
+            raise SettingsError(
+                f"config.pbtxt reshapes {port['name']}, whose last dimension must be that of the prompts: leave it out"
+            )
+    for kind in ("control_input", "state"):
+        if config.get("sequence_batching", {}).get(kind):
+            raise SettingsError(
+                f"sequence_batching has {kind}, and a request here depends on no other: take it out of config.pbtxt"
             )
     if config.get("response_cache", {}).get("enable"):
         raise SettingsError(

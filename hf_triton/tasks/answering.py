@@ -92,6 +92,7 @@ class Answering:
         is_cancelled: Whether the client gave the request up.
         hooks: The folder's own.
         streams: Whether the texts go out piece by piece.
+        run_aside: Runs what may take long in another thread.
     """
 
     def __init__(
@@ -103,12 +104,14 @@ class Answering:
         *,
         hooks: CheckedHooks,
         streams: bool,
+        run_aside: Callable[[Callable[[], None]], object],
     ) -> None:
         self._prompts = prompts
         self._codec = codec
         self._reply = reply
         self._is_cancelled = is_cancelled
         self._hooks = hooks
+        self._run_aside = run_aside
         listener = reply if streams and not hooks.overrides("postprocess") else None
         self._writers = [_Writer(codec, prompt, hooks, listener, row) for row, prompt in enumerate(prompts)]
         if streams:
@@ -166,7 +169,10 @@ class Answering:
             self._completions[row] = outcome
             is_complete = len(self._completions) == len(self._prompts)
         if is_complete and self._is_first_answer():
-            self._reply.finish(self._all_texts, takes_long=self._takes_long())
+            if self._hooks.overrides("postprocess"):  # nobody knows how long that takes
+                self._run_aside(self._finish_made)
+            else:
+                self._reply.finish(self._all_texts, takes_long=self._takes_long())
 
     def refuse(self, error: HfTritonError) -> None:
         """Answer with an error; the request's other prompts are given up."""
@@ -178,13 +184,21 @@ class Answering:
             was_answered, self._is_answered = self._is_answered, True
         return not was_answered
 
+    def _finish_made(self) -> None:
+        """Make the texts, then hand them over."""
+        try:
+            texts = self._all_texts()
+        except HfTritonError as error:
+            self._reply.refuse(error)
+        else:
+            self._reply.finish(lambda: texts, takes_long=False)
+
     def _takes_long(self) -> bool:
-        """Whether the texts take long to make; of the folder's own `postprocess` nobody knows."""
+        """Whether the texts take long to make."""
         completions = [each for row in self._completions.values() for each in row]
         num_tokens = sum(len(each.token_ids) for each in completions)
         num_logprobs = sum(len(each.logprobs or ()) + len(each.prompt_logprobs or ()) for each in completions)
-        is_long = num_tokens > MAX_QUICK_TOKENS or num_logprobs > MAX_QUICK_LOGPROBS
-        return is_long or self._hooks.overrides("postprocess")
+        return num_tokens > MAX_QUICK_TOKENS or num_logprobs > MAX_QUICK_LOGPROBS
 
     def _all_texts(self) -> list[GeneratedText]:
         try:

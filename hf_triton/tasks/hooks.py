@@ -34,8 +34,9 @@ LIKENESS: Final = 0.75  # of a method's name to a hook's, by difflib; `make_prom
 class Hooks:
     """Methods that a subclass may override; as they are, they change nothing.
 
-    They are called in the server's threads, several requests at a time: what they keep must bear that. What one of them
-    raises refuses its own request and nobody else's.
+    What they keep must bear several requests at a time: `build_prompt` and `postprocess` are called in up to 16 threads
+    each, and may wait for other services. `logits_processor` and `is_complete` are called between two tokens of all
+    running texts, which wait for them. What one of them raises refuses its own request and nobody else's.
     """
 
     def build_prompt(self, text: str) -> str:
@@ -148,7 +149,9 @@ class CheckedHooks:
         with _blaming("logits_processor", self._hooks, passes=_is_the_engine_s):
             result = processor(token_ids, scores)
             if isinstance(result, type(scores)) and list(result.shape) == shape:
-                return scores.copy_(result)
+                if not result.isnan().any():
+                    return scores.copy_(result)
+                result = math.nan
         raise _wrong_result("logits_processor", f"scores of shape {shape}", result)
 
 
@@ -253,4 +256,6 @@ def _kind(result: object) -> str:
 
     if isinstance(result, torch.Tensor):
         return str(list(result.shape))
+    if isinstance(result, float) and math.isnan(result):
+        return "nan"
     return "None" if result is None else f"a value of type {type(result).__name__}"

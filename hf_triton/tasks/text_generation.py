@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hf_triton.checkpoint import Checkpoint
 
 NUM_TOKENIZER_THREADS = 2  # tokenizers run outside the interpreter's lock: a long prompt does not hold up a short one
+NUM_HOOK_THREADS = 16  # `build_prompt` and `postprocess` may wait for other services
 MAX_TURN_S = 0.05  # of a request with many prompts, then others have their turn
 NUM_BAD_WORDS_KEPT = 32  # the prompts of a request, and often the requests of a client, have the same ones
 
@@ -125,7 +126,9 @@ class TextGeneration:
         self._max_output_length = max_output_length
         self._max_rows = max_rows
         self._excludes_prompt = excludes_prompt
-        self._tokenizers = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="hf_triton-tokenizer")
+        num_readers = NUM_HOOK_THREADS if hooks.overrides("build_prompt") else NUM_TOKENIZER_THREADS
+        self._tokenizers = ThreadPoolExecutor(num_readers, thread_name_prefix="hf_triton-tokenizer")
+        self._finishers = ThreadPoolExecutor(NUM_HOOK_THREADS, thread_name_prefix="hf_triton-postprocess")
         self._grammar_readers = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-grammar")  # half a second for some
 
     def submit(
@@ -178,6 +181,7 @@ class TextGeneration:
         self._tokenizers.shutdown(wait=True)
         self._grammar_readers.shutdown(wait=True)
         self._engine.close()
+        self._finishers.shutdown(wait=True)
 
     def _prepare_in(self, pool: ThreadPoolExecutor, preparation: _Preparation) -> None:
         try:
@@ -210,6 +214,7 @@ class TextGeneration:
             preparation.is_cancelled,
             hooks=self._hooks,
             streams=preparation.streams,
+            run_aside=self._finishers.submit,
         )
         return [
             Sequence(

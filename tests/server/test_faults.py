@@ -212,6 +212,17 @@ def test_sigterm_under_load_answers_every_accepted_request_and_leaves_a_neighbou
     assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
 
 
+def test_a_server_that_dies_is_not_said_to_be_a_model_s_fault(repository: Path) -> None:
+    with start(repository, "slow") as server:
+        assert server.process is not None
+        processes = stubs(server)
+        os.kill(server.process.pid, signal.SIGSEGV)
+        for process in processes:  # the server stays a zombie until it is waited for
+            process.wait(timeout=30)
+        time.sleep(2)
+        assert "has died" not in server.read_log()
+
+
 def test_a_killed_stub_ends_the_server_and_nobody_hangs(repository: Path) -> None:
     """Triton 24.10 neither answers the requests of a dead stub nor starts another, and stays ready."""
     with start(repository, "slow", "streamed") as server:

@@ -3,6 +3,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, get_args
@@ -30,7 +31,11 @@ def prompt_of(text: str, plan: SamplingPlan = PLAN, task: TaskPlan | None = None
 
 
 def answering(
-    *prompts: Prompt, streams: bool = False, hooks: Hooks | None = None, was_cancelled: bool = False
+    *prompts: Prompt,
+    streams: bool = False,
+    hooks: Hooks | None = None,
+    was_cancelled: bool = False,
+    run_aside: Callable[[Callable[[], None]], object] = lambda work: work(),
 ) -> tuple[Answering, Collector]:
     reply = Collector()
     made = Answering(
@@ -40,6 +45,7 @@ def answering(
         lambda: was_cancelled,
         hooks=CheckedHooks(hooks or Hooks()),
         streams=streams,
+        run_aside=run_aside,
     )
     return made, reply
 
@@ -193,9 +199,13 @@ def test_a_folder_s_own_postprocess_may_take_long() -> None:
         def postprocess(self, text: str) -> str:
             return text
 
-    made, reply = answering(prompt_of("x"), hooks=Calling())
+    aside: list[Callable[[], None]] = []
+    made, reply = answering(prompt_of("x"), hooks=Calling(), run_aside=aside.append)
     made.put(0, [completion("a")])
-    assert reply.takes_long
+    assert not reply.results
+    [work] = aside
+    work()
+    assert [each.text for each in texts_of(reply)] == ["a"]
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------

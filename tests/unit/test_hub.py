@@ -266,7 +266,16 @@ def test_folders_are_absolute_or_relative_to_the_model_folder(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "code", "words"),
     [
-        ({"huggingface_model": "./absent"}, "path_not_found", "correct huggingface_model"),
+        (
+            {"huggingface_model": "./absent"},
+            "path_not_found",
+            r"absent for './absent', taken from /.*: correct huggingface_model",
+        ),
+        (
+            {"huggingface_model": "/absent"},
+            "path_not_found",
+            "no folder /absent for '/absent': correct huggingface_model",
+        ),
         ({"huggingface_model": "{ok}", "tokenizer": "./absent"}, "path_not_found", "correct tokenizer"),
         ({"huggingface_model": "{empty}"}, "checkpoint_incomplete", "copy the whole checkpoint there"),
         ({"huggingface_model": "{pickle}"}, "weights_not_safe", "set allow_pickle to true"),

@@ -153,6 +153,7 @@ def build_task(
     *,
     excludes_prompt: bool = False,
     is_encoder_decoder: bool = False,
+    hooks: Hooks | None = None,
 ) -> TextGeneration:
     return TextGeneration(
         Engine(outcome),
@@ -165,7 +166,7 @@ def build_task(
         max_output_length=15,
         max_rows=4,
         excludes_prompt=excludes_prompt,
-        hooks=CheckedHooks(Hooks()),
+        hooks=CheckedHooks(hooks or Hooks()),
     )
 
 
@@ -524,3 +525,40 @@ def test_texts_of_which_some_are_thrown_away_cannot_be_streamed() -> None:
     assert str(error) == "invalid_parameter: best_of cannot be streamed: leave it out, or say stream false"
     assert reply.pieces == []
     assert len(joined(reply_to("x", outcome=write("y"), streams=True, **(asked | {"best_of": 2})))) == 2
+
+
+@pytest.mark.parametrize("hook", ["build_prompt", "postprocess"])
+def test_hooks_that_wait_do_not_wait_for_each_other(hook: str) -> None:
+    together = threading.Barrier(16)
+
+    class Waiting(Hooks):
+        pass
+
+    def wait(self: Hooks, text: str) -> str:
+        together.wait(30)  # breaks where fewer are called at a time
+        return text
+
+    setattr(Waiting, hook, wait)
+    task = build_task(hooks=Waiting())
+    replies = [Collector() for _ in range(16)]
+    for reply in replies:
+        task.submit(request_of(("ab",)), reply, lambda: False)
+    assert all(reply.is_finished.wait(60) for reply in replies)
+    assert not any(isinstance(result, HfTritonError) for reply in replies for result in reply.results)
+    task.close()
+
+
+def test_closing_waits_for_texts_that_are_still_made() -> None:
+    goes_on = threading.Event()
+
+    class Waiting(Hooks):
+        def postprocess(self, text: str) -> str:
+            goes_on.wait(30)
+            return text
+
+    task, reply = build_task(hooks=Waiting()), Collector()
+    task.submit(request_of(("ab",)), reply, lambda: False)
+    threading.Timer(0.2, goes_on.set).start()
+    task.close()
+    assert len(reply.results) == 1
+    assert not isinstance(reply.results[0], HfTritonError)

@@ -219,6 +219,19 @@ REFUSED_CONFIGS = {
         "or TYPE_UINT8 or TYPE_STRING",
     ),
     "an output of numbers": (config(outputs=[port(TEXT, "TYPE_FP32")]), "'text_output' as TYPE_FP32"),
+    "a shape of its own": (
+        config(port(PROMPT) | {"reshape": {"shape": []}}),
+        "config.pbtxt reshapes text_input, whose last dimension must be that of the prompts: leave it out",
+    ),
+    "a shape of its own for an output": (
+        config(outputs=[port(TEXT) | {"reshape": {"shape": []}}]),
+        "reshapes text_output",
+    ),
+    "inputs of a sequence batcher": (
+        config(sequence_batching={"control_input": [{"name": "START"}]}),
+        "sequence_batching has control_input, and a request here depends on no other: take it out of config.pbtxt",
+    ),
+    "states of a sequence batcher": (config(sequence_batching={"state": [{}]}), "sequence_batching has state"),
     "the response cache": (config(response_cache={"enable": True}), "response_cache is on, but Triton's cache ignores"),
 }
 
