@@ -159,7 +159,7 @@ def _obstacle(model: Any, context_length: int) -> str | None:
     """Why the rolling engine is not for this model; None where it is."""
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    if _shares_positions(model, context_length):
+    if _shares_positions(model, context_length) and not has_long_rope(model):
         return "its positions change with the longest row beside it"
     size = NOT_IN_ROWS.get(model.config.model_type)
     if size is not None and context_length > getattr(model.config, size):
@@ -185,7 +185,7 @@ def _shares_positions(model: Any, context_length: int) -> bool:
     layers = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
     if getattr(config, "attn_temperature_tuning", False) and context_length >= getattr(config, "floor_scale", 0):
         return True
-    return any(context_length > _first_length(config, each) for each in layers) and not has_long_rope(model)
+    return any(context_length > _first_length(config, each) for each in layers)
 
 
 def _first_length(config: Any, rope: Mapping[str, Any]) -> float:

@@ -51,8 +51,8 @@ class Gathering:
         """Those who were there are read: the next ones may wait anew."""
         self._until_s, self._num_held = None, 0
 
-    def wait_s(self, num_waiting: int, nums_left: list[int]) -> float:
-        """Seconds from now that those who are there wait for others; 0: they are to be read.
+    def waits(self, num_waiting: int, nums_left: list[int]) -> bool:
+        """Whether those who are there wait for others; else they are to be read. To be asked once a step.
 
         Args:
             num_waiting: How many are there.
@@ -62,10 +62,10 @@ class Gathering:
         self._forget()
         if self._leave_soon(nums_left) >= max(num_waiting, len(nums_left) // 2 + 1):
             self._num_held += 1
-            return self._step_s
+            return self._step_s > 0
         if self._until_s is None:
             self._until_s = time.monotonic() + min(WAIT_STEPS * self._step_s, MAX_WAIT_S)
-        return self.rest_s() if nums_left and self._step_s <= MAX_WAIT_S else 0.0
+        return bool(nums_left) and self._step_s <= MAX_WAIT_S and self.rest_s() > 0
 
     def rest_s(self) -> float:
         """Seconds from now that those who wait for others, or were read without them, have yet to wait."""

@@ -217,7 +217,7 @@ class RollingEngine(EngineThread):
             return False
         if sum(rows[0].num_tokens for rows in self._ready) >= pieces_on(self._device).alone:
             return False
-        return self._gathering.wait_s(len(self._ready), [row.num_left for row in self._rows]) > 0
+        return self._gathering.waits(len(self._ready), [row.num_left for row in self._rows])
 
     def _gather(self) -> bool:
         """Before the first rows run, take those who have come since, or are about to; whether others may follow."""
@@ -241,7 +241,7 @@ class RollingEngine(EngineThread):
                 if readings and not are_worth_one_batch(together, self._device, self._forward.switch_length):
                     break
                 readings = together
-            elif self._fits([row.num_tokens for row in group], group[0].num_tokens):
+            elif self._reserve([row.num_tokens for row in group], group[0].num_tokens):
                 readings.append(self._reading(group))
             else:
                 self._wait_for_memory(group)
@@ -275,7 +275,7 @@ class RollingEngine(EngineThread):
     def _has_room_for(self, readings: list[Reading], group: list[Row]) -> bool:
         lengths = [row.num_tokens for rows in (*(each.rows for each in readings), group) for row in rows]
         in_prefill = (len(readings) + 1) * max(lengths)
-        return len(self._rows) + len(lengths) <= self._row_limit and self._fits(lengths, in_prefill)
+        return len(self._rows) + len(lengths) <= self._row_limit and self._reserve(lengths, in_prefill)
 
     def _join(self, prefill: Prefill, logits: torch.Tensor) -> None:
         """Give every row of the prefill its first token and its place."""
@@ -308,7 +308,7 @@ class RollingEngine(EngineThread):
         else:
             newest = to_device([row.token_ids[-1] for row in self._rows], torch.int64, self._device)
         logits = self._memory.step(self._decoder, newest)
-        self._memory.is_torn = True  # until what follows is picked
+        self._memory.is_torn = True  # until what follows is picked: a failure here has everyone read anew
         picks = Picks(logits, [row.sampler for row in self._rows], num_ahead=int(self._unseen is not None))
         self._memory.is_torn = False
         return Step(list(self._rows), picks)
@@ -318,7 +318,7 @@ class RollingEngine(EngineThread):
         step, self._unseen = self._unseen, None
         if step is None or not self._rows:
             return
-        self._memory.is_torn = True  # until every row has its own
+        self._memory.is_torn = True  # until every row has its own, as above
         picks = step.read()
         self._gathering.on_step(time.monotonic() - self._began_s)
         done = [index for index, row in enumerate(self._rows) if row.take(picks[row])]
@@ -381,8 +381,8 @@ class RollingEngine(EngineThread):
         prefill = self._prefill  # read once, as in `_rows_in_prefill`
         return self._memory.num_tokens + self._prefixes.num_tokens + (prefill.num_tokens if prefill else 0)
 
-    def _fits(self, lengths: list[int], num_in_prefill: int) -> bool:
-        """Whether the memory may hold the running rows and new ones; prefixes of past texts make room for them."""
+    def _reserve(self, lengths: list[int], num_in_prefill: int) -> bool:
+        """Make room for the running rows and new ones, at the cost of past texts' prefixes; whether there is enough."""
         allowed = self._budget.tokens(self._num_held()) - num_in_prefill
         if self._memory.tokens_with(lengths) > allowed:
             return False
@@ -396,7 +396,7 @@ class RollingEngine(EngineThread):
         """Where the rows outgrow the memory, the youngest go back and wait; those being read are to have room too."""
         while self._rows:
             lengths = [row.num_tokens for row in self._rows_in_prefill()]
-            if self._fits(lengths, self._prefill.num_tokens if self._prefill else 0):
+            if self._reserve(lengths, self._prefill.num_tokens if self._prefill else 0):
                 return
             if self._prefill:
                 self._put_back(self._prefill.rows)
@@ -449,14 +449,14 @@ class RollingEngine(EngineThread):
 
     # --- failure -----------------------------------------------------------------------------------------------------
 
-    def _guarded(self, work: Callable[[], None], of_work: Callable[[], list[Row]]) -> None:
-        """Do some work for some rows; where it fails, put them back so that only the guilty are refused."""
+    def _guarded(self, work: Callable[[], None], rows_at_work: Callable[[], list[Row]]) -> None:
+        """Do some work; where it fails, put its rows back, everyone's where it has none, and refuse only the guilty."""
         try:
             work()
         except Exception as error:
             if is_fatal(error):
                 raise
-            self._recover(list(of_work()), error)
+            self._recover(list(rows_at_work()), error)
 
     def _recover(self, rows: list[Row], error: Exception) -> None:
         everyone = [*self._rows, *(row for row in self._rows_in_prefill() if row not in self._rows)]

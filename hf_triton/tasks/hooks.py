@@ -145,11 +145,11 @@ class CheckedHooks:
         return partial(self._process, processor)
 
     def _process(self, processor: LogitsProcessor, token_ids: list[int], scores: Any) -> Any:
-        shape = list(scores.shape)
+        shape, had_nan = list(scores.shape), bool(scores.isnan().any())
         with _blaming("logits_processor", self._hooks, passes=_is_the_engine_s):
             result = processor(token_ids, scores)
             if isinstance(result, type(scores)) and list(result.shape) == shape:
-                if not result.isnan().any():
+                if had_nan or not result.isnan().any():  # the model's own is not the hook's fault
                     return scores.copy_(result)
                 result = math.nan
         raise _wrong_result("logits_processor", f"scores of shape {shape}", result)

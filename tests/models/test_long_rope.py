@@ -12,6 +12,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 
+from hf_triton.choose_engine import build_engine
 from hf_triton.engine import prefill
 from hf_triton.engine.interface import Observer, Sequence
 from hf_triton.engine.prefill import Pieces
@@ -109,6 +110,19 @@ def test_long_and_short_texts_are_not_read_together() -> None:
         engine.submit([Sequence(prompt, SamplingPlan(1), outcomes.put) for prompt in prompts])
         found = sorted(outcomes.get(timeout=60)[0].token_ids for _ in prompts)
     assert found == sorted(solo_ids(phi3(), prompt, 1) for prompt in prompts)
+
+
+def test_the_batch_engine_runs_each_text_alone() -> None:
+    model, items = phi3(), [(text(length, seed=length), SamplingPlan(20)) for length in (30, 38, 5, 60, 25)]
+    options: dict[str, Any] = {"max_waiting": 99, "max_cache_tokens": None, "shares_prefixes": True}
+    with closing(
+        build_engine(model, "batch", max_rows=4, context_length=256, decoding="auto", on_fatal=lambda: None, **options)
+    ) as engine:
+        client = Client(engine)
+        for item in items:
+            client.submit(*item)
+        for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
+            assert token_ids(outcome) == [solo_ids(phi3(), prompt, plan.max_new_tokens)]
 
 
 def test_a_text_that_outgrows_the_first_frequencies_is_read_anew_once() -> None:

@@ -291,23 +291,33 @@ class Processing(Hooks):
         return process
 
 
-def processed(result: Any) -> tuple[Any, Collector]:
-    """What the engine gets for scores of 0, and what the request is told."""
+def processed(result: Any, score: float = 0.0) -> tuple[Any, Collector]:
+    """What the engine gets for scores of one number, and what the request is told."""
     made, reply = answering(prompt_of("x"), hooks=Processing(result))
     process = made.logits_processor()
     assert process is not None
-    return process([1], torch.zeros(3)).tolist(), reply
+    return process([1], torch.full((3,), score)).tolist(), reply
 
 
 def test_a_processor_s_scores_are_those_to_go_by() -> None:
     assert processed(torch.tensor([1, 2, 3]))[0] == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("result", [RuntimeError("x"), BaseException("a panic"), torch.zeros(1), None], ids=repr)
+@pytest.mark.parametrize(
+    "result",
+    [RuntimeError("x"), BaseException("a panic"), torch.zeros(1), torch.tensor([0, 0, torch.nan]), None],
+    ids=repr,
+)
 def test_a_processor_s_failure_is_the_answer_and_the_engine_goes_on(result: Any) -> None:
     scores, reply = processed(result)
     assert scores == [0.0] * 3
     assert [getattr(each, "code", None) for each in reply.results] == ["hook_failed"]
+
+
+def test_a_model_s_own_nan_is_not_the_processor_s_fault() -> None:
+    scores, reply = processed(torch.tensor([0, 1, torch.nan]), score=torch.nan)
+    assert scores[:2] == [0.0, 1.0]
+    assert not reply.results
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA error: device-side assert triggered")], ids=repr)

@@ -35,53 +35,55 @@ def after_step(step_s: float, num_left: int) -> Gathering:
 def test_nobody_waits_before_anybody_has_left(clock: Clock) -> None:
     first = Gathering()
     first.on_come()
-    assert first.wait_s(1, ALONE) == 0
+    assert not first.waits(1, ALONE)
     running = after_step(0.01, 0)
     running.on_come()
-    assert running.wait_s(1, COMPANY) == 0
+    assert not running.waits(1, COMPANY)
 
 
 def test_who_comes_back_alone_is_read_at_once(clock: Clock) -> None:
     gathering = after_step(0.01, 1)
     gathering.on_come()
-    assert gathering.wait_s(1, ALONE) == 0
+    assert not gathering.waits(1, ALONE)
 
 
 def test_the_first_wait_for_the_others_as_long_as_two_steps_take(clock: Clock) -> None:
     gathering = after_step(0.01, 3)
     clock.now_s += 0.005
     gathering.on_come()
-    assert gathering.wait_s(1, COMPANY) == pytest.approx(0.02)
+    assert gathering.waits(1, COMPANY)
+    assert gathering.rest_s() == pytest.approx(0.02)
     clock.now_s += 0.004
     gathering.on_come()
-    assert gathering.wait_s(1, COMPANY) == pytest.approx(0.016)
+    assert gathering.waits(1, COMPANY)
+    assert gathering.rest_s() == pytest.approx(0.016)
     clock.now_s += 0.017
-    assert gathering.wait_s(1, COMPANY) == 0
+    assert not gathering.waits(1, COMPANY)
     gathering.on_come()
-    assert gathering.wait_s(1, COMPANY) == 0  # the third has been given up
+    assert not gathering.waits(1, COMPANY)  # the third has been given up
 
 
 def test_where_nothing_runs_the_first_are_read_at_once_and_step_with_the_others(clock: Clock) -> None:
     gathering = after_step(0.01, 3)
     clock.now_s += 0.005
     gathering.on_come()
-    assert gathering.wait_s(1, ALONE) == 0
+    assert not gathering.waits(1, ALONE)
     clock.now_s += 0.008
     assert gathering.rest_s() == pytest.approx(0.012)
     gathering.on_come()
     clock.now_s += 0.013
     assert gathering.rest_s() == 0
     gathering.on_read()
-    assert gathering.wait_s(1, COMPANY) == 0  # the third has been given up
+    assert not gathering.waits(1, COMPANY)  # the third has been given up
 
 
 def test_nobody_waits_once_all_are_back(clock: Clock) -> None:
     gathering = after_step(0.01, 3)
     for _ in range(2):
         gathering.on_come()
-    assert gathering.wait_s(1, COMPANY) > 0
+    assert gathering.waits(1, COMPANY)
     gathering.on_come()
-    assert gathering.wait_s(1, COMPANY) == 0
+    assert not gathering.waits(1, COMPANY)
     assert gathering.rest_s() == 0
 
 
@@ -89,38 +91,38 @@ def test_who_stays_away_is_not_waited_for(clock: Clock) -> None:
     gathering = after_step(0.01, 16)
     clock.now_s += 0.01 * MEMORY_STEPS + 0.001
     gathering.on_come()
-    assert gathering.wait_s(1, COMPANY) == 0
+    assert not gathering.waits(1, COMPANY)
     assert gathering.rest_s() == 0
 
 
 def test_long_steps_make_nobody_wait_long(clock: Clock) -> None:
     gathering = after_step(1.0, 2)
-    assert gathering.wait_s(1, ALONE) == 0
+    assert not gathering.waits(1, ALONE)
     assert gathering.rest_s() == pytest.approx(MAX_WAIT_S)
-    assert after_step(1.0, 2).wait_s(1, COMPANY) == 0
+    assert not after_step(1.0, 2).waits(1, COMPANY)
 
 
 def test_reading_waits_for_texts_that_are_about_to_end(clock: Clock) -> None:
     gathering = after_step(0.01, 0)
-    assert gathering.wait_s(1, [SOON_STEPS, SOON_STEPS, 50]) > 0
-    assert gathering.wait_s(1, [SOON_STEPS - 1, SOON_STEPS - 1, 49]) > 0
-    assert gathering.wait_s(1, [1, 1, 48]) > 0
+    assert gathering.waits(1, [SOON_STEPS, SOON_STEPS, 50])
+    assert gathering.waits(1, [SOON_STEPS - 1, SOON_STEPS - 1, 49])
+    assert gathering.waits(1, [1, 1, 48])
     gathering.on_leave(2)
-    assert gathering.wait_s(1, [47]) > 0  # who has left now is on the way
+    assert gathering.waits(1, [47])  # who has left now is on the way
     gathering.on_come()
     gathering.on_come()
-    assert gathering.wait_s(3, [47]) == 0
+    assert not gathering.waits(3, [47])
 
 
 @pytest.mark.parametrize("nums_left", [[SOON_STEPS + 1, 4], [1, 2, 50, 60], [2, 2]], ids=["later", "few", "too few"])
 def test_other_texts_hold_nobody_up(nums_left: list[int], clock: Clock) -> None:
-    assert after_step(0.01, 0).wait_s(3, nums_left) == 0
+    assert not after_step(0.01, 0).waits(3, nums_left)
 
 
 def test_nobody_waits_again_and_again(clock: Clock) -> None:
     gathering = after_step(0.01, 0)
     for _ in range(2):
-        waits = [gathering.wait_s(1, [1, 1, 1]) > 0 for _ in range(SOON_STEPS + 1)]
+        waits = [gathering.waits(1, [1, 1, 1]) for _ in range(SOON_STEPS + 1)]
         assert waits == [True] * SOON_STEPS + [False]
         gathering.on_read()
 
@@ -128,14 +130,14 @@ def test_nobody_waits_again_and_again(clock: Clock) -> None:
 def test_who_is_read_sooner_leaves_the_next_their_time(clock: Clock) -> None:
     gathering = after_step(0.01, 2)
     gathering.on_come()
-    assert gathering.wait_s(1, COMPANY) > 0
+    assert gathering.waits(1, COMPANY)
     gathering.on_come()
     gathering.on_read()  # as many as are read at a time
     clock.now_s += 5
     gathering.on_leave(2)
     gathering.on_come()
-    assert gathering.wait_s(1, COMPANY) > 0
+    assert gathering.waits(1, COMPANY)
 
 
 def test_steps_that_take_long_are_not_waited_for(clock: Clock) -> None:
-    assert after_step(0.5, 0).wait_s(1, [1, 1, 1]) == 0
+    assert not after_step(0.5, 0).waits(1, [1, 1, 1])
