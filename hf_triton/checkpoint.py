@@ -146,7 +146,7 @@ def _load(folder: Path, tokenizer_folder: Path, settings: ModelSettings, placeme
         tokenizer = _load_tokenizer(tokenizer_folder, settings)
         model = _load_model(folder, config, settings, placement)
     model.eval()
-    vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
+    vocabulary_size = _explained(settings, "the model", lambda: int(model.get_input_embeddings().weight.shape[0]))
     if len(tokenizer) > vocabulary_size:
         logger.warning("the tokenizer knows %d tokens and the model %d", len(tokenizer), vocabulary_size)
     checkpoint = Checkpoint(tokenizer, model, context_length(config, settings.max_context_length), vocabulary_size)
@@ -232,11 +232,16 @@ def _load_tokenizer(folder: Path, settings: ModelSettings) -> Any:
     return tokenizer
 
 
-def _read_chat_template(folder: Path) -> str:
-    template = json.loads((folder / CHAT_TEMPLATE).read_text(encoding="utf-8"))["chat_template"]
-    if not isinstance(template, str):
-        raise TypeError(f"chat_template is no text but {type(template).__name__}")
-    return template
+def _read_chat_template(folder: Path) -> str | dict[str, str] | None:
+    """One template, or several by name, in the forms that transformers reads of a tokenizer."""
+    template: Any = json.loads((folder / CHAT_TEMPLATE).read_text(encoding="utf-8-sig"))["chat_template"]
+    if isinstance(template, list):
+        template = {each["name"]: each["template"] for each in template}
+    texts = list(template.values()) if isinstance(template, dict) else [template]
+    if template is not None and not all(isinstance(text, str) for text in texts):
+        raise TypeError("chat_template is no text")
+    found: str | dict[str, str] | None = template
+    return found
 
 
 def _load_model(folder: Path, config: Any, settings: ModelSettings, placement: Placement) -> Any:
@@ -289,9 +294,16 @@ def _dummy_loader(auto_class: Any, config: Any, settings: ModelSettings, device_
         import torch
 
         kind = auto_class._model_mapping[type(config)]
+        is_part = kind.config_class is config.sub_configs.get("text_config")  # as auto classes have it
         dtype = config.dtype or torch.float32 if settings.dtype == "auto" else getattr(torch, settings.dtype)
         return kind.from_pretrained(
-            None, config=config, state_dict={}, dtype=dtype, device_map=device_map, attn_implementation=attention
+            None,
+            config=config.get_text_config() if is_part else config,
+            state_dict={},
+            dtype=dtype,
+            device_map=device_map,
+            attn_implementation=attention,
+            local_files_only=True,
         )
 
     return load

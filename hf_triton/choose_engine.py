@@ -148,7 +148,7 @@ def _sharing(model: Any, context_length: int) -> Sharing:
         raise CheckpointError(
             "unsupported_model",
             f"transformers cannot generate with this model ({type(error).__name__}: {text}): look at its "
-            "generation_config.json",
+            "generation_config.json, or choose a model that goes on from text alone",
         ) from error
     if _shares_positions(model, context_length):
         return "alone"

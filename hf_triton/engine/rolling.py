@@ -350,6 +350,8 @@ class RollingEngine(EngineThread):
             if row.finish_reason:
                 # Not the last token, or those of a closing, which the model has not read.
                 computed = row.context()[: self._memory.length(index)]
+                if self._is_outgrown(row):  # its last token's keys, where a step ran ahead, are not like the others'
+                    computed = computed[: row.num_tokens - 1]
                 self._remember(computed, partial(self._memory.read, index))
             last = self._memory.remove(index)
             if row.is_done:
@@ -408,9 +410,13 @@ class RollingEngine(EngineThread):
 
     def _put_back_outgrown(self) -> None:
         """Have texts read anew whose keys are of no use from the token on that they have just got."""
-        outgrown = [row for row in self._rows if row.num_tokens == self._forward.switch_length + 1]
+        outgrown = [row for row in self._rows if self._is_outgrown(row)]
         if outgrown:
             self._put_back(outgrown)
+
+    def _is_outgrown(self, row: Row) -> bool:
+        """Whether a row in memory has just got the token with which its keys are of no more use."""
+        return row.num_tokens == self._forward.switch_length + 1
 
     def _wait_for_memory(self, group: list[Row]) -> None:
         """Have the next context wait where nothing runs and there is no room: others may give memory back."""

@@ -89,10 +89,16 @@ class Forward:
 
 
 def begin_anew(model: Any, num_rows: int, device: torch.device) -> None:
-    """Have a model that keeps what it has read in its modules (RecurrentGemma) forget it.
+    """Have a model that keeps something of what it has read in its modules forget it.
 
-    It does so by itself where prompts have two tokens or more, and would go on from somebody's text for one.
+    RecurrentGemma does so by itself where prompts have two tokens or more; for one, it would go on from a text before.
+    With dynamic NTK, a text of the first length or more would have the frequencies of a longer one before it.
     """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module(
+                torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device)
+            )  # it resets
     begin = getattr(model.base_model, "_setup_cache", None)
     if begin is not None:
         begin(model.config, num_rows, device, model.dtype)

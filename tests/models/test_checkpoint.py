@@ -229,6 +229,7 @@ def test_the_text_part_alone_is_loaded_where_it_is_a_model_of_its_own(checkpoint
     assert refused.code == "weights_mismatch"
     assert "or set allow_extra_weights to true if they may be left out" in refused.sentence
     assert type(load(checkpoint, allow_extra_weights=True).model).__name__ == "Llama4ForCausalLM"
+    assert type(load(checkpoint, load_format="dummy").model).__name__ == "Llama4ForCausalLM"
 
 
 def test_random_weights_for_a_model_that_reads_images_too(checkpoint: Path) -> None:
@@ -248,7 +249,15 @@ def test_the_tokenizer_s_own_chat_template_comes_first(tmp_path: Path) -> None:
     assert load(checkpoint).tokenizer.chat_template == "own"
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"chat_template": 5}'])
+@pytest.mark.parametrize("several", [{"default": "a", "tool_use": "b"}, None])
+def test_several_chat_templates_or_none(several: object, checkpoint: Path) -> None:
+    listed = [{"name": name, "template": text} for name, text in several.items()] if isinstance(several, dict) else None
+    for value in (several, listed):
+        (checkpoint / "chat_template.json").write_text("\ufeff" + json.dumps({"chat_template": value}))
+        assert load(checkpoint).tokenizer.chat_template == several
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"chat_template": 5}', '{"chat_template": [5]}'])
 def test_a_broken_chat_template_names_its_file(content: str, checkpoint: Path) -> None:
     (checkpoint / "chat_template.json").write_text(content)
     refused = reason(checkpoint)

@@ -21,7 +21,7 @@ from hf_triton.generation import SamplingPlan
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.testing import build_tiny_checkpoint
-from tests.architectures import ROLLING, build
+from tests.architectures import BASE, ROLLING, build
 from tests.models.test_rolling_engine import Client, start_engine, token_ids
 from tests.reference import solo_ids
 
@@ -144,6 +144,18 @@ def test_long_texts_share_with_long_ones_and_short_with_short() -> None:
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
+def test_a_text_that_ends_where_it_outgrows_them_is_kept_as_a_short_one(decoding: DecodingMode) -> None:
+    first, shorter, longer = text(SWITCH - 6), [*text(25), *text(3, seed=1)], [*text(25), *text(40, seed=2)]
+    with closing(RollingEngine(phi3(), max_rows=4, decoding=decoding)) as engine:
+        client = Client(engine)
+        client.submit(text(5, seed=3), SamplingPlan(60))  # beside it, a static step runs ahead
+        client.submit(first, SamplingPlan(7))
+        client.outcomes()
+        for prompt in (longer, shorter):
+            assert token_ids(client.ask(prompt, SamplingPlan(10))) == [solo_ids(phi3(), prompt, 10)]
+
+
+@pytest.mark.parametrize("decoding", ["eager", "static"])
 def test_a_drawn_text_is_the_same_in_company(decoding: DecodingMode) -> None:
     plans = [SamplingPlan(40, do_sample=True, temperature=0.9, seed=seed) for seed in range(6)]
     items = [(text(10 + 5 * seed, seed), plan) for seed, plan in enumerate(plans)]
@@ -194,3 +206,16 @@ def test_dynamic_frequencies_matter_beyond_the_first_length_alone(context_length
             client.submit(prompt, SamplingPlan(10))
         for prompt, outcome in zip(prompts, client.outcomes(), strict=True):
             assert token_ids(outcome) == [solo_ids(model, prompt, 10)]
+
+
+def dynamic() -> Any:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    return build("LlamaConfig", BASE | {"max_position_embeddings": 32, "rope_parameters": rope})
+
+
+def test_dynamic_frequencies_are_not_those_of_a_text_before() -> None:
+    prompts = [text(length, seed=length) for length in (100, 60, 32, 40)]
+    with closing(start_engine(dynamic(), max_rows=8, context_length=128)) as engine:
+        client = Client(engine)
+        for prompt in prompts:
+            assert token_ids(client.ask(prompt, SamplingPlan(12))) == [solo_ids(dynamic(), prompt, 12)]
