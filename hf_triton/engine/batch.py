@@ -220,8 +220,8 @@ class BatchEngine(EngineThread):
         num_top, prompt = job.sequence.plan.prompt_logprobs, job.sequence.prompt_ids
         if num_top is None or self._is_over(job.rows):
             return
-        begin_anew(self._model, 1, self._device)
         try:
+            begin_anew(self._model, 1, self._device)
             logits = self._model(input_ids=torch.tensor([prompt], device=self._device), use_cache=False).logits
             job.prompt_logprobs = token_logprobs(logits[0, :-1], prompt[1:], num_top)
         except Exception as error:

@@ -94,11 +94,10 @@ def begin_anew(model: Any, num_rows: int, device: torch.device) -> None:
     RecurrentGemma does so by itself where prompts have two tokens or more; for one, it would go on from a text before.
     With dynamic NTK, a text of the first length or more would have the frequencies of a longer one before it.
     """
+    first = torch.zeros(1, 1, dtype=torch.int64, device=device)
     for module in model.modules():
-        if getattr(module, "rope_type", None) == "dynamic":
-            module(
-                torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device)
-            )  # it resets
+        if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "max_seq_len_cached"):
+            module(first.float(), first)  # a short text has it go back to the first frequencies
     begin = getattr(model.base_model, "_setup_cache", None)
     if begin is not None:
         begin(model.config, num_rows, device, model.dtype)
