@@ -30,6 +30,8 @@ class Forward:
         self._attention = FastAttention()
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._long_rope = LongRope(model) if has_long_rope(model) else None
+        self.switch_length: float = self._long_rope.switch_length if self._long_rope else math.inf
+        """The most tokens of a text whose keys are of use to a longer one; they are no more once it has outgrown it."""
         self._constants: IndexConstants | None = None
         if self.device.type == "cuda":
             self._constants = IndexConstants()
@@ -41,11 +43,6 @@ class Forward:
         """Whether all of the model is where its embedding is."""
         places: dict[str, object] = getattr(self._model, "hf_device_map", None) or {}
         return len(set(map(str, places.values()))) <= 1
-
-    @property
-    def switch_length(self) -> float:
-        """The most tokens of a text whose keys are of use to a longer one; they are no more once it has outgrown it."""
-        return self._long_rope.switch_length if self._long_rope else math.inf
 
     def prefill(self, prompt: list[int]) -> tuple[DynamicCache, torch.Tensor]:
         """The keys and values of one prompt, and the logits that follow it, `[1, vocabulary]`."""

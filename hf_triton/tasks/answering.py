@@ -191,10 +191,10 @@ class Answering:
         except HfTritonError as error:
             self._reply.refuse(error)
         else:
-            self._reply.finish(lambda: texts, takes_long=False)
+            self._reply.finish(lambda: texts, takes_long=self._takes_long())
 
     def _takes_long(self) -> bool:
-        """Whether the texts take long to make."""
+        """Whether the answer takes long to write and to send."""
         completions = [each for row in self._completions.values() for each in row]
         num_tokens = sum(len(each.token_ids) for each in completions)
         num_logprobs = sum(len(each.logprobs or ()) + len(each.prompt_logprobs or ()) for each in completions)

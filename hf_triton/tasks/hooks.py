@@ -148,11 +148,10 @@ class CheckedHooks:
         shape, had_nan = list(scores.shape), bool(scores.isnan().any())
         with _blaming("logits_processor", self._hooks, passes=_is_the_engine_s):
             result = processor(token_ids, scores)
-            if isinstance(result, type(scores)) and list(result.shape) == shape:
-                if had_nan or not result.isnan().any():  # the model's own is not the hook's fault
-                    return scores.copy_(result)
-                result = math.nan
-        raise _wrong_result("logits_processor", f"scores of shape {shape}", result)
+            is_like = isinstance(result, type(scores)) and list(result.shape) == shape
+            if is_like and (had_nan or not result.isnan().any()):  # the model's own nan is not the hook's fault
+                return scores.copy_(result)
+        raise _wrong_result("logits_processor", f"scores of shape {shape}", math.nan if is_like else result)
 
 
 def checked_load(hooks: Hooks, load: Callable[[Checkpoint], Checkpoint], checkpoint: Checkpoint) -> Checkpoint:

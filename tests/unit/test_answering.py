@@ -206,6 +206,17 @@ def test_a_folder_s_own_postprocess_may_take_long() -> None:
     [work] = aside
     work()
     assert [each.text for each in texts_of(reply)] == ["a"]
+    assert reply.takes_long is False
+
+
+def test_what_it_makes_of_a_long_text_takes_long_to_send() -> None:
+    class Calling(Hooks):
+        def postprocess(self, text: str) -> str:
+            return text
+
+    made, reply = answering(prompt_of("x"), hooks=Calling())
+    made.put(0, [Completion([5] * 2048, "length")] * 3)
+    assert reply.takes_long
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------
