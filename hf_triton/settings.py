@@ -118,11 +118,13 @@ class ModelSettings(BaseModel):
     """Tokens of key/value memory that the rolling engine may hold, padding counted. By default it takes what the device
     has free (on a CPU within the limits of its cgroup) as it needs it, and gives it back when it has nothing to do, but
     for what `share_prefixes` keeps. Where the texts outgrow it, the youngest wait; a request that could never fit is
-    refused: prompt and `max_new_tokens` together, rounded up to a multiple of 128, must fit twice."""
+    refused: prompt and `max_new_tokens` together, rounded up to a multiple of 128, must fit twice. States of hybrid
+    models are no keys and values, and not counted."""
 
     share_prefixes: bool = True
     """Whether the rolling engine computes a beginning that several prompts have in common, such as a system prompt or
-    the turns before, only once. The time of an answer then tells whether somebody else sent the same beginning."""
+    the turns before, only once. The time of an answer then tells whether somebody else sent the same beginning.
+    Not where a model keeps states beside keys and values (hybrid models)."""
 
     decoding: Literal["auto", "eager", "cuda_graphs"] = "auto"
     """How the rolling engine runs a step. `auto` is `cuda_graphs` on a GPU where the model can be captured, else

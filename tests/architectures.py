@@ -56,6 +56,12 @@ NEO: dict[str, Any] = {
     "max_position_embeddings": 256,
     "eos_token_id": None,
 }
+SSM: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+}
 LINEAR: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -126,7 +132,7 @@ ROLLING: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", BASE),
     "ernie4.5": ("Ernie4_5Config", BASE | HEADS),
 }
-BATCH: dict[str, tuple[str, dict[str, Any]]] = {
+STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": (
         "Mamba2Config",
         {
@@ -143,6 +149,64 @@ BATCH: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1": (
         "FalconH1Config",
         BASE | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 16},
+    ),
+    "qwen3-next": ("Qwen3NextConfig", BASE | HEADS | EXPERTS | LINEAR),
+    "qwen3.5": ("Qwen3_5TextConfig", BASE | HEADS | LINEAR),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", BASE | HEADS | LINEAR | EXPERTS),
+    "bamba": ("BambaConfig", BASE | SSM | {"attn_layer_indices": [1]}),
+    "granite4": (
+        "GraniteMoeHybridConfig",
+        BASE | SSM | LOCAL_EXPERTS | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
+    ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        BASE
+        | HEADS
+        | {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "attention", "mlp", "moe"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+    "lfm2": ("Lfm2Config", BASE | {"layer_types": ["conv", "full_attention"]}),
+    "zamba2": (
+        "Zamba2Config",
+        BASE
+        | {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "hybrid_layer_ids": [1, 3],
+            "n_mamba_heads": 8,
+            "mamba_d_state": 16,
+            "mamba_headdim": 8,
+            "mamba_ngroups": 1,
+            "num_mem_blocks": 1,
+        },
+    ),
+    "olmo-hybrid": ("OlmoHybridConfig", BASE | LINEAR),
+}
+"""State space, linear attention and hybrid models."""
+ROLLING |= STATES
+BATCH: dict[str, tuple[str, dict[str, Any]]] = {
+    "jamba": (
+        "JambaConfig",
+        BASE
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
     ),
     "deepseek-v3.2": (
         "DeepseekV32Config",
@@ -164,7 +228,6 @@ BATCH: dict[str, tuple[str, dict[str, Any]]] = {
             "index_topk_blocks": 2,
         },
     ),
-    "qwen3-next": ("Qwen3NextConfig", BASE | HEADS | EXPERTS | LINEAR),
     "deepseek-v4": (
         "DeepseekV4Config",
         BASE

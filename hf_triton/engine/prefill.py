@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-from transformers.cache_utils import DynamicCache
 
 from hf_triton.engine.interface import TokenLogprobs
 from hf_triton.engine.prefixes import LayerContents, Prefix
@@ -101,13 +100,13 @@ class Prefill:
 
     Args:
         readings: At least one.
-        device: The model's.
+        forward: The model's.
     """
 
-    def __init__(self, readings: list[Reading], device: torch.device) -> None:
+    def __init__(self, readings: list[Reading], forward: Forward) -> None:
         self.readings = readings
-        self.cache = DynamicCache()
-        self._device = device
+        self.cache = forward.new_cache()
+        self._forward = forward
         self.longest = max(reading.length for reading in readings)
         """Tokens of the longest context."""
         self._num_read = 0
@@ -120,25 +119,22 @@ class Prefill:
         """All rows that wait for this."""
         return [row for reading in self.readings for row in reading.rows]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of key/value memory that it takes."""
-        return len(self.readings) * self.longest
-
-    def advance(self, forward: Forward, *, has_company: bool) -> torch.Tensor | None:
+    def advance(self, *, has_company: bool) -> torch.Tensor | None:
         """Read one more piece; the logits that follow the contexts, `[contexts, vocabulary]`, after the last.
 
         Args:
-            forward: The model's.
             has_company: Whether rows are running, which a long piece would hold up.
         """
         input_ids = self._begin() if self._input_ids is None else self._input_ids
-        piece = pieces_on(self._device).size(has_company=has_company, num_columns=self._num_read)
-        start, end = self._num_read, min(self.longest, self._num_read + max(1, piece // len(self.readings)))
+        piece = pieces_on(self._forward.device).size(has_company=has_company, num_columns=self._num_read)
+        num_columns = max(2, piece // len(self.readings))  # of one, layers with states take none to be padding
+        start, end = self._num_read, min(self.longest, self._num_read + num_columns)
         is_scored = any(reading.num_top_logprobs is not None for reading in self.readings)
         num_logits = end - start if is_scored else 1
         mask = self._attention_mask[:, :end]
-        logits = forward(input_ids[:, start:end], mask, self.cache, num_logits=num_logits, num_context=self.longest)
+        logits = self._forward(
+            input_ids[:, start:end], mask, self.cache, num_logits=num_logits, num_context=self.longest
+        )
         if is_scored:
             self._score(input_ids, logits)
         self._num_read = end
@@ -158,7 +154,7 @@ class Prefill:
     def _begin(self) -> torch.Tensor:
         """The input ids, once; shared prefixes are laid into the columns that need not be computed."""
         contexts = [reading.context for reading in self.readings]
-        input_ids, self._attention_mask = pad(contexts, 0, self._device, at_left=True)
+        input_ids, self._attention_mask = pad(contexts, 0, self._forward.device, at_left=True)
         self._num_read = _num_known_columns(self.readings, self.longest)
         filled: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, reading in enumerate(self.readings):

@@ -11,8 +11,8 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -30,7 +30,6 @@ from hf_triton.engine.thread import EngineThread, ending_in_queue, finish
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError
 from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.cache import buffer_tokens
-from hf_triton.runner.cache_layer import contents
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.forward import Forward
@@ -82,15 +81,17 @@ class RollingEngine(EngineThread):
         self._forward = Forward(model)
         super().__init__(max_waiting, on_fatal, observer, self._forward.device)
         self._decoder = Decoder(self._forward, decoding)
-        bytes_per_token = _bytes_per_token(self._forward)
+        bytes_per_token, self._tokens_of_states = self._forward.memory_of_text()
+        if max_cache_tokens is not None:
+            self._tokens_of_states = 0  # keys and values are what that limits
         self._budget = TokenBudget(bytes_per_token, max_cache_tokens)
         weight_bytes = model.get_memory_footprint(return_buffers=False)
         self._max_padding = PADDING_PART * weight_bytes / sum(bytes_per_token.values())
         if self._decoder.is_static:
             self._max_padding = math.inf  # captured graphs are those of one lane
-        self._memory = Lanes(self._device, self._max_padding)
+        self._memory = self._new_memory()
         self._prefixes = PrefixStore()
-        self._shares_prefixes = shares_prefixes
+        self._shares_prefixes = shares_prefixes and not self._forward.has_states  # of the end of a text alone
         self._max_rows = max_rows
         self._row_limit = max_rows  # less than max_rows after the memory ran out
         self._eos_ids = eos_ids(model)
@@ -196,7 +197,7 @@ class RollingEngine(EngineThread):
             for reading in readings:
                 self._ready.popleft()
                 self._observer.on_share(reading.num_shared)
-            self._prefill = Prefill(readings, self._device)
+            self._prefill = Prefill(readings, self._forward)
             self._read_piece(self._prefill, has_company=has_company)
             if gathers and not self._ready and num_read < piece:
                 gathers = self._gather()
@@ -205,7 +206,7 @@ class RollingEngine(EngineThread):
 
     def _read_piece(self, prefill: Prefill, *, has_company: bool) -> None:
         """Read some of the contexts; when they are read, their rows join the running ones."""
-        logits = prefill.advance(self._forward, has_company=has_company)
+        logits = prefill.advance(has_company=has_company)
         if logits is not None:
             self._join(prefill, logits)
             self._prefill = None
@@ -241,7 +242,7 @@ class RollingEngine(EngineThread):
                 if readings and not are_worth_one_batch(together, self._device, self._forward.switch_length):
                     break
                 readings = together
-            elif self._reserve([row.num_tokens for row in group], group[0].num_tokens):
+            elif self._reserve([row.num_tokens for row in group], self._tokens_of(1, group[0].num_tokens)):
                 readings.append(self._reading(group))
             else:
                 self._wait_for_memory(group)
@@ -274,7 +275,7 @@ class RollingEngine(EngineThread):
 
     def _has_room_for(self, readings: list[Reading], group: list[Row]) -> bool:
         lengths = [row.num_tokens for rows in (*(each.rows for each in readings), group) for row in rows]
-        in_prefill = (len(readings) + 1) * max(lengths)
+        in_prefill = self._tokens_of(len(readings) + 1, max(lengths))
         return len(self._rows) + len(lengths) <= self._row_limit and self._reserve(lengths, in_prefill)
 
     def _join(self, prefill: Prefill, logits: torch.Tensor) -> None:
@@ -379,9 +380,19 @@ class RollingEngine(EngineThread):
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
+    def _new_memory(self) -> Lanes:
+        return Lanes(self._device, self._max_padding, self._tokens_of_states)
+
     def _num_held(self) -> int:
+        return self._memory.num_tokens + self._prefixes.num_tokens + self._num_in_prefill()
+
+    def _num_in_prefill(self) -> int:
         prefill = self._prefill  # read once, as in `_rows_in_prefill`
-        return self._memory.num_tokens + self._prefixes.num_tokens + (prefill.num_tokens if prefill else 0)
+        return self._tokens_of(len(prefill.readings), prefill.longest) if prefill else 0
+
+    def _tokens_of(self, num_contexts: int, longest: int) -> int:
+        """Tokens of key/value memory that contexts take while they are read."""
+        return num_contexts * (longest + self._tokens_of_states)
 
     def _reserve(self, lengths: list[int], num_in_prefill: int) -> bool:
         """Make room for the running rows and new ones, at the cost of past texts' prefixes; whether there is enough."""
@@ -398,7 +409,7 @@ class RollingEngine(EngineThread):
         """Where the rows outgrow the memory, the youngest go back and wait; those being read are to have room too."""
         while self._rows:
             lengths = [row.num_tokens for row in self._rows_in_prefill()]
-            if self._reserve(lengths, self._prefill.num_tokens if self._prefill else 0):
+            if self._reserve(lengths, self._num_in_prefill()):
                 return
             if self._prefill:
                 self._put_back(self._prefill.rows)
@@ -435,7 +446,9 @@ class RollingEngine(EngineThread):
     def _misfit(self, sequence: Sequence) -> HfTritonError | None:
         """Why a sequence could never run in this memory; None where it could."""
         num_prompt, num_new = len(sequence.prompt_ids), sequence.plan.max_new_tokens
-        needed = 2 * buffer_tokens(1, num_prompt + num_new)  # a context is held twice while it is laid into its row
+        needed = 2 * buffer_tokens(
+            1, num_prompt + num_new, self._tokens_of_states
+        )  # a context is held twice while it is laid into its row
         if needed <= self._budget.most():
             return None
         return RequestError(
@@ -512,18 +525,8 @@ class RollingEngine(EngineThread):
         if any(row in rows for row in self._rows_in_prefill()):
             self._prefill = None
         if self._memory.is_torn:
-            self._memory, self._rows, self._unseen = Lanes(self._device, self._max_padding), [], None
+            self._memory, self._rows, self._unseen = self._new_memory(), [], None
         else:
             self._retire([index for index, row in enumerate(self._rows) if row in rows])
             if not self._rows:
                 self._unseen = None
-
-
-def _bytes_per_token(forward: Forward) -> Mapping[torch.device, int]:
-    """Key/value memory of one token on each device, as the model's own forward lays it out."""
-    with torch.inference_mode():
-        cache, _ = forward.prefill([0])
-    found: Counter[torch.device] = Counter()
-    for tensor in itertools.chain(*contents(cache)):
-        found[tensor.device] += tensor.nbytes
-    return found

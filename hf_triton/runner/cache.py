@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from typing import Final
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
-from hf_triton.runner.cache_layer import RowsLayer, contents
+from hf_triton.runner.cache_layer import RowsLayer
+from hf_triton.runner.states import AnyLayer, StatesLayer, kept_layers, layer_of_rows
 
 COLUMN_STEP: Final = 128
 """The buffers have a multiple of so many columns, and so many that no row needs any more are dropped together."""
@@ -30,14 +31,16 @@ class KeyValueRows:
 
     Args:
         device: Where the buffers live.
+        tokens_of_states: How many tokens weigh as much as what a row has of one size, see `states`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tokens_of_states: int = 0) -> None:
+        self._tokens_of_states = tokens_of_states
         self.num_rows = 0
         self.first = 0
         self.clock = 0
         self.max_tokens: int | None = None
-        """Rows x columns that growing ahead of need respects; None: no limit."""
+        """As `num_tokens`: what growing ahead of need respects; None: no limit."""
         self.cache = Cache(layers=[])
         """What the model's forward is given; it appends to the rows in use, at the clock."""
         self.is_torn = False
@@ -56,13 +59,18 @@ class KeyValueRows:
 
     @property
     def num_tokens(self) -> int:
-        """Rows x columns that the buffers have."""
-        return self._mask.numel()
+        """Rows x columns that the buffers have, states counted."""
+        return self._tokens(self.shape)
 
     @property
     def width(self) -> int:
         """Columns in use."""
         return self.clock - self.first
+
+    @property
+    def num_seen(self) -> int:
+        """Rows that the forward sees."""
+        return self.num_rows if self.bucket is None else self.bucket[0]
 
     def attention_mask(self) -> torch.Tensor:
         """`[rows, columns]` int64, 1 where a row has a token, the one of the column just made included."""
@@ -72,7 +80,7 @@ class KeyValueRows:
 
     def position_ids(self) -> torch.Tensor:
         """`[rows, 1]` int64, tokens that each row has before its next one."""
-        return self._positions[: self.num_rows if self.bucket is None else self.bucket[0]]
+        return self._positions[: self.num_seen]
 
     @contextmanager
     def padded_to(self, rows: int, columns: int) -> Iterator[None]:
@@ -86,19 +94,27 @@ class KeyValueRows:
         finally:
             self.bucket = None
 
-    def add(self, prefilled: DynamicCache, row: int, length: int) -> None:
+    @contextmanager
+    def states_kept(self) -> Iterator[None]:
+        """Let the forward run and no row's state be another afterwards, so that the same column can be run again."""
+        buffers = [buffer for layer in self._layers() if isinstance(layer, StatesLayer) for buffer in layer.states()]
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        finally:
+            for buffer, states in zip(buffers, before, strict=True):
+                buffer.copy_(states)
+
+    def add(self, prefilled: Cache, row: int, length: int) -> None:
         """Lay a row of a left-padded prefill, its last `length` columns, into a new row that ends at the clock."""
-        filled = contents(prefilled)
         if not self.cache.layers:
-            self.cache.layers = [RowsLayer(self, *each) for each in filled]
+            self.cache.layers = [layer_of_rows(self, layer) for layer in prefilled.layers]
         if not self.num_rows:
             self._set_clock(length, length)
         self._make_room(self.num_rows + 1, length)
         start = self.clock - length
-        for layer, (keys, values) in zip(self._layers(), filled, strict=True):
-            for buffer, new in ((layer.key_rows, keys), (layer.value_rows, values)):
-                buffer[self.num_rows] = 0
-                buffer[self.num_rows, :, start : self.clock] = new[row, :, -length:]
+        for layer, read in zip(self._layers(), kept_layers(prefilled), strict=True):
+            layer.put(self.num_rows, slice(start, self.clock), read, row)
         self.is_torn = True
         self._starts.append(start)
         self.num_rows += 1
@@ -112,8 +128,7 @@ class KeyValueRows:
         if row != last:
             self.is_torn = True
             for layer in self._layers():
-                layer.key_rows[row, :, : self.clock] = layer.key_rows[last, :, : self.clock]
-                layer.value_rows[row, :, : self.clock] = layer.value_rows[last, :, : self.clock]
+                layer.replace(row, last)
             self._starts[row] = self._starts[last]
             self._mark(row)
             self.is_torn = False
@@ -130,7 +145,8 @@ class KeyValueRows:
     def read(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values `[heads, length, head_dim]` of a row's first tokens, layer by layer; views of the buffers."""
         columns = slice(self._starts[row], self._starts[row] + length)
-        return [(layer.key_rows[row, :, columns], layer.value_rows[row, :, columns]) for layer in self._layers()]
+        layers = [layer for layer in self._layers() if isinstance(layer, RowsLayer)]
+        return [(layer.key_rows[row, :, columns], layer.value_rows[row, :, columns]) for layer in layers]
 
     def make_column(self) -> None:
         """Have a free column at the clock, and drop those that no row needs any more."""
@@ -138,12 +154,14 @@ class KeyValueRows:
             self._lay_out(self.shape, -self.first)
         self._make_room(self.num_rows, 0)
         self._mask[:, self.clock] = 1
+        self.is_torn = self._has_states()  # until the column is whole: no other forward can run it again
 
     def advance(self) -> None:
         """The column made has a token of every row now."""
         self.clock += 1
         self.clock_index += 1
         self._positions[: self.num_rows] += 1
+        self.is_torn = False
 
     def widen(self, columns: int) -> None:
         """Have so many columns at least."""
@@ -163,8 +181,14 @@ class KeyValueRows:
 
     # --- the buffers -------------------------------------------------------------------------------------------------
 
-    def _layers(self) -> list[RowsLayer]:
-        return self.cache.layers  # type: ignore[return-value]
+    def _layers(self) -> list[AnyLayer]:
+        return kept_layers(self.cache)
+
+    def _has_states(self) -> bool:
+        return any(isinstance(layer, StatesLayer) for layer in self.cache.layers)
+
+    def _tokens(self, shape: tuple[int, int]) -> int:
+        return shape[0] * (shape[1] + self._tokens_of_states)
 
     def _clear(self) -> None:
         self._mask = self.clock_index.new_zeros(0, 0)  # [rows, columns], zero beyond the clock
@@ -209,7 +233,7 @@ class KeyValueRows:
             ahead = [max(kept[0], min(2 * held[0], held[0] + 16)), kept[1]]
         grown = tuple(ahead[each] if kept[each] > held[each] else held[each] for each in (0, 1))
         for shape in (grown, kept):
-            if self.max_tokens is None or shape[0] * shape[1] <= self.max_tokens:
+            if self.max_tokens is None or self._tokens((shape[0], shape[1])) <= self.max_tokens:
                 return shape[0], shape[1]
         return self._least(rows, least)
 
@@ -239,9 +263,9 @@ class KeyValueRows:
         self._positions[row] = self.clock - start
 
 
-def buffer_tokens(rows: int, columns: int) -> int:
-    """Rows x columns of the smallest buffers with so many in use."""
-    return rows * _rounded(columns)
+def buffer_tokens(rows: int, columns: int, tokens_of_states: int = 0) -> int:
+    """Rows x columns of the smallest buffers with so many in use, states counted."""
+    return rows * (_rounded(columns) + tokens_of_states)
 
 
 def _rounded(columns: int) -> int:

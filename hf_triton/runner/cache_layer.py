@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 if TYPE_CHECKING:
     from hf_triton.runner.cache import KeyValueRows
@@ -17,16 +17,30 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     Args:
         rows: What tells the rows and columns in use.
-        keys: `[..., heads, ..., head_dim]` as the layer writes them, of which heads, size, dtype and device are taken.
-        values: The same.
+        read: What the model's layer has written, of which heads, size, dtype and device are taken.
     """
 
-    def __init__(self, rows: KeyValueRows, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, rows: KeyValueRows, read: DynamicLayer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rows = rows
+        keys, values = read.keys, read.values
+        assert keys is not None
+        assert values is not None
         self.key_rows = keys.new_zeros(0, keys.shape[1], 0, keys.shape[3])
         self.value_rows = values.new_zeros(0, values.shape[1], 0, values.shape[3])
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+
+    def put(self, row: int, columns: slice, read: DynamicLayer, place: int) -> None:
+        """Lay the last columns of one place of a batch that has been read into those of a row."""
+        length = columns.stop - columns.start
+        for buffer, new in ((self.key_rows, read.keys), (self.value_rows, read.values)):
+            buffer[row] = 0
+            buffer[row, :, columns] = new[place, :, -length:]  # type: ignore[index]
+
+    def replace(self, row: int, by: int) -> None:
+        """Lay one row into another."""
+        for buffer in (self.key_rows, self.value_rows):
+            buffer[row, :, : self._rows.clock] = buffer[by, :, : self._rows.clock]
 
     def move(self, shape: tuple[int, int], used: slice, by: int) -> None:
         """Give the buffers a shape, rows and columns, and move the columns in use `by` to the right."""
@@ -61,15 +75,6 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that a mask has, and where it begins."""
         return self._rows.width + query_length if self._rows.bucket is None else self._rows.bucket[1], 0
-
-
-def contents(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of every layer.
-
-    Raises:
-        AttributeError: A layer keeps something else: the model is not one for these rows.
-    """
-    return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[union-attr, misc]
 
 
 def _moved(buffer: torch.Tensor, shape: tuple[int, int], num_rows: int, columns: slice, by: int) -> torch.Tensor:

@@ -128,7 +128,8 @@ class Decoder:
     def _try_capture(self, memory: KeyValueRows, bucket: tuple[int, int]) -> torch.cuda.CUDAGraph | None:
         """A bucket's graph; None where the device has no memory for it, or the model none at all."""
         try:
-            return self._capture(memory, bucket)
+            with memory.states_kept():
+                return self._capture(memory, bucket)
         except Exception as error:  # what a model does while it is captured is its own affair
             if not is_memory(error):
                 self._fall_back(kind(error))
@@ -194,7 +195,8 @@ class Decoder:
             logits = self._add_prompt(memory, length)
             memory.make_column()
             input_ids = torch.tensor([*newest, int(logits.argmax())], device=self._forward.device).unsqueeze(1)
-            eager = self._run(memory, input_ids)
+            with memory.states_kept():
+                eager = self._run(memory, input_ids)
             static = self._static(memory, input_ids)
             if static is None:
                 raise torch.OutOfMemoryError("a graph")  # or the model cannot be captured, which has been logged
@@ -211,7 +213,8 @@ class Decoder:
         newest = self._add_prompt(memory, TRIAL_PROMPTS[0]).argmax(-1).unsqueeze(1)
         memory.widen(TRIAL_COLUMNS)
         memory.make_column()
-        eager = self._run(memory, newest)
+        with memory.states_kept():
+            eager = self._run(memory, newest)
         try:
             with memory.padded_to(1, TRIAL_COLUMNS):
                 static = self._run(memory, newest)

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_triton.runner.attention import FastAttention
 from hf_triton.runner.constants import IndexConstants
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.padding import pad
+from hf_triton.runner.states import cache_maker, memory_of_text
 
 
 class Forward:
@@ -27,6 +29,11 @@ class Forward:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
+        self._cache_name = "past_key_values" if "past_key_values" in self._accepts else "cache_params"
+        self.new_cache = cache_maker(model.config)
+        """Makes what prompts are read into."""
+        self.has_states = self.new_cache is not DynamicCache
+        """Whether some layers keep states of one size, those of the last token that was read."""
         self._attention = FastAttention()
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._long_rope = LongRope(model) if has_long_rope(model) else None
@@ -44,11 +51,17 @@ class Forward:
         places: dict[str, object] = getattr(self._model, "hf_device_map", None) or {}
         return len(set(map(str, places.values()))) <= 1
 
-    def prefill(self, prompt: list[int]) -> tuple[DynamicCache, torch.Tensor]:
+    def prefill(self, prompt: list[int]) -> tuple[Cache, torch.Tensor]:
         """The keys and values of one prompt, and the logits that follow it, `[1, vocabulary]`."""
-        cache = DynamicCache()
+        cache = self.new_cache()
         input_ids, attention_mask = pad([prompt], 0, self.device, at_left=True)
         return cache, self(input_ids, attention_mask, cache)[:, -1]
+
+    @torch.inference_mode()
+    def memory_of_text(self) -> tuple[Mapping[torch.device, int], int]:
+        """Bytes of a token's keys and values on each device; how many tokens weigh as much as a text's states."""
+        cache, _ = self.prefill([0])
+        return memory_of_text(cache, self.device)
 
     def __call__(
         self,
@@ -70,7 +83,7 @@ class Forward:
             num_logits: How many of the last columns to give the logits of.
             num_context: Tokens of the longest text that is being read here piece by piece; not less than there are.
         """
-        arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "attention_mask": attention_mask}
+        arguments: dict[str, Any] = {self._cache_name: cache, "use_cache": True, "attention_mask": attention_mask}
         if "position_ids" in self._accepts:
             if position_ids is None:
                 position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]

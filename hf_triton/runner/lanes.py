@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache
 
 from hf_triton.runner.cache import KeyValueRows, buffer_tokens
 
@@ -34,17 +34,19 @@ class Lanes:
         device: Where the memory lives.
         max_padding: Tokens of padding that a row may bring into a lane; one that brings more gets another. `math.inf`:
             there is one lane.
+        tokens_of_states: How many tokens weigh as much as what a row has of one size, see `states`.
     """
 
-    def __init__(self, device: torch.device, max_padding: float = math.inf) -> None:
+    def __init__(self, device: torch.device, max_padding: float = math.inf, tokens_of_states: int = 0) -> None:
         self._device = device
         self._max_padding = max_padding
-        self._lanes = [KeyValueRows(device)]
+        self._tokens_of_states = tokens_of_states
+        self._lanes = [self._new_lane()]
         self._is_torn = False
 
     @property
     def num_tokens(self) -> int:
-        """Rows x columns that the buffers have."""
+        """Rows x columns that the buffers have, states counted."""
         return sum(lane.num_tokens for lane in self._lanes)
 
     @property
@@ -76,11 +78,11 @@ class Lanes:
         for lane, tokens in zip(self._lanes, most, strict=False):  # new ones grow as far as they need
             lane.max_tokens = tokens + spare
 
-    def add(self, prefilled: DynamicCache, row: int, length: int) -> int:
+    def add(self, prefilled: Cache, row: int, length: int) -> int:
         """Lay a row of a left-padded prefill, its last `length` columns, into a new row; its number."""
         place = self._place(self._shapes(), length)
         if place == len(self._lanes):
-            self._lanes.append(KeyValueRows(self._device))
+            self._lanes.append(self._new_lane())
             self._lanes[place].max_tokens = 0
         self._lanes[place].add(prefilled, row, length)
         return sum(lane.num_rows for lane in self._lanes[: place + 1]) - 1
@@ -128,6 +130,9 @@ class Lanes:
         """Give all memory back; there must be no row in use."""
         self._lanes[0].release()
 
+    def _new_lane(self) -> KeyValueRows:
+        return KeyValueRows(self._device, self._tokens_of_states)
+
     def _needs(self, lengths: list[int]) -> list[int]:
         """Rows x columns of the smallest buffers, lane by lane, those included that new rows of these lengths get."""
         shapes = self._shapes()
@@ -136,7 +141,7 @@ class Lanes:
             if place == len(shapes):
                 shapes.append(Shape(0, 0))
             shapes[place] = Shape(shapes[place].rows + 1, max(shapes[place].columns, length))
-        return [buffer_tokens(shape.rows, shape.columns + 1) for shape in shapes]
+        return [buffer_tokens(shape.rows, shape.columns + 1, self._tokens_of_states) for shape in shapes]
 
     def _most(self, lengths: list[int]) -> list[int]:
         """The same, or what a lane's buffers have where that is more."""

@@ -78,7 +78,7 @@ def probe_rolling(model: Any) -> bool:
         return same_logits(model, alone, _rolling_logits(model)) and same_logits(
             model, alone[:1], _logits_in_pieces(model)
         )
-    except Exception as error:  # no key/value cache, or one of another kind
+    except Exception as error:  # no cache, or one of another kind
         logger.info("rolling rows were tried and failed (%s)", type(error).__name__)
         return False
 
@@ -121,12 +121,12 @@ def _logits_in_pieces(model: Any) -> torch.Tensor:
     of it. A model in which tokens see those behind them (Gemma 3 with bidirectional attention) shows here.
     """
     import torch
-    from transformers import DynamicCache
 
     from hf_triton.runner.forward import Forward
 
     short, _, long = (_prompt(model, *place) for place in PROMPTS)
-    forward, cache = Forward(model), DynamicCache()
+    forward = Forward(model)
+    cache = forward.new_cache()
     input_ids, attention_mask = pad([short, long], 0, forward.device, at_left=True)
     num_padding = len(long) - len(short)
     with torch.inference_mode():

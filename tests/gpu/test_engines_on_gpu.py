@@ -48,7 +48,7 @@ def check(engine: Any, reference: Any, count: int = 12) -> None:
 
 
 @pytest.mark.parametrize("decoding", ["eager", "cuda_graphs"])
-@pytest.mark.parametrize("name", ["gemma3", "mixtral", "phi3-longrope"])
+@pytest.mark.parametrize("name", ["gemma3", "mixtral", "phi3-longrope", "granite4"])
 def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: DecodingMode) -> None:
     plain = build(*ROLLING[name])
     model = copy.deepcopy(plain).to("cuda")
@@ -56,7 +56,7 @@ def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: Dec
         check(engine, model if HAS_GPU else plain)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "deepseek-v3.2", "reformer"])
+@pytest.mark.parametrize("name", ["jamba", "deepseek-v3.2", "reformer"])
 def test_the_batch_engine_writes_what_generate_writes(name: str) -> None:
     plain = build(*BATCH[name])
     model = copy.deepcopy(plain).to("cuda")
@@ -65,7 +65,9 @@ def test_the_batch_engine_writes_what_generate_writes(name: str) -> None:
         check(engine, model if HAS_GPU else plain, count=6)
 
 
-@pytest.mark.parametrize("name", ["granite", "codegen", "gpt-bigcode", "deepseek-v3", "llama4", "phi3-longrope"])
+@pytest.mark.parametrize(
+    "name", ["granite", "codegen", "gpt-bigcode", "deepseek-v3", "llama4", "phi3-longrope", "qwen3-next"]
+)
 def test_a_model_on_several_devices(name: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one device")

@@ -123,6 +123,24 @@ def test_logits_of_graphs_are_the_eager_ones(name: str, dtype: torch.dtype) -> N
     assert graphs.decoder.is_static
 
 
+@pytest.mark.parametrize("name", ["granite4", "falcon-h1"])
+def test_a_graph_that_cannot_be_had_leaves_the_states_to_an_eager_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, capture = [], Decoder._capture
+
+    def run_out(decoder: Decoder, *place: Any) -> Any:
+        graph = capture(decoder, *place)
+        captured.append(graph)
+        if not decoder._is_on_trial and len(captured) % 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return graph
+
+    monkeypatch.setattr(Decoder, "_capture", run_out)
+    assert check(name, "cuda_graphs", tmp_path).is_static
+    assert len(captured) > 5
+
+
 PLANS = (SamplingPlan(9), SamplingPlan(9, do_sample=True, top_p=0.9, top_k=5, temperature=0.7, seed=1))
 
 

@@ -67,6 +67,15 @@ def test_the_gpu_benchmark_says_what_is_missing(benchmark: ModuleType, monkeypat
     assert "no paged 2: RuntimeError: it takes all memory of a CPU" in output
 
 
+@pytest.mark.parametrize("benchmark", ["hybrid"], indirect=True)
+def test_hybrid_models_are_measured_in_both_engines(benchmark: ModuleType) -> None:
+    lines = run(benchmark, "--rounds 1 --requests 2").splitlines()
+    assert len(lines) == 1 + len(benchmark.MODELS)
+    for line in lines[1:]:
+        batch, rolling, ratio = map(float, line.split()[-3:])
+        assert rolling / batch == pytest.approx(ratio, abs=0.1)
+
+
 @pytest.mark.parametrize("benchmark", ["linear"], indirect=True)
 def test_the_benchmark_of_linear_layers_has_all_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     if product_kernel.can_run(torch.float32) and product_kernel.can_run(torch.bfloat16):

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that keep states of one size per text, whatever its length: state space, linear attention, convolution.
+
+Hybrid models (Qwen3.5, Granite 4, Falcon-H1, Nemotron-H, LFM2 ...) have such layers beside attention, or both in one. A
+state is that of the last token that was read: it has no columns, cannot go back, and a step run twice spoils it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from hf_triton.runner.cache_layer import RowsLayer
+
+if TYPE_CHECKING:
+    from hf_triton.runner.cache import KeyValueRows
+
+EMPTY: Final[type] = getattr(cache_utils, "DummyLayer", type(None))
+"""A layer that keeps nothing; transformers before 5.20 has none."""
+
+
+class _InUse(dict[int, torch.Tensor | None]):
+    """Buffers by their number; who asks for one is given the rows that the forward sees."""
+
+    def __init__(self, rows: KeyValueRows, read: Mapping[int, torch.Tensor | None]) -> None:
+        super().__init__((at, states if states is None else states[:0].clone()) for at, states in read.items())
+        self._rows = rows
+
+    def __getitem__(self, number: int) -> torch.Tensor | None:
+        buffer = super().__getitem__(number)
+        return buffer if buffer is None else buffer[: self._rows.num_seen]
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        yield from (buffer for buffer in self.values() if buffer is not None)
+
+    def resize(self, num_rows: int) -> None:
+        for number, buffer in self.items():
+            if buffer is not None and len(buffer) != num_rows:
+                self[number] = larger = buffer.new_zeros(num_rows, *buffer.shape[1:])
+                larger[: self._rows.num_rows] = buffer[: self._rows.num_rows]
+
+
+class StatesLayer(LinearAttentionLayer):
+    """The states of all rows in one layer, buffers `[rows, ...]`, of which a forward changes those in use.
+
+    Args:
+        rows: What tells the rows in use.
+        read: What the model's layer has written, of which the states' shapes, dtypes and devices are taken.
+    """
+
+    conv_states: _InUse
+    recurrent_states: _InUse
+
+    def __init__(self, rows: KeyValueRows, read: LinearAttentionLayer) -> None:
+        super().__init__(number_of_states=read.number_of_states)
+        self.conv_states = _InUse(rows, read.conv_states)
+        self.recurrent_states = _InUse(rows, read.recurrent_states)
+        for each in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
+            setattr(self, each, getattr(read, each))
+        self.conv_kernel_size = read.conv_kernel_size
+
+    def put(self, row: int, _: slice, read: LinearAttentionLayer, place: int) -> None:
+        """Lay the states of one place of a batch that has been read into those of a row."""
+        for buffer, states in zip(self.states(), states_of(read), strict=True):
+            buffer[row] = states[place]
+
+    def replace(self, row: int, by: int) -> None:
+        """Lay one row into another."""
+        for buffer in self.states():
+            buffer[row] = buffer[by]
+
+    def move(self, shape: tuple[int, int], _used: slice, _by: int) -> None:
+        """Give the buffers a number of rows."""
+        self.conv_states.resize(shape[0])
+        self.recurrent_states.resize(shape[0])
+
+    def states(self) -> Iterator[torch.Tensor]:
+        """All buffers."""
+        yield from self.conv_states.buffers()
+        yield from self.recurrent_states.buffers()
+
+
+class RowsAndStatesLayer(StatesLayer, RowsLayer):  # type: ignore[misc, override, no-untyped-call]
+    """A layer that has both. The arguments are those of either."""
+
+    is_compileable = RowsLayer.is_compileable
+
+    def __init__(self, rows: KeyValueRows, read: LinearAttentionAndFullAttentionLayer) -> None:
+        StatesLayer.__init__(self, rows, read)
+        RowsLayer.__init__(self, rows, read)
+
+    def put(self, row: int, columns: slice, read: Any, place: int) -> None:
+        """Lay one place of a batch that has been read into a row."""
+        RowsLayer.put(self, row, columns, read, place)
+        StatesLayer.put(self, row, columns, read, place)
+
+    def replace(self, row: int, by: int) -> None:
+        """Lay one row into another."""
+        RowsLayer.replace(self, row, by)
+        StatesLayer.replace(self, row, by)
+
+    def move(self, shape: tuple[int, int], used: slice, by: int) -> None:
+        """Give the buffers a shape, rows and columns, and move the columns in use `by` to the right."""
+        RowsLayer.move(self, shape, used, by)
+        StatesLayer.move(self, shape, used, by)
+
+
+AnyLayer = RowsLayer | StatesLayer
+
+
+def layer_of_rows(rows: KeyValueRows, read: Any) -> Any:
+    """The rows' layer for one of a cache that has been read into.
+
+    Raises:
+        TypeError: It keeps something else: the model is not one for rows.
+    """
+    makers: dict[type, Callable[[KeyValueRows, Any], Any]] = {
+        DynamicLayer: RowsLayer,
+        LinearAttentionLayer: StatesLayer,
+        LinearAttentionAndFullAttentionLayer: RowsAndStatesLayer,
+        EMPTY: lambda *_: EMPTY(),
+    }
+    if type(read) not in makers:
+        raise TypeError(f"there are no rows for {type(read).__name__}")
+    return makers[type(read)](rows, read)
+
+
+def kept_layers(cache: Cache) -> list[Any]:
+    """The layers that keep something."""
+    return [layer for layer in cache.layers if not isinstance(layer, EMPTY)]
+
+
+def cache_maker(config: Any) -> Callable[[], Cache]:
+    """What makes empty caches to read prompts into: with all keys and values, those beyond a sliding window too.
+
+    Args:
+        config: The model's.
+    """
+    try:
+        layers = DynamicCache(config=config).layers
+        kinds = [_kind(layer) for layer in layers]
+    except Exception:  # a kind of layer that transformers knows no cache for
+        return DynamicCache
+    if not any(isinstance(layer, LinearAttentionLayer) for layer in layers):
+        return DynamicCache
+    return lambda: Cache(layers=[kind() for kind in kinds])
+
+
+def _kind(layer: Any) -> Callable[[], Any]:
+    if isinstance(layer, LinearAttentionLayer):
+        has_keys = isinstance(layer, DynamicLayer)
+        kind = LinearAttentionAndFullAttentionLayer if has_keys else LinearAttentionLayer
+        return partial(kind, number_of_states=layer.number_of_states)
+    return DynamicLayer if isinstance(layer, DynamicSlidingWindowLayer) else type(layer)
+
+
+def states_of(layer: Any) -> list[torch.Tensor]:
+    """The states that a layer of a model has written."""
+    if not isinstance(layer, LinearAttentionLayer):
+        return []
+    found = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return [states for states in found if states is not None]
+
+
+def memory_of_text(cache: Cache, device: torch.device) -> tuple[Mapping[torch.device, int], int]:
+    """Bytes of one token's keys and values on each device, and how many tokens weigh as much as the states.
+
+    Where there are no keys, those of its place in the mask.
+
+    Args:
+        cache: With one token of one text.
+        device: Of the mask.
+    """
+    per_token, states = Counter[torch.device](), Counter[torch.device]()
+    for layer in kept_layers(cache):
+        if isinstance(layer, DynamicLayer):
+            for tensor in (layer.keys, layer.values):
+                assert tensor is not None
+                per_token[tensor.device] += tensor.nbytes
+        for tensor in states_of(layer):
+            states[tensor.device] += tensor.nbytes
+    for place in {device, *states} - set(per_token):
+        per_token[place] = torch.int64.itemsize
+    return per_token, max((math.ceil(states[place] / per_token[place]) for place in states), default=0)

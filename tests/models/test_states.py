@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose layers keep states of one size: a state cannot go back, and no step may be run on it twice."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from hf_triton.engine import prefill
+from hf_triton.engine.prefill import Pieces, Prefill
+from hf_triton.engine.rolling import RollingEngine
+from hf_triton.errors import RequestError
+from hf_triton.generation import SamplingPlan
+from hf_triton.runner.budget import TokenBudget
+from hf_triton.runner.cache import COLUMN_STEP, KeyValueRows
+from hf_triton.runner.decode import DecodingMode
+from hf_triton.runner.forward import Forward
+from tests.architectures import STATES, build
+from tests.models.test_rolling_architectures import requests
+from tests.models.test_rolling_engine import Client, token_ids
+from tests.reference import solo_ids
+from tests.running_texts import Texts, prompts
+
+NAMES = ("granite4", "falcon-h1", "qwen3-next", "lfm2", "mamba2")
+"""States beside attention in other layers, in the same; linear attention; convolutions alone; no attention at all."""
+MODES: tuple[DecodingMode, ...] = ("eager", "static")
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> DecodingMode:
+    found: DecodingMode = request.param
+    return found
+
+
+@pytest.fixture(params=NAMES, scope="module")
+def model(request: pytest.FixtureRequest) -> Any:
+    return build(*STATES[request.param])
+
+
+def check(model: Any, client: Client, items: list[tuple[list[int], SamplingPlan]]) -> None:
+    wanted = [
+        solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
+        for prompt, plan in items
+    ]
+    assert [token_ids(outcome) for outcome in client.outcomes()] == [[ids] for ids in wanted]
+
+
+@pytest.mark.parametrize("piece", [3, 16])
+def test_prompts_are_read_in_pieces_beside_running_texts(
+    piece: int, model: Any, mode: DecodingMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(64, piece, per_weights=16))
+    items = requests(40, random.Random(piece))
+    with closing(RollingEngine(model, max_rows=7, decoding=mode)) as engine:
+        client = Client(engine)
+        for item in items:
+            client.submit(*item)
+        check(model, client, items)
+
+
+def test_many_short_prompts_at_once_have_pieces_of_more_than_their_padding(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single column is taken to hold a token of every row, which padding is not."""
+    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(64, 1, per_weights=16))
+    items = [(prompt, SamplingPlan(1 + index % 7)) for index, prompt in enumerate(prompts(60, longest=4))]
+    with closing(RollingEngine(model, max_rows=20)) as engine:
+        client = Client(engine)
+        for item in items:
+            client.submit(*item)
+        check(model, client, items)
+
+
+class Breaking:
+    """The model's last layer, which fails now and then when the others have changed their states."""
+
+    def __init__(self, model: Any, error: Exception, is_hit: Callable[[int, int], bool]) -> None:
+        layers = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList) and len(each) > 1)
+        self._error, self._is_hit = error, is_hit
+        self.num_hits = 0
+        self._handle = layers[-1].register_forward_pre_hook(self._fail, with_kwargs=True)
+
+    def _fail(self, _: object, arguments: tuple[Any, ...], others: dict[str, Any]) -> None:
+        hidden = arguments[0] if arguments else others["hidden_states"]
+        if threading.current_thread().name == "hf_triton-engine" and self._is_hit(*hidden.shape[:2]):
+            self.num_hits += 1
+            raise self._error
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")], ids=str)
+def test_a_step_that_fails_half_way_changes_nobodys_text(error: Exception, model: Any, mode: DecodingMode) -> None:
+    source = random.Random(3)
+    items = [
+        (prompt, SamplingPlan(1 + index % 17, do_sample=True, seed=index, num_return_sequences=1 + index % 3))
+        for index, prompt in enumerate(prompts(30))
+    ]
+    with closing(RollingEngine(model, max_rows=7, decoding=mode)) as engine:
+        calm = Client(engine)
+        for item in items:
+            calm.submit(*item)
+        wanted = [token_ids(outcome) for outcome in calm.outcomes()]
+        breaking = Breaking(model, error, lambda rows, new: rows > 1 and new == 1 and source.random() < 0.1)
+        client = Client(engine)
+        try:
+            for item in items:
+                client.submit(*item)
+                time.sleep(source.choice([0, 0.002]))
+            found = [token_ids(outcome) for outcome in client.outcomes()]
+        finally:
+            breaking.remove()
+    assert breaking.num_hits > 0
+    assert found == wanted
+
+
+def test_a_seed_gives_the_same_texts_alone_and_in_company(model: Any, mode: DecodingMode) -> None:
+    plans = [SamplingPlan(12, do_sample=True, top_k=20, seed=seed, num_return_sequences=2) for seed in range(12)]
+    items = list(zip(prompts(12), plans, strict=True))
+    with closing(RollingEngine(model, max_rows=7, decoding=mode)) as engine:
+        company = Client(engine)
+        for item in items:
+            company.submit(*item)
+        for item, outcome in zip(items, company.outcomes(), strict=True):
+            assert token_ids(Client(engine).ask(*item)) == token_ids(outcome)
+
+
+@torch.inference_mode()
+def test_what_states_take_is_counted(model: Any) -> None:
+    bytes_per_token, of_states = Forward(model).memory_of_text()
+    texts = Texts(model, "eager")
+    texts.memory = KeyValueRows(torch.device("cpu"), of_states)
+    for number, prompt in enumerate(prompts(5)):
+        texts.join(number, prompt)
+    buffers = [
+        buffer
+        for layer in texts.memory._layers()
+        for buffer in (*getattr(layer, "states", tuple)(), *getattr(layer, "__dict__", {}).values())
+        if isinstance(buffer, torch.Tensor)
+    ]
+    counted = texts.memory.num_tokens * sum(bytes_per_token.values())
+    assert of_states > 0
+    assert 0.5 * counted < sum(buffer.nbytes for buffer in buffers) <= counted
+
+
+def test_rows_wait_where_there_is_no_memory_for_their_states(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, of_states = Forward(model).memory_of_text()
+    of_row = of_states + COLUMN_STEP
+    room = 5 * of_row + of_row // 2  # a text is there twice while it is laid into its row
+    monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
+    monkeypatch.setattr(TokenBudget, "most", lambda _: room)
+    widths, held = list[int](), list[int]()
+    advance = Prefill.advance
+
+    def counted(reading: Prefill, *, has_company: bool) -> Any:
+        widths.append(len(engine._rows) + len(reading.rows))
+        rows = max(engine._memory.num_tokens, widths[-1] * of_row)
+        held.append(rows + len(reading.readings) * (reading.longest + of_states))
+        return advance(reading, has_company=has_company)
+
+    monkeypatch.setattr(Prefill, "advance", counted)
+    items = [(prompt, SamplingPlan(5 + index)) for index, prompt in enumerate(prompts(12))]
+    with closing(RollingEngine(model, max_rows=7)) as engine:
+        client = Client(engine)
+        for item in items:
+            client.submit(*item)
+        check(model, client, items)
+        refused = client.ask([5, 6], SamplingPlan(room))
+    assert 3 < max(widths) < 7
+    assert max(held) <= room
+    assert isinstance(refused, RequestError)
+    assert refused.code == "memory_exceeded"
+
+
+def test_a_limit_of_keys_and_values_does_not_count_states(model: Any) -> None:
+    items = [(prompt, SamplingPlan(9)) for prompt in prompts(6)]
+    with closing(RollingEngine(model, max_rows=7, max_cache_tokens=2 * COLUMN_STEP)) as engine:
+        client = Client(engine)
+        for item in items:
+            client.submit(*item)
+        check(model, client, items)
+
+
+@torch.inference_mode()
+def test_a_forward_that_is_no_step_leaves_the_states_as_they_were(model: Any) -> None:
+    texts = Texts(model, "eager")
+    for number, prompt in enumerate(prompts(3)):
+        texts.join(number, prompt)
+    texts.step()
+    memory = texts.memory
+    before = [state.clone() for layer in memory._layers() for state in getattr(layer, "states", tuple)()]
+    memory.make_column()
+    with memory.states_kept():
+        texts.decoder._run(memory, texts.newest().unsqueeze(1))
+    after = [state for layer in memory._layers() for state in getattr(layer, "states", tuple)()]
+    assert before
+    assert all(torch.equal(*each) for each in zip(before, after, strict=True))
