@@ -17,7 +17,6 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
 from hf_triton.engine.row import Job, Row
-from hf_triton.engine.sampling import pick_tokens, token_logprobs
 from hf_triton.engine.thread import EngineThread, finish
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.attention import FastAttention
@@ -25,6 +24,8 @@ from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.forward import begin_anew
 from hf_triton.runner.padding import pad
 from hf_triton.runner.probe import PLAIN, Sharing, asks_for
+from hf_triton.sampling.logprobs import token_logprobs
+from hf_triton.sampling.picks import pick_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -8,28 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from hf_triton.errors import HfTritonError
 from hf_triton.generation import SamplingPlan
+from hf_triton.sampling.interface import Constraint, LogitsProcessor, TokenLogprobs
 
 FinishReason = Literal["eos", "stop_string", "length", "deadline"]
 """`eos`: the model ended it. `stop_string`: its listener did. `length`: it has `max_new_tokens` tokens. `deadline`: its
 time was up."""
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """One token, and how likely the model found it and others in its place.
-
-    Natural logarithms of the softmax of the model's own logits, before penalties, biases and temperature.
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens with theirs, the likeliest first; as many as the plan asks for."""
 
 
 @dataclass(frozen=True)
@@ -47,28 +32,6 @@ class Completion:
 
 Outcome = list[Completion] | HfTritonError
 """A prompt's completions, `num_return_sequences` of them, or why there are none."""
-
-
-class Constraint(Protocol):
-    """What one text may hold. It knows how many tokens the text may have, and that it can be ended within them."""
-
-    def mask(self) -> npt.NDArray[np.uint8]:
-        """The tokens that may come next, a bit each, the lowest first; token ids beyond it may not.
-
-        An end-of-sequence token may come exactly where the text may end.
-        """
-
-    def settle(self, token_id: int) -> int:
-        """The token itself where it may come and the text can still be ended behind it, else the first of `closing`.
-
-        It changes nothing.
-        """
-
-    def closing(self) -> list[int]:
-        """Tokens with which the text can be ended, in order, an end-of-sequence token the last."""
-
-    def accept(self, token_id: int) -> None:
-        """The text goes on with a token that was settled; to be called once for each, end-of-sequence included."""
 
 
 @dataclass
@@ -91,11 +54,6 @@ class RequestTimes:
         """A text has a token."""
         if self.first_token_s is None:
             self.first_token_s = now_s
-
-
-LogitsProcessor = Callable[[list[int], Any], Any]
-"""Given a text's tokens so far, prompt included, and the scores of the next one, a float32 tensor `[vocabulary]`: the
-scores to go by."""
 
 
 @dataclass(frozen=True)

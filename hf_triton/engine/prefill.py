@@ -9,12 +9,12 @@ from typing import Final
 
 import torch
 
-from hf_triton.engine.interface import TokenLogprobs
 from hf_triton.engine.prefixes import LayerContents, Prefix
 from hf_triton.engine.row import Row
-from hf_triton.engine.sampling import token_logprobs
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.padding import pad
+from hf_triton.sampling.interface import TokenLogprobs
+from hf_triton.sampling.logprobs import token_logprobs
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
 from hf_triton.engine.prefill import Prefill, Reading, are_worth_one_batch, num_padded, pieces_on
 from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
 from hf_triton.engine.row import Job, Row, Step
-from hf_triton.engine.sampling import Picks, pick_tokens
 from hf_triton.engine.thread import EngineThread, ending_in_queue, finish
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError
 from hf_triton.runner.budget import TokenBudget
@@ -36,6 +35,7 @@ from hf_triton.runner.forward import Forward
 from hf_triton.runner.lanes import Lanes
 from hf_triton.runner.rounding import are_finite
 from hf_triton.runner.transfer import to_device
+from hf_triton.sampling.picks import Picks, pick_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from hf_triton.engine.interface import (
     Outcome,
     Sequence,
     SequenceObserver,
-    TokenLogprobs,
 )
-from hf_triton.engine.sampling import Pick, Picks, RowSampler
 from hf_triton.engine.thread import cancellation, finish, is_late, too_late
 from hf_triton.errors import HfTritonError, where
 from hf_triton.runner.transfer import to_device
+from hf_triton.sampling.interface import TokenLogprobs
+from hf_triton.sampling.picks import Pick, Picks, RowSampler
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,16 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 
+def to_column(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """One number a row, `[rows, 1]`."""
+    return to_device(values, dtype, device).unsqueeze(1)
+
+
+def to_index(places: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Places to index with, `[places]` int64."""
+    return to_device(places, torch.int64, device)
+
+
 def array_to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """The numbers of an array; as above, the host does not wait."""
     tensor = torch.from_numpy(array)

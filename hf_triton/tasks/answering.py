@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Protocol
 
-from hf_triton.engine.interface import Completion, Constraint, FinishReason, LogitsProcessor, Outcome, TokenLogprobs
+from hf_triton.engine.interface import Completion, FinishReason, Outcome
 from hf_triton.errors import CancelledError, HfTritonError, where
 from hf_triton.generation import SamplingPlan, TaskPlan
+from hf_triton.sampling.interface import Constraint, LogitsProcessor, TokenLogprobs
 from hf_triton.tasks.hooks import CheckedHooks
 from hf_triton.text import TextCodec, TextStream
 from hf_triton.wire import GeneratedText

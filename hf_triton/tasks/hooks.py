@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from hf_triton.engine.interface import LogitsProcessor
 from hf_triton.errors import HfTritonError, LoadError, RequestError, where
 from hf_triton.runner.faults import is_fatal, is_memory
+from hf_triton.sampling.interface import LogitsProcessor
 
 if TYPE_CHECKING:
     from hf_triton.checkpoint import Checkpoint

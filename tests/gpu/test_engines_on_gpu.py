@@ -15,10 +15,10 @@ from accelerate import dispatch_model
 
 from hf_triton.checkpoint import Checkpoint, Placement, load_checkpoint
 from hf_triton.engine.rolling import RollingEngine
-from hf_triton.engine.sampling import RowSampler, pick_tokens
 from hf_triton.generation import SamplingPlan
 from hf_triton.hub import Hub
 from hf_triton.runner.decode import DecodingMode
+from hf_triton.sampling.picks import RowSampler, pick_tokens
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import build_tiny_checkpoint
 from tests.architectures import BATCH, ROLLING, build

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_triton.engine.sampling import Picks, RowSampler
 from hf_triton.generation import SamplingPlan
 from hf_triton.runner import cache, decode
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
+from hf_triton.sampling.picks import Picks, RowSampler
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.architectures import ROLLING, build
 from tests.models.test_rolling_engine import NOT_ROLLING

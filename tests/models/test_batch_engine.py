@@ -17,7 +17,7 @@ from transformers import WatermarkingConfig
 from hf_triton.checkpoint import Checkpoint
 from hf_triton.choose_engine import NOWHERE, build_engine
 from hf_triton.engine.batch import BatchEngine
-from hf_triton.engine.interface import Completion, Outcome, Sequence, TokenLogprobs
+from hf_triton.engine.interface import Completion, Outcome, Sequence
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.errors import (
     CancelledError,
@@ -29,6 +29,7 @@ from hf_triton.errors import (
 )
 from hf_triton.generation import SamplingPlan, parse_parameters, settle
 from hf_triton.runner.probe import Sharing, probe_sharing
+from hf_triton.sampling.interface import TokenLogprobs
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
 from tests.architectures import BASE, build

@@ -18,9 +18,9 @@ from hf_triton.engine import gathering, prefill, rolling
 from hf_triton.engine.interface import Completion, Observer, Outcome, Sequence
 from hf_triton.engine.prefill import Pieces, Reading, are_worth_one_batch, pieces_on
 from hf_triton.engine.rolling import RollingEngine
-from hf_triton.engine.sampling import Picks
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
 from hf_triton.generation import SamplingPlan
+from hf_triton.sampling.picks import Picks
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
 from tests.architectures import BASE, build

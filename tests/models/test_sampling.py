@@ -14,10 +14,13 @@ import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_triton.engine import sampling
-from hf_triton.engine.interface import TokenLogprobs
-from hf_triton.engine.sampling import Pick, RowSampler, edit_scores, pick_tokens, token_logprobs, warp_scores
 from hf_triton.generation import SamplingPlan
+from hf_triton.sampling import logprobs, picks
+from hf_triton.sampling.edits import edit_scores
+from hf_triton.sampling.interface import TokenLogprobs
+from hf_triton.sampling.logprobs import token_logprobs
+from hf_triton.sampling.picks import Pick, RowSampler, pick_tokens
+from hf_triton.sampling.warp import warp_scores
 
 VOCABULARY = 200
 EOS_IDS = frozenset([7, 11])
@@ -249,11 +252,11 @@ def test_noise_is_gumbel_s() -> None:
     """Its mean is Euler's constant, its variance pi^2 / 6; neighbours and successive keys have nothing in common."""
     source = np.random.default_rng(0)
     for keys in (source.integers(2**64, size=2000, dtype=np.uint64).tolist(), [2**64 - 1, 0, *range(1, 1999)]):
-        noise = sampling._gumbel(keys, 1000, torch.device("cpu")).double()
+        noise = picks._gumbel(keys, 1000, torch.device("cpu")).double()
         assert noise.isfinite().all()
         assert noise.mean().item() == pytest.approx(0.577216, abs=0.02)
         assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.1)
-    noise = sampling._gumbel(source.integers(2**64, size=2000, dtype=np.uint64).tolist(), 1000, torch.device("cpu"))
+    noise = picks._gumbel(source.integers(2**64, size=2000, dtype=np.uint64).tolist(), 1000, torch.device("cpu"))
     noise = (noise - noise.mean()) / noise.std()
     for product in (noise[1:] * noise[:-1], noise[:, 1:] * noise[:, :-1], noise[:, 16:] * noise[:, :-16]):
         assert abs(product.mean().item()) < 5 / math.sqrt(product.numel())
@@ -327,7 +330,7 @@ def test_a_seed_gives_the_same_stream_after_a_restart(seed: int, key: int) -> No
 
 
 def test_a_key_gives_the_same_noise_on_every_machine() -> None:
-    noise = sampling._gumbel([0, 2**64 - 1], 3, torch.device("cpu")).tolist()
+    noise = picks._gumbel([0, 2**64 - 1], 3, torch.device("cpu")).tolist()
     assert noise == [
         pytest.approx([22.18071, -0.528639, 0.933809], abs=1e-5),
         pytest.approx([22.18071, 22.18071, -0.528639], abs=1e-5),
@@ -441,7 +444,7 @@ def test_logprobs_of_a_greedy_row_leave_its_token_alone() -> None:
 def test_a_long_prompts_logprobs_are_worked_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, token_ids = random_logits(50, VOCABULARY), list(range(50))
     whole = token_logprobs(logits, token_ids, 2)
-    monkeypatch.setattr(sampling, "MAX_LOGPROB_SCORES", 3 * VOCABULARY)
+    monkeypatch.setattr(logprobs, "MAX_LOGPROB_SCORES", 3 * VOCABULARY)
     assert token_logprobs(logits, token_ids, 2) == whole
     assert [each.token_id for each in whole] == token_ids
 

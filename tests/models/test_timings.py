@@ -22,11 +22,12 @@ from hf_triton.checkpoint import Placement, load_checkpoint
 from hf_triton.door import address
 from hf_triton.door.client import Engines
 from hf_triton.door.server import DoorServer
-from hf_triton.engine.interface import EngineLoad, LogitsProcessor
+from hf_triton.engine.interface import EngineLoad
 from hf_triton.hub import Hub
 from hf_triton.metrics import LATENCY, QUEUE_TIME, TIME_TO_FIRST_TOKEN, Meter, Metric, NoMeter
 from hf_triton.model import TritonPythonModel
 from hf_triton.reply import Outbox, Outlet
+from hf_triton.sampling.interface import LogitsProcessor
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.text_generation import build_text_generation
 from hf_triton.testing import build_tiny_checkpoint

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from hf_triton.engine.interface import Completion, FinishReason, TokenLogprobs
+from hf_triton.engine.interface import Completion, FinishReason
 from hf_triton.errors import CancelledError, GenerationError, RequestError
 from hf_triton.generation import SamplingPlan, TaskPlan
+from hf_triton.sampling.interface import TokenLogprobs
 from hf_triton.tasks.answering import FINISH_REASONS, LEAST_LOGPROB, Answering, Prompt
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
 from hf_triton.wire import GeneratedText

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rows may draw from: temperature, top_k, top_p, min_p and typical_p, in transformers' order.
+
+Every limit is a score of the row's own, and tokens of just that score are kept: what a row draws depends on no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from hf_triton.generation import SamplingPlan
+from hf_triton.runner.transfer import to_column, to_index
+
+FIRST_CANDIDATES: Final = 128  # a language model's nucleus is rarely larger; sorting a vocabulary on a CPU takes long
+CANDIDATES_GROWTH: Final = 8
+
+
+def warp_scores(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor:
+    """The scores that rows draw from, minus infinity for what they may not draw.
+
+    Args:
+        scores: `[rows, vocabulary]`, float32, after `edit_scores`.
+        plans: One for each row; `do_sample` is not looked at.
+    """
+    if any(plan.temperature != 1.0 for plan in plans):
+        scores = scores / to_column([plan.temperature for plan in plans], scores.device)
+    if any(plan.top_k or plan.top_p < 1.0 or plan.min_p for plan in plans):
+        scores = scores.masked_fill(scores < _floors(scores, plans), -torch.inf)
+    typical = [index for index, plan in enumerate(plans) if plan.typical_p < 1.0]
+    if typical:
+        index = to_index(typical, scores.device)
+        mass = to_column([plans[each].typical_p for each in typical], scores.device)
+        scores = scores.index_copy(0, index, _keep_typical(scores[index], mass))
+    return scores
+
+
+def _floors(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor:
+    """The lowest score that top_k, top_p and min_p leave each row, `[rows, 1]`."""
+    size = scores.shape[1]
+    floors = torch.full_like(scores[:, :1], -torch.inf)
+    by_top_k = [index for index, plan in enumerate(plans) if 0 < plan.top_k < size]
+    by_top_p = [index for index, plan in enumerate(plans) if not 0 < plan.top_k < size and plan.top_p < 1.0]
+    for indices, find_floors in ((by_top_k, _top_k_floors), (by_top_p, _top_p_floors)):
+        if indices:
+            index = to_index(indices, scores.device)
+            floors[index] = find_floors(scores[index], [plans[each] for each in indices])
+    if any(plan.min_p for plan in plans):
+        min_p = to_column([plan.min_p for plan in plans], scores.device)
+        floors = floors.maximum(scores.amax(-1, keepdim=True) + min_p.log())
+    return floors
+
+
+def _top_k_floors(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor:
+    """The lowest score of top_k, and of top_p among what that leaves."""
+    sizes = to_column([plan.top_k for plan in plans], scores.device, torch.int64)
+    ordered = scores.topk(max(plan.top_k for plan in plans)).values
+    floors = ordered.gather(1, sizes - 1)
+    if all(plan.top_p == 1.0 for plan in plans):
+        return floors
+    normalisers = scores.masked_fill(scores < floors, -torch.inf).logsumexp(-1, keepdim=True)
+    top_p = to_column([plan.top_p if plan.top_p < 1.0 else torch.inf for plan in plans], scores.device, torch.float64)
+    return floors.maximum(_nucleus_floors(ordered, normalisers, top_p))
+
+
+def _top_p_floors(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor:
+    """The lowest score of top_p among all tokens."""
+    normalisers = scores.logsumexp(-1, keepdim=True)
+    top_p = to_column([plan.top_p for plan in plans], scores.device, torch.float64)
+    return _nucleus_floors(_likeliest(scores, normalisers, top_p), normalisers, top_p)
+
+
+def _nucleus_floors(ordered: torch.Tensor, normalisers: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The lowest score among the likeliest tokens whose probabilities add up to `top_p` (Holtzman et al. 2020).
+
+    Args:
+        ordered: `[rows, candidates]`, descending.
+        normalisers: `[rows, 1]`, a token's log probability is its score less this.
+        top_p: `[rows, 1]`, float64.
+    """
+    probabilities = (ordered - normalisers).double().exp()
+    is_kept = probabilities.cumsum(-1) - probabilities < top_p
+    return ordered.gather(1, is_kept.sum(-1, keepdim=True).clamp(min=1) - 1)  # none only for NaN
+
+
+def _likeliest(scores: torch.Tensor, normalisers: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The highest scores in descending order, so many that every row's nucleus is among them.
+
+    A GPU sorts the vocabulary sooner than the host could look at a part of it.
+    """
+    count = FIRST_CANDIDATES
+    while scores.device.type == "cpu" and count < scores.shape[1]:
+        ordered = scores.topk(count).values
+        mass = (ordered - normalisers).double().exp().sum(-1, keepdim=True)
+        if bool((mass > top_p + 1e-5).all()):  # float32 normalisers err by less
+            return ordered
+        count *= CANDIDATES_GROWTH
+    return scores.sort(descending=True).values
+
+
+def _keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """Keep the tokens whose surprise is closest to the entropy, up to a probability of `mass` (Meister et al. 2022)."""
+    logprobs = scores.log_softmax(-1)
+    probabilities = logprobs.exp()
+    entropy = -(logprobs * probabilities).nansum(-1, keepdim=True)
+    distance = (logprobs + entropy).abs()
+    ordered, order = distance.sort(-1)
+    cumulative = probabilities.gather(1, order).cumsum(-1, dtype=torch.float64)
+    last = (cumulative < mass).sum(-1, keepdim=True).clamp(max=scores.shape[1] - 1)
+    return scores.masked_fill(distance > ordered.gather(1, last), -torch.inf)
