@@ -123,8 +123,7 @@ class ModelSettings(BaseModel):
 
     share_prefixes: bool = True
     """Whether the rolling engine computes a beginning that several prompts have in common, such as a system prompt or
-    the turns before, only once. The time of an answer then tells whether somebody else sent the same beginning.
-    Not where a model keeps states beside keys and values (hybrid models)."""
+    the turns before, only once. The time of an answer then tells whether somebody else sent the same beginning."""
 
     decoding: Literal["auto", "eager", "cuda_graphs"] = "auto"
     """How the rolling engine runs a step. `auto` is `cuda_graphs` on a GPU where the model can be captured, else

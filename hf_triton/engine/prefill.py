@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from hf_triton.engine.prefixes import LayerContents, Prefix
 from hf_triton.engine.row import Row
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.padding import pad
+from hf_triton.runner.states import TextStates, go_on_from, text_states
 from hf_triton.sampling.interface import TokenLogprobs
 from hf_triton.sampling.logprobs import token_logprobs
 
@@ -59,11 +61,18 @@ class Reading:
     num_shared: int = 0
     """Its first tokens, whose keys and values are those of `prefix`."""
     prefix: Prefix | None = None
+    pause: int | None = None
+    """A column at which a piece ends, for what has been read to be kept; None: nowhere."""
 
     @property
     def length(self) -> int:
         """Tokens of the context."""
         return len(self.context)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is read by itself: with a state of its own to go on from, or to stop at."""
+        return self.pause is not None or bool(self.prefix and self.prefix.states)
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -83,6 +92,8 @@ def are_worth_one_batch(readings: list[Reading], device: torch.device, switch_le
 
     They must be on one side of `switch_length` and fit one piece, and their padding cost less than a read for each.
     """
+    if len(readings) > 1 and any(reading.is_alone for reading in readings):
+        return False
     if len({reading.length > switch_length for reading in readings}) > 1:
         return False
     num_new = sum(reading.length - reading.num_shared for reading in readings)
@@ -109,7 +120,8 @@ class Prefill:
         self._forward = forward
         self.longest = max(reading.length for reading in readings)
         """Tokens of the longest context."""
-        self._num_read = 0
+        self.num_read = 0
+        """Columns that have been read."""
         self._input_ids: torch.Tensor | None = None  # [contexts, longest], from the first piece on
         self._attention_mask: torch.Tensor
         self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in readings]
@@ -126,9 +138,11 @@ class Prefill:
             has_company: Whether rows are running, which a long piece would hold up.
         """
         input_ids = self._begin() if self._input_ids is None else self._input_ids
-        piece = pieces_on(self._forward.device).size(has_company=has_company, num_columns=self._num_read)
+        piece = pieces_on(self._forward.device).size(has_company=has_company, num_columns=self.num_read)
         num_columns = max(2, piece // len(self.readings))  # of one, layers with states take none to be padding
-        start, end = self._num_read, min(self.longest, self._num_read + num_columns)
+        start, end = self.num_read, min(self.longest, self.num_read + num_columns)
+        pause = self.readings[0].pause or 0
+        end = min(end, pause) if start < pause else end
         is_scored = any(reading.num_top_logprobs is not None for reading in self.readings)
         num_logits = end - start if is_scored else 1
         mask = self._attention_mask[:, :end]
@@ -137,7 +151,7 @@ class Prefill:
         )
         if is_scored:
             self._score(input_ids, logits)
-        self._num_read = end
+        self.num_read = end
         if end < self.longest:
             return None
         for reading, found in zip(self.readings, self._prompt_logprobs, strict=True):
@@ -149,41 +163,46 @@ class Prefill:
         """The keys and values of a context's first `length` tokens, `[heads, length, head_dim]` of every layer."""
         first = self.longest - self.readings[index].length
         columns = slice(first, first + length)
-        return [(layer.keys[index, :, columns], layer.values[index, :, columns]) for layer in self.cache.layers]  # type: ignore[union-attr, index]
+        layers = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]
+        return [(layer.keys[index, :, columns], layer.values[index, :, columns]) for layer in layers]  # type: ignore[index]
+
+    def states(self, index: int) -> list[TextStates]:
+        """What the layers that keep states have of a context, as far as it has been read."""
+        return text_states(self.cache, index)
 
     def _begin(self) -> torch.Tensor:
         """The input ids, once; shared prefixes are laid into the columns that need not be computed."""
         contexts = [reading.context for reading in self.readings]
         input_ids, self._attention_mask = pad(contexts, 0, self._forward.device, at_left=True)
-        self._num_read = _num_known_columns(self.readings, self.longest)
+        self.num_read = _num_known_columns(self.readings, self.longest)
         filled: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, reading in enumerate(self.readings):
             gap = self.longest - reading.length
-            if reading.prefix is None or gap >= self._num_read:
+            if reading.prefix is None or gap >= self.num_read:
                 continue
-            for number, (keys, values) in enumerate(reading.prefix.read(self._num_read - gap)):
+            for number, (keys, values) in enumerate(reading.prefix.read(self.num_read - gap)):
                 if number == len(filled):
                     filled.append((self._columns(keys), self._columns(values)))
                 filled[number][0][index, :, gap:] = keys
                 filled[number][1][index, :, gap:] = values
-        for number, (keys, values) in enumerate(filled):
-            self.cache.update(keys, values, number)
+        first = self.readings[0].prefix
+        go_on_from(self.cache, filled, first.states if first else ())
         self.readings = [replace(reading, prefix=None) for reading in self.readings]  # its memory may go
         self._input_ids = input_ids
         return input_ids
 
     def _columns(self, like: torch.Tensor) -> torch.Tensor:
         """Zeros `[contexts, heads, known columns, head_dim]` for contents `[heads, tokens, head_dim]`."""
-        return like.new_zeros(len(self.readings), like.shape[0], self._num_read, like.shape[2])
+        return like.new_zeros(len(self.readings), like.shape[0], self.num_read, like.shape[2])
 
     def _score(self, input_ids: torch.Tensor, logits: torch.Tensor) -> None:
         """Note how likely this piece's prompt tokens are, by the logits `[contexts, new, vocabulary]` before each."""
         for index, reading in enumerate(self.readings):
             if reading.num_top_logprobs is None:
                 continue
-            start = max(self._num_read, self.longest - reading.length)
-            end = min(self._num_read + logits.shape[1], self.longest - 1)
+            start = max(self.num_read, self.longest - reading.length)
+            end = min(self.num_read + logits.shape[1], self.longest - 1)
             if start < end:
-                scores = logits[index, start - self._num_read : end - self._num_read]
+                scores = logits[index, start - self.num_read : end - self.num_read]
                 tokens = input_ids[index, start + 1 : end + 1].tolist()
                 self._prompt_logprobs[index] += token_logprobs(scores, tokens, reading.num_top_logprobs)

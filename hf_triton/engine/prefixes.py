@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of past texts' keys and values: a prompt that begins as one of them did need not compute that part again.
+"""Memory of past texts' keys, values and states: a prompt that begins as one of them did need not compute that again.
 
 That is a system prompt, few-shot examples, or the conversation so far. What is shared is compared token by token, so
 nobody is answered from another one's text. But a prompt whose beginning is known is answered sooner: where users must
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
+
+    from hf_triton.runner.states import TextStates
 
 MIN_SHARED: Final = 16
 """The fewest tokens worth sharing; texts shorter than that are not kept."""
@@ -35,6 +37,8 @@ class Prefix:
     """`[tokens]`"""
     read: Callable[[int], LayerContents]
     """The keys and values of its first so many tokens."""
+    states: Sequence[TextStates] = ()
+    """Of each layer that keeps some, as they are at its end."""
 
 
 class PrefixStore:
@@ -44,6 +48,11 @@ class PrefixStore:
     neighbour of its place. None of them is a prefix of another. For use by one thread.
     """
 
+    least = MIN_SHARED
+    """The fewest tokens of a text that is kept, or of a beginning that is found."""
+    tokens_of_states = 0
+    """How many tokens weigh as much as the states of a text."""
+
     def __init__(self) -> None:
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()  # by key, the least recently used first
         self._keys: list[bytes] = []  # in order
@@ -51,10 +60,10 @@ class PrefixStore:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens held, those that several texts have in common counted for each."""
+        """Tokens held, those that several texts have in common counted for each, and states."""
         return self._num_tokens
 
-    def add(self, token_ids: list[int], contents: LayerContents) -> None:
+    def add(self, token_ids: list[int], contents: LayerContents, states: Sequence[TextStates] = ()) -> None:
         """Keep a text, in place of one that it goes on from.
 
         One that another goes on from, or that is too short to be shared, is not kept; the other counts as used.
@@ -62,6 +71,7 @@ class PrefixStore:
         Args:
             token_ids: Each at least 0.
             contents: The keys and values of exactly these tokens, the store's own from now on.
+            states: What layers keep behind the last of them, likewise.
 
         Raises:
             ValueError: `contents` are of another number of tokens.
@@ -79,12 +89,7 @@ class PrefixStore:
         if place > 0 and key.startswith(self._keys[place - 1]):
             place -= 1
             self._drop(self._keys[place])
-        self._keys.insert(place, key)
-        self._prefixes[key] = Prefix(
-            tokens,
-            lambda length: [(keys[:, :length], values[:, :length]) for keys, values in contents],
-        )
-        self._num_tokens += len(token_ids)
+        self._insert(place, key, _kept(tokens, contents, states))
 
     def find(self, context: list[int], running: Iterable[Prefix]) -> tuple[int, Prefix] | None:
         """The text that has the most first tokens in common with `context`, and how many.
@@ -97,8 +102,7 @@ class PrefixStore:
             None where no text shares `MIN_SHARED` tokens.
         """
         tokens = np.array(context[:-1], dtype=np.int64)
-        place = bisect.bisect_left(self._keys, _key(tokens))
-        stored = [self._prefixes[each] for each in self._keys[max(0, place - 1) : place + 1]]
+        stored = self._neighbours(bisect.bisect_left(self._keys, _key(tokens)))
         counted = [(_num_common(prefix.token_ids, tokens), prefix) for prefix in (*stored, *running)]
         num_shared, prefix = max(counted, key=lambda each: each[0], default=(0, None))
         if prefix is None or num_shared < MIN_SHARED:
@@ -106,6 +110,15 @@ class PrefixStore:
         if prefix in stored:
             self._prefixes.move_to_end(_key(prefix.token_ids))
         return num_shared, prefix
+
+    def branch(self, context: list[int], num_shared: int) -> int | None:
+        """Where reading a context pauses for what is computed up to there to be kept; None: nowhere.
+
+        Args:
+            context: A text that is to be computed.
+            num_shared: How many of its first tokens are found.
+        """
+        return None
 
     def shrink(self, to_tokens: int) -> None:
         """Drop the least recently used texts until no more than `to_tokens`, at least 0, are held."""
@@ -116,9 +129,67 @@ class PrefixStore:
         """Drop all texts."""
         self.shrink(0)
 
+    def _insert(self, place: int, key: bytes, prefix: Prefix) -> None:
+        self._keys.insert(place, key)
+        self._prefixes[key] = prefix
+        self._num_tokens += len(prefix.token_ids) + self.tokens_of_states
+
+    def _neighbours(self, place: int) -> list[Prefix]:
+        return [self._prefixes[each] for each in self._keys[max(0, place - 1) : place + 1]]
+
     def _drop(self, key: bytes) -> None:
-        self._num_tokens -= len(self._prefixes.pop(key).token_ids)
+        self._num_tokens -= len(self._prefixes.pop(key).token_ids) + self.tokens_of_states
         self._keys.pop(bisect.bisect_left(self._keys, key))
+
+
+class WholePrefixStore(PrefixStore):
+    """The same for a model with states, which cannot go back: a text is gone on from at its end alone.
+
+    So texts are kept at the end of a prompt, at the end of what was written, and where one parts from another that is
+    kept: the next that begins so is found. A text may be a prefix of another here.
+
+    Args:
+        least: The fewest tokens worth it: what is gone on from is read by itself.
+        tokens_of_states: How many tokens weigh as much as the states of a text.
+    """
+
+    def __init__(self, least: int, tokens_of_states: int) -> None:
+        super().__init__()
+        self.least = least
+        self.tokens_of_states = tokens_of_states
+
+    def add(self, token_ids: list[int], contents: LayerContents, states: Sequence[TextStates] = ()) -> None:
+        """Keep a text beside all others; one that is too short to be shared is not kept."""
+        tokens = np.array(token_ids, dtype=np.int64)
+        key = _key(tokens)
+        if key in self._prefixes:
+            self._prefixes.move_to_end(key)
+        elif len(token_ids) >= self.least:
+            self._insert(bisect.bisect_left(self._keys, key), key, _kept(tokens, contents, states))
+
+    def find(self, context: list[int], running: Iterable[Prefix]) -> tuple[int, Prefix] | None:
+        """The longest text with which `context` goes on, and its length; of those that are kept alone."""
+        key = _key(np.array(context[:-1], dtype=np.int64))
+        whole = max((each for each in self._keys if key.startswith(each)), key=len, default=None)
+        if whole is None:
+            return None
+        self._prefixes.move_to_end(whole)
+        prefix = self._prefixes[whole]
+        return len(prefix.token_ids), prefix
+
+    def branch(self, context: list[int], num_shared: int) -> int | None:
+        """Where it parts from another text, if that is far enough behind what is found."""
+        tokens = np.array(context[:-1], dtype=np.int64)
+        neighbours = self._neighbours(bisect.bisect_left(self._keys, _key(tokens)))
+        num_common = max((_num_common(each.token_ids, tokens) for each in neighbours), default=0)
+        return num_common if num_common - num_shared >= self.least else None
+
+
+def _kept(tokens: npt.NDArray[np.int64], contents: LayerContents, states: Sequence[TextStates]) -> Prefix:
+    def read(length: int) -> LayerContents:
+        return [(keys[:, :length], values[:, :length]) for keys, values in contents]
+
+    return Prefix(tokens, read, states)
 
 
 def _key(token_ids: npt.NDArray[np.int64]) -> bytes:

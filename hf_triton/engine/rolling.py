@@ -23,7 +23,7 @@ import torch
 from hf_triton.engine.gathering import Gathering
 from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
 from hf_triton.engine.prefill import Prefill, Reading, are_worth_one_batch, num_padded, pieces_on
-from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
+from hf_triton.engine.prefixes import LayerContents, Prefix, PrefixStore, WholePrefixStore
 from hf_triton.engine.row import Job, Row, Step
 from hf_triton.engine.thread import EngineThread, ending_in_queue, finish
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError
@@ -34,6 +34,7 @@ from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.lanes import Lanes
 from hf_triton.runner.rounding import are_finite
+from hf_triton.runner.states import TextStates, cloned
 from hf_triton.runner.transfer import to_device
 from hf_triton.sampling.picks import Picks, pick_tokens
 
@@ -81,9 +82,8 @@ class RollingEngine(EngineThread):
         self._forward = Forward(model)
         super().__init__(max_waiting, on_fatal, observer, self._forward.device)
         self._decoder = Decoder(self._forward, decoding)
-        bytes_per_token, self._tokens_of_states = self._forward.memory_of_text()
-        if max_cache_tokens is not None:
-            self._tokens_of_states = 0  # keys and values are what that limits
+        bytes_per_token, tokens_of_states = self._forward.memory_of_text()
+        self._tokens_of_states = tokens_of_states if max_cache_tokens is None else 0  # it limits keys and values
         self._budget = TokenBudget(bytes_per_token, max_cache_tokens)
         weight_bytes = model.get_memory_footprint(return_buffers=False)
         self._max_padding = PADDING_PART * weight_bytes / sum(bytes_per_token.values())
@@ -91,7 +91,9 @@ class RollingEngine(EngineThread):
             self._max_padding = math.inf  # captured graphs are those of one lane
         self._memory = self._new_memory()
         self._prefixes = PrefixStore()
-        self._shares_prefixes = shares_prefixes and not self._forward.has_states  # of the end of a text alone
+        if self._forward.has_states:
+            self._prefixes = WholePrefixStore(2 * pieces_on(self._device).per_weights, tokens_of_states)
+        self._shares_prefixes = shares_prefixes
         self._max_rows = max_rows
         self._row_limit = max_rows  # less than max_rows after the memory ran out
         self._eos_ids = eos_ids(model)
@@ -207,6 +209,9 @@ class RollingEngine(EngineThread):
     def _read_piece(self, prefill: Prefill, *, has_company: bool) -> None:
         """Read some of the contexts; when they are read, their rows join the running ones."""
         logits = prefill.advance(has_company=has_company)
+        reading = prefill.readings[0]
+        if prefill.num_read == reading.pause:
+            self._remember(reading.context[: reading.pause], partial(prefill.read, 0), prefill.states(0))
         if logits is not None:
             self._join(prefill, logits)
             self._prefill = None
@@ -253,15 +258,17 @@ class RollingEngine(EngineThread):
 
     def _reading(self, group: list[Row]) -> Reading:
         reading = Reading(group, group[0].context())
-        if not self._shares_prefixes or reading.num_top_logprobs is not None or reading.length <= MIN_SHARED:
+        if not self._shares_prefixes or reading.num_top_logprobs is not None or reading.length <= self._prefixes.least:
             return reading
-        head = reading.context[:MIN_SHARED]
+        head = reading.context[: self._prefixes.least]
         alike = (index for index, row in enumerate(self._rows) if row.begins_with(head))
         found = self._prefixes.find(self._named(reading.context), map(self._running_prefix, alike))
-        if found and not are_finite(found[1].read(found[0])[-1]):  # behind it something came to nan, which spread
+        if found and not _is_finite(*found):
             self._prefixes.clear()
             found = None
-        return replace(reading, num_shared=found[0], prefix=found[1]) if found else reading
+        num_shared, prefix = found or (0, None)
+        pause = self._prefixes.branch(reading.context, num_shared)
+        return replace(reading, num_shared=num_shared, prefix=prefix, pause=pause)
 
     def _running_prefix(self, index: int) -> Prefix:
         token_ids = self._named(self._rows[index].context()[:-1])
@@ -283,12 +290,14 @@ class RollingEngine(EngineThread):
         places = [(at, row) for at, reading in enumerate(prefill.readings) for row in reading.rows if not row.is_done]
         index = to_device([at for at, _ in places], torch.int64, logits.device)
         picks = pick_tokens(logits[index], [row.sampler for _, row in places])
+        kept = set(range(len(prefill.readings)) if self._forward.has_states else ())
         for (at, row), pick in zip(places, picks, strict=True):
-            context = prefill.readings[at].context
             if row.take(pick):
-                self._remember(context, partial(prefill.read, at))
+                kept.add(at)
             else:
-                self._rows.insert(self._memory.add(prefill.cache, at, len(context)), row)
+                self._rows.insert(self._memory.add(prefill.cache, at, prefill.readings[at].length), row)
+        for at in kept:
+            self._remember(prefill.readings[at].context, partial(prefill.read, at), prefill.states(at))
 
     # --- step --------------------------------------------------------------------------------------------------------
 
@@ -353,30 +362,33 @@ class RollingEngine(EngineThread):
                 computed = row.context()[: self._memory.length(index)]
                 if self._is_outgrown(row):  # its last token's keys, where a step ran ahead, are not like the others'
                     computed = computed[: row.num_tokens - 1]
-                self._remember(computed, partial(self._memory.read, index))
+                if not self._forward.has_states or len(computed) == self._memory.length(index):
+                    self._remember(computed, partial(self._memory.read, index), self._memory.states(index))
             last = self._memory.remove(index)
             if row.is_done:
                 self._row_limit = min(self._row_limit + 1, self._max_rows)
             self._rows[index] = self._rows[last]
             del self._rows[last]
 
-    def _remember(self, token_ids: list[int], read: Callable[[int], LayerContents]) -> None:
-        """Keep what was computed for a text that ends, for one that begins with it."""
-        if not self._shares_prefixes or len(token_ids) < MIN_SHARED or self._memory.is_torn:
+    def _remember(self, token_ids: list[int], read: Callable[[int], LayerContents], states: list[TextStates]) -> None:
+        """Keep what was computed for a text, for one that begins with it."""
+        if not self._shares_prefixes or len(token_ids) < self._prefixes.least or self._memory.is_torn:
             return
+        weight = len(token_ids) + self._prefixes.tokens_of_states
         allowed = self._budget.tokens(self._num_held())
         room = min(allowed // PREFIX_PART, allowed - self._num_held() + self._prefixes.num_tokens)
-        if len(token_ids) > room:
+        if weight > room:
             return
-        self._prefixes.shrink(room - len(token_ids))
+        self._prefixes.shrink(room - weight)
         try:
             contents = [(keys.clone(), values.clone()) for keys, values in read(len(token_ids))]
+            own = [cloned(each) for each in states]
         except Exception as error:
             if is_fatal(error):
                 raise
             self._prefixes.clear()  # there is no memory to spare
         else:
-            self._prefixes.add(self._named(token_ids), contents)
+            self._prefixes.add(self._named(token_ids), contents, own)
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -530,3 +542,10 @@ class RollingEngine(EngineThread):
             self._retire([index for index, row in enumerate(self._rows) if row in rows])
             if not self._rows:
                 self._unseen = None
+
+
+def _is_finite(length: int, prefix: Prefix) -> bool:
+    """Whether nothing in a text came to nan, which would have spread to the last layer of each kind."""
+    tensors = [*itertools.chain(*prefix.read(length)[-1:])]
+    tensors += [state for states in prefix.states[-1:] for each in states for state in each.values()]
+    return are_finite(tensors)

@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hf_triton.runner.cache_layer import RowsLayer
-from hf_triton.runner.states import AnyLayer, StatesLayer, kept_layers, layer_of_rows
+from hf_triton.runner.states import AnyLayer, StatesLayer, TextStates, kept_layers, layer_of_rows, text_states
 
 COLUMN_STEP: Final = 128
 """The buffers have a multiple of so many columns, and so many that no row needs any more are dropped together."""
@@ -147,6 +147,10 @@ class KeyValueRows:
         columns = slice(self._starts[row], self._starts[row] + length)
         layers = [layer for layer in self._layers() if isinstance(layer, RowsLayer)]
         return [(layer.key_rows[row, :, columns], layer.value_rows[row, :, columns]) for layer in layers]
+
+    def states(self, row: int) -> list[TextStates]:
+        """What the layers that keep states have of a row; views."""
+        return text_states(self.cache, row)
 
     def make_column(self) -> None:
         """Have a free column at the clock, and drop those that no row needs any more."""

@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hf_triton.runner.cache import KeyValueRows, buffer_tokens
+from hf_triton.runner.states import TextStates
 
 if TYPE_CHECKING:
     from hf_triton.runner.decode import Decoder
@@ -104,6 +105,11 @@ class Lanes:
         """Keys and values `[heads, length, head_dim]` of a row's first tokens, layer by layer; views of the buffers."""
         lane, index = self._find(row)
         return lane.read(index, length)
+
+    def states(self, row: int) -> list[TextStates]:
+        """What the layers that keep states have of a row; views."""
+        lane, index = self._find(row)
+        return lane.states(index)
 
     def step(self, decoder: Decoder, newest: torch.Tensor) -> torch.Tensor:
         """Run one token for every row, `newest` `[num_rows]` being the last of each; `[num_rows, vocabulary]`.

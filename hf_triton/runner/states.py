@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -120,6 +120,8 @@ class RowsAndStatesLayer(StatesLayer, RowsLayer):  # type: ignore[misc, override
 
 
 AnyLayer = RowsLayer | StatesLayer
+TextStates = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
+"""What a layer keeps of one text: states of convolutions and others by their numbers, each `[1, ...]`."""
 
 
 def layer_of_rows(rows: KeyValueRows, read: Any) -> Any:
@@ -174,6 +176,43 @@ def states_of(layer: Any) -> list[torch.Tensor]:
         return []
     found = [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return [states for states in found if states is not None]
+
+
+def text_states(cache: Cache, place: int) -> list[TextStates]:
+    """The states of one of the texts in a cache, layer by layer; views."""
+
+    def one(states: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        return {number: each[place : place + 1] for number, each in states.items() if each is not None}
+
+    layers = (layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer))
+    return [(one(layer.conv_states), one(layer.recurrent_states)) for layer in layers]
+
+
+def cloned(states: TextStates) -> TextStates:
+    """The same in memory of their own."""
+    conv_states, recurrent_states = ({at: state.clone() for at, state in each.items()} for each in states)
+    return conv_states, recurrent_states
+
+
+def go_on_from(cache: Cache, contents: list[tuple[torch.Tensor, torch.Tensor]], states: Sequence[TextStates]) -> None:
+    """Have an empty cache be as it was behind a text.
+
+    Args:
+        cache: To read prompts into.
+        contents: Keys and values `[texts, heads, columns, head_dim]` of each layer that has some.
+        states: Of each layer that keeps some.
+    """
+    if not contents and not states:
+        return
+    with_keys = [at for at, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)]
+    for at, (keys, values) in zip(with_keys or range(len(contents)), contents, strict=True):
+        cache.update(keys, values, at)
+    with_states = (layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer))
+    for layer, (conv_states, recurrent_states) in zip(with_states, states, strict=True):
+        for number, state in conv_states.items():
+            layer.update_conv_state(state, number)
+        for number, state in recurrent_states.items():
+            layer.update_recurrent_state(state, number)
 
 
 def memory_of_text(cache: Cache, device: torch.device) -> tuple[Mapping[torch.device, int], int]:

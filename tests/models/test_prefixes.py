@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore
+from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore, WholePrefixStore
 
 
 def contents_of(token_ids: list[int]) -> LayerContents:
@@ -202,3 +202,54 @@ def test_the_count_of_tokens_is_that_of_the_texts_held(seed: int) -> None:
 def test_contents_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="of the 20 tokens"):
         PrefixStore().add(text(7, 20), contents_of(text(7, 19)))
+
+
+# --- whole texts -----------------------------------------------------------------------------------------------------
+
+LEAST = 5
+WEIGHT = 7
+
+
+def states_of(token_ids: list[int]) -> list[tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]]:
+    return [({0: torch.tensor([token_ids])}, {})]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_longest_whole_text_is_found_with_its_own_states(seed: int) -> None:
+    source = random.Random(seed)
+    stems = [[source.randrange(2) for _ in range(40)] for _ in range(3)]
+
+    def random_text() -> list[int]:
+        return [
+            *source.choice(stems)[: source.randrange(41)],
+            *(source.randrange(2) for _ in range(source.randrange(4))),
+        ]
+
+    store, added = WholePrefixStore(LEAST, WEIGHT), list[list[int]]()
+    for _ in range(60):
+        new, context = random_text(), [*random_text(), 1]
+        store.add(new, contents_of(new), states_of(new))
+        added += [new] if len(new) >= LEAST and new not in added else []
+        assert store.num_tokens == sum(len(each) + WEIGHT for each in added)
+        whole = max(
+            (each for each in added if context[: len(each)] == each and len(each) < len(context)), key=len, default=[]
+        )
+        found = store.find(context, [])
+        assert (found[0] if found else 0) == len(whole)
+        if found:
+            assert has_same_contents(found[1].read(len(whole)), contents_of(whole))
+            assert found[1].states[0][0][0].tolist() == [whole]
+        most = max((num_common(context[:-1], each) for each in added), default=0)
+        assert store.branch(context, len(whole)) == (most if most - len(whole) >= LEAST else None)
+
+
+def test_the_least_recently_used_whole_texts_are_dropped_first() -> None:
+    store = WholePrefixStore(LEAST, WEIGHT)
+    for number in (1, 2, 3):
+        store.add(text(number, 10), contents_of(text(number, 10)), states_of(text(number, 10)))
+    store.add(text(1, 10), contents_of(text(1, 10)), states_of(text(1, 10)))  # known, and used by that
+    assert store.find([*text(2, 10), 9], []) is not None
+    store.shrink(2 * (10 + WEIGHT))
+    assert [store.find([*text(number, 10), 9], []) is not None for number in (1, 2, 3)] == [True, True, False]
+    store.clear()
+    assert store.num_tokens == 0

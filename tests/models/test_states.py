@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hf_triton.engine import prefill
+from hf_triton.engine.interface import Observer
 from hf_triton.engine.prefill import Pieces, Prefill
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.errors import RequestError
@@ -201,3 +202,109 @@ def test_a_forward_that_is_no_step_leaves_the_states_as_they_were(model: Any) ->
     after = [state for layer in memory._layers() for state in getattr(layer, "states", tuple)()]
     assert before
     assert all(torch.equal(*each) for each in zip(before, after, strict=True))
+
+
+class Shares(Observer):
+    """How many first tokens of each context were known."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_share(self, num_tokens: int) -> None:
+        self.counts.append(num_tokens)
+
+
+def random_tokens(length: int, seed: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(3, 300) for _ in range(length)]
+
+
+def test_a_conversation_is_gone_on_from_its_last_turn(model: Any, mode: DecodingMode) -> None:
+    shares, history, lengths = Shares(), list[int](), list[int]()
+    with closing(RollingEngine(model, max_rows=3, decoding=mode, observer=shares)) as engine:
+        for turn in range(4):
+            history += random_tokens(40, turn)
+            (answer,) = token_ids(Client(engine).ask(history, SamplingPlan(10)))
+            assert answer == solo_ids(model, history, 10)
+            lengths.append(len(history))
+            history += answer
+    # All of the turn before but the last token, which nobody has read; as a prompt where a step ran ahead of its end.
+    assert shares.counts[0] == 0
+    for length, count in zip(lengths, shares.counts[1:], strict=False):
+        assert count in (length, length + 9)
+    assert mode == "static" or shares.counts[1:] == [length + 9 for length in lengths[:-1]]
+
+
+def test_what_prompts_have_in_common_is_kept_where_they_part(model: Any) -> None:
+    shares, common = Shares(), random_tokens(50, 0)
+    contexts = [[*common, *random_tokens(30 + number, number + 1)] for number in range(4)]
+    with closing(RollingEngine(model, max_rows=3, observer=shares)) as engine:
+        for context in contexts:
+            assert token_ids(Client(engine).ask(context, SamplingPlan(8))) == [solo_ids(model, context, 8)]
+    assert shares.counts == [0, 0, 50, 50]
+
+
+def test_prompts_that_share_are_right_in_any_company(model: Any, mode: DecodingMode) -> None:
+    source, stems = random.Random(5), [random_tokens(90, seed) for seed in range(3)]
+    items = [
+        (
+            [*source.choice(stems)[: source.randrange(20, 90)], *random_tokens(source.randrange(1, 40), index)],
+            SamplingPlan(source.randrange(1, 12)),
+        )
+        for index in range(50)
+    ]
+    shares = Shares()
+    with closing(RollingEngine(model, max_rows=7, decoding=mode, observer=shares)) as engine:
+        client = Client(engine)
+        for item in items:
+            client.submit(*item)
+            time.sleep(source.choice([0, 0.01]))
+        check(model, client, items)
+    assert sum(count > 0 for count in shares.counts) > 10
+
+
+def test_without_sharing_nothing_is_kept(model: Any) -> None:
+    shares, context = Shares(), random_tokens(60, 0)
+    with closing(RollingEngine(model, max_rows=3, observer=shares, shares_prefixes=False)) as engine:
+        for _ in range(2):
+            Client(engine).ask(context, SamplingPlan(8))
+        assert engine._prefixes.num_tokens == 0
+    assert shares.counts == [0, 0]
+
+
+@torch.inference_mode()
+def test_states_that_came_to_nan_are_not_gone_on_from(model: Any) -> None:
+    shares, context = Shares(), random_tokens(60, 0)
+    with closing(RollingEngine(model, max_rows=3, observer=shares)) as engine:
+        Client(engine).ask(context, SamplingPlan(8))
+        for prefix in engine._prefixes._prefixes.values():
+            for states in prefix.states:
+                for each in states:
+                    for state in each.values():
+                        state.fill_(torch.nan)
+        again = [*context, 5, 6]
+        assert token_ids(Client(engine).ask(again, SamplingPlan(8))) == [solo_ids(model, again, 8)]
+    assert shares.counts == [0, 0]
+
+
+def test_kept_texts_give_way_to_running_ones(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, of_states = Forward(model).memory_of_text()
+    room = 8 * (of_states + COLUMN_STEP)
+    monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
+    monkeypatch.setattr(TokenBudget, "most", lambda _: room)
+    held: list[int] = []
+    launch = RollingEngine._launch
+
+    def noted(engine: RollingEngine) -> Any:
+        held.append(engine._num_held())
+        return launch(engine)
+
+    monkeypatch.setattr(RollingEngine, "_launch", noted)
+    items = [(random_tokens(60, index), SamplingPlan(9)) for index in range(20)]
+    with closing(RollingEngine(model, max_rows=7)) as engine:
+        client = Client(engine)
+        for item in items:
+            client.submit(*item)
+        check(model, client, items)
+        assert 0 < engine._prefixes.num_tokens <= room // 4
+    assert max(held) <= room
