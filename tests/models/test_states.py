@@ -235,6 +235,20 @@ def test_a_conversation_is_gone_on_from_its_last_turn(model: Any, mode: Decoding
     assert mode == "static" or shares.counts[1:] == [length + 9 for length in lengths[:-1]]
 
 
+def test_a_state_that_has_read_the_end_of_its_text_is_not_gone_on_from(model: Any, mode: DecodingMode) -> None:
+    """A step that ran ahead has read the token that ended it."""
+    prompt = random_tokens(40, 7)
+    whole = solo_ids(model, prompt, 20)
+    end = next(place for place, token in enumerate(whole) if place > 3 and token not in whole[:place])
+    with closing(RollingEngine(model, max_rows=3, decoding=mode)) as engine:
+        engine._eos_ids = frozenset([whole[end]])
+        (answer,) = token_ids(Client(engine).ask(prompt, SamplingPlan(20)))
+        assert answer == whole[:end]
+        engine._eos_ids = frozenset()
+        again = [*prompt, *answer, *random_tokens(3, 8)]
+        assert token_ids(Client(engine).ask(again, SamplingPlan(8))) == [solo_ids(model, again, 8)]
+
+
 def test_what_prompts_have_in_common_is_kept_where_they_part(model: Any) -> None:
     shares, common = Shares(), random_tokens(50, 0)
     contexts = [[*common, *random_tokens(30 + number, number + 1)] for number in range(4)]
