@@ -178,12 +178,14 @@ def _shares_positions(model: Any, context_length: int) -> bool:
     """Whether positions of all rows depend on the longest one.
 
     transformers picks rotary frequencies so (dynamic NTK, LongRoPE) beyond the length that the model was first trained
-    on, and Llama 4's attention temperature, which begins at a position of `floor_scale`.
+    on, and attention temperatures that begin at a position: Llama 4's `floor_scale`, Inkling's `log_scaling_n_floor`.
     """
     config = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     layers = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
     if getattr(config, "attn_temperature_tuning", False) and context_length >= getattr(config, "floor_scale", 0):
+        return True
+    if config.model_type == "inkling_text" and context_length > (config.log_scaling_n_floor or math.inf):
         return True
     return any(context_length > _first_length(config, each) for each in layers)
 

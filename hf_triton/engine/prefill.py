@@ -139,10 +139,7 @@ class Prefill:
         """
         input_ids = self._begin() if self._input_ids is None else self._input_ids
         piece = pieces_on(self._forward.device).size(has_company=has_company, num_columns=self.num_read)
-        num_columns = max(2, piece // len(self.readings))  # of one, layers with states take none to be padding
-        start, end = self.num_read, min(self.longest, self.num_read + num_columns)
-        pause = self.readings[0].pause or 0
-        end = min(end, pause) if start < pause else end
+        start, end = self.num_read, self._end_of_piece(piece // len(self.readings))
         is_scored = any(reading.num_top_logprobs is not None for reading in self.readings)
         num_logits = end - start if is_scored else 1
         mask = self._attention_mask[:, :end]
@@ -158,6 +155,17 @@ class Prefill:
             if reading.num_top_logprobs is not None:
                 reading.rows[0].job.prompt_logprobs = found
         return logits[:, -1]
+
+    def _end_of_piece(self, num_columns: int) -> int:
+        """Where the next piece of so many columns ends.
+
+        None has a single one as long as there are two: layers with states take that for a step, which none of a
+        prompt is in `generate`, and look for no padding in it.
+        """
+        pause = self.readings[0].pause or 0
+        last = pause if self.num_read < pause else self.longest
+        end = self.num_read + max(2, num_columns)
+        return last if end >= last - 1 else end
 
     def read(self, index: int, length: int) -> LayerContents:
         """The keys and values of a context's first `length` tokens, `[heads, length, head_dim]` of every layer."""

@@ -168,8 +168,11 @@ class WholePrefixStore(PrefixStore):
             self._insert(bisect.bisect_left(self._keys, key), key, _kept(tokens, contents, states))
 
     def find(self, context: list[int], running: Iterable[Prefix]) -> tuple[int, Prefix] | None:
-        """The longest text with which `context` goes on, and its length; of those that are kept alone."""
-        key = _key(np.array(context[:-1], dtype=np.int64))
+        """The longest text with which `context` goes on, and its length; of those that are kept alone.
+
+        Two tokens are left to compute: a single one would be a step, not a part of a prompt.
+        """
+        key = _key(np.array(context[:-2], dtype=np.int64))
         whole = max((each for each in self._keys if key.startswith(each)), key=len, default=None)
         if whole is None:
             return None
@@ -179,7 +182,7 @@ class WholePrefixStore(PrefixStore):
 
     def branch(self, context: list[int], num_shared: int) -> int | None:
         """Where it parts from another text, if that is far enough behind what is found."""
-        tokens = np.array(context[:-1], dtype=np.int64)
+        tokens = np.array(context[:-2], dtype=np.int64)
         neighbours = self._neighbours(bisect.bisect_left(self._keys, _key(tokens)))
         num_common = max((_num_common(each.token_ids, tokens) for each in neighbours), default=0)
         return num_common if num_common - num_shared >= self.least else None

@@ -362,7 +362,8 @@ class RollingEngine(EngineThread):
                 computed = row.context()[: self._memory.length(index)]
                 if self._is_outgrown(row):  # its last token's keys, where a step ran ahead, are not like the others'
                     computed = computed[: row.num_tokens - 1]
-                if not self._forward.has_states or len(computed) == self._memory.length(index):
+                is_whole = len(computed) == self._memory.length(index)
+                if not self._forward.has_states or (is_whole and self._forward.reads_as_it_writes):
                     self._remember(computed, partial(self._memory.read, index), self._memory.states(index))
             last = self._memory.remove(index)
             if row.is_done:

@@ -253,6 +253,7 @@ class KeyValueRows:
         used = slice(self.first, self.clock)
         for layer in self._layers():
             layer.move(shape, used, by)
+        self.is_torn = True
         self._mask, self._positions = mask, positions
         self._starts = [start + by for start in self._starts]
         self._set_clock(self.first + by, self.clock + by)

@@ -178,6 +178,12 @@ def states_of(layer: Any) -> list[torch.Tensor]:
     return [states for states in found if states is not None]
 
 
+def reads_as_it_writes(model: Any) -> bool:
+    """Whether no layer limits its time steps: transformers does so while it reads (Mamba2's scan), and in no step."""
+    limits = (getattr(module, "time_step_limit", None) for module in model.modules())
+    return all(limit is None or tuple(limit) == (0.0, math.inf) for limit in limits)
+
+
 def text_states(cache: Cache, place: int) -> list[TextStates]:
     """The states of one of the texts in a cache, layer by layer; views."""
 

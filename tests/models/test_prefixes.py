@@ -227,19 +227,21 @@ def test_the_longest_whole_text_is_found_with_its_own_states(seed: int) -> None:
 
     store, added = WholePrefixStore(LEAST, WEIGHT), list[list[int]]()
     for _ in range(60):
-        new, context = random_text(), [*random_text(), 1]
+        new, context = random_text(), [*random_text(), 1, 0]
         store.add(new, contents_of(new), states_of(new))
         added += [new] if len(new) >= LEAST and new not in added else []
         assert store.num_tokens == sum(len(each) + WEIGHT for each in added)
         whole = max(
-            (each for each in added if context[: len(each)] == each and len(each) < len(context)), key=len, default=[]
+            (each for each in added if context[: len(each)] == each and len(each) < len(context) - 1),
+            key=len,
+            default=[],
         )
         found = store.find(context, [])
         assert (found[0] if found else 0) == len(whole)
         if found:
             assert has_same_contents(found[1].read(len(whole)), contents_of(whole))
             assert found[1].states[0][0][0].tolist() == [whole]
-        most = max((num_common(context[:-1], each) for each in added), default=0)
+        most = max((num_common(context[:-2], each) for each in added), default=0)
         assert store.branch(context, len(whole)) == (most if most - len(whole) >= LEAST else None)
 
 
@@ -248,8 +250,8 @@ def test_the_least_recently_used_whole_texts_are_dropped_first() -> None:
     for number in (1, 2, 3):
         store.add(text(number, 10), contents_of(text(number, 10)), states_of(text(number, 10)))
     store.add(text(1, 10), contents_of(text(1, 10)), states_of(text(1, 10)))  # known, and used by that
-    assert store.find([*text(2, 10), 9], []) is not None
+    assert store.find([*text(2, 10), 9, 9], []) is not None
     store.shrink(2 * (10 + WEIGHT))
-    assert [store.find([*text(number, 10), 9], []) is not None for number in (1, 2, 3)] == [True, True, False]
+    assert [store.find([*text(number, 10), 9, 9], []) is not None for number in (1, 2, 3)] == [True, True, False]
     store.clear()
     assert store.num_tokens == 0

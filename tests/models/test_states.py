@@ -77,6 +77,22 @@ def test_many_short_prompts_at_once_have_pieces_of_more_than_their_padding(
         check(model, client, items)
 
 
+@pytest.mark.parametrize("name", ["mamba2", "granite4"])
+def test_no_token_of_a_prompt_is_read_as_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the time step is limited, transformers limits it while it reads a prompt and not in a step."""
+    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(16, 16, per_weights=8))
+    config_name, arguments = STATES[name]
+    model = build(config_name, arguments | {"time_step_limit": (0.0, 0.1)})
+    items = [(random_tokens(length, length), SamplingPlan(12)) for length in (1, 2, 16, 17, 18, 33, 49, 50)]
+    items += [([*prompt, *random_tokens(extra, extra)], plan) for prompt, plan in items[4:] for extra in (1, 2)]
+    with closing(RollingEngine(model, max_rows=3)) as engine:
+        for prompt, plan in items:
+            (answer,) = token_ids(Client(engine).ask(prompt, plan))
+            assert answer == solo_ids(model, prompt, plan.max_new_tokens)
+            turn = [*prompt, *answer, 5, 6]
+            assert token_ids(Client(engine).ask(turn, plan)) == [solo_ids(model, turn, plan.max_new_tokens)]
+
+
 class Breaking:
     """The model's last layer, which fails now and then when the others have changed their states."""
 
