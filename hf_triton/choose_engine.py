@@ -112,8 +112,9 @@ def build_engine(
         )
     sharing = _sharing(model, context_length)
     logger.info("engine batch, because %s: up to %d rows, sharing a batch: %s", obstacle, max_rows, sharing)
-    if max_cache_tokens is not None or decoding not in ("auto", "eager"):
-        logger.warning("engine batch does nothing with the settings max_cache_tokens and decoding")
+    idle = {"max_cache_tokens": max_cache_tokens is not None, "decoding": decoding not in ("auto", "eager")}
+    for name in (name for name, is_set in idle.items() if is_set):
+        logger.warning("engine batch does nothing with the setting %s", name)
     return BatchEngine(
         model,
         max_rows=max_rows,

@@ -122,7 +122,9 @@ PREEMPTIONS: Final = Metric(
     "Running texts that were put back: for want of memory, after a failure, or to be read anew (LongRoPE).",
 )
 HELD_TOKENS: Final = Metric(
-    "hf_triton_kv_cache_tokens", "gauge", "Tokens of key/value memory that the rolling engine holds, padding counted."
+    "hf_triton_kv_cache_tokens",
+    "gauge",
+    "Tokens of key/value memory that the rolling engine holds, padding counted, and a state by the tokens it weighs.",
 )
 MAX_TOKENS: Final = Metric("hf_triton_kv_cache_max_tokens", "gauge", "Tokens of key/value memory that it may hold now.")
 

@@ -191,6 +191,26 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_mem_blocks": 1,
         },
     ),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        BASE
+        | LOCAL_EXPERTS
+        | {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 32,
+            "n_group": 2,
+            "topk_group": 1,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "head_dim": 16,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
     "olmo-hybrid": ("OlmoHybridConfig", BASE | LINEAR),
 }
 """State space, linear attention and hybrid models."""

@@ -82,6 +82,9 @@ class RollingEngine(EngineThread):
         self._forward = Forward(model)
         super().__init__(max_waiting, on_fatal, observer, self._forward.device)
         self._decoder = Decoder(self._forward, decoding)
+        if max_cache_tokens is not None and not self._forward.has_keys:
+            logger.warning("the setting max_cache_tokens does nothing for a model without keys and values")
+            max_cache_tokens = None
         bytes_per_token, tokens_of_states = self._forward.memory_of_text()
         self._tokens_of_states = tokens_of_states if max_cache_tokens is None else 0  # it limits keys and values
         self._budget = TokenBudget(bytes_per_token, max_cache_tokens)

@@ -16,7 +16,7 @@ from hf_triton.runner.attention import FastAttention
 from hf_triton.runner.constants import IndexConstants
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.padding import pad
-from hf_triton.runner.states import cache_maker, memory_of_text, reads_as_it_writes
+from hf_triton.runner.states import cache_maker, keeps_keys, memory_of_text, reads_as_it_writes
 
 
 class Forward:
@@ -34,6 +34,8 @@ class Forward:
         """Makes what prompts are read into."""
         self.has_states = self.new_cache is not DynamicCache
         """Whether some layers keep states of one size, those of the last token that was read."""
+        self.has_keys = not self.has_states or keeps_keys(self.new_cache())
+        """Whether some layers keep keys and values of every token."""
         self.reads_as_it_writes = reads_as_it_writes(model)
         """Whether a text's state is the same where its tokens were written, one by one, and where they are read."""
         self._attention = FastAttention()

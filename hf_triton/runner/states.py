@@ -178,6 +178,11 @@ def states_of(layer: Any) -> list[torch.Tensor]:
     return [states for states in found if states is not None]
 
 
+def keeps_keys(cache: Cache) -> bool:
+    """Whether a cache that is made for a model with states has keys and values too."""
+    return any(isinstance(layer, DynamicLayer) for layer in cache.layers)
+
+
 def reads_as_it_writes(model: Any) -> bool:
     """Whether no layer limits its time steps: transformers does so while it reads (Mamba2's scan), and in no step."""
     limits = (getattr(module, "time_step_limit", None) for module in model.modules())

@@ -105,6 +105,18 @@ _ARCHITECTURES: dict[str, _Architecture] = {
     "mistral": _Architecture("MistralConfig", _GROUPED | {"sliding_window": None}, adds_bos=True),
     "qwen2": _Architecture("Qwen2Config", _GROUPED, has_pad=True),
     "qwen3": _Architecture("Qwen3Config", _GROUPED | {"head_dim": 16}),
+    "qwen3_5": _Architecture(
+        "Qwen3_5TextConfig",
+        _GROUPED
+        | {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
     "gemma2": _Architecture("Gemma2Config", _GROUPED | {"head_dim": 16}, adds_bos=True, has_pad=True, weight_scale=4.0),
     "phi": _Architecture("PhiConfig", _LLAMA_LIKE),
     "gpt2": _Architecture("GPT2Config", _GPT2_LIKE),

@@ -195,6 +195,14 @@ def test_rows_wait_where_there_is_no_memory_for_their_states(model: Any, monkeyp
     assert refused.code == "memory_exceeded"
 
 
+def test_a_limit_of_keys_and_values_says_nothing_to_a_model_without_them(caplog: pytest.LogCaptureFixture) -> None:
+    model = build(*STATES["mamba2"])
+    prompt = random_tokens(2 * COLUMN_STEP, 0)
+    with closing(RollingEngine(model, max_rows=3, max_cache_tokens=COLUMN_STEP)) as engine:
+        assert token_ids(Client(engine).ask(prompt, SamplingPlan(4))) == [solo_ids(model, prompt, 4)]
+    assert "max_cache_tokens does nothing for a model without keys and values" in caplog.text
+
+
 def test_a_limit_of_keys_and_values_does_not_count_states(model: Any) -> None:
     items = [(prompt, SamplingPlan(9)) for prompt in prompts(6)]
     with closing(RollingEngine(model, max_rows=7, max_cache_tokens=2 * COLUMN_STEP)) as engine:

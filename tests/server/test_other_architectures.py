@@ -18,7 +18,7 @@ from tests.reference import Reference, load_reference
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = {"opt": "facebook/opt-125m", "gpt_neox": "EleutherAI/pythia-70m", "qwen3": "Qwen/Qwen3-0.6B"}
 """Served by the Hub under these names; the others are folders on disk."""
-ARCHITECTURES = (*NAMED, "mamba", "t5")
+ARCHITECTURES = (*NAMED, "qwen3_5", "mamba", "t5")
 PROMPTS = ["I am going", "x", "Where does the river go after the bridge?", "Der Zug fährt", "🙂", "3, 14"]
 MAX_NEW_TOKENS = 16
 
