@@ -293,13 +293,13 @@ class RollingEngine(EngineThread):
         places = [(at, row) for at, reading in enumerate(prefill.readings) for row in reading.rows if not row.is_done]
         index = to_device([at for at, _ in places], torch.int64, logits.device)
         picks = pick_tokens(logits[index], [row.sampler for _, row in places])
-        kept = set(range(len(prefill.readings)) if self._forward.has_states else ())
+        to_keep = set(range(len(prefill.readings)) if self._forward.has_states else ())
         for (at, row), pick in zip(places, picks, strict=True):
             if row.take(pick):
-                kept.add(at)
+                to_keep.add(at)
             else:
                 self._rows.insert(self._memory.add(prefill.cache, at, prefill.readings[at].length), row)
-        for at in kept:
+        for at in to_keep:
             self._remember(prefill.readings[at].context, partial(prefill.read, at), prefill.states(at))
 
     # --- step --------------------------------------------------------------------------------------------------------
@@ -462,9 +462,8 @@ class RollingEngine(EngineThread):
     def _misfit(self, sequence: Sequence) -> HfTritonError | None:
         """Why a sequence could never run in this memory; None where it could."""
         num_prompt, num_new = len(sequence.prompt_ids), sequence.plan.max_new_tokens
-        needed = 2 * buffer_tokens(
-            1, num_prompt + num_new, self._tokens_of_states
-        )  # a context is held twice while it is laid into its row
+        # A context is held twice while it is laid into its row.
+        needed = 2 * buffer_tokens(1, num_prompt + num_new, self._tokens_of_states)
         if needed <= self._budget.most():
             return None
         return RequestError(

@@ -14,6 +14,8 @@ import torch
 from accelerate import dispatch_model
 
 from hf_triton.checkpoint import Checkpoint, Placement, load_checkpoint
+from hf_triton.engine import prefill
+from hf_triton.engine.prefill import Pieces
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
 from hf_triton.hub import Hub
@@ -24,6 +26,7 @@ from hf_triton.testing import build_tiny_checkpoint
 from tests.architectures import BATCH, ROLLING, build
 from tests.models.test_rolling_engine import Client, start_engine, token_ids
 from tests.models.test_sampling import ONE_BY_ONE, VOCABULARY, Text
+from tests.models.test_states import Shares
 from tests.reference import load_reference, solo_ids
 from tests.running_texts import prompts
 from tests.simulated_gpu import CAPTURE, HAS_GPU, Device
@@ -54,6 +57,19 @@ def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: Dec
     model = copy.deepcopy(plain).to("cuda")
     with closing(RollingEngine(model, max_rows=5, decoding=decoding)) as engine:
         check(engine, model if HAS_GPU else plain)
+
+
+@pytest.mark.parametrize("decoding", ["eager", "cuda_graphs"])
+@pytest.mark.parametrize("name", ["granite4", "falcon-h1"])
+def test_states_on_a_device_are_gone_on_from(
+    name: str, decoding: DecodingMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(prefill.PIECES, "cuda", Pieces(64, 32, per_weights=4))
+    plain, shares = build(*ROLLING[name]), Shares()
+    model = copy.deepcopy(plain).to("cuda")
+    with closing(RollingEngine(model, max_rows=5, decoding=decoding, observer=shares)) as engine:
+        check(engine, model if HAS_GPU else plain)
+    assert sum(count > 0 for count in shares.counts) > 5
 
 
 @pytest.mark.parametrize("name", ["jamba", "deepseek-v3.2", "reformer"])
