@@ -119,7 +119,7 @@ class ModelSettings(BaseModel):
     has free (on a CPU within the limits of its cgroup) as it needs it, and gives it back when it has nothing to do, but
     for what `share_prefixes` keeps. Where the texts outgrow it, the youngest wait; a request that could never fit is
     refused: prompt and `max_new_tokens` together, rounded up to a multiple of 128, must fit twice. States of hybrid
-    models are no keys and values, and not counted."""
+    models are not counted, but for those of past texts."""
 
     share_prefixes: bool = True
     """Whether the rolling engine computes a beginning that several prompts have in common, such as a system prompt or

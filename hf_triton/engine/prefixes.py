@@ -78,18 +78,24 @@ class PrefixStore:
         """
         if any(each.shape[1] != len(token_ids) for layer in contents for each in layer):
             raise ValueError(f"keys and values are not of the {len(token_ids)} tokens that they are said to be of")
-        if len(token_ids) < MIN_SHARED:
+        if len(token_ids) < MIN_SHARED or self.touch(token_ids):
             return
         tokens = np.array(token_ids, dtype=np.int64)
         key = _key(tokens)
         place = bisect.bisect_left(self._keys, key)
-        if place < len(self._keys) and self._keys[place].startswith(key):
-            self._prefixes.move_to_end(self._keys[place])
-            return
         if place > 0 and key.startswith(self._keys[place - 1]):
             place -= 1
             self._drop(self._keys[place])
         self._insert(place, key, _kept(tokens, contents, states))
+
+    def touch(self, token_ids: list[int]) -> bool:
+        """Whether nothing has to be kept for a text, because one that is kept does for it too; that counts as a use."""
+        key = _key(np.array(token_ids, dtype=np.int64))
+        place = bisect.bisect_left(self._keys, key)
+        is_held = place < len(self._keys) and self._keys[place].startswith(key)
+        if is_held:
+            self._prefixes.move_to_end(self._keys[place])
+        return is_held
 
     def find(self, context: list[int], running: Iterable[Prefix]) -> tuple[int, Prefix] | None:
         """The text that has the most first tokens in common with `context`, and how many.
@@ -162,10 +168,19 @@ class WholePrefixStore(PrefixStore):
         """Keep a text beside all others; one that is too short to be shared is not kept."""
         tokens = np.array(token_ids, dtype=np.int64)
         key = _key(tokens)
-        if key in self._prefixes:
-            self._prefixes.move_to_end(key)
-        elif len(token_ids) >= self.least:
+        if len(token_ids) >= self.least and key not in self._prefixes:
             self._insert(bisect.bisect_left(self._keys, key), key, _kept(tokens, contents, states))
+        self.touch(token_ids)
+
+    def touch(self, token_ids: list[int]) -> bool:
+        """Whether a text is kept. It counts as used, and so do those that it goes on from, the shortest as the last.
+
+        What a prompt shares with others so outlives what is its own.
+        """
+        key = _key(np.array(token_ids, dtype=np.int64))
+        for each in sorted((each for each in self._keys if key.startswith(each)), key=len, reverse=True):
+            self._prefixes.move_to_end(each)
+        return key in self._prefixes
 
     def find(self, context: list[int], running: Iterable[Prefix]) -> tuple[int, Prefix] | None:
         """The longest text with which `context` goes on, and its length; of those that are kept alone.

@@ -96,6 +96,11 @@ class RollingEngine(EngineThread):
         self._prefixes = PrefixStore()
         if self._forward.has_states:
             self._prefixes = WholePrefixStore(2 * pieces_on(self._device).per_weights, tokens_of_states)
+            room = self._budget.most() // PREFIX_PART
+            if shares_prefixes and room < self._prefixes.least + tokens_of_states:
+                logger.warning(
+                    "no prefixes are shared: there are %d tokens, a text's states weigh %d", room, tokens_of_states
+                )
         self._shares_prefixes = shares_prefixes
         self._max_rows = max_rows
         self._row_limit = max_rows  # less than max_rows after the memory ran out
@@ -270,7 +275,7 @@ class RollingEngine(EngineThread):
             self._prefixes.clear()
             found = None
         num_shared, prefix = found or (0, None)
-        pause = self._prefixes.branch(reading.context, num_shared)
+        pause = self._prefixes.branch(self._named(reading.context), num_shared)
         return replace(reading, num_shared=num_shared, prefix=prefix, pause=pause)
 
     def _running_prefix(self, index: int) -> Prefix:
@@ -377,6 +382,8 @@ class RollingEngine(EngineThread):
     def _remember(self, token_ids: list[int], read: Callable[[int], LayerContents], states: list[TextStates]) -> None:
         """Keep what was computed for a text, for one that begins with it."""
         if not self._shares_prefixes or len(token_ids) < self._prefixes.least or self._memory.is_torn:
+            return
+        if self._prefixes.touch(self._named(token_ids)):
             return
         weight = len(token_ids) + self._prefixes.tokens_of_states
         allowed = self._budget.tokens(self._num_held())

@@ -255,3 +255,15 @@ def test_the_least_recently_used_whole_texts_are_dropped_first() -> None:
     assert [store.find([*text(number, 10), 9, 9], []) is not None for number in (1, 2, 3)] == [True, True, False]
     store.clear()
     assert store.num_tokens == 0
+
+
+def test_what_texts_have_in_common_outlives_them() -> None:
+    store, common = WholePrefixStore(LEAST, WEIGHT), text(1, 10)
+    for last in (2, 3, 4):
+        for each in ([*common, last], common):
+            if not store.touch(each):
+                store.shrink(2 * (11 + WEIGHT) - len(each) - WEIGHT)
+                store.add(each, contents_of(each), states_of(each))
+        found = store.find([*common, 9, 9, 9], [])
+        assert found is not None
+        assert found[0] == len(common)

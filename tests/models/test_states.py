@@ -325,6 +325,40 @@ def test_states_that_came_to_nan_are_not_gone_on_from(model: Any) -> None:
     assert shares.counts == [0, 0]
 
 
+def test_a_text_that_is_kept_already_drops_no_other(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, of_states = Forward(model).memory_of_text()
+    room = 4 * 4 * (of_states + 62)  # a fourth of it for four texts of 60 tokens
+    monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
+    contexts = [random_tokens(60, seed) for seed in range(3)]
+    with closing(RollingEngine(model, max_rows=3)) as engine:
+        for context in (*contexts, contexts[0], contexts[0], contexts[0]):
+            Client(engine).ask(context, SamplingPlan(1))
+        kept = [prefix.token_ids.tolist() for prefix in engine._prefixes._prefixes.values()]
+    assert all(context in kept for context in contexts)
+
+
+def test_a_common_beginning_is_shared_where_there_is_room_for_two_texts(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, of_states = Forward(model).memory_of_text()
+    room = 2 * 4 * (of_states + 70)
+    monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
+    shares, common = Shares(), random_tokens(60, 0)
+    with closing(RollingEngine(model, max_rows=3, observer=shares)) as engine:
+        for seed in range(5):
+            Client(engine).ask([*common, *random_tokens(4, seed + 1)], SamplingPlan(5))
+    assert shares.counts == [0, 0, 60, 60, 60]
+
+
+def test_a_store_too_small_for_states_is_said(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    _, of_states = Forward(model).memory_of_text()
+    with closing(RollingEngine(model, max_rows=3, max_cache_tokens=4 * (of_states + 32))) as engine:
+        has_keys = engine._forward.has_keys
+    assert "no prefixes are shared" not in caplog.text
+    RollingEngine(model, max_rows=3, max_cache_tokens=4 * (of_states + 32) - 1).close()
+    assert ("no prefixes are shared" in caplog.text) is has_keys
+
+
 def test_kept_texts_give_way_to_running_ones(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, of_states = Forward(model).memory_of_text()
     room = 8 * (of_states + COLUMN_STEP)
