@@ -78,15 +78,17 @@ class PrefixStore:
         """
         if any(each.shape[1] != len(token_ids) for layer in contents for each in layer):
             raise ValueError(f"keys and values are not of the {len(token_ids)} tokens that they are said to be of")
-        if len(token_ids) < MIN_SHARED or self.touch(token_ids):
+        if len(token_ids) < self.least or self.touch(token_ids):
             return
         tokens = np.array(token_ids, dtype=np.int64)
         key = _key(tokens)
-        place = bisect.bisect_left(self._keys, key)
-        if place > 0 and key.startswith(self._keys[place - 1]):
-            place -= 1
-            self._drop(self._keys[place])
-        self._insert(place, key, _kept(tokens, contents, states))
+        self._replace(key)
+        self._keys.insert(bisect.bisect_left(self._keys, key), key)
+        self._prefixes[key] = Prefix(
+            tokens, lambda length: [(keys[:, :length], values[:, :length]) for keys, values in contents], states
+        )
+        self._num_tokens += len(tokens) + self.tokens_of_states
+        self.touch(token_ids)
 
     def touch(self, token_ids: list[int]) -> bool:
         """Whether nothing has to be kept for a text, because one that is kept does for it too; that counts as a use."""
@@ -105,13 +107,13 @@ class PrefixStore:
             running: More texts to look at, beside those that are kept.
 
         Returns:
-            None where no text shares `MIN_SHARED` tokens.
+            None where no text shares `least` tokens.
         """
         tokens = np.array(context[:-1], dtype=np.int64)
-        stored = self._neighbours(bisect.bisect_left(self._keys, _key(tokens)))
+        stored = self._neighbours(tokens)
         counted = [(_num_common(prefix.token_ids, tokens), prefix) for prefix in (*stored, *running)]
         num_shared, prefix = max(counted, key=lambda each: each[0], default=(0, None))
-        if prefix is None or num_shared < MIN_SHARED:
+        if prefix is None or num_shared < self.least:
             return None
         if prefix in stored:
             self._prefixes.move_to_end(_key(prefix.token_ids))
@@ -135,12 +137,15 @@ class PrefixStore:
         """Drop all texts."""
         self.shrink(0)
 
-    def _insert(self, place: int, key: bytes, prefix: Prefix) -> None:
-        self._keys.insert(place, key)
-        self._prefixes[key] = prefix
-        self._num_tokens += len(prefix.token_ids) + self.tokens_of_states
+    def _replace(self, key: bytes) -> None:
+        """Drop the text that another one goes on from."""
+        place = bisect.bisect_left(self._keys, key)
+        if place > 0 and key.startswith(self._keys[place - 1]):
+            self._drop(self._keys[place - 1])
 
-    def _neighbours(self, place: int) -> list[Prefix]:
+    def _neighbours(self, tokens: npt.NDArray[np.int64]) -> list[Prefix]:
+        """The texts on both sides of a place; the longest common prefix with any is that with one of them."""
+        place = bisect.bisect_left(self._keys, _key(tokens))
         return [self._prefixes[each] for each in self._keys[max(0, place - 1) : place + 1]]
 
     def _drop(self, key: bytes) -> None:
@@ -164,21 +169,13 @@ class WholePrefixStore(PrefixStore):
         self.least = least
         self.tokens_of_states = tokens_of_states
 
-    def add(self, token_ids: list[int], contents: LayerContents, states: Sequence[TextStates] = ()) -> None:
-        """Keep a text beside all others; one that is too short to be shared is not kept."""
-        tokens = np.array(token_ids, dtype=np.int64)
-        key = _key(tokens)
-        if len(token_ids) >= self.least and key not in self._prefixes:
-            self._insert(bisect.bisect_left(self._keys, key), key, _kept(tokens, contents, states))
-        self.touch(token_ids)
-
     def touch(self, token_ids: list[int]) -> bool:
         """Whether a text is kept. It counts as used, and so do those that it goes on from, the shortest as the last.
 
         What a prompt shares with others so outlives what is its own.
         """
         key = _key(np.array(token_ids, dtype=np.int64))
-        for each in sorted((each for each in self._keys if key.startswith(each)), key=len, reverse=True):
+        for each in sorted(self._begun(key), key=len, reverse=True):
             self._prefixes.move_to_end(each)
         return key in self._prefixes
 
@@ -188,7 +185,7 @@ class WholePrefixStore(PrefixStore):
         Two tokens are left to compute: a single one would be a step, not a part of a prompt.
         """
         key = _key(np.array(context[:-2], dtype=np.int64))
-        whole = max((each for each in self._keys if key.startswith(each)), key=len, default=None)
+        whole = max(self._begun(key), key=len, default=None)
         if whole is None:
             return None
         self._prefixes.move_to_end(whole)
@@ -198,16 +195,15 @@ class WholePrefixStore(PrefixStore):
     def branch(self, context: list[int], num_shared: int) -> int | None:
         """Where it parts from another text, if that is far enough behind what is found."""
         tokens = np.array(context[:-2], dtype=np.int64)
-        neighbours = self._neighbours(bisect.bisect_left(self._keys, _key(tokens)))
-        num_common = max((_num_common(each.token_ids, tokens) for each in neighbours), default=0)
+        num_common = max((_num_common(each.token_ids, tokens) for each in self._neighbours(tokens)), default=0)
         return num_common if num_common - num_shared >= self.least else None
 
+    def _replace(self, key: bytes) -> None:
+        """All texts stay: each has states of its own."""
 
-def _kept(tokens: npt.NDArray[np.int64], contents: LayerContents, states: Sequence[TextStates]) -> Prefix:
-    def read(length: int) -> LayerContents:
-        return [(keys[:, :length], values[:, :length]) for keys, values in contents]
-
-    return Prefix(tokens, read, states)
+    def _begun(self, key: bytes) -> list[bytes]:
+        """The texts that one goes on from, itself included."""
+        return [each for each in self._keys if key.startswith(each)]
 
 
 def _key(token_ids: npt.NDArray[np.int64]) -> bytes:

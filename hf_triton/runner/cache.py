@@ -15,7 +15,15 @@ import torch
 from transformers.cache_utils import Cache
 
 from hf_triton.runner.cache_layer import RowsLayer
-from hf_triton.runner.states import AnyLayer, StatesLayer, TextStates, kept_layers, layer_of_rows, text_states
+from hf_triton.runner.states import (
+    AnyLayer,
+    StatesLayer,
+    TextStates,
+    kept_layers,
+    layer_of_rows,
+    states_of,
+    text_states,
+)
 
 COLUMN_STEP: Final = 128
 """The buffers have a multiple of so many columns, and so many that no row needs any more are dropped together."""
@@ -97,7 +105,7 @@ class KeyValueRows:
     @contextmanager
     def states_kept(self) -> Iterator[None]:
         """Let the forward run and no row's state be another afterwards, so that the same column can be run again."""
-        buffers = [buffer for layer in self._layers() if isinstance(layer, StatesLayer) for buffer in layer.states()]
+        buffers = [buffer for layer in self._layers() for buffer in states_of(layer)]
         before = [buffer.clone() for buffer in buffers]
         try:
             yield

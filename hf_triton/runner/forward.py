@@ -23,7 +23,7 @@ class Forward:
     """Calls a decoder-only model.
 
     Args:
-        model: A transformers model with a key/value cache, in eval mode, on its device.
+        model: A transformers model with a cache, in eval mode, on its device.
     """
 
     def __init__(self, model: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hf_triton.runner.cache import KeyValueRows
 
 EMPTY: Final[type] = getattr(cache_utils, "DummyLayer", type(None))
-"""A layer that keeps nothing; transformers before 5.20 has none."""
+"""A layer that keeps nothing; 5.18 of transformers has none yet."""
 
 
 class _InUse(dict[int, torch.Tensor | None]):
@@ -43,9 +43,6 @@ class _InUse(dict[int, torch.Tensor | None]):
     def __getitem__(self, number: int) -> torch.Tensor | None:
         buffer = super().__getitem__(number)
         return buffer if buffer is None else buffer[: self._rows.num_seen]
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        yield from (buffer for buffer in self.values() if buffer is not None)
 
     def resize(self, num_rows: int) -> None:
         for number, buffer in self.items():
@@ -75,23 +72,18 @@ class StatesLayer(LinearAttentionLayer):
 
     def put(self, row: int, _: slice, read: LinearAttentionLayer, place: int) -> None:
         """Lay the states of one place of a batch that has been read into those of a row."""
-        for buffer, states in zip(self.states(), states_of(read), strict=True):
+        for buffer, states in zip(states_of(self), states_of(read), strict=True):
             buffer[row] = states[place]
 
     def replace(self, row: int, by: int) -> None:
         """Lay one row into another."""
-        for buffer in self.states():
+        for buffer in states_of(self):
             buffer[row] = buffer[by]
 
     def move(self, shape: tuple[int, int], _used: slice, _by: int) -> None:
         """Give the buffers a number of rows."""
         self.conv_states.resize(shape[0])
         self.recurrent_states.resize(shape[0])
-
-    def states(self) -> Iterator[torch.Tensor]:
-        """All buffers."""
-        yield from self.conv_states.buffers()
-        yield from self.recurrent_states.buffers()
 
 
 class RowsAndStatesLayer(StatesLayer, RowsLayer):  # type: ignore[misc, override, no-untyped-call]
@@ -171,7 +163,7 @@ def _kind(layer: Any) -> Callable[[], Any]:
 
 
 def states_of(layer: Any) -> list[torch.Tensor]:
-    """The states that a layer of a model has written."""
+    """The states of all texts that a layer keeps, those of rows that are not in use included."""
     if not isinstance(layer, LinearAttentionLayer):
         return []
     found = [*layer.conv_states.values(), *layer.recurrent_states.values()]
@@ -236,7 +228,7 @@ def memory_of_text(cache: Cache, device: torch.device) -> tuple[Mapping[torch.de
         device: Of the mask.
     """
     per_token, states = Counter[torch.device](), Counter[torch.device]()
-    for layer in kept_layers(cache):
+    for layer in cache.layers:
         if isinstance(layer, DynamicLayer):
             for tensor in (layer.keys, layer.values):
                 assert tensor is not None

@@ -21,6 +21,7 @@ from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.cache import COLUMN_STEP, KeyValueRows
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.forward import Forward
+from hf_triton.runner.states import states_of
 from tests.architectures import STATES, build
 from tests.models.test_rolling_architectures import requests
 from tests.models.test_rolling_engine import Client, token_ids
@@ -158,7 +159,7 @@ def test_what_states_take_is_counted(model: Any) -> None:
     buffers = [
         buffer
         for layer in texts.memory._layers()
-        for buffer in (*getattr(layer, "states", tuple)(), *getattr(layer, "__dict__", {}).values())
+        for buffer in (*states_of(layer), *getattr(layer, "__dict__", {}).values())
         if isinstance(buffer, torch.Tensor)
     ]
     counted = texts.memory.num_tokens * sum(bytes_per_token.values())
@@ -219,11 +220,11 @@ def test_a_forward_that_is_no_step_leaves_the_states_as_they_were(model: Any) ->
         texts.join(number, prompt)
     texts.step()
     memory = texts.memory
-    before = [state.clone() for layer in memory._layers() for state in getattr(layer, "states", tuple)()]
+    before = [state.clone() for layer in memory._layers() for state in states_of(layer)]
     memory.make_column()
     with memory.states_kept():
         texts.decoder._run(memory, texts.newest().unsqueeze(1))
-    after = [state for layer in memory._layers() for state in getattr(layer, "states", tuple)()]
+    after = [state for layer in memory._layers() for state in states_of(layer)]
     assert before
     assert all(torch.equal(*each) for each in zip(before, after, strict=True))
 
