@@ -8,11 +8,11 @@ second by the clock; what counts is their ratio within a round, because machines
     mixed   64 requests, 8-128 prompt tokens, 8-192 new ones, in arrival order, 16 or 32 at a time
     single  one request of 128 new tokens, alone
 
-`generate` runs padded batches in arrival order, each as long as its longest request, on the model as transformers loads
-it; all others run it as the server does, with packed linear layers (`hf_triton/runner/packing.py`), `generate, packed`
-too. `bare` is a loop of nothing but the model's forward and an argmax, as many rows wide and columns long as the
-engine's steps were on average: what no engine beats. It reads no prompts; `bare, prompts` adds the time of reading each
-prompt by itself.
+`generate` runs padded batches in arrival order, each as long as its longest request. `bare` is a loop of nothing but the
+model's forward and an argmax, as many rows wide and columns long as the engine's steps were on average; it reads no
+prompts. Both run the model as transformers loads it. The engine runs it as the server does, with packed linear layers
+(`hf_triton/runner/packing.py`), and so do `generate, packed` and `bare, packed`, which no engine beats on this model.
+`bare, packed, prompts` adds the time of reading each prompt by itself.
 """
 
 from __future__ import annotations
@@ -194,14 +194,16 @@ def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Req
     num_tokens = sum(count for _, count in requests)
     rows, columns = statistics.mean(widths.rows), statistics.mean(widths.columns)
     # The engine's first token of every text comes from reading its prompt, without a step.
-    step_s = apart(lambda: bare_step_s(model, round(rows), round(columns)))
-    bare_s = (num_tokens - len(requests)) / rows * step_s
+    num_steps = (num_tokens - len(requests)) / rows
+    plain_bare_s = num_steps * apart(lambda: bare_step_s(plain, round(rows), round(columns)))
+    bare_s = num_steps * apart(lambda: bare_step_s(model, round(rows), round(columns)))
     return {
         "generate": num_tokens / generate_s,
         "generate, packed": num_tokens / packed_s,
         "rolling": num_tokens / rolling_s,
-        "bare": num_tokens / bare_s,
-        "bare, prompts": num_tokens / (bare_s + apart(lambda: reading_s(model, requests))),
+        "bare": num_tokens / plain_bare_s,
+        "bare, packed": num_tokens / bare_s,
+        "bare, packed, prompts": num_tokens / (bare_s + apart(lambda: reading_s(model, requests))),
         "mean rows": rows,
         "mean columns": columns,
     }
@@ -213,7 +215,7 @@ def table(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, floa
     for case in rounds[0]:
         figures = [each[case] for each in rounds]
         row = {name: statistics.median(each[name] for each in figures) for name in figures[0]}
-        for bound in ("generate", "generate, packed", "bare", "bare, prompts"):
+        for bound in ("generate", "generate, packed", "bare", "bare, packed", "bare, packed, prompts"):
             row[f"rolling / {bound}"] = statistics.median(each["rolling"] / each[bound] for each in figures)
         row["rolling / rolling equal"] = statistics.median(
             each[case]["rolling"] / each["equal 16"]["rolling"] for each in rounds
@@ -229,14 +231,14 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
     """Bars of tokens a second, a group for each case."""
     from matplotlib.figure import Figure
 
-    ways = ("generate", "generate, packed", "rolling", "bare, prompts", "bare")
+    ways = ("generate", "generate, packed", "rolling", "bare", "bare, packed, prompts", "bare, packed")
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     for number, way in enumerate(ways):
         axes.bar(
-            [place + 0.16 * number for place in range(len(rows))], [row[way] for row in rows.values()], 0.16, label=way
+            [place + 0.14 * number for place in range(len(rows))], [row[way] for row in rows.values()], 0.14, label=way
         )
-    axes.set_xticks([place + 0.32 for place in range(len(rows))], list(rows))
+    axes.set_xticks([place + 0.35 for place in range(len(rows))], list(rows))
     axes.set_ylabel("tokens a second")
     axes.legend()
     figure.savefig(path)
@@ -259,10 +261,10 @@ def main(rounds: int, threads: int, out: Path | None) -> None:
     ]
     rows = table(figures)
     names = list(next(iter(rows.values())))
-    print(f"{'':28}" + "".join(f"{case:>12}" for case in rows))
+    print(f"{'':34}" + "".join(f"{case:>12}" for case in rows))
     for name in names:
         digits = 2 if "/" in name else 1
-        print(f"{name:28}" + "".join(f"{row[name]:>12.{digits}f}" for row in rows.values()))
+        print(f"{name:34}" + "".join(f"{row[name]:>12.{digits}f}" for row in rows.values()))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": threads}
