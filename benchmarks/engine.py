@@ -8,10 +8,10 @@ second by the clock; what counts is their ratio within a round, because machines
     mixed   64 requests, 8-128 prompt tokens, 8-192 new ones, in arrival order, 16 or 32 at a time
     single  one request of 128 new tokens, alone
 
-`generate` runs padded batches in arrival order, each as long as its longest request. `bare` is a loop of nothing but the
-model's forward and an argmax, as many rows wide and columns long as the engine's steps were on average; it reads no
-prompts. Both run the model as transformers loads it. The engine runs it as the server does, with packed linear layers
-(`hf_triton/runner/packing.py`), and so do `generate, packed` and `bare, packed`, which no engine beats on this model.
+`generate` runs padded batches in arrival order, each as long as its longest request. `bare` is a loop of nothing but
+the model's forward and an argmax, as many rows wide and columns long as the engine's steps were on average; it reads
+no prompts. Both run the model as transformers loads it. The engine runs it as the server does, with packed linear
+layers (`hf_triton/runner/packing.py`), and so do `generate, packed` and `bare, packed`, which no engine beats.
 `bare, packed, prompts` adds the time of reading each prompt by itself.
 """
 

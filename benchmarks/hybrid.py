@@ -3,7 +3,8 @@
 
 64 requests of mixed lengths (`mixed` of `engine.py`), 16 in flight, to models of 24 to 39 million random parameters in
 float32 with packed linear layers: one of convolutions, one of state space and one of linear attention layers, three of
-four; the fourth is attention. Useful tokens a second by the clock, in one run; what counts is the ratio. `batch` is the
+four; the fourth is attention. Falcon-Mamba is all state space of Mamba's first kind, whose prompts are read at once, and
+which transformers does not let be packed. Useful tokens a second by the clock, in one run; what counts is the ratio. `batch` is the
 engine that takes up to 16 waiting requests and runs `generate` to the end of the longest.
 """
 
@@ -66,6 +67,7 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "linear_value_head_dim": 64,
         },
     ),
+    "Falcon-Mamba": ("FalconMambaConfig", {"state_size": 16, "num_hidden_layers": 12}),
 }
 ENGINES: Final[tuple[EngineName, EngineName]] = ("batch", "rolling")
 

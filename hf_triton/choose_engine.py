@@ -91,21 +91,25 @@ def build_engine(
             "generation_config.json",
         )
     obstacle = _obstacle(model, context_length) if wanted != "batch" else "the setting engine says batch"
-    if obstacle is None:
+    reading = probe_rolling(model) if obstacle is None else None
+    if reading is not None:
         from hf_triton.engine.rolling import RollingEngine
 
         _check_decoding(model, decoding)
-        logger.info("engine rolling: up to %d rows at a time", max_rows)
+        how = ", each prompt read at once, none shared" if reading == "whole" else ""
+        logger.info("engine rolling: up to %d rows at a time%s", max_rows, how)
         return RollingEngine(
             model,
             max_rows=max_rows,
             max_waiting=max_waiting,
             max_cache_tokens=max_cache_tokens,
             shares_prefixes=shares_prefixes,
+            reads_whole=reading == "whole",
             decoding=decoding,
             on_fatal=on_fatal,
             observer=observer,
         )
+    obstacle = obstacle or "its logits in rolling rows are not those of generate"
     if wanted == "rolling":
         raise CheckpointError(
             "unsupported_model", f"engine rolling cannot run this model ({obstacle}): set engine to auto"
@@ -157,7 +161,7 @@ def _sharing(model: Any, context_length: int) -> Sharing:
 
 
 def _obstacle(model: Any, context_length: int) -> str | None:
-    """Why the rolling engine is not for this model; None where it is."""
+    """Why the rolling engine is not for this model, whatever its logits are; None where these decide."""
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
     if _shares_positions(model, context_length) and not has_long_rope(model):
@@ -166,9 +170,7 @@ def _obstacle(model: Any, context_length: int) -> str | None:
     if size is not None and context_length > getattr(model.config, size):
         return f"its {size} is shorter than its context, and is not kept in rolling rows"
     asked = _asked(model, GENERATE_ONLY)
-    if asked:
-        return f"its generation_config has {', '.join(asked)}"
-    return None if probe_rolling(model) else "its logits in rolling rows are not those of generate"
+    return f"its generation_config has {', '.join(asked)}" if asked else None
 
 
 def _asked(model: Any, names: tuple[str, ...]) -> list[str]:

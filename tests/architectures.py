@@ -215,7 +215,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """State space, linear attention and hybrid models."""
 ROLLING |= STATES
-BATCH: dict[str, tuple[str, dict[str, Any]]] = {
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": (
         "JambaConfig",
         BASE
@@ -228,6 +228,10 @@ BATCH: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_dt_rank": 4,
         },
     ),
+    "falcon-mamba": ("FalconMambaConfig", BASE | {"state_size": 8, "time_step_rank": 4}),
+}
+"""Those whose scan begins anew with every piece: the rolling engine reads their prompts at once."""
+BATCH: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": (
         "DeepseekV32Config",
         BASE | LATENT | {"hidden_size": 128, "index_topk": 24, "index_n_heads": 2, "index_head_dim": 16},

@@ -112,10 +112,12 @@ class Prefill:
     Args:
         readings: At least one.
         forward: The model's.
+        is_whole: Whether they are read in one piece, however long they are.
     """
 
-    def __init__(self, readings: list[Reading], forward: Forward) -> None:
+    def __init__(self, readings: list[Reading], forward: Forward, *, is_whole: bool) -> None:
         self.readings = readings
+        self._is_whole = is_whole
         self.cache = forward.new_cache()
         self._forward = forward
         self.longest = max(reading.length for reading in readings)
@@ -139,7 +141,8 @@ class Prefill:
         """
         input_ids = self._begin() if self._input_ids is None else self._input_ids
         piece = pieces_on(self._forward.device).size(has_company=has_company, num_columns=self.num_read)
-        start, end = self.num_read, self._end_of_piece(piece // len(self.readings))
+        start = self.num_read
+        end = self.longest if self._is_whole else self._end_of_piece(piece // len(self.readings))
         is_scored = any(reading.num_top_logprobs is not None for reading in self.readings)
         num_logits = end - start if is_scored else 1
         mask = self._attention_mask[:, :end]

@@ -62,6 +62,7 @@ class RollingEngine(EngineThread):
         max_waiting: The most sequences that wait.
         max_cache_tokens: Tokens of key/value memory, padding counted; None: what the device has free.
         shares_prefixes: Whether a prompt that begins as an earlier text does takes that part over.
+        reads_whole: Whether a context must be read in one piece, see `probe_rolling`; then none is shared.
         decoding: How a step runs, see `Decoder`.
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
         observer: Is told what the engine does.
@@ -75,6 +76,7 @@ class RollingEngine(EngineThread):
         max_waiting: int = MAX_WAITING,
         max_cache_tokens: int | None = None,
         shares_prefixes: bool = True,
+        reads_whole: bool = False,
         decoding: DecodingMode = "auto",
         on_fatal: Callable[[], None] = lambda: None,
         observer: Observer | None = None,
@@ -93,15 +95,16 @@ class RollingEngine(EngineThread):
         if self._decoder.is_static:
             self._max_padding = math.inf  # captured graphs are those of one lane
         self._memory = self._new_memory()
+        self._reads_whole = reads_whole
+        self._shares_prefixes = shares_prefixes and not reads_whole
         self._prefixes = PrefixStore()
         if self._forward.has_states:
             self._prefixes = WholePrefixStore(2 * pieces_on(self._device).per_weights, tokens_of_states)
             room = self._budget.most() // PREFIX_PART
-            if shares_prefixes and room < self._prefixes.least + tokens_of_states:
+            if self._shares_prefixes and room < self._prefixes.least + tokens_of_states:
                 logger.warning(
                     "no prefixes are shared: there are %d tokens, a text's states weigh %d", room, tokens_of_states
                 )
-        self._shares_prefixes = shares_prefixes
         self._max_rows = max_rows
         self._row_limit = max_rows  # less than max_rows after the memory ran out
         self._eos_ids = eos_ids(model)
@@ -207,7 +210,7 @@ class RollingEngine(EngineThread):
             for reading in readings:
                 self._ready.popleft()
                 self._observer.on_share(reading.num_shared)
-            self._prefill = Prefill(readings, self._forward)
+            self._prefill = Prefill(readings, self._forward, is_whole=self._reads_whole)
             self._read_piece(self._prefill, has_company=has_company)
             if gathers and not self._ready and num_read < piece:
                 gathers = self._gather()

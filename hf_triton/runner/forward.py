@@ -87,10 +87,14 @@ class Forward:
             num_logits: How many of the last columns to give the logits of.
             num_context: Tokens of the longest text that is being read here piece by piece; not less than there are.
         """
-        arguments: dict[str, Any] = {self._cache_name: cache, "use_cache": True, "attention_mask": attention_mask}
+        num_new = input_ids.shape[1]
+        mask = attention_mask
+        if not self.has_keys:  # nothing is seen but the new columns, and no padding in a step
+            mask = attention_mask[:, -num_new:] if num_new > 1 else None
+        arguments: dict[str, Any] = {self._cache_name: cache, "use_cache": True, "attention_mask": mask}
         if "position_ids" in self._accepts:
             if position_ids is None:
-                position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+                position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -num_new:]
             arguments["position_ids"] = position_ids
         if "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = num_logits

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Sharing = Literal["padded", "equal_length", "alone"]
+Reading = Literal["in_pieces", "whole"]
+"""How contexts may be read: a piece of any length at a time, which goes on from the last one, or in one forward."""
 
 PLAIN: Final[dict[str, Any]] = {
     "do_sample": False,
@@ -71,16 +73,21 @@ def probe_sharing(model: Any) -> Sharing:
         return "alone"
 
 
-def probe_rolling(model: Any) -> bool:
-    """Whether a prompt that joins a running row has the logits that it has alone in `generate`, however it is read."""
+def probe_rolling(model: Any) -> Reading | None:
+    """How a prompt is to be read to have, once it joins a running row, the logits that it has alone in `generate`.
+
+    None where they are others however it is read.
+    """
     try:
         alone = sample_logits(model)
-        return same_logits(model, alone, _rolling_logits(model)) and same_logits(
-            model, alone[:1], _logits_in_pieces(model)
-        )
+        if not same_logits(model, alone, _rolling_logits(model)):
+            return None
+        if same_logits(model, alone[:1], _logits_in_pieces(model)):
+            return "in_pieces"
+        return "whole" if same_logits(model, alone[-1:], _logits_read_again(model, alone)) else None
     except Exception as error:  # no cache, or one of another kind
         logger.info("rolling rows were tried and failed (%s)", type(error).__name__)
-        return False
+        return None
 
 
 def _rolling_logits(model: Any) -> torch.Tensor:
@@ -118,19 +125,45 @@ def _logits_in_pieces(model: Any) -> torch.Tensor:
     """The first logits of a short prompt that is read beside a longer one, `[1, 2, vocabulary]` float32 on the CPU.
 
     In pieces, as the rolling engine reads: the first holds nothing but padding of the short prompt, the second a part
-    of it. A model in which tokens see those behind them (Gemma 3 with bidirectional attention) shows here.
+    of it. A model whose state does not go on from a piece (Mamba's first kind) shows here.
+    """
+    short, _, long = (_prompt(model, *place) for place in PROMPTS)
+    num_padding = len(long) - len(short)
+    return _logits_read(model, [short, long], (0, num_padding // 2, num_padding + 1, len(long)))
+
+
+def _logits_read_again(model: Any, alone: torch.Tensor) -> torch.Tensor:
+    """The last logits of a text that is put back: read with what it has written, beside a longer one.
+
+    `[1, 2, vocabulary]` float32 on the CPU. A model in which tokens see those behind them (Gemma 3 with bidirectional
+    attention) shows here.
+
+    Args:
+        model: On its device.
+        alone: Of its prompt, `[steps, rows, vocabulary]`.
+    """
+    short, _, long = (_prompt(model, *place) for place in PROMPTS)
+    written = alone[:-1, 0].argmax(-1).tolist()
+    return _logits_read(model, [short + written, long], (0, len(long)))
+
+
+def _logits_read(model: Any, contexts: list[list[int]], ends: tuple[int, ...]) -> torch.Tensor:
+    """The logits that follow contexts, `[1, contexts, vocabulary]` float32 on the CPU.
+
+    Args:
+        model: On its device.
+        contexts: Their tokens.
+        ends: The columns where pieces begin and end.
     """
     import torch
 
     from hf_triton.runner.forward import Forward
 
-    short, _, long = (_prompt(model, *place) for place in PROMPTS)
     forward = Forward(model)
     cache = forward.new_cache()
-    input_ids, attention_mask = pad([short, long], 0, forward.device, at_left=True)
-    num_padding = len(long) - len(short)
+    input_ids, attention_mask = pad(contexts, 0, forward.device, at_left=True)
     with torch.inference_mode():
-        for start, end in itertools.pairwise((0, num_padding // 2, num_padding + 1, len(long))):
+        for start, end in itertools.pairwise(ends):
             logits = forward(input_ids[:, start:end], attention_mask[:, :end], cache)
     return logits[:, -1].unsqueeze(0).float().cpu()
 

@@ -23,7 +23,7 @@ from hf_triton.runner.decode import DecodingMode
 from hf_triton.sampling.picks import RowSampler, pick_tokens
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import build_tiny_checkpoint
-from tests.architectures import BATCH, ROLLING, build
+from tests.architectures import BATCH, ROLLING, WHOLE, build
 from tests.models.test_rolling_engine import Client, start_engine, token_ids
 from tests.models.test_sampling import ONE_BY_ONE, VOCABULARY, Text
 from tests.models.test_states import Shares
@@ -72,7 +72,17 @@ def test_states_on_a_device_are_gone_on_from(
     assert sum(count > 0 for count in shares.counts) > 5
 
 
-@pytest.mark.parametrize("name", ["jamba", "deepseek-v3.2", "reformer"])
+@pytest.mark.parametrize("decoding", ["eager", "cuda_graphs"])
+@pytest.mark.parametrize("name", [*WHOLE])
+def test_prompts_that_are_read_whole(name: str, decoding: DecodingMode) -> None:
+    plain = build(*WHOLE[name])
+    model = copy.deepcopy(plain).to("cuda")
+    with closing(start_engine(model, max_rows=5, context_length=128, decoding=decoding)) as engine:
+        assert isinstance(engine, RollingEngine)
+        check(engine, model if HAS_GPU else plain)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "reformer"])
 def test_the_batch_engine_writes_what_generate_writes(name: str) -> None:
     plain = build(*BATCH[name])
     model = copy.deepcopy(plain).to("cuda")

@@ -16,7 +16,7 @@ from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.sampling.picks import Picks, RowSampler
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.architectures import ROLLING, build
+from tests.architectures import ROLLING, WHOLE, build
 from tests.models.test_rolling_engine import NOT_ROLLING
 from tests.reference import solo_ids
 from tests.running_texts import Texts, prompts, schedule
@@ -48,7 +48,7 @@ FALCON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-CONFIGS = ROLLING | {"llama": ("LlamaConfig", LLAMA), "falcon": ("FalconConfig", FALCON)}
+CONFIGS = ROLLING | WHOLE | {"llama": ("LlamaConfig", LLAMA), "falcon": ("FalconConfig", FALCON)}
 SHIPPED = [name for name in ARCHITECTURES if name not in (*NOT_ROLLING, *CONFIGS)]
 
 

@@ -14,18 +14,18 @@ from hf_triton.runner.cache import KeyValueRows
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.architectures import NEO, ROLLING, build
+from tests.architectures import NEO, ROLLING, WHOLE, build
 from tests.reference import solo_ids
 from tests.running_texts import Texts, prompts, schedule
 
-NOT_ROLLING = ("t5", "bart", "mamba", "rwkv")
+NOT_ROLLING = ("t5", "bart", "rwkv")
 NOT_STATIC = ("gpt-neo",)  # its local layers take the newest column to be the last one
-ALL = [*ROLLING, *(name for name in ARCHITECTURES if name not in NOT_ROLLING)]
+ALL = [*ROLLING, *WHOLE, *(name for name in ARCHITECTURES if name not in NOT_ROLLING)]
 
 
 def load(name: str, folder: Path) -> Any:
-    if name in ROLLING:
-        return build(*ROLLING[name])
+    if name in ROLLING | WHOLE:
+        return build(*(ROLLING | WHOLE)[name])
     build_tiny_checkpoint(folder, name, eos_token_id=None)
     return AutoModelForCausalLM.from_pretrained(folder)
 

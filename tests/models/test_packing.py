@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_triton.runner import product, product_kernel
 from hf_triton.runner.packing import PackedLinear, pack
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.architectures import BASE, BATCH, ROLLING, build
+from tests.architectures import BASE, BATCH, ROLLING, WHOLE, build
 from tests.models.test_rolling_architectures import check, requests
 from tests.models.test_rolling_engine import Client, start_engine
 from tests.reference import load_reference, solo_ids
@@ -29,8 +29,8 @@ PROMPT = [7, 11, 13, 200, 5]
 
 
 def load(name: str, folder: Path) -> Any:
-    if name in ROLLING | BATCH:
-        return build(*(ROLLING | BATCH)[name])
+    if name in ROLLING | WHOLE | BATCH:
+        return build(*(ROLLING | WHOLE | BATCH)[name])
     build_tiny_checkpoint(folder, name, eos_token_id=None)
     return load_reference(folder).model
 
@@ -52,7 +52,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.parametrize("name", [*ROLLING, *BATCH, *ARCHITECTURES])
+@pytest.mark.parametrize("name", [*ROLLING, *WHOLE, *BATCH, *ARCHITECTURES])
 def test_a_packed_model_writes_what_the_plain_one_writes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

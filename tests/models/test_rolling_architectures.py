@@ -16,7 +16,7 @@ from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
 from hf_triton.runner import attention, one_token
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.architectures import BATCH, ROLLING, build
+from tests.architectures import BATCH, ROLLING, WHOLE, build
 from tests.models.test_rolling_engine import NOT_ROLLING, Client, start_engine, token_ids
 from tests.reference import solo_ids
 
@@ -26,8 +26,8 @@ SHIPPED = [name for name in ARCHITECTURES if name not in NOT_ROLLING]
 
 
 def load(name: str, folder: Path) -> Any:
-    if name in ROLLING | BATCH:
-        return build(*(ROLLING | BATCH)[name])
+    if name in ROLLING | WHOLE | BATCH:
+        return build(*(ROLLING | WHOLE | BATCH)[name])
     build_tiny_checkpoint(folder, name, eos_token_id=None)
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
@@ -57,7 +57,7 @@ def check(model: Any, client: Client, items: list[tuple[list[int], SamplingPlan]
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
-@pytest.mark.parametrize("name", [*ROLLING, *SHIPPED])
+@pytest.mark.parametrize("name", [*ROLLING, *WHOLE, *SHIPPED])
 def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: str, tmp_path: Path) -> None:
     model, source = load(name, tmp_path), random.Random(name + decoding)
     engine = start_engine(model, max_rows=source.choice([3, 5, 8]), context_length=256, decoding=decoding)

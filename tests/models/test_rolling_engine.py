@@ -28,7 +28,7 @@ from tests.reference import load_reference, solo_ids
 
 LLAMA4 = ROLLING["llama4"][1]
 
-NOT_ROLLING = ("t5", "bart", "mamba", "rwkv")
+NOT_ROLLING = ("t5", "bart", "rwkv")
 WAIT_S = 60.0
 
 
