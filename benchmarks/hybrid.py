@@ -3,9 +3,9 @@
 
 64 requests of mixed lengths (`mixed` of `engine.py`), 16 in flight, to models of 24 to 39 million random parameters in
 float32 with packed linear layers: one of convolutions, one of state space and one of linear attention layers, three of
-four; the fourth is attention. Falcon-Mamba is all state space of Mamba's first kind, whose prompts are read at once, and
-which transformers does not let be packed. Useful tokens a second by the clock, in one run; what counts is the ratio. `batch` is the
-engine that takes up to 16 waiting requests and runs `generate` to the end of the longest.
+four; the fourth is attention. Falcon-Mamba is state space of Mamba's first kind throughout, whose prompts are read at
+once, and some of whose layers cannot be packed. Useful tokens a second by the clock, in one run; what counts is the
+ratio. `batch` is the engine that takes up to 16 waiting requests and runs `generate` to the end of the longest.
 """
 
 from __future__ import annotations

@@ -181,14 +181,19 @@ def load_chat_template(setting: str | None, model_folder: Path) -> str | None:
         return None
     from jinja2 import TemplateSyntaxError
 
-    path = model_folder / Path(setting).expanduser()
+    path = model_folder / setting
     try:
+        path = model_folder / Path(setting).expanduser()
         template = path.read_text(encoding="utf-8")
-        variables_of(template)
-    except OSError as error:
-        raise SettingsError(f"chat_template names {path}, which cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise SettingsError(f"chat_template names {path}, which is not UTF-8") from None
+    except (OSError, ValueError, RuntimeError) as error:  # no path at all, or in the home of nobody
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"chat_template names {path}, which cannot be read ({reason})") from None
+    try:
+        variables_of(template)
+    except RecursionError:
+        raise SettingsError(f"chat_template names {path}, which is nested too deeply") from None
     except TemplateSyntaxError as error:
         raise SettingsError(f"chat_template names {path}, which is not Jinja: line {error.lineno}: {error}") from None
     return template

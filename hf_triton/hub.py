@@ -17,7 +17,7 @@ from typing import Final
 
 from hf_triton.download import Job
 from hf_triton.download_process import Patience, download
-from hf_triton.errors import CheckpointError, HubError
+from hf_triton.errors import CheckpointError, HubError, SettingsError
 from hf_triton.hub_failures import OF_FOLDERS
 from hf_triton.settings import ModelSettings
 from hf_triton.snapshot import missing_files, missing_weights
@@ -196,9 +196,9 @@ class Hub:
     def _chosen_caches(self) -> list[Path]:
         """The caches that somebody asked for by name."""
         named = [self._environment.get(variable) for variable in CACHE_VARIABLES]
-        chosen = [Path(os.path.expandvars(text)).expanduser() for text in named if text]
+        chosen = [_expanded(os.path.expandvars(text)) for text in named if text]
         if self._settings.cache_dir is not None:
-            chosen.insert(0, self._model_folder / Path(self._settings.cache_dir).expanduser())
+            chosen.insert(0, self._model_folder / _expanded(self._settings.cache_dir))
         if self._environment.get("HF_HOME"):
             chosen.append(self._standard_cache())
         return chosen
@@ -208,7 +208,7 @@ class Hub:
         home = self._environment.get("HF_HOME")
         if not home:
             home = os.path.join(self._environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-        return Path(os.path.expandvars(home)).expanduser() / "hub"
+        return _expanded(os.path.expandvars(home)) / "hub"
 
     def _writable_cache(self, wanted: Wanted) -> Path:
         """Where a download goes: the caches asked for by name, or the standard one if it exists, else `hf_cache`.
@@ -250,7 +250,7 @@ class Hub:
         value = self._environment.get(variable, "").strip()
         if variable != "HF_TOKEN_PATH" or not value:
             return value or None
-        token = _read_file(Path(value).expanduser())
+        token = _read_file(_expanded(value))
         if token is None:
             logger.warning("HF_TOKEN_PATH names %s, which cannot be read or is empty", value)
         return token
@@ -306,6 +306,14 @@ def _cached_snapshot(wanted: Wanted, cache: Path) -> Path | None:
         commit = _read_file(repository / "refs" / wanted.revision)
     folder = repository / "snapshots" / commit if commit else None
     return folder if folder is not None and os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK) else None
+
+
+def _expanded(path: str) -> Path:
+    """A path of the environment or the settings, whose `~` is a home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise SettingsError(f"{path} is in the home of a user who has none here") from None
 
 
 def _read_file(path: Path) -> str | None:

@@ -96,7 +96,7 @@ class BatchEngine(EngineThread):
     def _unfinished(self) -> list[Sequence]:
         return [job.sequence for job in self._jobs if not job.is_finished]
 
-    def _misfit(self, sequence: Sequence) -> HfTritonError | None:
+    def misfit(self, sequence: Sequence) -> HfTritonError | None:
         """Why a sequence can never run here; None where it can."""
         if sequence.plan.prompt_logprobs is None or not self._is_encoder_decoder:
             return None

@@ -139,6 +139,9 @@ class Engine(Protocol):
         An engine that cannot take them finishes each with an error instead.
         """
 
+    def misfit(self, sequence: Sequence) -> HfTritonError | None:
+        """Why a sequence could never run here; None where it could."""
+
     def is_healthy(self) -> bool:
         """Whether the engine can still run sequences."""
 

@@ -469,7 +469,7 @@ class RollingEngine(EngineThread):
         group[0].job.finish(self._no_memory(group[0].num_tokens))
         self._ready.popleft()
 
-    def _misfit(self, sequence: Sequence) -> HfTritonError | None:
+    def misfit(self, sequence: Sequence) -> HfTritonError | None:
         """Why a sequence could never run in this memory; None where it could."""
         num_prompt, num_new = len(sequence.prompt_ids), sequence.plan.max_new_tokens
         # A context is held twice while it is laid into its row.

@@ -27,7 +27,7 @@ REST_S: Final = 10.0
 class EngineThread:
     """Queues sequences and calls `_turn` in a thread of its own, until it is closed or fails.
 
-    A subclass writes `_turn`, `_misfit`, `_rest`, `_is_busy` and `_unfinished`, takes sequences from `_waiting` under
+    A subclass writes `_turn`, `misfit`, `_rest`, `_is_busy` and `_unfinished`, takes sequences from `_waiting` under
     the lock `_wake`, and starts `_thread` when it is ready to.
 
     Args:
@@ -56,8 +56,8 @@ class EngineThread:
         """Do a piece of work. Called when a sequence waits, or the engine is busy."""
         raise NotImplementedError
 
-    def _misfit(self, sequence: Sequence) -> HfTritonError | None:
-        """Why a sequence could never run here; None where it could. Called in the thread of `submit`."""
+    def misfit(self, sequence: Sequence) -> HfTritonError | None:
+        """Why a sequence could never run here; None where it could. From any thread."""
         return None
 
     def _num_free_rows(self) -> int:
@@ -79,7 +79,7 @@ class EngineThread:
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queue the sequences of one request and return at once; all of them, or none."""
-        misfit = next((error for sequence in sequences if (error := self._misfit(sequence))), None)
+        misfit = next((error for sequence in sequences if (error := self.misfit(sequence))), None)
         with self._wake:
             refusal = misfit or self.refusal() or self._refusal_of_queue(len(sequences))
             if refusal is None:

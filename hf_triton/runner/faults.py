@@ -22,15 +22,24 @@ def is_memory(error: Exception) -> bool:
     import torch
 
     is_named_so = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return is_named_so or any(words in str(error) for words in MEMORY_WORDS)
+    return is_named_so or (_is_torch_s(error) and any(words in str(error) for words in MEMORY_WORDS))
 
 
 def is_fatal(error: Exception) -> bool:
     """Whether the device is lost: a CUDA error other than out of memory poisons its context for good."""
+    is_device_s = _is_accelerator_s(error) or (_is_torch_s(error) and "CUDA error" in str(error))
+    return is_device_s and not is_memory(error)
+
+
+def _is_accelerator_s(error: Exception) -> bool:
     import torch
 
-    is_device_error = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
-    return is_device_error and not is_memory(error)
+    return isinstance(error, getattr(torch, "AcceleratorError", ()))  # it has that from 2.8 on
+
+
+def _is_torch_s(error: Exception) -> bool:
+    """Whether an exception's words may be torch's about a device: others may quote what a client sent."""
+    return type(error) is RuntimeError or _is_accelerator_s(error)
 
 
 def error_outcome(error: Exception) -> HfTritonError:

@@ -88,7 +88,7 @@ class Forward:
             num_context: Tokens of the longest text that is being read here piece by piece; not less than there are.
         """
         num_new = input_ids.shape[1]
-        mask = attention_mask
+        mask: torch.Tensor | None = attention_mask
         if not self.has_keys:  # nothing is seen but the new columns, and no padding in a step
             mask = attention_mask[:, -num_new:] if num_new > 1 else None
         arguments: dict[str, Any] = {self._cache_name: cache, "use_cache": True, "attention_mask": mask}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import dis
 import inspect
 import logging
 import math
@@ -13,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import numpy as np
 
-from hf_triton.errors import HfTritonError, LoadError, RequestError, where
+from hf_triton.errors import HfTritonError, LoadError, RequestError, TritonCode, where
 from hf_triton.runner.faults import is_fatal, is_memory
 from hf_triton.sampling.interface import LogitsProcessor
 
@@ -207,7 +208,8 @@ def _blaming(
         yield
     except BaseException as error:  # a panic in a library's Rust code is no Exception
         if passes(error):
-            _check_code(error, name)
+            if isinstance(error, HfTritonError):
+                _check(error, name)
             raise
         message = f": {error}" if shows_message and str(error) else ""
         sentence = f"{name} of {OWN_FILE} failed ({type(error).__name__} {_place(error, hooks)}){message}"
@@ -215,20 +217,43 @@ def _blaming(
         raise HfTritonError("hook_failed", sentence) from None
 
 
-def _check_code(error: BaseException, name: str) -> None:
-    """Refuse a folder's own error whose code is no word: it becomes a label of the metrics."""
-    if not isinstance(error, HfTritonError):
-        return
-    code: object = error.code
+def _check(error: HfTritonError, name: str) -> None:
+    """Refuse a folder's own error that cannot be answered: its code becomes a label of the metrics, too."""
+    code: object = getattr(error, "code", None)
+    fault = None
     if not (isinstance(code, str) and CODE.fullmatch(code)):
-        sentence = f"{name} of {OWN_FILE} raised an error whose code is not a word of a-z, 0-9 and _, other than ok"
+        fault = "whose code is not a word of a-z, 0-9 and _, other than ok"
+    elif error.triton_code not in get_args(TritonCode):
+        fault = f"whose triton_code is not one of {', '.join(get_args(TritonCode))}"
+    elif not _has_text(error):
+        fault = "that has no text: does its __str__ work?"
+    if fault is not None:
+        sentence = f"{name} of {OWN_FILE} raised an error {fault}"
         logger.error(sentence)
         raise HfTritonError("hook_failed", sentence) from None
 
 
+def _has_text(error: HfTritonError) -> bool:
+    try:
+        return bool(str(error)) and isinstance(error.sentence, str)
+    except Exception:  # the folder's own __str__, or no sentence
+        return False
+
+
 def _is_the_engine_s(error: BaseException) -> bool:
-    is_device_s = isinstance(error, Exception) and (is_memory(error) or is_fatal(error))
-    return is_device_s or isinstance(error, HfTritonError)
+    if isinstance(error, HfTritonError):
+        return True
+    if type(error) is RuntimeError and _is_raised_by_hand(error):
+        return False  # and not by the device, whatever words of a prompt it quotes
+    return isinstance(error, Exception) and (is_memory(error) or is_fatal(error))
+
+
+def _is_raised_by_hand(error: BaseException) -> bool:
+    """Whether a `raise` of Python made an exception, and no operation."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _place(error: BaseException, hooks: Hooks) -> str:

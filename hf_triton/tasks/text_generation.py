@@ -17,7 +17,7 @@ from hf_triton.chat import Chat
 from hf_triton.chat_template import ChatTemplate
 from hf_triton.engine.interface import Engine, EngineLoad, Observer, RequestTimes, Sequence, eos_ids
 from hf_triton.engine.thread import too_late
-from hf_triton.errors import CancelledError, RequestError, SettingsError, ShuttingDownError
+from hf_triton.errors import CancelledError, HfTritonError, RequestError, SettingsError, ShuttingDownError
 from hf_triton.generation import (
     GRAMMARS,
     GenerationParameters,
@@ -161,10 +161,13 @@ class TextGeneration:
         """Try what the folder and the checkpoint ask for where a request says nothing.
 
         Raises:
-            RequestError: No such request could be answered.
+            HfTritonError: No such request could be answered.
         """
         task = settle_task(GenerationParameters(), *self._defaults)
         plan = self._plan(0, 1, GenerationParameters())
+        misfit = self._engine.misfit(Sequence([0], plan, lambda _: None))
+        if misfit is not None:
+            raise misfit
         if task.grammar:
             self._grammars.compile(task.grammar, plan)
 
@@ -354,10 +357,10 @@ def build_text_generation(
     )
     try:
         task.check_defaults()
-    except RequestError as error:
+    except HfTritonError as error:
         task.close()
         raise SettingsError(
             f"a request without parameters of its own could not be answered ({error.sentence}): change "
-            "generation_defaults"
+            "generation_defaults, max_output_length, or the setting that this names"
         ) from None
     return task

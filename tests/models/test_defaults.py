@@ -48,3 +48,11 @@ def test_defaults_that_no_request_could_have_are_refused(checkpoint: Path, defau
 @pytest.mark.parametrize("defaults", [{}, {"n": 4, "temperature": 1.0}, {"guided_choice": ["yes", "no"]}])
 def test_defaults_that_a_request_can_have_are_taken(checkpoint: Path, defaults: Any) -> None:
     build(checkpoint, **defaults)
+
+
+def test_memory_that_holds_no_text_of_the_folder_s_own_length_is_refused(checkpoint: Path) -> None:
+    settings = ModelSettings(huggingface_model=str(checkpoint), max_cache_tokens=256, max_output_length=200)
+    loaded = load_checkpoint(Hub(checkpoint, settings, {}), settings, Placement("CPU", 0))
+    template = ChatTemplate(loaded.tokenizer, None, 1000)
+    with pytest.raises(SettingsError, match=r"could not be answered .*max_cache_tokens.* max_output_length"):
+        build_text_generation(loaded, template, settings, Hooks(), 1000, on_fatal=lambda: None)

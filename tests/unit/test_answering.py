@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_triton.engine.interface import Completion, FinishReason
-from hf_triton.errors import CancelledError, GenerationError, RequestError
+from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
 from hf_triton.generation import SamplingPlan, TaskPlan
 from hf_triton.sampling.interface import TokenLogprobs
 from hf_triton.tasks.answering import FINISH_REASONS, LEAST_LOGPROB, Answering, Prompt
@@ -332,10 +332,79 @@ def test_a_model_s_own_nan_is_not_the_processor_s_fault() -> None:
     assert not reply.results
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA error: device-side assert triggered")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("x"), torch.AcceleratorError("CUDA error: an assert")], ids=repr
+)
 def test_what_ails_the_device_in_a_processor_is_left_to_the_engine(error: Exception) -> None:
     with pytest.raises(type(error)):
         processed(error)
+
+
+def test_so_is_what_an_operation_of_torch_s_raises_for_want_of_memory() -> None:
+    class Greedy(Hooks):
+        def logits_processor(self) -> Any:
+            return lambda token_ids, scores: torch.empty(1 << 50)
+
+    made, _ = answering(prompt_of("x"), hooks=Greedy())
+    processor = made.logits_processor()
+    assert processor is not None
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        processor([1], torch.zeros(3))
+
+
+@pytest.mark.parametrize("words", ["CUDA error: device-side assert triggered", "not enough memory"])
+@pytest.mark.parametrize("kind", [ValueError, KeyError, RuntimeError, type("Own", (RuntimeError,), {})])
+def test_a_processor_that_quotes_such_words_has_failed_itself(kind: type[Exception], words: str) -> None:
+    scores, reply = processed(kind(f"cannot read {words!r}"))
+    assert scores == [0.0] * 3
+    assert [getattr(each, "code", None) for each in reply.results] == ["hook_failed"]
+
+
+class NoCodeError(HfTritonError):
+    def __init__(self) -> None:
+        pass
+
+
+class TeapotError(HfTritonError):
+    triton_code = "TEAPOT"  # type: ignore[assignment]
+
+
+class NoTextError(HfTritonError):
+    def __str__(self) -> str:
+        raise ValueError("secret words")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NoCodeError(), "whose code is not a word of a-z, 0-9 and _, other than ok"),
+        (
+            TeapotError("mine", "secret words"),
+            "whose triton_code is not one of INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL",
+        ),
+        (NoTextError("mine", "secret words"), "that has no text: does its __str__ work?"),
+    ],
+)
+@pytest.mark.parametrize("hook", ["logits_processor", "is_complete"])
+def test_an_error_of_ours_that_cannot_be_answered_is_the_hook_s_fault(
+    hook: str, error: HfTritonError, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Hooks):
+        def logits_processor(self) -> Any:
+            raise error
+
+        def is_complete(self, text: str) -> bool:
+            raise error
+
+    made, reply = answering(prompt_of("x"), hooks=Failing())
+    if hook == "logits_processor":
+        made.logits_processor()
+    else:
+        write(made, 0, 0, "a")
+    assert [str(each) for each in reply.results] == [
+        f"hook_failed: {hook} of the folder's own 1/model.py raised an error {words}"
+    ]
+    assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize("claim", [True, False, np.True_, np.False_], ids=repr)

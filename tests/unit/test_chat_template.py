@@ -483,10 +483,14 @@ def test_no_setting_means_the_tokenizers_own(tmp_path: Path) -> None:
 def test_a_template_file_that_cannot_be_used_is_refused_at_load(tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("a\n{% if %}", encoding="utf-8")
     (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
+    (tmp_path / "deep.jinja").write_text("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}")
     cases = {
         "missing.jinja": "which cannot be read (No such file or directory)",
         ".": "which cannot be read (Is a directory)",
+        "a\0b": "which cannot be read (embedded null byte)",
+        "~nobody-here/x.jinja": "which cannot be read (Could not determine home directory.)",
         "latin.jinja": "which is not UTF-8",
+        "deep.jinja": "which is nested too deeply",
         "broken.jinja": "which is not Jinja: line 2: ",
     }
     for setting, words in cases.items():
