@@ -300,7 +300,7 @@ class RollingEngine(EngineThread):
         """Give every row of the prefill its first token and its place."""
         places = [(at, row) for at, reading in enumerate(prefill.readings) for row in reading.rows if not row.is_done]
         index = to_device([at for at, _ in places], torch.int64, logits.device)
-        picks = pick_tokens(logits[index], [row.sampler for _, row in places])
+        picks = pick_tokens(logits[index], [row.picker for _, row in places])
         to_keep = set(range(len(prefill.readings)) if self._forward.has_states else ())
         for (at, row), pick in zip(places, picks, strict=True):
             if row.take(pick):
@@ -330,7 +330,7 @@ class RollingEngine(EngineThread):
             newest = to_device([row.token_ids[-1] for row in self._rows], torch.int64, self._device)
         logits = self._memory.step(self._decoder, newest)
         self._memory.is_torn = True  # until what follows is picked: a failure here has everyone read anew
-        picks = Picks(logits, [row.sampler for row in self._rows], num_ahead=int(self._unseen is not None))
+        picks = Picks(logits, [row.picker for row in self._rows], num_ahead=int(self._unseen is not None))
         self._memory.is_torn = False
         return Step(list(self._rows), picks)
 
@@ -357,12 +357,14 @@ class RollingEngine(EngineThread):
     def _runs_ahead(self) -> bool:
         """Whether the next step may begin before the last one's tokens are seen.
 
-        Not where contexts wait to be read, which that step would hold up; where the host has a say in what comes next;
-        where every text is complete with what it has not seen yet.
+        Not where contexts wait to be read, which that step would hold up; where the host has a say in what comes next,
+        or knows it; where every text is complete with what it has not seen yet.
         """
         if not self._decoder.is_static or self._prefill or self._ready:
             return False
-        return any(row.num_left > 1 for row in self._rows) and not any(row.sampler.needs_host for row in self._rows)
+        if any(row.again or row.sampler.needs_host for row in self._rows):
+            return False
+        return any(row.num_left > 1 for row in self._rows)
 
     def _retire(self, indices: list[int]) -> None:
         """Free rows; the last one of its lane takes the place of each."""
@@ -541,8 +543,15 @@ class RollingEngine(EngineThread):
         return [*done, *(row for row in in_prefill or by_age[num_staying:] if row not in done)]
 
     def _put_back(self, rows: list[Row]) -> None:
-        """Take rows out of memory; those that are not done are prefilled again, with what they have written."""
+        """Take rows out of memory; those that are not done are prefilled again, with what they have written.
+
+        Where a state would be another if it were read, what they have written is written again.
+        """
         rows = list(rows)
+        if not self._forward.reads_as_it_writes:
+            for row in rows:
+                if not row.is_done:
+                    row.write_again()
         self._observer.on_put_back(sum(row in rows and not row.is_done for row in self._rows))
         # First, so that each of them is known to somebody whatever fails below.
         waiting = {id(row) for group in self._ready for row in group}

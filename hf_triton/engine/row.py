@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
@@ -17,11 +18,15 @@ from hf_triton.engine.interface import (
 )
 from hf_triton.engine.thread import cancellation, finish, is_late, too_late
 from hf_triton.errors import HfTritonError, where
+from hf_triton.generation import SamplingPlan
 from hf_triton.runner.transfer import to_device
 from hf_triton.sampling.interface import TokenLogprobs
 from hf_triton.sampling.picks import Pick, Picks, RowSampler
 
 logger = logging.getLogger(__name__)
+
+IDLE: Final = RowSampler(SamplingPlan(1), 0, [], frozenset(), None, None)
+"""Picks for a text that needs none."""
 
 
 class Job:
@@ -82,7 +87,7 @@ class Job:
 
     def expire(self) -> None:
         """The time is up: the texts end with what they have."""
-        if not any(row.token_ids for row in self.rows):
+        if not any(row.token_ids or row.again for row in self.rows):
             self.finish(too_late())
         for row in self.rows:
             row.expire()
@@ -108,6 +113,8 @@ class Row:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     """None while it is being written."""
+    again: list[int] = field(default_factory=list)
+    """The next tokens, where it has had them before: see `write_again`."""
     is_suspect: bool = False
     """It was in a batch that failed, and runs alone until its end."""
 
@@ -127,13 +134,22 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the context."""
-        return len(self.job.sequence.prompt_ids) + len(self.token_ids)
+        """Tokens of the context, with those that come again."""
+        return len(self.job.sequence.prompt_ids) + len(self.token_ids) + len(self.again)
 
     @property
     def num_left(self) -> int:
-        """Tokens that it may have yet."""
+        """Tokens that it may have yet, those that come again included."""
         return self.job.sequence.plan.max_new_tokens - len(self.token_ids)
+
+    @property
+    def picker(self) -> RowSampler:
+        """What picks its next token; of one that it has had before, anything."""
+        return IDLE if self.again else self.sampler
+
+    def write_again(self) -> None:
+        """Have the tokens so far written once more, one by one, of which nobody is told."""
+        self.token_ids, self.again = [], self.token_ids + self.again
 
     def begins_with(self, head: list[int]) -> bool:
         """Whether the context begins with these tokens."""
@@ -144,6 +160,9 @@ class Row:
         """Take the next token; whether the text is complete with it. The job is finished with its last row."""
         if self.is_done:
             return True
+        if self.again:
+            self.token_ids.append(self.again.pop(0))
+            return False
         self.sampler.note(pick.token_id)
         self.job.observer.on_pick(self.copy, is_text=pick.token_id not in self.job.eos_ids)
         self.finish_reason = self._appended(pick)
@@ -155,6 +174,7 @@ class Row:
         """The time is up: the text ends with what it has, and with what its constraint still wants."""
         if self.is_done:
             return
+        self.token_ids, self.again = self.token_ids + self.again, []
         for token_id in self.sampler.closing():
             self.sampler.note(token_id)
             if self._appended(Pick(token_id, TokenLogprobs(token_id, 0.0))):  # nothing else could have come

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from hf_triton.engine import prefill
-from hf_triton.engine.interface import Observer
+from hf_triton.engine.interface import Completion, Observer, Outcome, Sequence, SequenceObserver
 from hf_triton.engine.prefill import Pieces, Prefill
 from hf_triton.engine.rolling import RollingEngine
+from hf_triton.engine.row import Job
 from hf_triton.errors import RequestError
 from hf_triton.generation import SamplingPlan
 from hf_triton.runner.budget import TokenBudget
@@ -22,6 +23,7 @@ from hf_triton.runner.cache import COLUMN_STEP, KeyValueRows
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.states import states_of
+from hf_triton.sampling.picks import Pick
 from tests.architectures import STATES, build
 from tests.models.test_rolling_architectures import requests
 from tests.models.test_rolling_engine import Client, token_ids
@@ -136,6 +138,106 @@ def test_a_step_that_fails_half_way_changes_nobodys_text(error: Exception, model
             breaking.remove()
     assert breaking.num_hits > 0
     assert found == wanted
+
+
+def limited(name: str, **options: Any) -> Any:
+    """A model whose state is another where tokens are read than where they are written, and whose texts show it."""
+    config_name, arguments = STATES[name]
+    model = build(config_name, arguments | options)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if path.endswith("dt_bias"):
+                parameter.fill_(0.0 if options else -8.0)  # time steps of which the limit changes many
+            elif path.endswith(("A_log", ".D")):
+                parameter.zero_()
+            elif path.endswith("out_proj.weight") and ("mamba" in path or "mixer" in path):
+                parameter.mul_(20)
+    assert not Forward(model).reads_as_it_writes
+    return model
+
+
+LIMITED = [("nemotron-h", {}), ("zamba2", {}), ("granite4", {"time_step_limit": (0.3, 0.6)})]
+
+
+class PutBack(Observer):
+    num_rows = 0
+
+    def on_put_back(self, num_rows: int) -> None:
+        self.num_rows += num_rows
+
+
+@pytest.mark.parametrize(("name", "options"), LIMITED)
+def test_texts_that_are_put_back_are_written_again_where_reading_is_another_thing(
+    name: str, options: dict[str, Any], mode: DecodingMode
+) -> None:
+    model, source, put_back = limited(name, **options), random.Random(5), PutBack()
+    items = [(random_tokens(20, source.randrange(99)), SamplingPlan(120)) for _ in range(5)]
+    with closing(RollingEngine(model, max_rows=5, decoding=mode, max_cache_tokens=700, observer=put_back)) as engine:
+        client = Client(engine)
+        for item in items:
+            client.submit(*item)
+        check(model, client, items)
+    assert put_back.num_rows > 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")], ids=str)
+def test_so_are_those_of_a_step_that_failed_and_nobody_is_told_twice(error: Exception, mode: DecodingMode) -> None:
+    model, source = limited("nemotron-h"), random.Random(6)
+    drawn = {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2, "logprobs": 1}
+    items = [
+        (random_tokens(1 + number % 20, number), SamplingPlan(40, seed=number, num_return_sequences=2, **drawn))
+        for number in range(8)
+    ]
+
+    def run(client: Client) -> tuple[list[Any], list[list[int]], list[int]]:
+        heard: list[list[int]] = [[] for _ in range(2 * len(items))]
+        asked = [0] * len(items)
+
+        for number, item in enumerate(items):
+
+            def hear(copy: int, token_id: int, number: int = number) -> bool:
+                heard[2 * number + copy].append(token_id)
+                return False
+
+            def process(token_ids: list[int], scores: torch.Tensor, number: int = number) -> torch.Tensor:
+                asked[number] += 1
+                return scores
+
+            processor = (lambda process=process: process) if number % 2 else (lambda: None)
+            client.submit(*item, on_token=hear, logits_processor=processor)
+        outcomes = client.outcomes()
+        found = [each for outcome in outcomes for each in (outcome if isinstance(outcome, list) else [outcome])]
+        return found, heard, asked
+
+    with closing(RollingEngine(model, max_rows=6, decoding=mode)) as engine:
+        wanted, heard, asked = run(Client(engine))
+        assert heard == [each.token_ids for each in wanted]
+        breaking = Breaking(model, error, lambda rows, new: rows > 1 and new == 1 and source.random() < 0.05)
+        try:
+            found, heard_again, asked_again = run(Client(engine))
+        finally:
+            breaking.remove()
+    assert breaking.num_hits > 0
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    assert [[one.token_id for one in each.logprobs] for each in found] == heard
+    assert heard_again == heard
+    assert asked_again == asked
+
+
+@pytest.mark.parametrize("num_again", [0, 1, 2, 3])
+def test_a_deadline_while_tokens_are_written_again_ends_with_all_of_them(num_again: int) -> None:
+    outcomes: list[Outcome] = []
+    job = Job(Sequence([5], SamplingPlan(10), outcomes.append), frozenset(), SequenceObserver())
+    (row,) = job.rows
+    for token_id in (7, 8, 9):
+        row.take(Pick(token_id))
+    row.write_again()
+    for _ in range(num_again):
+        assert row.num_tokens == 4
+        assert not row.take(Pick(1))
+    row.write_again()
+    job.expire()
+    assert outcomes == [[Completion([7, 8, 9], "deadline")]]
 
 
 def test_a_seed_gives_the_same_texts_alone_and_in_company(model: Any, mode: DecodingMode) -> None:
