@@ -24,7 +24,7 @@ from tests.models.test_rolling_engine import Client, start_engine
 from tests.reference import load_reference, solo_ids
 
 NUM_REQUESTS = 24
-LOOKS_INTO_ITS_WEIGHTS = ("mamba", "jamba", "reformer")
+LOOKS_INTO_ITS_WEIGHTS = ("mamba", "falcon-mamba", "jamba", "reformer")
 PROMPT = [7, 11, 13, 200, 5]
 
 
