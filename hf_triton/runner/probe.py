@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Sharing = Literal["padded", "equal_length", "alone"]
-Reading = Literal["in_pieces", "whole"]
+ReadingMode = Literal["in_pieces", "whole"]
 """How contexts may be read: a piece of any length at a time, which goes on from the last one, or in one forward."""
 
 PLAIN: Final[dict[str, Any]] = {
@@ -73,7 +73,7 @@ def probe_sharing(model: Any) -> Sharing:
         return "alone"
 
 
-def probe_rolling(model: Any) -> Reading | None:
+def probe_rolling(model: Any) -> ReadingMode | None:
     """How a prompt is to be read to have, once it joins a running row, the logits that it has alone in `generate`.
 
     None where they are others however it is read.

@@ -15,10 +15,10 @@ from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.architectures import NEO, ROLLING, WHOLE, build
+from tests.models.test_rolling_engine import NOT_ROLLING
 from tests.reference import solo_ids
 from tests.running_texts import Texts, prompts, schedule
 
-NOT_ROLLING = ("t5", "bart", "rwkv")
 NOT_STATIC = ("gpt-neo",)  # its local layers take the newest column to be the last one
 ALL = [*ROLLING, *WHOLE, *(name for name in ARCHITECTURES if name not in NOT_ROLLING)]
 

@@ -19,7 +19,7 @@ from hf_triton.runner.probe import probe_rolling
 from tests.architectures import BASE, HEADS, ROLLING, WHOLE, build
 from tests.models.test_rolling_architectures import check, requests
 from tests.models.test_rolling_engine import Client, start_engine, token_ids
-from tests.models.test_states import Shares
+from tests.models.test_states import PutBack, Shares
 from tests.reference import solo_ids
 
 
@@ -93,21 +93,15 @@ def test_nothing_is_shared_and_the_log_says_so(model: Any, caplog: pytest.LogCap
 def test_texts_that_are_put_back_go_on_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "COLUMN_STEP", 16)
     model = build(*WHOLE["jamba"])
-    put_back: list[int] = []
-
-    class Counts(Shares):
-        def on_put_back(self, num_rows: int) -> None:
-            put_back.append(num_rows)
-
-    source = random.Random(3)
-    engine = start_engine(model, max_rows=6, context_length=256, max_cache_tokens=300, observer=Counts())
+    source, put_back = random.Random(3), PutBack()
+    engine = start_engine(model, max_rows=6, context_length=256, max_cache_tokens=300, observer=put_back)
     try:
         items = [(prompt[:40], SamplingPlan(60)) for prompt, _ in requests(12, source)]
         check(model, Client(engine), items, pause=lambda: None)
         assert isinstance(engine, RollingEngine)
     finally:
         engine.close()
-    assert sum(put_back) > 0
+    assert put_back.num_rows > 0
 
 
 def test_prompts_are_scored_and_texts_drawn_from_one_reading(model: Any) -> None:
