@@ -477,11 +477,12 @@ class TaskPlan:
     """What the texts must follow; there are no stop strings then."""
 
 
-def settle(*layers: GenerationParameters) -> SamplingPlan:
+def settle(*layers: GenerationParameters, max_new_tokens: int = 1) -> SamplingPlan:
     """Settle a prompt's plan from layers of parameters, the first that says something winning.
 
     Args:
-        layers: The request's, the folder's, the checkpoint's. One of them must say `max_new_tokens`.
+        layers: The request's, the folder's, the checkpoint's.
+        max_new_tokens: Where none of them says how many.
 
     Returns:
         Without `bad_words_ids`, which need the tokenizer. Of the request's own `min_new_tokens` it is known that they
@@ -490,30 +491,31 @@ def settle(*layers: GenerationParameters) -> SamplingPlan:
     Raises:
         RequestError: Together they make no sense.
     """
+    said = _said(layers)
     do_sample = next((asked for layer in layers if (asked := layer.asks_to_sample) is not None), False)
-    temperature = float(_first(layers, "temperature", 1.0))
+    temperature = float(said.get("temperature", 1.0))
     if do_sample and temperature < GREEDY_BELOW:
         temperature = 1.0  # a lower layer is greedy, the layer above it asks to sample and names no temperature
     plan = SamplingPlan(
-        max_new_tokens=int(_first(layers, "max_new_tokens", 1)),
-        min_new_tokens=int(_first(layers, "min_new_tokens", 0)),
+        max_new_tokens=int(said.get("max_new_tokens", max_new_tokens)),
+        min_new_tokens=int(said.get("min_new_tokens", 0)),
         do_sample=do_sample,
         temperature=temperature if do_sample else 1.0,
-        top_p=float(_first(layers, "top_p", 1.0)) if do_sample else 1.0,
-        top_k=max(int(_first(layers, "top_k", 0)), 0) if do_sample else 0,
-        min_p=float(_first(layers, "min_p", 0.0)) if do_sample else 0.0,
-        typical_p=float(_first(layers, "typical_p", 1.0)) if do_sample else 1.0,
-        seed=_first(layers, "seed", None) if do_sample else None,
-        repetition_penalty=float(_first(layers, "repetition_penalty", 1.0)),
-        presence_penalty=float(_first(layers, "presence_penalty", 0.0)),
-        frequency_penalty=float(_first(layers, "frequency_penalty", 0.0)),
-        no_repeat_ngram_size=int(_first(layers, "no_repeat_ngram_size", 0)),
-        logit_bias=tuple((token_id, float(bias)) for token_id, bias in _first(layers, "logit_bias", {}).items()),
+        top_p=float(said.get("top_p", 1.0)) if do_sample else 1.0,
+        top_k=max(int(said.get("top_k", 0)), 0) if do_sample else 0,
+        min_p=float(said.get("min_p", 0.0)) if do_sample else 0.0,
+        typical_p=float(said.get("typical_p", 1.0)) if do_sample else 1.0,
+        seed=said.get("seed") if do_sample else None,
+        repetition_penalty=float(said.get("repetition_penalty", 1.0)),
+        presence_penalty=float(said.get("presence_penalty", 0.0)),
+        frequency_penalty=float(said.get("frequency_penalty", 0.0)),
+        no_repeat_ngram_size=int(said.get("no_repeat_ngram_size", 0)),
+        logit_bias=tuple((token_id, float(bias)) for token_id, bias in said.get("logit_bias", {}).items()),
         eos_ids=_eos_ids(layers),
-        num_return_sequences=int(_first(layers, "num_return_sequences", 1)),
-        best_of=_first(layers, "best_of", None),
-        logprobs=_first(layers, "logprobs", None),
-        prompt_logprobs=_first(layers, "prompt_logprobs", None),
+        num_return_sequences=int(said.get("num_return_sequences", 1)),
+        best_of=said.get("best_of"),
+        logprobs=said.get("logprobs"),
+        prompt_logprobs=said.get("prompt_logprobs"),
     )
     _check_plan(plan, layers[0].min_new_tokens)
     return plan
@@ -525,12 +527,12 @@ def settle_task(*layers: GenerationParameters) -> TaskPlan:
     Raises:
         RequestError: A layer would end texts where the grammar of a layer below does not let them.
     """
-    grammar = _grammar(layers)
+    grammar, said = _grammar(layers), _said(layers)
     return TaskPlan(
-        stop_strings=_first(layers, "stop_strings", ()) if grammar is None else (),
-        bad_words=_first(layers, "bad_words", ()),
-        max_time_s=_first(layers, "max_time", None),
-        queue_priority=_first(layers, "queue_priority", 0),
+        stop_strings=said.get("stop_strings", ()) if grammar is None else (),
+        bad_words=said.get("bad_words", ()),
+        max_time_s=said.get("max_time"),
+        queue_priority=said.get("queue_priority", 0),
         grammar=grammar,
     )
 
@@ -551,8 +553,12 @@ def check_token_ids(plan: SamplingPlan, vocabulary_size: int) -> None:
             )
 
 
-def _first(layers: Sequence[GenerationParameters], name: str, default: Any) -> Any:
-    return next((value for layer in layers if (value := getattr(layer, name)) is not None), default)
+def _said(layers: Sequence[GenerationParameters]) -> dict[str, Any]:
+    """What the layers say, by name, the first that says something winning."""
+    said: dict[str, Any] = {}
+    for layer in reversed(layers):
+        said |= {name: value for name, value in vars(layer).items() if value is not None}
+    return said
 
 
 def _grammar(layers: Sequence[GenerationParameters]) -> Grammar | None:
@@ -576,7 +582,7 @@ def _eos_ids(layers: Sequence[GenerationParameters]) -> frozenset[int] | None:
     speaking = [layer for layer in layers if layer.ignore_eos is not None or layer.eos_token_id is not None]
     if speaking and speaking[0].ignore_eos:
         return frozenset()
-    token_ids = _first(layers, "eos_token_id", None)
+    token_ids = next((layer.eos_token_id for layer in speaking if layer.eos_token_id is not None), None)
     return None if token_ids is None else frozenset(token_ids)
 
 

@@ -180,6 +180,8 @@ class Meter(NoMeter):
         # Appending is safe from any thread and takes no lock: a request that is dropped is counted by the garbage
         # collector, at any point of any thread.
         self._notes: deque[tuple[Metric, str, float]] = deque()
+        self.num_generated = 0
+        """Tokens of texts. Too many to be noted one by one: the engine's thread, and nobody else, adds to it."""
         self._totals: dict[tuple[Metric, str], float] = {}
         self._sent: dict[tuple[Metric, str], float] = {}
         self._has_failed = False
@@ -246,6 +248,7 @@ class Meter(NoMeter):
 
     def _flush(self) -> None:
         self._attempt(self._take_load)
+        self._totals[GENERATED_TOKENS, ""] = self.num_generated
         for metric, value, amount in self._noted():
             if metric.kind == "histogram":
                 self._attempt(partial(self._sink.observe, metric, amount))
@@ -317,7 +320,7 @@ class _SequenceMeter(SequenceObserver):
         self._lasts_s[copy] = now_s
         self._num_picks[copy] += 1
         if is_text:
-            self._meter.note(GENERATED_TOKENS, 1)
+            self._meter.num_generated += 1
 
     def on_complete(self, completions: list[Completion]) -> None:
         """The sequence has all its texts."""

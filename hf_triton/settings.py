@@ -219,6 +219,7 @@ def load_settings(
     fields = settings_class.model_fields
     _refuse_unknown(parameters, environment, fields)
     set_variables = {key: text for key, text in environment.items() if text.strip()}
+    _refuse_twice(set_variables, fields)
     texts = {name: text for key, text in set_variables.items() if (name := _field_name(key, fields))}
     sources = dict.fromkeys(fields, "default") | {name: ENVIRONMENT_PREFIX + name.upper() for name in texts}
     ours = {key: text for key, text in parameters.items() if key in fields}
@@ -252,6 +253,16 @@ def _with_source(name: str, sentence: str, sources: Mapping[str, str]) -> str:
 def _field_name(variable: str, fields: Iterable[str]) -> str | None:
     name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
     return name if variable.startswith(ENVIRONMENT_PREFIX) and name in fields else None
+
+
+def _refuse_twice(variables: Mapping[str, str], fields: Iterable[str]) -> None:
+    """Refuse a setting that two variables give, whose names differ in capitals, unless they say the same."""
+    found: dict[str, str] = {}
+    for variable, text in variables.items():
+        name = _field_name(variable, fields)
+        first = found.setdefault(name, variable) if name else variable
+        if variables[first] != text:
+            raise SettingsError(f"the environment has both {first} and {variable}, which differ: keep one of them")
 
 
 def _refuse_unknown(parameters: Mapping[str, str], environment: Mapping[str, str], fields: Iterable[str]) -> None:

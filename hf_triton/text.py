@@ -18,6 +18,10 @@ REPLACEMENT: Final = "\ufffd"
 NUM_CONTEXT_TOKENS: Final = 4
 """Tokens that are decoded in front of new ones: an unfinished UTF-8 character has at most three of them."""
 
+ENCODERS: Final = ("__call__", "_encode_plus")
+DECODERS: Final = ("decode", "_decode")
+"""Methods of transformers' tokenizers, which some of its own and those of a folder or a repository override."""
+
 
 class TextCodec:
     """A tokenizer, used the one right way.
@@ -31,10 +35,14 @@ class TextCodec:
         self._tokenizer = tokenizer
         self.vocabulary_size = vocabulary_size
         self._tokenizer("")  # drops a padding or truncation saved with it: later calls change nothing, from any thread
+        self._encodes_plainly = _leaves_it_to_its_backend(tokenizer, ENCODERS)
+        self._decodes_plainly = _leaves_it_to_its_backend(tokenizer, DECODERS)
         vocabulary = tokenizer.get_vocab()
-        self.revises = not tokenizer.is_fast  # Python's own may decode "fo@@" and later "foo" (CTRL, BlenderbotSmall)
+        self.is_fast: bool = tokenizer.is_fast
+        """Whether it is no Python's own, which takes ten times as long."""
+        self.revises = not self.is_fast  # Python's own may decode "fo@@" and later "foo" (CTRL, BlenderbotSmall)
         self.byte_of = self._find_byte_tokens(vocabulary)
-        decoder = type(tokenizer.backend_tokenizer.decoder).__name__ if tokenizer.is_fast else None
+        decoder = type(tokenizer.backend_tokenizer.decoder).__name__ if self.is_fast else None
         self._joins_bytes = decoder == "ByteLevel"  # GPT-2's kind: a text is the bytes of its tokens, whole or not
         self._silent_ids = self._find_silent_tokens(set(vocabulary.values()))
 
@@ -47,7 +55,7 @@ class TextCodec:
             RequestError: The prompt is empty and the model has no token to begin with, or a token is unknown to the
                 model. `row` says which prompt.
         """
-        ids: list[int] = self._tokenizer(text, add_special_tokens=adds_special_tokens, verbose=False)["input_ids"]
+        ids = self._encode(text, adds_special_tokens=adds_special_tokens)
         if not ids:  # transformers begins an empty prompt with this token too
             ids = [
                 token for token in (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id) if token is not None
@@ -98,7 +106,11 @@ class TextCodec:
 
     def decode(self, ids: list[int]) -> str:
         """Tokens as the tokenizer decodes them when they stand alone."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str
+        if self._decodes_plainly:
+            text = self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+        else:
+            text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def is_silent(self, token_id: int) -> bool:
@@ -118,7 +130,18 @@ class TextCodec:
         return [ids for ids in spellings if not any(_is_tail(other, ids) for other in spellings)]
 
     def _encode_plain(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return tuple(self._encode(text, adds_special_tokens=False))
+
+    def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
+        ids: list[int]
+        if self._encodes_plainly:  # as a batch, while which other threads run
+            [encoding] = self._tokenizer.backend_tokenizer.encode_batch_fast(
+                [text], add_special_tokens=adds_special_tokens
+            )
+            ids = encoding.ids
+        else:
+            ids = self._tokenizer(text, add_special_tokens=adds_special_tokens, verbose=False)["input_ids"]
+        return ids
 
     def _find_byte_tokens(self, vocabulary: dict[str, int]) -> dict[int, int]:
         """The byte that each byte token of a sentencepiece tokenizer stands for; empty for other tokenizers."""
@@ -128,11 +151,26 @@ class TextCodec:
 
     def _find_silent_tokens(self, known_ids: set[int]) -> frozenset[int]:
         special_ids = set(self._tokenizer.all_special_ids)
-        if self._tokenizer.is_fast:
+        if self.is_fast:
             added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
             special_ids.update(token_id for token_id, token in added.items() if token.special)
         skipped_ids = {token_id for token_id in special_ids if self.decode([token_id]) == ""}
         return frozenset(skipped_ids | (set(range(self.vocabulary_size)) - known_ids))
+
+
+def _leaves_it_to_its_backend(tokenizer: Any, methods: tuple[str, ...]) -> bool:
+    """Whether a tokenizer does no more in these methods than to call the tokenizers library.
+
+    Then so may we, which spares what transformers puts around it, each time with other lines of the caches: with a
+    model's weights going through them, most of what a short text takes.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    return issubclass(kind, PreTrainedTokenizerFast) and not any(
+        name in vars(tokenizer) or getattr(kind, name, None) is not getattr(PreTrainedTokenizerFast, name, None)
+        for name in methods
+    )
 
 
 class TextStream:

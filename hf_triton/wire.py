@@ -134,6 +134,9 @@ PARAMETERS: Final[Mapping[str, type[BaseModel]]] = {
     name: model for model in (RequestOptions, ChatOptions, GenerationParameters) for name in model.model_fields
 }
 """Every request parameter and where it is declared."""
+OPTIONS: Final = frozenset(RequestOptions.model_fields)
+CHAT_OPTIONS: Final = frozenset(ChatOptions.model_fields)
+NO_OPTIONS: Final = RequestOptions()
 
 
 @dataclass(frozen=True)
@@ -305,7 +308,7 @@ def with_named_outputs(
         )
     asked = (f"return_{name}" for name in requested)
     return {
-        **{name: True for name in asked if name in RequestOptions.model_fields and name not in inputs},
+        **{name: True for name in asked if name in OPTIONS and name not in inputs},
         **parameters,
     }
 
@@ -335,24 +338,30 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
     rows = _rows_of_parameters(inputs, parameters, 1 if has_chat else len(prompts))
     if has_chat:
         prompts = [_parse_chat(inputs, parameters, rows[0], limits)]
-    elif any(name in row for row in rows for name in ChatOptions.model_fields):
-        names = ", ".join(sorted({name for row in rows for name in row.keys() & ChatOptions.model_fields.keys()}))
+    elif not all(CHAT_OPTIONS.isdisjoint(row) for row in rows):
+        names = ", ".join(sorted({name for row in rows for name in CHAT_OPTIONS & row.keys()}))
         raise RequestError("invalid_parameter", f"{names} has no effect without {MESSAGES}: leave it out")
     options = _parse_rows(_parse_options, rows)
-    for name in RequestOptions.model_fields:
-        if len({getattr(each, name) for each in options}) > 1 and name != "sampling_parameters":
-            raise RequestError("invalid_parameter", f"{name} must be the same for all rows of a request")
+    _check_alike(options, OPTIONS - {"sampling_parameters"})
     generation = _parse_rows(_parse_generation, rows)
     if any(each.logprobs is not None for each in generation) and not options[0].return_logprobs:
         raise RequestError("invalid_parameter", "logprobs has no effect without return_logprobs true: add it")
-    if len({each.num_return_sequences for each in generation}) > 1:
-        raise RequestError("invalid_parameter", "num_return_sequences must be the same for all rows of a request")
+    _check_alike(generation, {"num_return_sequences"})
     shape: tuple[int, ...] = (1,)  # of a chat
     if PROMPT in inputs:
         shape = inputs[PROMPT].shape
     elif MESSAGES in inputs:
         shape = (*inputs[MESSAGES].shape[:-1], 1)
     return GenerationRequest(prompts, generation, options[0], shape)
+
+
+def _check_alike(rows: Sequence[BaseModel], names: Iterable[str]) -> None:
+    """Refuse rows that differ in what a whole request has once."""
+    if all(row is rows[0] for row in rows[1:]):
+        return
+    for name in sorted(names):
+        if len({getattr(row, name) for row in rows}) > 1:
+            raise RequestError("invalid_parameter", f"{name} must be the same for all rows of a request")
 
 
 def _parse_chat(
@@ -368,7 +377,7 @@ def _parse_chat(
         given = [_decode_value(MESSAGES, each) for each in array.ravel()]
     if not isinstance(given, (str, list)):
         raise RequestError("invalid_input", f"{MESSAGES} must be a JSON text, got {clip(given)}")
-    options = {name: row[name] for name in ChatOptions.model_fields if name in row}
+    options = {name: value for name, value in row.items() if name in CHAT_OPTIONS}
     return parse_chat(given, options, limits.max_prompt_bytes)
 
 
@@ -451,7 +460,7 @@ def check_names(parameters: Mapping[str, object]) -> None:
 def _unknown_parameter(name: str) -> RequestError:
     if name in NOT_SERVED:
         return RequestError("unknown_parameter", f"{NOT_SERVED[name]}: leave {name} out")
-    return unknown_parameter(name, (*RequestOptions.model_fields, *ChatOptions.model_fields, PROMPT, MESSAGES))
+    return unknown_parameter(name, (*OPTIONS, *CHAT_OPTIONS, PROMPT, MESSAGES))
 
 
 def _is_tritons_own(name: str) -> bool:
@@ -514,8 +523,7 @@ def _parse_rows(parse: Callable[[Mapping[str, object]], Parsed], rows: Sequence[
 
 
 def _parse_generation(row: Mapping[str, object]) -> GenerationParameters:
-    others = RequestOptions.model_fields.keys() | ChatOptions.model_fields.keys()
-    own = {name: value for name, value in row.items() if name not in others}
+    own = {name: value for name, value in row.items() if name not in OPTIONS and name not in CHAT_OPTIONS}
     packed = _unpack(row.get("sampling_parameters"))
     for name in packed.keys() & own.keys():
         raise RequestError(
@@ -559,8 +567,9 @@ def _number(name: str, value: object) -> object:
 
 
 def _parse_options(row: Mapping[str, object]) -> RequestOptions:
+    said = {name: value for name, value in row.items() if name in OPTIONS}
     try:
-        return RequestOptions.model_validate({name: row[name] for name in RequestOptions.model_fields if name in row})
+        return RequestOptions.model_validate(said) if said else NO_OPTIONS
     except ValidationError as error:
         raise RequestError("invalid_parameter", problems(RequestOptions, error)[0].sentence) from None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +22,8 @@ CUDA_FRACTION: Final = 0.9
 HOST_FRACTION: Final = 0.8
 """The part of the memory that keys and values may take. The rest is for a step's own tensors; the machine's own memory
 is also everybody else's, and whoever takes too much of it is killed."""
+NO_LIMIT: Final = 1 << 60
+"""Bytes. Version 1 of control groups writes a number beyond it where there is no limit."""
 READ_INTERVAL_S: Final = 0.1
 """How long a reading of the free memory holds. One of the machine's takes 0.3 ms."""
 
@@ -33,7 +35,7 @@ class TokenBudget:
         bytes_per_token: Keys and values of one token in all layers, by the device where they live, each at least 1.
             What is no CUDA device is taken to share the machine's memory.
         max_tokens: A fixed answer, at least 1; None to go by the memory that is free.
-        read_free_bytes: Tells how many bytes a device has free; None: `free_bytes`.
+        read_free_bytes: Tells how many bytes a device has free; None: `FreeMemory.of`.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class TokenBudget:
     ) -> None:
         self._bytes_per_token = dict(bytes_per_token)
         self._max_tokens = max_tokens
-        self._read_free_bytes = read_free_bytes or free_bytes
+        self._read_free_bytes = read_free_bytes or FreeMemory().of
         self._allowed = self._allowed_next_to(0) if max_tokens is None else max_tokens
         self._most = self._allowed
         self._next_read_s = 0.0
@@ -91,27 +93,34 @@ class TokenBudget:
         return int((held * num_bytes + self._read_free_bytes(device)) * fraction) // num_bytes
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate on a device."""
-    if device.type != "cuda":
-        return host_free_bytes()
-    import torch
-
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def host_free_bytes(proc: Path = PROC) -> int:
-    """Bytes of the machine's memory that this process can still allocate, swap not counted.
-
-    The smaller of what the kernel calls available and what each of the process's control groups leaves: a container's
-    limit is not in /proc/meminfo. Where neither can be read (macOS), all of the machine's memory.
+class FreeMemory:
+    """How many bytes this process can still allocate on a device.
 
     Args:
-        proc: The process file system.
+        proc: The process file system. Where the process's control groups stand is looked up in it once.
     """
-    free = [*_available_bytes(proc), *_left_by_groups(proc)]
-    return max(0, min(free)) if free else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def __init__(self, proc: Path = PROC) -> None:
+        self._proc = proc
+        self._groups = list(group_folders("memory", proc))
+
+    def of(self, device: torch.device) -> int:
+        """Bytes of a CUDA device, with those that torch keeps for later; of any other, those of the machine."""
+        if device.type != "cuda":
+            return self.of_host()
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+    def of_host(self) -> int:
+        """Bytes of the machine's memory, swap not counted.
+
+        The smaller of what the kernel calls available and what each of the process's control groups leaves: a
+        container's limit is not in /proc/meminfo. Where neither can be read (macOS), all of the machine's memory.
+        """
+        free = [*_available_bytes(self._proc), *_left_by_groups(self._groups)]
+        return max(0, min(free)) if free else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _available_bytes(proc: Path) -> Iterator[int]:
@@ -120,23 +129,21 @@ def _available_bytes(proc: Path) -> Iterator[int]:
         yield int(found[1]) * 1024
 
 
-def _left_by_groups(proc: Path) -> Iterator[int]:
-    for is_v2, group in group_folders("memory", proc):
+def _left_by_groups(groups: Iterable[tuple[bool, Path]]) -> Iterator[int]:
+    for is_v2, group in groups:
         yield from _left_by_v2(group) if is_v2 else _left_by_v1(group)
 
 
 def _left_by_v2(group: Path) -> Iterator[int]:
     """Of version 2. `memory.high` is no hard limit, but a process beyond it is slowed down to a crawl."""
     limits = [limit for name in ("memory.max", "memory.high") if (limit := number(group / name)) is not None]
-    used = number(group / "memory.current")
-    if limits and used is not None:
+    if limits and (used := number(group / "memory.current")) is not None:
         yield min(limits) - used + _statistic(group, "inactive_file")
 
 
 def _left_by_v1(group: Path) -> Iterator[int]:
-    """Of version 1, whose limit is a huge number where there is none."""
-    limit, used = number(group / "memory.limit_in_bytes"), number(group / "memory.usage_in_bytes")
-    if limit is not None and used is not None:
+    limit = number(group / "memory.limit_in_bytes")
+    if limit is not None and limit < NO_LIMIT and (used := number(group / "memory.usage_in_bytes")) is not None:
         yield limit - used + _statistic(group, "total_inactive_file")
 
 

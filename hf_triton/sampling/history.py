@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -27,21 +28,35 @@ class TextHistory:
         eos_ids: The tokens that end the text.
     """
 
-    def __init__(self, plan: SamplingPlan, prompt_ids: Sequence[int], eos_ids: Iterable[int]) -> None:
+    def __init__(self, plan: SamplingPlan, prompt_ids: Sequence[int], eos_ids: frozenset[int]) -> None:
         self._plan = plan
-        self._eos_ids = np.array(sorted(eos_ids), np.int64)
+        self._prompt_ids = prompt_ids
+        self._eos = eos_ids
         self._num_new_tokens = 0
-        self._bias_ids = np.array([token_id for token_id, _ in plan.logit_bias], np.int64)
-        self._biases = np.array([bias for _, bias in plan.logit_bias], np.float32)
-        self._bad_endings = _endings(plan.bad_words_ids, set(eos_ids))
+        self._bad_endings = _endings(plan.bad_words_ids, eos_ids)
         self._has_penalties = (plan.repetition_penalty, plan.presence_penalty, plan.frequency_penalty) != (
             1.0,
             0.0,
             0.0,
         )
-        self._counts = _Counts(prompt_ids if plan.repetition_penalty != 1.0 else ())
         self._looks_back = plan.no_repeat_ngram_size > 0 or any(length > 0 for length in self._bad_endings)
-        self._token_ids = _Growing(np.array(prompt_ids if self._looks_back else (), np.int64))
+
+    @cached_property
+    def _eos_ids(self) -> Ids:
+        return np.array(sorted(self._eos), np.int64)
+
+    @cached_property
+    def _counts(self) -> _Counts:
+        return _Counts(self._prompt_ids if self._plan.repetition_penalty != 1.0 else ())
+
+    @cached_property
+    def _token_ids(self) -> _Growing:
+        return _Growing(np.array(self._prompt_ids if self._looks_back else (), np.int64))
+
+    @cached_property
+    def _bias_table(self) -> tuple[Ids, Floats]:
+        token_ids, biases = zip(*self._plan.logit_bias, strict=True) if self._plan.logit_bias else ((), ())
+        return np.array(token_ids, np.int64), np.array(biases, np.float32)
 
     @property
     def edits_scores(self) -> bool:
@@ -68,7 +83,7 @@ class TextHistory:
 
     def biases(self) -> tuple[Ids, Floats]:
         """Token ids, and what is added to their scores."""
-        return self._bias_ids, self._biases
+        return self._bias_table
 
     def penalties(self) -> tuple[Ids, Floats, Floats]:
         """Token ids, each once; what divides their scores, or multiplies negative ones; and what is then subtracted.
@@ -99,7 +114,7 @@ class TextHistory:
         return np.array(endings, np.int64)
 
 
-def _endings(words: Iterable[tuple[int, ...]], eos_ids: set[int]) -> dict[int, dict[tuple[int, ...], list[int]]]:
+def _endings(words: Iterable[tuple[int, ...]], eos_ids: frozenset[int]) -> dict[int, dict[tuple[int, ...], list[int]]]:
     """The words' last tokens by their other tokens, by how many these are; the end of the text is no bad word."""
     endings: dict[int, dict[tuple[int, ...], list[int]]] = {}
     for *start, last in words:

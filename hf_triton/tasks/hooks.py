@@ -94,10 +94,12 @@ class CheckedHooks:
     def __init__(self, hooks: Hooks, max_prompt_bytes: float = math.inf) -> None:
         self._hooks = hooks
         self._max_prompt_bytes = max_prompt_bytes
+        methods = (name for name in HOOKS if hasattr(Hooks, name))
+        self._overridden = {name for name in methods if _is_own(hooks, name)}
 
     def overrides(self, name: str) -> bool:
         """Whether the folder has a method of its own: what nobody overrides costs nothing."""
-        return getattr(type(self._hooks), name) is not getattr(Hooks, name)
+        return name in self._overridden
 
     def build_prompt(self, text: str) -> str:
         """See `Hooks`."""
@@ -118,7 +120,7 @@ class CheckedHooks:
 
     def postprocess(self, text: str) -> str:
         """See `Hooks`."""
-        return self._text("postprocess", self._hooks.postprocess, text)
+        return self._text("postprocess", self._hooks.postprocess, text) if self.overrides("postprocess") else text
 
     def _text(self, name: str, hook: Callable[[str], object], text: str) -> str:
         with _blaming(name, self._hooks):
@@ -137,6 +139,8 @@ class CheckedHooks:
 
     def logits_processor(self) -> LogitsProcessor | None:
         """See `Hooks`. It and what it returns leave it to the engine where the device has no memory, or is lost."""
+        if not self.overrides("logits_processor"):
+            return None
         with _blaming("logits_processor", self._hooks, passes=_is_the_engine_s):
             processor = self._hooks.logits_processor()
         if processor is None:
@@ -153,6 +157,11 @@ class CheckedHooks:
             if is_like and (had_nan or not result.isnan().any()):  # the model's own nan is not the hook's fault
                 return scores.copy_(result)
         raise _wrong_result("logits_processor", f"scores of shape {shape}", math.nan if is_like else result)
+
+
+def _is_own(hooks: Hooks, name: str) -> bool:
+    """Whether a method is the folder's, of its class or put into the object by `load`."""
+    return name in vars(hooks) or getattr(type(hooks), name) is not getattr(Hooks, name)
 
 
 def checked_load(hooks: Hooks, load: Callable[[Checkpoint], Checkpoint], checkpoint: Checkpoint) -> Checkpoint:

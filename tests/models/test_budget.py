@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from hf_triton.runner import budget
-from hf_triton.runner.budget import CUDA_FRACTION, HOST_FRACTION, TokenBudget, free_bytes, host_free_bytes
+from hf_triton.runner.budget import CUDA_FRACTION, HOST_FRACTION, FreeMemory, TokenBudget
 from tests.machine import MIB, Machine
 
 CPU = torch.device("cpu")
 
 
 def free_mib(machine: Machine) -> float:
-    return host_free_bytes(machine.proc) / MIB
+    return FreeMemory(machine.proc).of(CPU) / MIB
 
 
 @pytest.fixture
@@ -130,23 +130,23 @@ def test_a_group_beyond_its_limit_leaves_nothing(machine: Machine) -> None:
 
 
 def test_a_system_that_tells_nothing_is_taken_at_its_size(tmp_path: Path) -> None:
-    assert host_free_bytes(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert FreeMemory(tmp_path).of(CPU) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_this_machine_has_some_memory_free() -> None:
-    assert 0 < host_free_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < FreeMemory().of(CPU) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_torch_keeps_of_a_cuda_device_counts_as_free() -> None:
-    device = torch.device("cuda", 0)
-    before = free_bytes(device)
+    device, free = torch.device("cuda", 0), FreeMemory()
+    before = free.of(device)
     block = torch.empty(256 * MIB, dtype=torch.uint8, device=device)
-    with_block = free_bytes(device)
+    with_block = free.of(device)
     del block
     assert torch.cuda.memory_reserved(device) >= 256 * MIB
     assert with_block <= before - 200 * MIB
-    assert free_bytes(device) >= with_block + 256 * MIB - 8 * MIB
+    assert free.of(device) >= with_block + 256 * MIB - 8 * MIB
 
 
 # --- the budget -------------------------------------------------------------------------------------------------------

@@ -160,6 +160,12 @@ def test_a_refusal_names_the_variable_that_it_came_from() -> None:
     assert refusal({"HF_TRITON_DTYPE": "int3"}).endswith("got 'int3' (from HF_TRITON_DTYPE)")
 
 
+def test_the_same_setting_in_two_variables_that_differ_is_refused() -> None:
+    sentence = refusal({"HF_TRITON_DTYPE": "float16", "HF_TRITON_dtype": "float32"})
+    assert "both HF_TRITON_DTYPE and HF_TRITON_dtype, which differ" in sentence
+    assert load({"HF_TRITON_DTYPE": "float16", "HF_TRITON_dtype": "float16"}).settings.dtype == "float16"
+
+
 def test_a_variable_behind_which_is_no_setting_is_refused() -> None:
     sentence = refusal({"HF_TRITON_DTPYE": "float16"})
     assert "the environment variable HF_TRITON_DTPYE, did you mean 'HF_TRITON_DTYPE'?" in sentence

@@ -234,6 +234,36 @@ def test_a_token_that_the_model_does_not_know_is_refused() -> None:
         TextCodec(tokenizer_of("byte_level"), 3).encode("words", 3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adds_special_tokens", [True, False])
+def test_prompts_and_texts_are_read_as_by_the_tokenizer_itself(kind: str, adds_special_tokens: bool) -> None:
+    codec, tokenizer = codec_of(kind), tokenizer_of(kind)
+    for text in [*TEXTS, *CORPUS, f"{BOS}marked{EOS}", f" {UNK} "]:
+        ids = tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"]
+        assert codec.encode(text, 0, adds_special_tokens=adds_special_tokens) == ids
+        for end in range(len(ids) + 1):
+            decoded = tokenizer.decode(ids[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            assert codec.decode(ids[:end]) == decoded
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """Has ways of its own to read and to write, as some of transformers' tokenizers and those of repositories."""
+
+    def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._encode_plus(text.lower() if isinstance(text, str) else text, *args, **kwargs)
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return super()._decode(*args, **kwargs).upper()
+
+
+def test_a_tokenizer_with_ways_of_its_own_is_left_to_them() -> None:
+    build: Any = Shouting
+    codec = TextCodec(build(tokenizer_object=byte_level(), unk_token=UNK), 400)
+    ids = codec.encode("The River", 0)
+    assert ids == codec_of("byte_level").encode("the river", 0)
+    assert codec.decode(ids) == "THE RIVER"
+
+
 def test_padding_and_truncation_saved_with_a_tokenizer_do_nothing_from_any_thread() -> None:
     tokenizer = byte_level()
     tokenizer.enable_truncation(4)

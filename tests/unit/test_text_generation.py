@@ -151,6 +151,7 @@ def build_task(
     outcome: Callable[[Sequence], Outcome] = echo,
     codec: TextCodec | None = None,
     *,
+    context_length: int = 20,
     excludes_prompt: bool = False,
     is_encoder_decoder: bool = False,
     hooks: Hooks | None = None,
@@ -160,7 +161,7 @@ def build_task(
         codec or Codec(),
         ChatTemplate(tokenizer_of(KIND), None, 1000),
         grammars=GrammarCompiler(tokenizer_of(KIND), VOCABULARY_SIZE, frozenset()),
-        context_length=20,
+        context_length=context_length,
         is_encoder_decoder=is_encoder_decoder,
         defaults=(GenerationParameters(),),
         max_output_length=15,
@@ -228,6 +229,33 @@ def test_a_request_of_many_prompts_lets_others_have_their_turn() -> None:
     assert not any(reply.is_finished.is_set() for reply in large)
     assert all(reply.is_finished.wait(30) for reply in large)
     assert codec.num_read == 801
+    task.close()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "asked", "is_at_once"),
+    [
+        (("short",), {}, True),
+        (("x" * 1000,), {}, True),
+        (("x" * 1001,), {}, False),
+        (("two", "prompts"), {}, False),
+        (("x",), {"bad_words": ("y",)}, False),
+        (("x",), {"guided_regex": "a"}, False),
+    ],
+)
+def test_what_is_read_in_no_time_costs_no_other_thread(
+    prompts: tuple[str, ...], asked: dict[str, Any], is_at_once: bool
+) -> None:
+    threads: list[str] = []
+
+    def outcome(sequence: Sequence) -> Outcome:
+        threads.append(threading.current_thread().name)
+        return echo(sequence)
+
+    task, reply = build_task(outcome, context_length=2000), Collector()
+    task.submit(request_of(prompts, **asked), reply, lambda: False)
+    assert reply.is_finished.wait(30)
+    assert {name == threading.current_thread().name for name in threads} == {is_at_once}
     task.close()
 
 
