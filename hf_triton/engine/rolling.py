@@ -114,6 +114,7 @@ class RollingEngine(EngineThread):
         self._prefill: Prefill | None = None
         # Admitted, or put back after a failure: to be prefilled, the rows of one context together.
         self._ready: deque[list[Row]] = deque()
+        self._admitting: deque[Sequence] = deque()  # taken from the queue, and not ready yet
         self._num_left_waiting = 0  # for want of rows
         self._gathering = Gathering()
         self._began_s = 0.0  # the last step, by `time.monotonic()`
@@ -137,14 +138,15 @@ class RollingEngine(EngineThread):
     def load(self) -> EngineLoad:
         """What it has in hand; from any thread, and not quite at one moment."""
         num_running = len(self._rows) + len(self._rows_in_prefill())
-        num_waiting = len(self._waiting) + len(self._ready)
+        num_waiting = len(self._waiting) + len(self._admitting) + len(self._ready)
         return EngineLoad(num_waiting, num_running, self._num_held(), self._budget.allowed)
 
     def _num_free_rows(self) -> int:
-        return max(0, self._max_rows - len(self._rows) - len(self._rows_in_prefill()) - len(self._ready))
+        num_taken = len(self._admitting) + len(self._ready)
+        return max(0, self._max_rows - len(self._rows) - len(self._rows_in_prefill()) - num_taken)
 
     def _unfinished(self) -> list[Sequence]:
-        return [job.sequence for job in self._jobs() if not job.is_finished]
+        return [*(job.sequence for job in self._jobs() if not job.is_finished), *self._admitting]
 
     def _is_busy(self) -> bool:
         return bool(self._rows or self._prefill or self._ready)
@@ -172,23 +174,36 @@ class RollingEngine(EngineThread):
 
     def _admit(self) -> None:
         """Take waiting sequences while there are rows for them, first come first served."""
+        for sequence, ending in self._take_waiting():
+            finish(sequence, ending)
+        while self._admitting:  # without the queue's lock: a folder's own code runs in it
+            sequence = self._admitting[0]
+            try:
+                job = Job(sequence, self._eos_ids, self._observer.on_admit(sequence), next(self._numbers))
+            except Exception as error:
+                self._admitting.popleft()
+                finish(sequence, error_outcome(error))
+            else:
+                self._gathering.on_come()
+                self._admitting.popleft()
+                self._ready.append(job.rows)
+
+    def _take_waiting(self) -> list[tuple[Sequence, HfTritonError]]:
+        """Take from the queue those for whom there are rows; gives those who wait in vain, and why."""
+        ended: list[tuple[Sequence, HfTritonError]] = []
         room = self._max_rows - sum(1 for _ in self._all_rows())
+        is_busy = self._is_busy()
         with self._wake:
-            while self._waiting and (self._waiting[0].plan.num_rows <= room or not self._is_busy()):
+            while self._waiting and (self._waiting[0].plan.num_rows <= room or not (is_busy or self._admitting)):
                 sequence = self._waiting.pop(0)
                 ending = ending_in_queue(sequence)
-                if ending is not None:
-                    finish(sequence, ending)
-                    continue
-                try:
-                    job = Job(sequence, self._eos_ids, self._observer.on_admit(sequence), next(self._numbers))
-                except Exception as error:
-                    finish(sequence, error_outcome(error))
-                    continue
-                self._gathering.on_come()
-                self._ready.append(job.rows)
-                room -= len(job.rows)
+                if ending is None:
+                    self._admitting.append(sequence)
+                    room -= sequence.plan.num_rows
+                else:
+                    ended.append((sequence, ending))
             self._num_left_waiting = len(self._waiting)
+        return ended
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 

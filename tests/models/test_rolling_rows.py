@@ -5,6 +5,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,40 @@ def test_a_full_queue_refuses_at_once_and_a_request_goes_in_whole_or_not_at_all(
     assert "2 prompts are waiting and 3 may" in str(refused[0])
     client.submit(PROMPT, SamplingPlan(1))
     assert all(isinstance(outcome, list) for outcome in client.outcomes())
+
+
+def test_a_folders_code_that_waits_keeps_nobody_from_the_queue(start: Callable[..., RollingEngine]) -> None:
+    engine, refused = start(max_rows=2, max_waiting=1), list[Outcome]()
+    client, is_entered, may_go = Client(engine), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_entered.set()
+        assert may_go.wait(60)
+
+    client.submit(PROMPT, SamplingPlan(3), logits_processor=wait)
+    assert is_entered.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        others = [pool.submit(client.submit, PROMPT, SamplingPlan(3)) for _ in range(2)]
+        wait_for(others, 30)
+        engine.submit([Sequence(PROMPT, SamplingPlan(3), refused.append)])
+        are_taken = [each.done() for each in others]
+        may_go.set()
+    assert are_taken == [True, True]
+    assert [error_code(each) for each in refused] == ["queue_full"]
+    assert all(isinstance(outcome, list) for outcome in client.outcomes())
+
+
+def test_who_is_admitted_when_the_engine_fails_is_answered(start: Callable[..., RollingEngine]) -> None:
+    class PanicError(BaseException):
+        pass
+
+    def panic() -> None:
+        raise PanicError
+
+    client = Client(start(max_rows=2))
+    client.submit(PROMPT, SamplingPlan(3), logits_processor=panic)
+    client.submit(PROMPT, SamplingPlan(3))
+    assert [error_code(outcome) for outcome in client.outcomes()] == ["engine_failed"] * 2
 
 
 def test_who_only_waits_for_the_next_step_is_not_in_the_queue(start: Callable[..., RollingEngine]) -> None:
