@@ -9,6 +9,7 @@ give is cut off.
 from __future__ import annotations
 
 import codecs
+import copy
 from itertools import islice
 from typing import Any, Final
 
@@ -35,8 +36,9 @@ class TextCodec:
         self._tokenizer = tokenizer
         self.vocabulary_size = vocabulary_size
         self._tokenizer("")  # drops a padding or truncation saved with it: later calls change nothing, from any thread
-        self._encodes_plainly = _leaves_it_to_its_backend(tokenizer, ENCODERS)
-        self._decodes_plainly = _leaves_it_to_its_backend(tokenizer, DECODERS)
+        backend = _copy_of_backend(tokenizer)
+        self._encoder = backend if _leaves_it_to_its_backend(tokenizer, ENCODERS) else None
+        self._decoder = backend if _leaves_it_to_its_backend(tokenizer, DECODERS) else None
         vocabulary = tokenizer.get_vocab()
         self.is_fast: bool = tokenizer.is_fast
         """Whether it is no Python's own, which takes ten times as long."""
@@ -107,8 +109,8 @@ class TextCodec:
     def decode(self, ids: list[int]) -> str:
         """Tokens as the tokenizer decodes them when they stand alone."""
         text: str
-        if self._decodes_plainly:
-            text = self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+        if self._decoder is not None:
+            text = self._decoder.decode(ids, skip_special_tokens=True)
         else:
             text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
@@ -134,10 +136,8 @@ class TextCodec:
 
     def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         ids: list[int]
-        if self._encodes_plainly:  # as a batch, while which other threads run
-            [encoding] = self._tokenizer.backend_tokenizer.encode_batch_fast(
-                [text], add_special_tokens=adds_special_tokens
-            )
+        if self._encoder is not None:  # as a batch, while which other threads run
+            [encoding] = self._encoder.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
             ids = encoding.ids
         else:
             ids = self._tokenizer(text, add_special_tokens=adds_special_tokens, verbose=False)["input_ids"]
@@ -156,6 +156,14 @@ class TextCodec:
             special_ids.update(token_id for token_id, token in added.items() if token.special)
         skipped_ids = {token_id for token_id in special_ids if self.decode([token_id]) == ""}
         return frozenset(skipped_ids | (set(range(self.vocabulary_size)) - known_ids))
+
+
+def _copy_of_backend(tokenizer: Any) -> Any | None:
+    """The tokenizers library's part of a tokenizer, which other calls cannot have truncate or pad; None without one."""
+    try:
+        return copy.deepcopy(tokenizer.backend_tokenizer)
+    except Exception:  # there is none, or it is made of Python's own parts
+        return None
 
 
 def _leaves_it_to_its_backend(tokenizer: Any, methods: tuple[str, ...]) -> bool:

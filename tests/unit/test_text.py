@@ -275,6 +275,15 @@ def test_padding_and_truncation_saved_with_a_tokenizer_do_nothing_from_any_threa
         assert list(pool.map(lambda text: codec.continuation([], codec.encode(text, 0)), texts)) == texts
 
 
+def test_a_folders_own_calls_of_the_tokenizer_change_no_prompt() -> None:
+    build: Any = PreTrainedTokenizerFast
+    tokenizer = build(tokenizer_object=byte_level(), eos_token=EOS, pad_token=EOS)
+    codec, prompt = TextCodec(tokenizer, 400), f"{CORPUS[0]}{EOS}"
+    ids = codec.encode(prompt, 0)
+    tokenizer(prompt, truncation=True, padding="max_length", max_length=4, split_special_tokens=True)
+    assert codec.encode(prompt, 0) == ids
+
+
 # --- bad words -------------------------------------------------------------------------------------------------------
 
 
