@@ -92,7 +92,7 @@ class ModelSettings(BaseModel):
     """New tokens to generate where a request does not say `max_new_tokens`. The prompt is not counted. At the end of
     the context this default becomes what is left of it."""
 
-    max_context_length: Count | None = None
+    max_context_length: Annotated[int, annotated_types.Ge(2), annotated_types.Le(2**31 - 1)] | None = None
     """Tokens that a prompt and its continuation may have together. By default what the model's config says, and 32768
     where it says nothing."""
 

@@ -86,7 +86,8 @@ def probe_rolling(model: Any) -> ReadingMode | None:
             return "in_pieces"
         return "whole" if same_logits(model, alone[-1:], _logits_read_again(model, alone)) else None
     except Exception as error:  # no cache, or one of another kind
-        logger.info("rolling rows were tried and failed (%s)", type(error).__name__)
+        text = " ".join(str(error).split())[:200]
+        logger.info("rolling rows were tried and failed (%s: %s)", type(error).__name__, text)
         return None
 
 
