@@ -12,6 +12,7 @@ from hf_triton.engine.batch import BatchEngine
 from hf_triton.engine.interface import Engine, Observer
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.attention import FastAttention
+from hf_triton.runner.faults import described
 from hf_triton.runner.long_rope import has_long_rope
 from hf_triton.runner.probe import Sharing, asks_for, probe_rolling, probe_sharing
 
@@ -149,10 +150,9 @@ def _sharing(model: Any, context_length: int) -> Sharing:
         with FastAttention(asks_torch=False):  # as the engine has it: a kernel is compiled now
             sharing = probe_sharing(model)
     except Exception as error:
-        text = " ".join(str(error).split())[:200]
         raise CheckpointError(
             "unsupported_model",
-            f"transformers cannot generate with this model ({type(error).__name__}: {text}): look at its "
+            f"transformers cannot generate with this model ({described(error)}): look at its "
             "generation_config.json, or choose a model that goes on from text alone",
         ) from error
     if _shares_positions(model, context_length):

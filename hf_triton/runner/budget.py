@@ -107,13 +107,13 @@ class FreeMemory:
     def of(self, device: torch.device) -> int:
         """Bytes of a CUDA device, with those that torch keeps for later; of any other, those of the machine."""
         if device.type != "cuda":
-            return self.of_host()
+            return self._of_host()
         import torch
 
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
-    def of_host(self) -> int:
+    def _of_host(self) -> int:
         """Bytes of the machine's memory, swap not counted.
 
         The smaller of what the kernel calls available and what each of the process's control groups leaves: a

@@ -57,6 +57,11 @@ def error_outcome(error: Exception) -> HfTritonError:
     return GenerationError("generation_failed", "the model failed on this request; the server's log says how")
 
 
+def described(error: BaseException) -> str:
+    """An exception's type and the beginning of its words, for what happens at load: no prompt is in them."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def kind(error: Exception) -> str:
     """An exception's type, for the log."""
     return type(error).__name__

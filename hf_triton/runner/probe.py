@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from hf_triton.runner.faults import described
 from hf_triton.runner.padding import pad
 from hf_triton.runner.rounding import agree
 
@@ -86,8 +87,7 @@ def probe_rolling(model: Any) -> ReadingMode | None:
             return "in_pieces"
         return "whole" if same_logits(model, alone[-1:], _logits_read_again(model, alone)) else None
     except Exception as error:  # no cache, or one of another kind
-        text = " ".join(str(error).split())[:200]
-        logger.info("rolling rows were tried and failed (%s: %s)", type(error).__name__, text)
+        logger.info("rolling rows were tried and failed (%s)", described(error))
         return None
 
 

@@ -123,6 +123,7 @@ class TextGeneration:
         self._context_length = context_length
         self._is_encoder_decoder = is_encoder_decoder
         self._defaults = defaults
+        self._has_slow_defaults = any(_takes_reading(each) for each in defaults)
         self._max_output_length = max_output_length
         self._max_rows = max_rows
         self._excludes_prompt = excludes_prompt
@@ -197,7 +198,7 @@ class TextGeneration:
             isinstance(prompt, str)
             and not others
             and len(prompt) <= MAX_QUICK_CHARACTERS
-            and request.parameters[0].bad_words is None
+            and not (self._has_slow_defaults or _takes_reading(request.parameters[0]))
             and self._codec.is_fast
             and not self._hooks.overrides("build_prompt")
         )
@@ -309,6 +310,11 @@ class TextGeneration:
             )
         check_token_ids(plan, self._codec.vocabulary_size)
         return plan
+
+
+def _takes_reading(parameters: GenerationParameters) -> bool:
+    """Whether parameters bring texts of their own, which may be long: a grammar, or words to be tokenized."""
+    return parameters.says_grammar or parameters.bad_words is not None
 
 
 def build_text_generation(

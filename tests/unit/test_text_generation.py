@@ -152,6 +152,7 @@ def build_task(
     codec: TextCodec | None = None,
     *,
     context_length: int = 20,
+    defaults: GenerationParameters | None = None,
     excludes_prompt: bool = False,
     is_encoder_decoder: bool = False,
     hooks: Hooks | None = None,
@@ -163,7 +164,7 @@ def build_task(
         grammars=GrammarCompiler(tokenizer_of(KIND), VOCABULARY_SIZE, frozenset()),
         context_length=context_length,
         is_encoder_decoder=is_encoder_decoder,
-        defaults=(GenerationParameters(),),
+        defaults=(defaults or GenerationParameters(),),
         max_output_length=15,
         max_rows=4,
         excludes_prompt=excludes_prompt,
@@ -233,18 +234,20 @@ def test_a_request_of_many_prompts_lets_others_have_their_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "asked", "is_at_once"),
+    ("prompts", "asked", "defaults", "is_at_once"),
     [
-        (("short",), {}, True),
-        (("x" * 1000,), {}, True),
-        (("x" * 1001,), {}, False),
-        (("two", "prompts"), {}, False),
-        (("x",), {"bad_words": ("y",)}, False),
-        (("x",), {"guided_regex": "a"}, False),
+        (("short",), {}, {}, True),
+        (("x" * 1000,), {}, {}, True),
+        (("x" * 1001,), {}, {}, False),
+        (("two", "prompts"), {}, {}, False),
+        (("x",), {"bad_words": ("y",)}, {}, False),
+        (("x",), {"guided_regex": "a"}, {}, False),
+        (("x",), {}, {"bad_words": ("y",)}, False),
+        (("x",), {}, {"guided_regex": "a"}, False),
     ],
 )
 def test_what_is_read_in_no_time_costs_no_other_thread(
-    prompts: tuple[str, ...], asked: dict[str, Any], is_at_once: bool
+    prompts: tuple[str, ...], asked: dict[str, Any], defaults: dict[str, Any], is_at_once: bool
 ) -> None:
     threads: list[str] = []
 
@@ -252,7 +255,8 @@ def test_what_is_read_in_no_time_costs_no_other_thread(
         threads.append(threading.current_thread().name)
         return echo(sequence)
 
-    task, reply = build_task(outcome, context_length=2000), Collector()
+    task = build_task(outcome, context_length=2000, defaults=GenerationParameters(**defaults))
+    reply = Collector()
     task.submit(request_of(prompts, **asked), reply, lambda: False)
     assert reply.is_finished.wait(30)
     assert {name == threading.current_thread().name for name in threads} == {is_at_once}
