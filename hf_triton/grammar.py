@@ -48,6 +48,9 @@ BEFORE: Final = Effort(max_visits=8_000, max_time_s=0.5, max_visits_for_less=1_0
 """To find a first ending, outside the engine."""
 DURING: Final = Effort(max_visits=300, max_time_s=0.02)
 """To find one behind a token, while the engine waits."""
+MAX_SLOW: Final = 3
+"""Searches of a text that take longer before it has no more freedom. A virtual machine's processor that is away for a
+moment counts as time too: it must not have the same seed write another text."""
 MAX_CLOSING: Final = 8192
 """Tokens of a first ending."""
 NUM_FINDERS_KEPT: Final = 4
@@ -182,6 +185,7 @@ class TextConstraint:
         self._room = room
         self._words = words
         self._is_forced = False  # nothing is asked of the library any more: the ending comes, token by token
+        self._num_slow = 0  # searches
         self._mask: npt.NDArray[np.uint8] | None = None
         self._next: dict[int, _State | None] = {}  # behind tokens that were asked for, for the text as it is
 
@@ -230,10 +234,20 @@ class TextConstraint:
             return _State(matcher, () if has_ended else closing[1:])
         if self._is_forced or matcher.is_error():
             return None
-        start_s = time.thread_time()
-        found = self._finder.find(matcher, self._room - 1, DURING, closing, self._words)
-        self._is_forced = time.thread_time() - start_s > DURING.max_time_s  # one token's search may hold up the others
+        found = self._search(matcher)
         return None if found is None else _State(matcher, found)
+
+    def _search(self, matcher: LLMatcher) -> tuple[int, ...] | None:
+        """An ending for another place; one that was not found for want of time is searched for again."""
+        while True:
+            start_s = time.thread_time()
+            found = self._finder.find(matcher, self._room - 1, DURING, self._state.closing, self._words)
+            if time.thread_time() - start_s <= DURING.max_time_s:
+                return found
+            self._num_slow += 1
+            self._is_forced = self._num_slow == MAX_SLOW  # it holds up the other texts
+            if found is not None or self._is_forced:
+                return found
 
     def _free_mask(self) -> npt.NDArray[np.uint8]:
         mask = np.frombuffer(self._state.matcher.compute_bitmask(), np.uint8).copy()

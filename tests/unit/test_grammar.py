@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from llguidance import LLParserLimits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from hf_triton import closing as closing_module
 from hf_triton import grammar as grammar_module
 from hf_triton.errors import RequestError
 from hf_triton.generation import Grammar, SamplingPlan
@@ -374,6 +376,45 @@ def test_a_grammar_that_grows_too_large_on_its_way_still_ends_whole(monkeypatch:
 def test_where_no_ending_is_found_the_known_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "DURING", grammar_module.Effort(0, 1.0))
     check_texts(KIND, json_schema(SCHEMAS["nested"]), lambda text: json.loads(text) is not None)
+
+
+class Processor:
+    """Its time, which stands still but for some readings that come a second late.
+
+    Args:
+        late: The numbers of those readings.
+    """
+
+    def __init__(self, late: Callable[[int], bool]) -> None:
+        self._late = late
+        self._now_s = 0.0
+        self._num_readings = 0
+
+    def thread_time(self) -> float:
+        self._num_readings += 1
+        self._now_s += self._late(self._num_readings)
+        return self._now_s
+
+
+def write_with(monkeypatch: pytest.MonkeyPatch, late: Callable[[int], bool]) -> list[int]:
+    """A text of a nested object that wants a token more than it has room for, on such a processor."""
+    constraint = constraint_of(KIND, json_schema(SCHEMAS["nested"]), 60)
+    processor = Processor(late)
+    for module in (grammar_module, closing_module):
+        monkeypatch.setattr(module, "time", processor)
+    return draw(KIND, constraint, 60, random.Random(5))
+
+
+def test_a_moment_without_the_processor_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = write_with(monkeypatch, lambda _: False)
+    for at in range(1, 60):
+        assert write_with(monkeypatch, lambda reading, at=at: reading == at) == quiet, at
+
+
+def test_a_text_whose_endings_are_always_hard_to_find_loses_its_freedom(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet, slow = write_with(monkeypatch, lambda _: False), write_with(monkeypatch, lambda _: True)
+    assert json.loads(read(KIND, slow)) is not None
+    assert slow != quiet
 
 
 @pytest.mark.parametrize(
