@@ -63,7 +63,10 @@ class Connection:
         Raises:
             MessageTooLargeError: It does not fit; nothing was sent.
         """
-        framed = frame(message)
+        self.send_framed(frame(message))
+
+    def send_framed(self, framed: bytes) -> None:
+        """Send what `frame` has made of a message, as `send` does."""
         with self._lock:
             try:
                 self._socket.sendall(framed, socket.MSG_NOSIGNAL)

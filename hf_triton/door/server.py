@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from hf_triton.door.address import Address, new_address, remove
-from hf_triton.door.connection import MAX_MESSAGE_BYTES, Connection, MessageTooLargeError, is_same_user
+from hf_triton.door.connection import MAX_MESSAGE_BYTES, Connection, MessageTooLargeError, frame, is_same_user
 from hf_triton.door.messages import (
     Array,
     DoorRequest,
@@ -86,34 +86,31 @@ class RemoteCall:
 
     def answer(self, outputs: Mapping[str, Array], parameters: Mapping[str, int] | None = None) -> None:
         """Send the one answer, or the last part of it; `parameters` are the response's own."""
-        if self._end("ok"):
-            message = {"id": self._number, "answer": pack_tensors(outputs), "parameters": dict(parameters or {})}
-            try:
-                self._peer.connection.send(message)
-            except MessageTooLargeError:
-                self._send_error(
-                    UnavailableError(
-                        "out_of_memory",
-                        f"the answer has more than the {MAX_MESSAGE_BYTES} bytes that a stream door takes",
-                    )
+        message = {"id": self._number, "answer": pack_tensors(outputs), "parameters": dict(parameters or {})}
+        try:
+            framed = frame(message)
+        except MessageTooLargeError:
+            self.refuse(
+                UnavailableError(
+                    "out_of_memory",
+                    f"the answer has more than the {MAX_MESSAGE_BYTES} bytes that a stream door takes",
                 )
+            )
+        else:
+            self._finish(framed, "ok")
 
     def refuse(self, error: HfTritonError) -> None:
         """Send an error as the one answer."""
-        if self._end(error.code):
-            self._send_error(error)
+        self._finish(frame({"id": self._number, "refuse": pack_error(error)}), error.code)
 
-    def _send_error(self, error: HfTritonError) -> None:
-        self._peer.connection.send({"id": self._number, "refuse": pack_error(error)})
-
-    def _end(self, outcome: str) -> bool:
-        """Whether the call is to be answered now; it is not a second time."""
+    def _finish(self, framed: bytes, outcome: str) -> None:
+        """Send the last response, once."""
         with self._lock:
             was_answered, self._is_answered = self._is_answered, True
         if not was_answered:
             self._peer.forget(self._number)
             self._on_answer(outcome)
-        return not was_answered
+            self._peer.connection.send_framed(framed)
 
     def __del__(self) -> None:  # wherever the garbage collector runs, so it must not wait
         if not self._is_answered:

@@ -653,6 +653,7 @@ def test_a_message_too_large_refuses_its_request_alone(
     assert large_answer.wait().code == "out_of_memory"
     remote.answer(texts(b"text"))
     assert other.wait() == [b"text"]
+    assert engine.outcomes == ["out_of_memory", "ok"]
 
 
 def test_a_piece_that_triton_does_not_take_ends_its_request_alone(engine: Engine, engines: Engines) -> None:
