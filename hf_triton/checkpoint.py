@@ -77,17 +77,20 @@ class Placement:
             torch.cuda.set_device(self.device_id)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checkpoint:
-    """A loaded model and what is known of it."""
+    """A loaded model and what is known of it. A folder's own `load` may put others in the place of its parts."""
 
     tokenizer: Any
     model: Any
     """In eval mode, on its device."""
     context_length: int
     """Tokens that a prompt and its continuation may have together."""
-    vocabulary_size: int
-    """Rows of the input embedding."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows of the input embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -146,10 +149,10 @@ def _load(folder: Path, tokenizer_folder: Path, settings: ModelSettings, placeme
         tokenizer = _load_tokenizer(tokenizer_folder, settings)
         model = _load_model(folder, config, settings, placement)
     model.eval()
-    vocabulary_size = _explained(settings, "the model", lambda: int(model.get_input_embeddings().weight.shape[0]))
+    checkpoint = Checkpoint(tokenizer, model, context_length(config, settings.max_context_length))
+    vocabulary_size = _explained(settings, "the model", lambda: checkpoint.vocabulary_size)
     if len(tokenizer) > vocabulary_size:
         logger.warning("the tokenizer knows %d tokens and the model %d", len(tokenizer), vocabulary_size)
-    checkpoint = Checkpoint(tokenizer, model, context_length(config, settings.max_context_length), vocabulary_size)
     _explained(settings, "generation_config.json", checkpoint.generation_defaults)
     logger.info(
         "%s in %s on %s, attention %s, context of %d tokens",

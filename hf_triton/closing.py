@@ -55,6 +55,18 @@ class Effort:
     """Of this thread's time on the processor."""
     max_visits_for_less: int = 0
     """To find something shorter than a word that would do."""
+    max_visits_pressing_on: int = 0
+    """Where that finds nothing: always on from where most is done. Where many parts cost something each (`minLength`),
+    there are too many cheaper ways to write the first ones."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has come to."""
+
+    tokens: _Tokens | None
+    """Behind which the grammar may end; None: none were found."""
+    num_visits: int
 
 
 class ClosingFinder:
@@ -85,8 +97,8 @@ class ClosingFinder:
 
     def find(
         self, matcher: LLMatcher, room: int, effort: Effort, known: Sequence[int] = (), words: Sequence[str] = ()
-    ) -> _Tokens | None:
-        """Tokens behind which the grammar may end, at most `room` of them; None where none were found.
+    ) -> Found:
+        """Look for at most `room` tokens behind which the grammar may end.
 
         Args:
             matcher: The grammar, at the text's present end. It is left as it is.
@@ -98,27 +110,31 @@ class ClosingFinder:
         """
         deadline_s = time.thread_time() + effort.max_time_s
         if matcher.is_accepting():
-            return ()
+            return Found((), 0)
         if (rest := _ending_tail(matcher, known, deadline_s)) is not None:
-            return rest if len(rest) <= room else None
+            return Found(rest if len(rest) <= room else None, 0)
+        num_visits = 0
         best: _Tokens | None = None
         texts = [word.encode(errors="ignore") for word in words]
         for text in texts:
             rest = _ending_tail(matcher, self._spell(text), deadline_s)
             if rest is not None and len(rest) <= room:
                 best, room = rest, len(rest) - 1
-        search = _Search(self, matcher, texts)
-        for _ in range(effort.max_visits if best is None else effort.max_visits_for_less):
-            if not search.heap or time.thread_time() > deadline_s:
-                break
-            place = search.visit(room)
-            if place is None:
-                continue
-            rest = () if place.matcher.is_accepting() else _ending_tail(place.matcher, known, deadline_s)
-            if rest is not None and len(place.tokens) + len(rest) <= room:
-                best = place.tokens + rest
-                break
-        return None if best is None else self._shortened(matcher, best)
+        for presses_on, max_visits in ((False, effort.max_visits), (True, effort.max_visits_pressing_on)):
+            search = _Search(self, matcher, texts, presses_on=presses_on)
+            for _ in range(max_visits if best is None else effort.max_visits_for_less):
+                if not search.heap or time.thread_time() > deadline_s:
+                    break
+                num_visits += 1
+                place = search.visit(room)
+                if place is None:
+                    continue
+                rest = () if place.matcher.is_accepting() else _ending_tail(place.matcher, known, deadline_s)
+                if rest is not None and len(place.tokens) + len(rest) <= room:
+                    return Found(self._shortened(matcher, place.tokens + rest), num_visits)
+            if best is not None:
+                return Found(self._shortened(matcher, best), num_visits)
+        return Found(None, num_visits)
 
     def candidates(self, place: _Place, words: list[bytes]) -> Iterator[_Tokens]:
         """What to try at a place of the search, in order; little where all was tried one place before."""
@@ -190,21 +206,24 @@ class _Place:
     """Whether letters may come next, and so brackets that close nothing."""
     seen: set[int] = field(default_factory=set)
     """The states behind the tokens that were tried."""
+    num_done: int = 0
+    """Steps that led on to something new."""
 
 
 class _Search:
-    """The places to go on from, the cheapest first and the furthest of them."""
+    """The places to go on from, the cheapest first and the furthest of them; pressing on, the furthest first."""
 
-    def __init__(self, finder: ClosingFinder, matcher: LLMatcher, words: list[bytes]) -> None:
+    def __init__(self, finder: ClosingFinder, matcher: LLMatcher, words: list[bytes], *, presses_on: bool) -> None:
         self._finder = finder
         self._words = words
+        self._presses_on = presses_on
         self._numbers = itertools.count()
-        self.heap: list[tuple[int, int, int, _Place, Iterator[_Tokens]]] = []
+        self.heap: list[tuple[int, int, int, int, _Place, Iterator[_Tokens]]] = []
         self._open(0, finder.place(matcher.deep_copy(), ()))
 
     def visit(self, room: int) -> _Place | None:
         """Try what is next at the cheapest place; where it leads to, unless it is too far or nowhere new."""
-        cost, _, _, place, candidates = heapq.heappop(self.heap)
+        _, cost, _, _, place, candidates = heapq.heappop(self.heap)
         tokens = next(candidates, None)
         if tokens is None:
             return None
@@ -215,6 +234,7 @@ class _Search:
         closes = self._finder.is_bracket(tokens) and not place.is_text
         reached.repeats = reached.state == place.state and not closes
         is_known = reached.state in place.seen
+        reached.num_done = place.num_done + (not reached.repeats and not is_known)
         place.seen.add(reached.state)
         if reached.repeats and place.repeats:
             self._push(cost + 1, place, candidates)
@@ -243,7 +263,8 @@ class _Search:
         self._push(cost, place, self._finder.candidates(place, self._words))
 
     def _push(self, cost: int, place: _Place, candidates: Iterator[_Tokens]) -> None:
-        heapq.heappush(self.heap, (cost, -len(place.tokens), next(self._numbers), place, candidates))
+        num_done = place.num_done if self._presses_on else 0
+        heapq.heappush(self.heap, (-num_done, cost, -len(place.tokens), next(self._numbers), place, candidates))
         if len(self.heap) > MAX_PLACES:
             self.heap = heapq.nsmallest(MAX_PLACES // 2, self.heap)
 

@@ -22,9 +22,12 @@ from __future__ import annotations
 import json
 import traceback
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 TritonCode = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
+
+MAX_PLACES: Final = 16
+"""Places of an exception that a log line has, from the innermost on, and as many of the outermost."""
 
 CODES: dict[str, str] = {
     "invalid_input": "`text_input` or `messages` is missing, is not UTF-8, holds too much or no prompt; or an empty "
@@ -138,8 +141,10 @@ class ServerError(HfTritonError):
 def where(error: BaseException) -> str:
     """An exception's type and the places it came through, without its message, which may quote what a client sent."""
     frames = traceback.extract_tb(error.__traceback__)
-    places = " < ".join(f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in reversed(frames))
-    return f"{type(error).__name__} in {places}"
+    places = [f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in reversed(frames)]
+    if len(places) > 2 * MAX_PLACES:  # a recursion without end
+        places[MAX_PLACES:-MAX_PLACES] = [f"{len(places) - 2 * MAX_PLACES} more"]
+    return f"{type(error).__name__} in {' < '.join(places)}"
 
 
 def clip(value: object, limit: int = 60) -> str:

@@ -44,13 +44,13 @@ LIMITS: Final = LLParserLimits(
     verbose_errors=False,  # they would show the whole grammar
 )
 JSON_SPACE: Final = r" ?|\n[ \t]{0,40}"  # endless white space would use up the tokens
-BEFORE: Final = Effort(max_visits=8_000, max_time_s=0.5, max_visits_for_less=1_000)
+BEFORE: Final = Effort(max_visits=2_000, max_time_s=0.5, max_visits_for_less=1_000, max_visits_pressing_on=6_000)
 """To find a first ending, outside the engine."""
-DURING: Final = Effort(max_visits=300, max_time_s=0.02)
-"""To find one behind a token, while the engine waits."""
-MAX_SLOW: Final = 3
-"""Searches of a text that take longer before it has no more freedom. A virtual machine's processor that is away for a
-moment counts as time too: it must not have the same seed write another text."""
+DURING: Final = Effort(max_visits=200, max_time_s=0.1)
+"""To find one behind a token, while the engine waits. A visit takes some 50 us: the time is for grammars with which it
+takes much longer. It must not decide otherwise, or the same seed would write another text where the machine is busy."""
+MAX_VAIN_VISITS: Final = 1_000
+"""Of a text's searches that find nothing, before it has no more freedom."""
 MAX_CLOSING: Final = 8192
 """Tokens of a first ending."""
 NUM_FINDERS_KEPT: Final = 4
@@ -153,7 +153,8 @@ class GrammarCompiler:
 
     def _find_closing(self, grammar: Grammar, end_ids: frozenset[int]) -> tuple[int, ...] | None:
         assert self._guide is not None
-        return self._finder(end_ids).find(_matcher(self._guide, grammar), MAX_CLOSING, BEFORE, words=_words(grammar))
+        matcher = _matcher(self._guide, grammar)
+        return self._finder(end_ids).find(matcher, MAX_CLOSING, BEFORE, words=_words(grammar)).tokens
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class TextConstraint:
         self._room = room
         self._words = words
         self._is_forced = False  # nothing is asked of the library any more: the ending comes, token by token
-        self._num_slow = 0  # searches
+        self._num_vain = 0  # visits of searches that found nothing
         self._mask: npt.NDArray[np.uint8] | None = None
         self._next: dict[int, _State | None] = {}  # behind tokens that were asked for, for the text as it is
 
@@ -234,20 +235,13 @@ class TextConstraint:
             return _State(matcher, () if has_ended else closing[1:])
         if self._is_forced or matcher.is_error():
             return None
-        found = self._search(matcher)
-        return None if found is None else _State(matcher, found)
-
-    def _search(self, matcher: LLMatcher) -> tuple[int, ...] | None:
-        """An ending for another place; one that was not found for want of time is searched for again."""
-        while True:
-            start_s = time.thread_time()
-            found = self._finder.find(matcher, self._room - 1, DURING, self._state.closing, self._words)
-            if time.thread_time() - start_s <= DURING.max_time_s:
-                return found
-            self._num_slow += 1
-            self._is_forced = self._num_slow == MAX_SLOW  # it holds up the other texts
-            if found is not None or self._is_forced:
-                return found
+        start_s = time.thread_time()
+        found = self._finder.find(matcher, self._room - 1, DURING, closing, self._words)
+        if found.tokens is None:
+            self._num_vain += found.num_visits
+        is_slow = time.thread_time() - start_s > DURING.max_time_s
+        self._is_forced = is_slow or self._num_vain > MAX_VAIN_VISITS  # it holds up the other texts
+        return None if found.tokens is None else _State(matcher, found.tokens)
 
     def _free_mask(self) -> npt.NDArray[np.uint8]:
         mask = np.frombuffer(self._state.matcher.compute_bitmask(), np.uint8).copy()

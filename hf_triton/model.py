@@ -152,7 +152,8 @@ class TritonPythonModel(Hooks):
         """Change what was loaded, before it serves: merge an adapter, add a token, replace a layer. May be overridden.
 
         Args:
-            checkpoint: `model` and `tokenizer`, transformers' own objects, on their device.
+            checkpoint: `model` and `tokenizer`, transformers' own objects, on their device; others may be put in their
+                place. The model serves in eval mode.
 
         Returns:
             What to serve.

@@ -244,7 +244,7 @@ class _Writer:
         self.prompt = prompt
         self._codec = codec
         self._hooks = hooks
-        self._has_rule = hooks.overrides("is_complete")
+        self._has_rule = hooks.overrides("is_complete") and prompt.constraint is None
         self._reply = reply
         self._first_text = row * prompt.plan.num_rows
         self.is_needed = reply is not None or self._has_rule or bool(prompt.task.stop_strings)

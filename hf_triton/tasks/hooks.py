@@ -57,12 +57,15 @@ class Hooks:
         Returns:
             A function of the text's token ids so far, prompt included, and the scores `[vocabulary]`, a float32 tensor
             that it may change; it returns the scores to go by. The request's own settings have been applied before, but
-            for temperature and what draws; a structured output is enforced after. None: nothing changes them.
+            for temperature and what draws; a structured output is enforced after. None: nothing changes them. Where a
+            step fails for want of the device's memory it is repeated, and the function called for the same token again.
         """
         return None
 
     def is_complete(self, text: str) -> bool:
         """A stopping rule beside `stop_strings`: whether a text ends here. Asked whenever it has grown.
+
+        Not asked of structured output, which it would cut.
 
         Args:
             text: The continuation so far.
@@ -172,9 +175,10 @@ def checked_load(hooks: Hooks, load: Callable[[Checkpoint], Checkpoint], checkpo
     """
     with _blaming("load", hooks, shows_message=True):
         result = load(checkpoint)
-    if not isinstance(result, type(checkpoint)):
-        raise _wrong_result("load", "the checkpoint", result)
-    return result
+        if isinstance(result, type(checkpoint)):
+            result.model.eval()  # layers that it has added are not, nor is what it has trained
+            return result
+    raise _wrong_result("load", "the checkpoint", result)
 
 
 def check_hooks(model: type[Hooks], base: type[Hooks]) -> None:
@@ -252,8 +256,8 @@ def _has_text(error: HfTritonError) -> bool:
 def _is_the_engine_s(error: BaseException) -> bool:
     if isinstance(error, HfTritonError):
         return True
-    if type(error) is RuntimeError and _is_raised_by_hand(error):
-        return False  # and not by the device, whatever words of a prompt it quotes
+    if isinstance(error, MemoryError) or (type(error) is RuntimeError and _is_raised_by_hand(error)):
+        return False  # and not the device's, whatever words of a prompt it quotes
     return isinstance(error, Exception) and (is_memory(error) or is_fatal(error))
 
 

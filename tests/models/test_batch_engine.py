@@ -261,7 +261,7 @@ def test_what_the_checkpoint_asks_of_generate_holds_for_each_row_alone(
     model = model_of(architecture)
     for key, value in defaults.items():
         monkeypatch.setattr(model.generation_config, key, value)
-    own = Checkpoint(None, model, 4096, VOCAB_SIZE).generation_defaults()
+    own = Checkpoint(None, model, 4096).generation_defaults()
     asked = [
         Asked(ids, settle(parse_parameters({"max_new_tokens": length, "do_sample": False}), own))
         for ids, length in [*((each.prompt_ids, each.plan.max_new_tokens) for each in mixed(10)), ([7], 8)]
@@ -278,7 +278,7 @@ def test_a_request_can_switch_off_what_the_checkpoint_asks_for(llama: Any, monke
     neutral: dict[str, object] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
     for name, value in {"repetition_penalty": 3.0, "no_repeat_ngram_size": 1, "min_new_tokens": 11}.items():
         monkeypatch.setattr(llama.generation_config, name, value)
-    own = Checkpoint(None, llama, 4096, VOCAB_SIZE).generation_defaults()
+    own = Checkpoint(None, llama, 4096).generation_defaults()
     plans = [settle(parse_parameters({"max_new_tokens": 12, **off}), own) for off in (neutral, {})]
     asked = [Asked(ids, plan) for plan in plans for ids in prompts]
     with Bench(llama) as bench:

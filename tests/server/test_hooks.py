@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders whose own model.py changes one thing, in under ten lines: each hook of the base class on a real server."""
 
+import json
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -113,6 +114,18 @@ MISSPELT = """    def post_process(self, text):
     def make_prompt(self, text):
         return text
 """
+TAUGHT = """    def load(self, checkpoint):
+        import copy
+
+        import torch
+
+        checkpoint.tokenizer = copy.deepcopy(checkpoint.tokenizer)
+        checkpoint.tokenizer.add_tokens(["<ebb>", "<flow>"])
+        checkpoint.model.resize_token_embeddings(len(checkpoint.tokenizer))
+        base = checkpoint.model.model
+        base.norm = torch.nn.Sequential(base.norm, torch.nn.Dropout(0.5))
+        return checkpoint
+"""
 SLOW_S = 4.0
 SLOW = f"""    def postprocess(self, text):
         import time
@@ -160,6 +173,7 @@ def server(
         "picky": PICKY,
         "misspelt": MISSPELT,
         "slow": SLOW,
+        "taught": TAUGHT,
         "chatty": CHATTY,
         **UNLOADABLE,
     }
@@ -188,6 +202,21 @@ def test_what_was_loaded_can_be_changed(server: TritonServer, reference: Referen
     finally:
         reference.model.lm_head.weight.data.mul_(-1)
     assert ask(server, "load") == wanted != ask(server, "plain")
+
+
+def test_a_model_can_learn_words_and_layers(server: TritonServer, reference: Reference) -> None:
+    """New tokens are the model's as the others are; new layers are in eval mode."""
+    num_old = len(reference.tokenizer)
+    ebb, flow = num_old, num_old + 1
+    none_new = {"logit_bias": json.dumps({ebb: -100, flow: -100})}
+    reply = generate(server, "taught", PROMPT, max_new_tokens=NUM_TOKENS, **none_new)
+    assert reply.status == 200, reply.body
+    assert reply.json()["text_output"] == continuation(reference, PROMPT)
+    wanted = {"logit_bias": json.dumps({flow: 100}), "max_new_tokens": 2}
+    assert generate(server, "taught", "The <ebb> and", **wanted).json()["text_output"] == "<flow><flow>"
+    reply = generate(server, "taught", PROMPT, logit_bias=json.dumps({flow + 1: 1}))
+    assert f"names the token {flow + 1}, and the model's token ids are below {flow + 1}" in reply.body
+    assert generate(server, "taught", "x", eos_token_id=ebb, max_new_tokens=1).status == 200
 
 
 def test_a_prompt_can_be_built(server: TritonServer, reference: Reference) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -317,7 +317,7 @@ def test_a_processor_s_scores_are_those_to_go_by() -> None:
 
 @pytest.mark.parametrize(
     "result",
-    [RuntimeError("x"), BaseException("a panic"), torch.zeros(1), torch.tensor([0, 0, torch.nan]), None],
+    [RuntimeError("x"), BaseException("a panic"), MemoryError(), torch.zeros(1), torch.tensor([0, 0, torch.nan]), None],
     ids=repr,
 )
 def test_a_processor_s_failure_is_the_answer_and_the_engine_goes_on(result: Any) -> None:
@@ -333,7 +333,7 @@ def test_a_model_s_own_nan_is_not_the_processor_s_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), torch.OutOfMemoryError("x"), torch.AcceleratorError("CUDA error: an assert")], ids=repr
+    "error", [torch.OutOfMemoryError("x"), torch.AcceleratorError("CUDA error: an assert")], ids=repr
 )
 def test_what_ails_the_device_in_a_processor_is_left_to_the_engine(error: Exception) -> None:
     with pytest.raises(type(error)):
@@ -415,6 +415,16 @@ def test_a_stopping_rule_may_be_numpy_s(claim: Any) -> None:
 
     made, _ = answering(prompt_of("x"), hooks=Ruled())
     assert write(made, 0, 0, "a") == [bool(claim)]
+
+
+def test_a_stopping_rule_does_not_cut_what_follows_a_grammar() -> None:
+    class Short(Hooks):
+        def is_complete(self, text: str) -> bool:
+            raise AssertionError("it is not to be asked")
+
+    made, reply = answering(replace(prompt_of("x"), constraint=cast(Any, object)), hooks=Short())
+    assert made.listener(0) is None
+    assert not reply.results
 
 
 def test_an_error_of_ours_from_a_stopping_rule_is_the_answer() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import hf_triton
 from hf_triton import errors
-from hf_triton.errors import CODES, HfTritonError, LoadError, RequestError, SettingsError, clip
+from hf_triton.errors import CODES, MAX_PLACES, HfTritonError, LoadError, RequestError, SettingsError, clip, where
 
 SOURCES = sorted(Path(hf_triton.__file__).parent.rglob("*.py"))
 
@@ -25,6 +25,18 @@ def test_a_message_is_a_code_and_a_sentence() -> None:
     error = RequestError("invalid_input", "text_input is missing")
     assert str(error) == "invalid_input: text_input is missing"
     assert (error.code, error.sentence) == ("invalid_input", "text_input is missing")
+
+
+def test_the_places_of_an_endless_recursion_are_cut() -> None:
+    def turn() -> None:
+        turn()
+
+    with pytest.raises(RecursionError) as caught:
+        turn()
+    places = where(caught.value).split(" < ")
+    assert len(places) == 2 * MAX_PLACES + 1
+    assert places[MAX_PLACES].endswith(" more")
+    assert places[0].startswith("RecursionError in turn (test_errors.py:")
 
 
 def test_every_code_in_the_source_has_a_meaning() -> None:

@@ -330,6 +330,44 @@ def test_a_model_without_an_end_takes_its_tokenizers() -> None:
         GrammarCompiler(endless, len(endless), frozenset()).compile(regex("a"), SamplingPlan(1))
 
 
+def required(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def fields(value: dict[str, Any], count: int = 12) -> dict[str, Any]:
+    return required({f"field {number}": value for number in range(count)})
+
+
+MANY_PARTS = {
+    "texts of a least length": fields({"type": "string", "minLength": 2}),
+    "long texts": fields({"type": "string", "minLength": 50}),
+    "large numbers": fields({"type": "integer", "minimum": 1000}),
+    "texts or null": fields({"anyOf": [{"type": "string", "minLength": 3}, {"type": "null"}]}),
+    "items": {"type": "array", "minItems": 8, "items": {"type": "string", "minLength": 2}},
+    "objects": {
+        "type": "array",
+        "minItems": 5,
+        "items": required({"name": {"type": "string", "minLength": 1}, "note": {"type": "string", "minLength": 5}}),
+    },
+    "a book": required(
+        {
+            "title": {"type": "string", "minLength": 3},
+            "isbn": {"type": "string", "minLength": 10, "maxLength": 13},
+            "publisher": {"type": "string", "minLength": 3},
+            "summary": {"type": "string", "minLength": 20},
+            "year": {"type": "integer"},
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANY_PARTS)
+def test_many_parts_that_each_want_something_are_no_contradiction(name: str) -> None:
+    schema = MANY_PARTS[name]
+    ids = draw(KIND, constraint_of(KIND, json_schema(schema), 2000), 2000, random.Random(0))
+    jsonschema.validate(json.loads(read(KIND, ids)), schema)
+
+
 def test_a_text_that_fits_is_asked_for() -> None:
     grammar = json_schema(SCHEMAS["an option with much in it"])
     least = least_of(KIND, grammar)
@@ -379,42 +417,61 @@ def test_where_no_ending_is_found_the_known_one_comes(monkeypatch: pytest.Monkey
 
 
 class Processor:
-    """Its time, which stands still but for some readings that come a second late.
+    """Its time, which stands still but for a step with some of its readings.
 
     Args:
-        late: The numbers of those readings.
+        step_s: How far it goes on then.
+        steps_at: The numbers of those readings.
     """
 
-    def __init__(self, late: Callable[[int], bool]) -> None:
-        self._late = late
+    def __init__(self, step_s: float, steps_at: Callable[[int], bool]) -> None:
+        self._step_s = step_s
+        self._steps_at = steps_at
         self._now_s = 0.0
         self._num_readings = 0
 
     def thread_time(self) -> float:
         self._num_readings += 1
-        self._now_s += self._late(self._num_readings)
+        self._now_s += self._step_s * self._steps_at(self._num_readings)
         return self._now_s
 
 
-def write_with(monkeypatch: pytest.MonkeyPatch, late: Callable[[int], bool]) -> list[int]:
-    """A text of a nested object that wants a token more than it has room for, on such a processor."""
+def write_with(processor: Processor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A text of a nested object, which has not room for all that is drawn."""
     constraint = constraint_of(KIND, json_schema(SCHEMAS["nested"]), 60)
-    processor = Processor(late)
     for module in (grammar_module, closing_module):
         monkeypatch.setattr(module, "time", processor)
     return draw(KIND, constraint, 60, random.Random(5))
 
 
 def test_a_moment_without_the_processor_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet = write_with(monkeypatch, lambda _: False)
+    quiet = write_with(Processor(0.0, bool), monkeypatch)
     for at in range(1, 60):
-        assert write_with(monkeypatch, lambda reading, at=at: reading == at) == quiet, at
+        assert write_with(Processor(0.05, lambda number, at=at: number == at), monkeypatch) == quiet, at
 
 
-def test_a_text_whose_endings_are_always_hard_to_find_loses_its_freedom(monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet, slow = write_with(monkeypatch, lambda _: False), write_with(monkeypatch, lambda _: True)
+def test_a_text_whose_endings_take_long_to_find_loses_its_freedom(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet, slow = write_with(Processor(0.0, bool), monkeypatch), write_with(Processor(1.0, bool), monkeypatch)
     assert json.loads(read(KIND, slow)) is not None
     assert slow != quiet
+
+
+def test_so_does_one_whose_endings_are_looked_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By how much was tried, and not by the time it took."""
+    effort, num_searches = grammar_module.Effort(max_visits=3, max_time_s=60.0), 0
+    monkeypatch.setattr(grammar_module, "DURING", effort)
+
+    def in_vain(finder: Any, matcher: Any, *args: Any) -> closing_module.Found:
+        nonlocal num_searches
+        num_searches += 1
+        return closing_module.Found(None, effort.max_visits)
+
+    constraint = constraint_of(KIND, regex("(ab|cd){40}"), 100)
+    monkeypatch.setattr(closing_module.ClosingFinder, "find", in_vain)
+    monkeypatch.setattr(grammar_module, "MAX_VAIN_VISITS", 10)
+    ids = draw(KIND, constraint, 100, random.Random(0))
+    assert num_searches == 4
+    assert re.fullmatch("(ab|cd){40}", read(KIND, ids))
 
 
 @pytest.mark.parametrize(
