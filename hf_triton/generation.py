@@ -257,7 +257,7 @@ class GenerationParameters(BaseModel):
     """Seconds that the prompt may take, waiting included; then the text ends with what it has."""
 
     queue_priority: Annotated[int, annotated_types.Ge(-100), annotated_types.Le(100)] | None = None
-    """Where prompts wait, the lower goes first. By default 0."""
+    """Where prompts wait, the lower goes first; among equals, requests take turns, a prompt each. By default 0."""
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:

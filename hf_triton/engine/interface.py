@@ -78,7 +78,9 @@ class Sequence:
     deadline_s: float | None = None
     """By `time.monotonic()`; the texts end with what they have then, and a sequence that has nothing yet is refused."""
     priority: int = 0
-    """The lower, the earlier it leaves the queue; first come first served among equals."""
+    """The lower, the earlier it leaves the queue; among equals, requests take turns."""
+    turn: int = 0
+    """In which of them it is to leave; the queue's own."""
     times: RequestTimes = field(default_factory=RequestTimes)
     """Of the request that it belongs to."""
 

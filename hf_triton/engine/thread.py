@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -45,7 +47,7 @@ class EngineThread:
         self._observer = observer or Observer()
         self._device = device
         self._cores = SharedCores(device.type)
-        self._waiting: list[Sequence] = []  # by priority, then first come first served
+        self._waiting: list[Sequence] = []  # by `_rank`
         self._wake = threading.Condition()
         self._closing = threading.Event()
         self._failed = threading.Event()
@@ -83,12 +85,26 @@ class EngineThread:
         with self._wake:
             refusal = misfit or self.refusal() or self._refusal_of_queue(len(sequences))
             if refusal is None:
-                for sequence in sequences:
-                    bisect.insort(self._waiting, sequence, key=lambda each: each.priority)
+                for sequence in self._with_turns(sequences):
+                    bisect.insort(self._waiting, sequence, key=_rank)
                 self._wake.notify()
         if refusal is not None:
             for sequence in sequences:
                 finish(sequence, refusal)
+
+    def _with_turns(self, sequences: list[Sequence]) -> list[Sequence]:
+        """The sequences of one request, the first for the turn that is now, each other for one later.
+
+        So requests that come after one of hundreds of prompts need not wait for all of them.
+        """
+        turns = {each.priority: itertools.count(self._turn_now(each.priority)) for each in sequences}
+        return [replace(each, turn=next(turns[each.priority])) for each in sequences]
+
+    def _turn_now(self, priority: int) -> int:
+        """That of the next to leave among those of a priority."""
+        place = bisect.bisect_left(self._waiting, (priority, 0), key=_rank)
+        is_there = place < len(self._waiting) and self._waiting[place].priority == priority
+        return self._waiting[place].turn if is_there else 0
 
     def is_healthy(self) -> bool:
         """Whether the engine can still run sequences."""
@@ -173,6 +189,11 @@ class EngineThread:
         assert refusal is not None  # the loop ends for no other reason
         for sequence in everyone:
             finish(sequence, refusal)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    """Where a sequence has its place in the queue; equals are in order of arrival."""
+    return sequence.priority, sequence.turn
 
 
 def ending_in_queue(sequence: Sequence) -> HfTritonError | None:

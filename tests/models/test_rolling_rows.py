@@ -271,6 +271,29 @@ def test_the_queue_is_served_by_priority_then_in_order(start: Callable[..., Roll
     assert [name for name in order if name != "first"] == list("abcdef")
 
 
+def test_requests_of_many_prompts_let_others_in_between(start: Callable[..., RollingEngine]) -> None:
+    engine, order = start(max_rows=1), list[str]()
+
+    def request(name: str, count: int, priority: int = 0) -> None:
+        def note(number: int) -> Callable[[Outcome], None]:
+            return lambda _: order.append(f"{name}{number}")
+
+        asked = [Sequence(PROMPT, SamplingPlan(1), note(number), priority=priority) for number in range(count)]
+        engine.submit(asked)
+
+    with engine._wake:  # it takes nobody meanwhile
+        request("a", 4)
+        request("b", 2)
+        request("c", 1)
+        request("urgent", 2, priority=-1)
+        del engine._waiting[2]  # a0 has left, and the turn is still b0's
+        request("d", 2)
+    deadline_s = time.monotonic() + 60
+    while len(order) < 10 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert order == ["urgent0", "urgent1", "b0", "c0", "d0", "a1", "b1", "d1", "a2", "a3"]
+
+
 # --- several texts of one prompt -------------------------------------------------------------------------------------
 
 
