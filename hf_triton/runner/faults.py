@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import dis
 import logging
 
-from hf_triton.errors import GenerationError, HfTritonError, UnavailableError
+from hf_triton.errors import GenerationError, HfTritonError, UnavailableError, where
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,14 @@ def _is_torch_s(error: Exception) -> bool:
     return type(error) is RuntimeError or _is_accelerator_s(error)
 
 
+def is_raised_by_hand(error: BaseException) -> bool:
+    """Whether a `raise` of Python made an exception, and no operation."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
+
+
 def error_outcome(error: Exception) -> HfTritonError:
     """What to answer to the one sequence that the model failed on."""
     import torch
@@ -53,12 +62,15 @@ def error_outcome(error: Exception) -> HfTritonError:
         return UnavailableError(
             "out_of_memory", "the device has too little memory: ask for fewer tokens or a shorter prompt"
         )
-    logger.error("the model failed on one sequence (%s)", kind(error), exc_info=error)
+    is_torch_s = _is_torch_s(error) and not is_raised_by_hand(error)  # others may quote a prompt
+    logger.error(
+        "the model failed on one sequence (%s): %s", described(error) if is_torch_s else kind(error), where(error)
+    )
     return GenerationError("generation_failed", "the model failed on this request; the server's log says how")
 
 
 def described(error: BaseException) -> str:
-    """An exception's type and the beginning of its words, for what happens at load: no prompt is in them."""
+    """An exception's type and the beginning of its words; for those that no prompt can be in, as at load."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import difflib
-import dis
 import inspect
 import logging
 import math
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import numpy as np
 
 from hf_triton.errors import HfTritonError, LoadError, RequestError, TritonCode, where
-from hf_triton.runner.faults import is_fatal, is_memory
+from hf_triton.runner.faults import is_fatal, is_memory, is_raised_by_hand
 from hf_triton.sampling.interface import LogitsProcessor
 
 if TYPE_CHECKING:
@@ -256,17 +255,9 @@ def _has_text(error: HfTritonError) -> bool:
 def _is_the_engine_s(error: BaseException) -> bool:
     if isinstance(error, HfTritonError):
         return True
-    if isinstance(error, MemoryError) or (type(error) is RuntimeError and _is_raised_by_hand(error)):
+    if isinstance(error, MemoryError) or (type(error) is RuntimeError and is_raised_by_hand(error)):
         return False  # and not the device's, whatever words of a prompt it quotes
     return isinstance(error, Exception) and (is_memory(error) or is_fatal(error))
-
-
-def _is_raised_by_hand(error: BaseException) -> bool:
-    """Whether a `raise` of Python made an exception, and no operation."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return place is not None and dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _place(error: BaseException, hooks: Hooks) -> str:
