@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a failed forward is answered with, and what the log has of it: torch's words, and none that may quote a prompt."""
+"""What a failed forward is answered with, and what the log has of it: torch's words, none that may quote a prompt."""
 
 from collections.abc import Callable
 
