@@ -120,9 +120,12 @@ class ClosingFinder:
             rest = _ending_tail(matcher, self._spell(text), deadline_s)
             if rest is not None and len(rest) <= room:
                 best, room = rest, len(rest) - 1
-        for presses_on, max_visits in ((False, effort.max_visits), (True, effort.max_visits_pressing_on)):
+        ways = [(False, effort.max_visits if best is None else effort.max_visits_for_less)]
+        if best is None and effort.max_visits_pressing_on:
+            ways.append((True, effort.max_visits_pressing_on))
+        for presses_on, max_visits in ways:
             search = _Search(self, matcher, texts, presses_on=presses_on)
-            for _ in range(max_visits if best is None else effort.max_visits_for_less):
+            for _ in range(max_visits):
                 if not search.heap or time.thread_time() > deadline_s:
                     break
                 num_visits += 1
@@ -132,9 +135,7 @@ class ClosingFinder:
                 rest = () if place.matcher.is_accepting() else _ending_tail(place.matcher, known, deadline_s)
                 if rest is not None and len(place.tokens) + len(rest) <= room:
                     return Found(self._shortened(matcher, place.tokens + rest), num_visits)
-            if best is not None:
-                return Found(self._shortened(matcher, best), num_visits)
-        return Found(None, num_visits)
+        return Found(None if best is None else self._shortened(matcher, best), num_visits)
 
     def candidates(self, place: _Place, words: list[bytes]) -> Iterator[_Tokens]:
         """What to try at a place of the search, in order; little where all was tried one place before."""
@@ -222,7 +223,7 @@ class _Search:
         self._open(0, finder.place(matcher.deep_copy(), ()))
 
     def visit(self, room: int) -> _Place | None:
-        """Try what is next at the cheapest place; where it leads to, unless it is too far or nowhere new."""
+        """Try what is next at the first place; where it leads to, unless it is too far or nowhere new."""
         _, cost, _, _, place, candidates = heapq.heappop(self.heap)
         tokens = next(candidates, None)
         if tokens is None:

@@ -173,7 +173,7 @@ class RollingEngine(EngineThread):
         self._retire([index for index, row in enumerate(self._rows) if row.is_done])
 
     def _admit(self) -> None:
-        """Take waiting sequences while there are rows for them, first come first served."""
+        """Take waiting sequences while there are rows for them, in the queue's order."""
         for sequence, ending in self._take_waiting():
             finish(sequence, ending)
         while self._admitting:  # without the queue's lock: a folder's own code runs in it
