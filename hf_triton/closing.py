@@ -4,8 +4,9 @@
 llguidance says which tokens may come next, and not how far the end is. So the end is searched for, byte by byte, with
 the bytes first that tend to close something (limited discrepancy search, Harvey and Ginsberg 1995): each time that the
 search passes over the first byte that would do, it pays one, and the cheapest way is followed first. Short texts of the
-grammar's regular expressions come before single bytes. What is found is short, not always the shortest. Knows no
-model and no requests.
+grammar's regular expressions come before single bytes. Before a text's first token there is time for a walk as well,
+which never turns back, and finds an end where the search has too many cheap ways to go. What is found is short, not
+always the shortest. Knows no model and no requests.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -44,6 +46,8 @@ MAX_PLACES: Final = 2048
 """Places that a search keeps, up to 0.2 MB each."""
 
 _Tokens = tuple[int, ...]
+_Way = tuple[int, _Tokens]
+"""The state of a place, and what was tried there."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,10 @@ class Effort:
     max_time_s: float
     """Of this thread's time on the processor."""
     max_visits_for_less: int = 0
-    """To find something shorter than a word that would do."""
-    max_visits_pressing_on: int = 0
-    """Where that finds nothing: always on from where most is done. Where many parts cost something each (`minLength`),
-    there are too many cheaper ways to write the first ones."""
+    """To find something shorter than what a word or the walk has found."""
+    max_visits_walking: int = 0
+    """Without turning back. Where many parts cost the search something each (`minLength`), it has too many cheaper ways
+    to write the first ones; where a part may come again and again (`(" AND " part)*`), that costs it nothing."""
 
 
 @dataclass(frozen=True)
@@ -113,28 +117,29 @@ class ClosingFinder:
             return Found((), 0)
         if (rest := _ending_tail(matcher, known, deadline_s)) is not None:
             return Found(rest if len(rest) <= room else None, 0)
-        num_visits = 0
         best: _Tokens | None = None
         texts = [word.encode(errors="ignore") for word in words]
         for text in texts:
             rest = _ending_tail(matcher, self._spell(text), deadline_s)
             if rest is not None and len(rest) <= room:
                 best, room = rest, len(rest) - 1
-        ways = [(False, effort.max_visits if best is None else effort.max_visits_for_less)]
-        if best is None and effort.max_visits_pressing_on:
-            ways.append((True, effort.max_visits_pressing_on))
-        for presses_on, max_visits in ways:
-            search = _Search(self, matcher, texts, presses_on=presses_on)
-            for _ in range(max_visits):
-                if not search.heap or time.thread_time() > deadline_s:
-                    break
-                num_visits += 1
-                place = search.visit(room)
-                if place is None:
-                    continue
-                rest = () if place.matcher.is_accepting() else _ending_tail(place.matcher, known, deadline_s)
-                if rest is not None and len(place.tokens) + len(rest) <= room:
-                    return Found(self._shortened(matcher, place.tokens + rest), num_visits)
+        walk = _Walk(self, matcher, texts)
+        while best is None and walk.num_visits < effort.max_visits_walking and time.thread_time() < deadline_s:
+            if not walk.go_on() or len(walk.place.tokens) > room:
+                break
+            if walk.place.matcher.is_accepting():
+                best, room = walk.place.tokens, len(walk.place.tokens) - 1
+        search, num_visits = _Search(self, matcher, texts), walk.num_visits
+        for _ in range(effort.max_visits if best is None else effort.max_visits_for_less):
+            if not search.heap or time.thread_time() > deadline_s:
+                break
+            num_visits += 1
+            place = search.visit(room)
+            if place is None:
+                continue
+            rest = () if place.matcher.is_accepting() else _ending_tail(place.matcher, known, deadline_s)
+            if rest is not None and len(place.tokens) + len(rest) <= room:
+                return Found(self._shortened(matcher, place.tokens + rest), num_visits)
         return Found(None if best is None else self._shortened(matcher, best), num_visits)
 
     def candidates(self, place: _Place, words: list[bytes]) -> Iterator[_Tokens]:
@@ -178,9 +183,19 @@ class ClosingFinder:
         is_text = any(mask[letter // 8] >> letter % 8 & 1 for letter in self._letters)
         return _Place(matcher, tokens, state=hash(mask), is_text=is_text)
 
-    def is_bracket(self, tokens: _Tokens) -> bool:
-        """Whether a single token may close something."""
-        return len(tokens) == 1 and tokens[0] in self._brackets
+    def behind(self, place: _Place, tokens: _Tokens) -> _Place | None:
+        """Where tokens lead to from a place, with those that must follow; None where they may not come."""
+        matcher = place.matcher.deep_copy()
+        if not matcher.consume_tokens(list(tokens)):
+            return None
+        closes = len(tokens) == 1 and tokens[0] in self._brackets and not place.is_text
+        if not matcher.is_accepting() and (forced := self.forced(matcher)):
+            if not matcher.consume_tokens(forced):
+                return None
+            tokens += tuple(forced)
+        reached = self.place(matcher, (*place.tokens, *tokens))
+        reached.repeats = reached.state == place.state and not closes
+        return None if matcher.is_error() else reached
 
     def _can_write(self, token_id: int) -> bool:
         """Whether the model has this token, and it does not end the text."""
@@ -207,35 +222,29 @@ class _Place:
     """Whether letters may come next, and so brackets that close nothing."""
     seen: set[int] = field(default_factory=set)
     """The states behind the tokens that were tried."""
-    num_done: int = 0
-    """Steps that led on to something new."""
 
 
 class _Search:
-    """The places to go on from, the cheapest first and the furthest of them; pressing on, the furthest first."""
+    """The places to go on from, the cheapest first and the furthest of them."""
 
-    def __init__(self, finder: ClosingFinder, matcher: LLMatcher, words: list[bytes], *, presses_on: bool) -> None:
+    def __init__(self, finder: ClosingFinder, matcher: LLMatcher, words: list[bytes]) -> None:
         self._finder = finder
         self._words = words
-        self._presses_on = presses_on
         self._numbers = itertools.count()
-        self.heap: list[tuple[int, int, int, int, _Place, Iterator[_Tokens]]] = []
+        self.heap: list[tuple[int, int, int, _Place, Iterator[_Tokens]]] = []
         self._open(0, finder.place(matcher.deep_copy(), ()))
 
     def visit(self, room: int) -> _Place | None:
         """Try what is next at the first place; where it leads to, unless it is too far or nowhere new."""
-        _, cost, _, _, place, candidates = heapq.heappop(self.heap)
+        cost, _, _, place, candidates = heapq.heappop(self.heap)
         tokens = next(candidates, None)
         if tokens is None:
             return None
-        reached = self._reached(place, tokens)
+        reached = self._finder.behind(place, tokens)
         if reached is None or len(reached.tokens) > room:
             self._push(cost, place, candidates)
             return None
-        closes = self._finder.is_bracket(tokens) and not place.is_text
-        reached.repeats = reached.state == place.state and not closes
         is_known = reached.state in place.seen
-        reached.num_done = place.num_done + (not reached.repeats and not is_known)
         place.seen.add(reached.state)
         if reached.repeats and place.repeats:
             self._push(cost + 1, place, candidates)
@@ -249,25 +258,52 @@ class _Search:
             self._open(cost, reached)
         return reached
 
-    def _reached(self, place: _Place, tokens: _Tokens) -> _Place | None:
-        matcher = place.matcher.deep_copy()
-        if not matcher.consume_tokens(list(tokens)):
-            return None
-        if not matcher.is_accepting() and (forced := self._finder.forced(matcher)):
-            if not matcher.consume_tokens(forced):
-                return None
-            tokens += tuple(forced)
-        reached = self._finder.place(matcher, (*place.tokens, *tokens))
-        return None if matcher.is_error() else reached
-
     def _open(self, cost: int, place: _Place) -> None:
         self._push(cost, place, self._finder.candidates(place, self._words))
 
     def _push(self, cost: int, place: _Place, candidates: Iterator[_Tokens]) -> None:
-        num_done = place.num_done if self._presses_on else 0
-        heapq.heappush(self.heap, (-num_done, cost, -len(place.tokens), next(self._numbers), place, candidates))
+        heapq.heappush(self.heap, (cost, -len(place.tokens), next(self._numbers), place, candidates))
         if len(self.heap) > MAX_PLACES:
             self.heap = heapq.nsmallest(MAX_PLACES // 2, self.heap)
+
+
+class _Walk:
+    """A way through the grammar without turning back: where it was before, it takes what it has taken the fewest times.
+
+    So it comes out of each loop, and through any number of parts that are alike.
+    """
+
+    def __init__(self, finder: ClosingFinder, matcher: LLMatcher, words: list[bytes]) -> None:
+        self._finder = finder
+        self._words = words
+        self.place = finder.place(matcher.deep_copy(), ())
+        self.num_visits = 0
+        self._num_taken = Counter[_Way]()
+        self._is_vain = set[_Way]()  # what led to nothing new
+
+    def go_on(self) -> bool:
+        """Take the next tokens; whether there are any."""
+        ways = [(self.place.state, tokens) for tokens in self._finder.candidates(self.place, self._words)]
+        found: list[tuple[_Way, _Place]] = []
+        for way in ways:
+            if way not in self._is_vain and (reached := self._behind(way)):
+                if reached.repeats:
+                    self._is_vain.add(way)
+                else:
+                    found.append((way, reached))
+                    if not self._num_taken[way]:
+                        break
+        if not found:  # the grammar wants more of the kind, or does not show what there is
+            in_turn = sorted(ways, key=self._num_taken.__getitem__)
+            found = list(islice(((way, reached) for way in in_turn if (reached := self._behind(way))), 1))
+        if found:
+            way, self.place = min(found, key=lambda each: self._num_taken[each[0]])
+            self._num_taken[way] += 1
+        return bool(found)
+
+    def _behind(self, way: _Way) -> _Place | None:
+        self.num_visits += 1
+        return self._finder.behind(self.place, way[1])
 
 
 def _ending_tail(matcher: LLMatcher, known: Sequence[int], deadline_s: float) -> _Tokens | None:

@@ -44,7 +44,7 @@ LIMITS: Final = LLParserLimits(
     verbose_errors=False,  # they would show the whole grammar
 )
 JSON_SPACE: Final = r" ?|\n[ \t]{0,40}"  # endless white space would use up the tokens
-BEFORE: Final = Effort(max_visits=2_000, max_time_s=0.5, max_visits_for_less=1_000, max_visits_pressing_on=6_000)
+BEFORE: Final = Effort(max_visits=2_000, max_time_s=1.0, max_visits_for_less=2_000, max_visits_walking=6_000)
 """To find a first ending, outside the engine."""
 DURING: Final = Effort(max_visits=200, max_time_s=0.1)
 """To find one behind a token, while the engine waits. A visit takes some 50 us: the time is for grammars with which it

@@ -229,6 +229,13 @@ def test_the_shortest_text_of_a_regex_is_known(pattern: str, length: int) -> Non
 
 
 EMAIL = {"type": "string", "format": "email"}
+SQL = r"""
+start: "SELECT " cols " FROM " NAME " WHERE " cond (" AND " cond)* ";"
+cols: NAME ("," NAME)*
+cond: NAME "=" STR
+NAME: /[a-z_]{3,}/
+STR: /'[^']{2,}'/
+"""
 LINES = Grammar("lark", 'start: item+\nitem: "- " /[^\\n]+/ "\\n"', "guided_grammar")
 FREE: list[tuple[Grammar, str]] = [
     (regex(r"(.+\n)+"), "one\ntwo\nthree\n"),
@@ -244,6 +251,10 @@ FREE: list[tuple[Grammar, str]] = [
     (json_schema({"properties": {"n": {"type": "integer"}, "e": EMAIL}, "required": ["n"]}), '{"n":1,"e":"me@x.org"}'),
     (json_schema({"anyOf": [EMAIL, {"type": "string", "pattern": "^\\+[0-9]{7,}$"}]}), '"nn@x.org"'),
     (LINES, "- one\n- two\n"),
+    (
+        Grammar("lark", SQL, "guided_grammar"),
+        "SELECT name,age FROM people WHERE name='Ann' AND age='41' AND town='Bern';",
+    ),
 ]
 
 
@@ -273,6 +284,22 @@ def test_what_a_lark_grammar_waits_for_is_found(text: str) -> None:
 def test_a_lark_grammar_is_followed() -> None:
     source = 'start: "(" start ")" | "x"'
     check_texts(KIND, Grammar("lark", source, "guided_grammar"), lambda text: re.fullmatch(r"\(*x\)*", text))
+
+
+LOOPS = {
+    "SQL": (SQL, r"SELECT [a-z_,]+ FROM [a-z_]+ WHERE [a-z_]+='[^']+'( AND [a-z_]+='[^']+')*;"),
+    "brackets": ('start: s s s\ns: "(" s ")" | "[" s "]" | "{" s "}" | "ab"', r"([\[{(]*ab[\]})]*){3}"),
+    "options": (
+        'start: "select " col ("," " "? col)* " from" /[a-z]+/?\ncol: ("sum"|"avg") "(" col ")" | /x+y/',
+        "select .*",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_parts_that_may_come_again_and_again_have_an_end(name: str) -> None:
+    source, pattern = LOOPS[name]
+    check_texts(KIND, Grammar("lark", source, "guided_grammar"), lambda text: re.fullmatch(pattern, text))
 
 
 def test_a_text_goes_on_freely_while_there_is_room() -> None:
