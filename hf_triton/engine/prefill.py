@@ -122,6 +122,8 @@ class Prefill:
         self._forward = forward
         self.longest = max(reading.length for reading in readings)
         """Tokens of the longest context."""
+        self.is_long = num_padded(readings) > pieces_on(forward.device).alone
+        """Whether it takes several pieces even where nobody waits for them."""
         self.num_read = 0
         """Columns that have been read."""
         self._input_ids: torch.Tensor | None = None  # [contexts, longest], from the first piece on

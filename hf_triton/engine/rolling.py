@@ -111,7 +111,9 @@ class RollingEngine(EngineThread):
         self._numbers = itertools.count()
         self._rows: list[Row] = []  # in the order of the memory's rows
         self._unseen: Step | None = None  # of these rows, and of others that have left since
-        self._prefill: Prefill | None = None
+        # Contexts being read, the last of them now: one batch, or a long context and short ones that pass it.
+        self._prefills: list[Prefill] = []
+        self._is_turn_of_short = False  # a long context, or a piece of one, was read last
         # Admitted, or put back after a failure: to be prefilled, the rows of one context together.
         self._ready: deque[list[Row]] = deque()
         self._admitting: deque[Sequence] = deque()  # taken from the queue, and not ready yet
@@ -127,7 +129,7 @@ class RollingEngine(EngineThread):
         self._admit()
         self._guarded(self._catch_up, lambda: self._rows)
         self._guarded(self._make_room, list)
-        self._guarded(self._advance_prefill, self._rows_in_prefill)
+        self._guarded(self._advance_prefill, lambda: self._prefills[-1].rows if self._prefills else [])
         self._guarded(self._step, lambda: self._rows)
 
     def _rest(self) -> None:
@@ -149,14 +151,13 @@ class RollingEngine(EngineThread):
         return [*(job.sequence for job in self._jobs() if not job.is_finished), *self._admitting]
 
     def _is_busy(self) -> bool:
-        return bool(self._rows or self._prefill or self._ready)
+        return bool(self._rows or self._prefills or self._ready)
 
     def _all_rows(self) -> Iterable[Row]:
         return itertools.chain(self._rows, self._rows_in_prefill(), *self._ready)
 
     def _rows_in_prefill(self) -> list[Row]:
-        prefill = self._prefill  # read once: `load` asks from other threads
-        return prefill.rows if prefill else []
+        return [row for prefill in list(self._prefills) for row in prefill.rows]  # `load` asks from other threads
 
     def _jobs(self) -> list[Job]:
         return list({id(row.job): row.job for row in self._all_rows()}.values())
@@ -168,8 +169,7 @@ class RollingEngine(EngineThread):
         for job in self._jobs():
             job.drop_if_ended()
         self._ready = deque(group for rows in self._ready if (group := [row for row in rows if not row.is_done]))
-        if all(row.is_done for row in self._rows_in_prefill()):
-            self._prefill = None
+        self._prefills = [prefill for prefill in self._prefills if not all(row.is_done for row in prefill.rows)]
         self._retire([index for index, row in enumerate(self._rows) if row.is_done])
 
     def _admit(self) -> None:
@@ -208,16 +208,21 @@ class RollingEngine(EngineThread):
     # --- prefill -----------------------------------------------------------------------------------------------------
 
     def _advance_prefill(self) -> None:
-        """Read one more piece of the contexts at hand, or several of them that are no more together."""
+        """Read one more piece of the contexts at hand, or several of them that are no more together.
+
+        After each piece of a long context, short ones that wait are read first.
+        """
         if self._unseen or self._gathers():
             return
-        if self._prefill:
-            self._read_piece(self._prefill, has_company=bool(self._rows))
-            return
         has_company = bool(self._rows)
+        passes = self._is_turn_of_short and self._let_short_ones_pass()
+        if self._prefills and not passes:
+            self._read_piece(has_company=has_company)
+            return
         piece = pieces_on(self._device).size(has_company=has_company)
-        num_read, gathers = 0, not has_company
-        while self._prefill is None and (readings := self._next_readings()):
+        num_passed = len(self._prefills)
+        num_read, gathers = 0, not (has_company or num_passed)
+        while len(self._prefills) == num_passed and (readings := self._next_readings()):
             num_new = num_padded(readings)
             if num_read and num_read + num_new > piece:
                 break
@@ -225,27 +230,43 @@ class RollingEngine(EngineThread):
             for reading in readings:
                 self._ready.popleft()
                 self._observer.on_share(reading.num_shared)
-            self._prefill = Prefill(readings, self._forward, is_whole=self._reads_whole)
-            self._read_piece(self._prefill, has_company=has_company)
+            self._prefills.append(Prefill(readings, self._forward, is_whole=self._reads_whole))
+            self._read_piece(has_company=has_company)
             if gathers and not self._ready and num_read < piece:
                 gathers = self._gather()
         if num_read:
             self._gathering.on_read()
 
-    def _read_piece(self, prefill: Prefill, *, has_company: bool) -> None:
-        """Read some of the contexts; when they are read, their rows join the running ones."""
+    def _let_short_ones_pass(self) -> bool:
+        """Put the short contexts that wait before the long ones; whether there are any."""
+        self._is_turn_of_short = False
+        if any(row.is_suspect for row in self._all_rows()):
+            return False
+        short = [group for group in self._ready if not self._is_long(group)]
+        self._ready = deque([*short, *(group for group in self._ready if group not in short)])
+        return bool(short)
+
+    def _is_long(self, group: list[Row]) -> bool:
+        """Whether to read a context takes more than one piece."""
+        most = pieces_on(self._device).alone
+        return group[0].num_tokens > most and num_padded([self._reading(group)]) > most
+
+    def _read_piece(self, *, has_company: bool) -> None:
+        """Read some of the contexts at hand; when they are read, their rows join the running ones."""
+        prefill = self._prefills[-1]
         logits = prefill.advance(has_company=has_company)
+        self._is_turn_of_short = prefill.is_long
         reading = prefill.readings[0]
         if prefill.num_read == reading.pause:
             self._remember(reading.context[: reading.pause], partial(prefill.read, 0), prefill.states(0))
         if logits is not None:
             self._join(prefill, logits)
-            self._prefill = None
+            self._prefills.pop()
             self._put_back_outgrown()
 
     def _gathers(self) -> bool:
         """Whether reading waits for prompts that are on their way, while rows run."""
-        if self._prefill or not self._ready:
+        if self._prefills or not self._ready:
             return False
         if sum(rows[0].num_tokens for rows in self._ready) >= pieces_on(self._device).alone:
             return False
@@ -266,7 +287,7 @@ class RollingEngine(EngineThread):
         for group in self._ready:
             if any(row.is_suspect for row in self._rows) or (readings and readings[0].rows[0].is_suspect):
                 break
-            if self._rows or readings:
+            if self._rows or self._prefills or readings:
                 if group[0].is_suspect or not self._has_room_for(readings, group):
                     break
                 together = [*readings, self._reading(group)]
@@ -307,8 +328,9 @@ class RollingEngine(EngineThread):
         return [OF_LONG_TEXT + token_id for token_id in token_ids]
 
     def _has_room_for(self, readings: list[Reading], group: list[Row]) -> bool:
-        lengths = [row.num_tokens for rows in (*(each.rows for each in readings), group) for row in rows]
-        in_prefill = self._tokens_of(len(readings) + 1, max(lengths))
+        new = [row.num_tokens for rows in (*(each.rows for each in readings), group) for row in rows]
+        lengths = [*(row.num_tokens for row in self._rows_in_prefill()), *new]
+        in_prefill = self._num_in_prefill() + self._tokens_of(len(readings) + 1, max(new))
         return len(self._rows) + len(lengths) <= self._row_limit and self._reserve(lengths, in_prefill)
 
     def _join(self, prefill: Prefill, logits: torch.Tensor) -> None:
@@ -375,7 +397,7 @@ class RollingEngine(EngineThread):
         Not where contexts wait to be read, which that step would hold up; where the host has a say in what comes next,
         or knows it; where every text is complete with what it has not seen yet.
         """
-        if not self._decoder.is_static or self._prefill or self._ready:
+        if not self._decoder.is_static or self._prefills or self._ready:
             return False
         if any(row.again or row.sampler.needs_host for row in self._rows):
             return False
@@ -430,8 +452,7 @@ class RollingEngine(EngineThread):
         return self._memory.num_tokens + self._prefixes.num_tokens + self._num_in_prefill()
 
     def _num_in_prefill(self) -> int:
-        prefill = self._prefill  # read once, as in `_rows_in_prefill`
-        return self._tokens_of(len(prefill.readings), prefill.longest) if prefill else 0
+        return sum(self._tokens_of(len(prefill.readings), prefill.longest) for prefill in list(self._prefills))
 
     def _tokens_of(self, num_contexts: int, longest: int) -> int:
         """Tokens of key/value memory that contexts take while they are read."""
@@ -454,10 +475,9 @@ class RollingEngine(EngineThread):
             lengths = [row.num_tokens for row in self._rows_in_prefill()]
             if self._reserve(lengths, self._num_in_prefill()):
                 return
-            if self._prefill:
-                self._put_back(self._prefill.rows)
-            elif len(self._rows) > 1:
-                self._put_back([max(self._rows, key=lambda row: row.age)])
+            if len(self._rows) > 1 or self._prefills:
+                youngest = max((*self._rows, *self._rows_in_prefill()), key=lambda row: row.age)
+                self._put_back(next((each.rows for each in self._prefills if youngest in each.rows), [youngest]))
             else:
                 self._rows[0].job.finish(self._no_memory(self._memory.width + 1))
                 self._put_back(self._rows)
@@ -571,8 +591,7 @@ class RollingEngine(EngineThread):
         # First, so that each of them is known to somebody whatever fails below.
         waiting = {id(row) for group in self._ready for row in group}
         self._ready.extendleft([row] for row in reversed(rows) if not row.is_done and id(row) not in waiting)
-        if any(row in rows for row in self._rows_in_prefill()):
-            self._prefill = None
+        self._prefills = [prefill for prefill in self._prefills if not any(row in rows for row in prefill.rows)]
         if self._memory.is_torn:
             self._memory, self._rows, self._unseen = self._new_memory(), [], None
         else:

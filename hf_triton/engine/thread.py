@@ -17,6 +17,7 @@ import torch
 from hf_triton.engine.interface import Observer, Outcome, Sequence
 from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError, UnavailableError, where
 from hf_triton.runner.cores import SharedCores
+from hf_triton.runner.faults import loggable
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +149,8 @@ class EngineThread:
                 self._cores.take()
                 self._sweep_queue()
                 self._turn()
-        except BaseException:  # the thread's last resort: whatever it was, nobody may be left waiting
-            logger.exception("the engine failed and stops")
+        except BaseException as error:  # the thread's last resort: whatever it was, nobody may be left waiting
+            logger.error("the engine failed and stops (%s): %s", loggable(error), where(error))
             self._failed.set()
         self._answer_everyone()
         self._cores.leave()

@@ -32,13 +32,13 @@ def is_fatal(error: Exception) -> bool:
     return is_device_s and not is_memory(error)
 
 
-def _is_accelerator_s(error: Exception) -> bool:
+def _is_accelerator_s(error: BaseException) -> bool:
     import torch
 
     return isinstance(error, getattr(torch, "AcceleratorError", ()))  # it has that from 2.8 on
 
 
-def _is_torch_s(error: Exception) -> bool:
+def _is_torch_s(error: BaseException) -> bool:
     """Whether an exception's words may be torch's about a device: others may quote what a client sent."""
     return type(error) is RuntimeError or _is_accelerator_s(error)
 
@@ -62,11 +62,13 @@ def error_outcome(error: Exception) -> HfTritonError:
         return UnavailableError(
             "out_of_memory", "the device has too little memory: ask for fewer tokens or a shorter prompt"
         )
-    is_torch_s = _is_torch_s(error) and not is_raised_by_hand(error)  # others may quote a prompt
-    logger.error(
-        "the model failed on one sequence (%s): %s", described(error) if is_torch_s else kind(error), where(error)
-    )
+    logger.error("the model failed on one sequence (%s): %s", loggable(error), where(error))
     return GenerationError("generation_failed", "the model failed on this request; the server's log says how")
+
+
+def loggable(error: BaseException) -> str:
+    """What a log may hold of an exception amid requests: torch's words; those of others may quote a prompt."""
+    return described(error) if _is_torch_s(error) and not is_raised_by_hand(error) else kind(error)
 
 
 def described(error: BaseException) -> str:
@@ -74,6 +76,6 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def kind(error: Exception) -> str:
+def kind(error: BaseException) -> str:
     """An exception's type, for the log."""
     return type(error).__name__

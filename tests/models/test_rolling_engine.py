@@ -260,11 +260,17 @@ def test_a_failure_while_rows_are_laid_in_loses_nobody(
     assert len(failures) < 3
 
 
+@pytest.mark.parametrize("piece", [16, 512])
 @pytest.mark.parametrize("seed", range(6))
 def test_faults_at_random_change_nobodys_text(
-    seed: int, load: Callable[[str], Any], start: Callable[..., RollingEngine]
+    seed: int,
+    piece: int,
+    load: Callable[[str], Any],
+    start: Callable[..., RollingEngine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every failure of many rows together is survived by each of them; a row alone never fails here."""
+    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(piece, piece // 2, per_weights=16))
     model, source = load("falcon"), random.Random(seed)
     engine = start(model)
     kinds = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")]

@@ -224,17 +224,21 @@ def test_a_folders_code_that_waits_keeps_nobody_from_the_queue(start: Callable[.
     assert all(isinstance(outcome, list) for outcome in client.outcomes())
 
 
-def test_who_is_admitted_when_the_engine_fails_is_answered(start: Callable[..., RollingEngine]) -> None:
+def test_who_is_admitted_when_the_engine_fails_is_answered(
+    start: Callable[..., RollingEngine], caplog: pytest.LogCaptureFixture
+) -> None:
     class PanicError(BaseException):
         pass
 
     def panic() -> None:
-        raise PanicError
+        raise PanicError("as the prompt says, secret")
 
     client = Client(start(max_rows=2))
     client.submit(PROMPT, SamplingPlan(3), logits_processor=panic)
     client.submit(PROMPT, SamplingPlan(3))
     assert [error_code(outcome) for outcome in client.outcomes()] == ["engine_failed"] * 2
+    assert "PanicError in panic (test_rolling_rows.py:" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_who_only_waits_for_the_next_step_is_not_in_the_queue(start: Callable[..., RollingEngine]) -> None:
@@ -355,10 +359,12 @@ def test_log_probabilities_are_those_of_the_models_own_logits(
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("piece", [16, 512])
 @pytest.mark.parametrize("max_tokens", [256, 600, 1500])
 def test_a_small_memory_is_never_overrun_and_changes_nobodys_text(
-    max_tokens: int, model: Any, start: Callable[..., RollingEngine]
+    max_tokens: int, piece: int, model: Any, start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(piece, piece // 2, per_weights=16))
     source = random.Random(max_tokens)
     engine = start(max_rows=8, max_cache_tokens=max_tokens)
     most: list[int] = []
@@ -656,6 +662,13 @@ def submit_lengths(engine: RollingEngine, lengths: list[int]) -> threading.Semap
         ([60, 20, 58, 21], [(1, 60), (1, 20), (1, 58), (1, 21), "steps"]),
         ([60, 61, 20, 21], [(2, 61), (2, 21), "steps"]),
         ([300, 20, 260], [(1, 300), (1, 20), "steps", (1, 256), "steps", (1, 4), "steps"]),
+        # Longer than a piece that nobody waits for: short ones pass after each of its pieces.
+        ([900, 800, 20, 21], [(1, 512), (2, 21), "steps", (1, 256), "steps", (1, 132), "steps", (1, 256), "steps"]),
+        ([900, 20, 300], [(1, 512), (1, 20), (1, 300), "steps", (1, 256), "steps", (1, 132), "steps"]),
+        (
+            [900, 20, 500],
+            [(1, 512), (1, 20), "steps", (1, 256), "steps", (1, 256), "steps", (1, 244), "steps", (1, 132), "steps"],
+        ),
     ],
 )
 def test_prompts_of_unlike_lengths_are_read_one_after_the_other(
@@ -667,6 +680,15 @@ def test_prompts_of_unlike_lengths_are_read_one_after_the_other(
     for _ in lengths:
         assert answered.acquire(timeout=60)
     assert forwards.seen[: len(wanted)] == wanted
+
+
+def test_short_prompts_pass_long_ones_that_are_read_whole(start: Callable[..., RollingEngine]) -> None:
+    engine = start(reads_whole=True)
+    forwards = Forwards(engine)
+    answered = submit_lengths(engine, [900, 800, 20, 21])
+    for _ in range(4):
+        assert answered.acquire(timeout=60)
+    assert forwards.seen == [(1, 900), "steps", (2, 21), "steps", (1, 800), "steps"]
 
 
 def test_running_rows_wait_for_one_piece_at_most(
