@@ -45,13 +45,13 @@ def requests(count: int, source: random.Random) -> list[tuple[list[int], Samplin
 
 
 def check(model: Any, client: Client, items: list[tuple[list[int], SamplingPlan]], pause: Callable[[], None]) -> None:
-    for item in items:
-        client.submit(*item)
-        pause()
-    wanted = [
+    wanted = [  # before: Reformer's hashes are drawn from torch's generator, which all threads share
         solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
         for prompt, plan in items
     ]
+    for item in items:
+        client.submit(*item)
+        pause()
     assert [token_ids(outcome) for outcome in client.outcomes()] == [[ids] for ids in wanted]
     assert len({tuple(ids) for ids in wanted}) > len(items) / 3  # the text does depend on the prompt
 
