@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
-from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
+from hf_triton.errors import HfTritonError, RequestError, UnavailableError, clip, where
 from hf_triton.metrics import METRICS, OK, Metric
 
 logger = logging.getLogger(__name__)
@@ -67,10 +67,11 @@ class Call:
         """The request's parameters by name; scalars.
 
         Raises:
-            RequestError: A name or a text among them is not UTF-8.
+            RequestError: A name or a text among them is not UTF-8; or one is given twice, beside the text and in
+                `parameters`.
         """
         try:
-            parsed: dict[str, object] = json.loads(self._request.parameters() or "{}")
+            parsed: dict[str, object] = json.loads(self._request.parameters() or "{}", object_pairs_hook=_each_once)
         except UnicodeDecodeError:
             raise RequestError("invalid_parameter", "a parameter's name or value is not valid UTF-8") from None
         return parsed
@@ -150,6 +151,15 @@ class Call:
     def __del__(self) -> None:
         if not getattr(self, "_is_answered", True):
             self.refuse(HfTritonError("internal", "the request was dropped; the server's log may say why"))
+
+
+def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise RequestError("invalid_parameter", f"{clip(name)} is given twice: give it once")
+        found[name] = value
+    return found
 
 
 def _request_id(request: pb_utils.InferenceRequest) -> str:

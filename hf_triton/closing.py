@@ -4,21 +4,23 @@
 llguidance says which tokens may come next, and not how far the end is. So the end is searched for, byte by byte, with
 the bytes first that tend to close something (limited discrepancy search, Harvey and Ginsberg 1995): each time that the
 search passes over the first byte that would do, it pays one, and the cheapest way is followed first. Short texts of the
-grammar's regular expressions come before single bytes. Before a text's first token there is time for a walk as well,
-which never turns back, and finds an end where the search has too many cheap ways to go. What is found is short, not
-always the shortest. Knows no model and no requests.
+grammar's regular expressions come before single bytes. What is found is short, not always the shortest. Before a text's
+first token there is time for walks as well, which never turn back, and find an end where the search has too many cheap
+ways to go. Knows no model and no requests.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
+import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final
+from typing import Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +44,16 @@ MAX_BEGUN: Final = 32
 """Tokens of a text that may be the beginning of a word."""
 MAX_TAILS: Final = 32
 """Of a long ending, the longest and the shortest that are tried again: each takes as long as it has tokens."""
+MAX_LINEAR: Final = 256
+"""Tokens of an ending of which these are tried one after the other, where halving has found none."""
 MAX_PLACES: Final = 2048
 """Places that a search keeps, up to 0.2 MB each."""
+
+FIRST_STRETCH: Final = 32
+LONGER_STRETCH: Final = 1.25
+"""Steps of a walk at random before it begins anew, and how many times as many the next one may have."""
+
+Manner = Literal["first", "turns", "tosses"]
 
 _Tokens = tuple[int, ...]
 _Way = tuple[int, _Tokens]
@@ -56,12 +66,12 @@ class Effort:
 
     max_visits: int
     max_time_s: float
-    """Of this thread's time on the processor."""
+    """Of this thread's time on the processor, for the search and for each walk."""
     max_visits_for_less: int = 0
-    """To find something shorter than what a word or the walk has found."""
+    """To find something shorter than a word that would do."""
     max_visits_walking: int = 0
-    """Without turning back. Where many parts cost the search something each (`minLength`), it has too many cheaper ways
-    to write the first ones; where a part may come again and again (`(" AND " part)*`), that costs it nothing."""
+    """Of each walk. Where many parts cost the search something each (`minLength`), it has too many cheaper ways to
+    write the first ones; where a part may come again and again (`(" AND " part)*`), that costs it nothing."""
 
 
 @dataclass(frozen=True)
@@ -112,27 +122,21 @@ class ClosingFinder:
             words: Texts that the grammar may ask for. They are tried at every place, also where the same may come next
                 behind all that was tried: `.*done` does not show that it waits for its `done`.
         """
-        deadline_s = time.thread_time() + effort.max_time_s
         if matcher.is_accepting():
             return Found((), 0)
+        deadline_s = time.thread_time() + effort.max_time_s
         if (rest := _ending_tail(matcher, known, deadline_s)) is not None:
             return Found(rest if len(rest) <= room else None, 0)
-        best: _Tokens | None = None
         texts = [word.encode(errors="ignore") for word in words]
+        best: _Tokens | None = None
         for text in texts:
             rest = _ending_tail(matcher, self._spell(text), deadline_s)
             if rest is not None and len(rest) <= room:
                 best, room = rest, len(rest) - 1
-        walk = _Walk(self, matcher, texts)
-        while best is None and walk.num_visits < effort.max_visits_walking and time.thread_time() < deadline_s:
-            if not walk.go_on() or len(walk.place.tokens) > room:
-                break
-            if walk.place.matcher.is_accepting():
-                best, room = walk.place.tokens, len(walk.place.tokens) - 1
-        search, num_visits = _Search(self, matcher, texts), walk.num_visits
-        for _ in range(effort.max_visits if best is None else effort.max_visits_for_less):
-            if not search.heap or time.thread_time() > deadline_s:
-                break
+        max_visits = effort.max_visits if best is None else effort.max_visits_for_less
+        num_visits = 0
+        search = _Search(self, matcher, texts)
+        while search.heap and num_visits < max_visits and time.thread_time() < deadline_s:
             num_visits += 1
             place = search.visit(room)
             if place is None:
@@ -140,6 +144,9 @@ class ClosingFinder:
             rest = () if place.matcher.is_accepting() else _ending_tail(place.matcher, known, deadline_s)
             if rest is not None and len(place.tokens) + len(rest) <= room:
                 return Found(self._shortened(matcher, place.tokens + rest), num_visits)
+        if best is None and effort.max_visits_walking:
+            walks = (_Walk(self, matcher, texts, manner) for manner in get_args(Manner))
+            best = next((found for walk in walks if (found := walk.end(room, effort)) is not None), None)
         return Found(None if best is None else self._shortened(matcher, best), num_visits)
 
     def candidates(self, place: _Place, words: list[bytes]) -> Iterator[_Tokens]:
@@ -268,54 +275,90 @@ class _Search:
 
 
 class _Walk:
-    """A way through the grammar without turning back: where it was before, it takes what it has taken the fewest times.
+    """A way through the grammar without turning back, through any number of parts that are alike.
 
-    So it comes out of each loop, and through any number of parts that are alike.
+    Args:
+        manner: Which way it takes, of those that lead on. `first`: always the first. `turns`: the one that it has taken
+            the fewest times where it was before, to come out of loops. `tosses`: by the toss of a coin, beginning anew
+            where it has grown long, to come out of parts within parts.
     """
 
-    def __init__(self, finder: ClosingFinder, matcher: LLMatcher, words: list[bytes]) -> None:
+    def __init__(self, finder: ClosingFinder, matcher: LLMatcher, words: list[bytes], manner: Manner) -> None:
         self._finder = finder
         self._words = words
-        self.place = finder.place(matcher.deep_copy(), ())
-        self.num_visits = 0
+        self._manner = manner
+        self._source = random.Random(0)
+        self._start = self._place = finder.place(matcher.deep_copy(), ())
+        self._num_visits = 0
         self._num_taken = Counter[_Way]()
-        self._is_vain = set[_Way]()  # what led to nothing new
+        self._leads_on = dict[_Way, bool]()
 
-    def go_on(self) -> bool:
+    def end(self, room: int, effort: Effort) -> _Tokens | None:
+        """At most `room` tokens behind which the grammar may end; None where it has not come to an end."""
+        deadline_s = time.thread_time() + effort.max_time_s
+        num_steps, most = 0, float(FIRST_STRETCH)
+        while self._num_visits < effort.max_visits_walking and time.thread_time() < deadline_s:
+            if not self._go_on():
+                return None
+            num_steps += 1
+            is_long = len(self._place.tokens) > room
+            if self._place.matcher.is_accepting() and not is_long:
+                return self._place.tokens
+            if self._manner != "tosses":
+                if is_long:
+                    return None
+            elif is_long or num_steps > most:
+                self._place, num_steps, most = self._start, 0, most * LONGER_STRETCH
+        return None
+
+    def _go_on(self) -> bool:
         """Take the next tokens; whether there are any."""
-        ways = [(self.place.state, tokens) for tokens in self._finder.candidates(self.place, self._words)]
-        found: list[tuple[_Way, _Place]] = []
+        ways = [(self._place.state, tokens) for tokens in self._finder.candidates(self._place, self._words)]
+        leading: list[_Way] = []
         for way in ways:
-            if way not in self._is_vain and (reached := self._behind(way)):
-                if reached.repeats:
-                    self._is_vain.add(way)
-                else:
-                    found.append((way, reached))
-                    if not self._num_taken[way]:
-                        break
-        if not found:  # the grammar wants more of the kind, or does not show what there is
-            in_turn = sorted(ways, key=self._num_taken.__getitem__)
-            found = list(islice(((way, reached) for way in in_turn if (reached := self._behind(way))), 1))
-        if found:
-            way, self.place = min(found, key=lambda each: self._num_taken[each[0]])
-            self._num_taken[way] += 1
-        return bool(found)
+            if way not in self._leads_on:
+                reached = self._reached(way)
+                self._leads_on[way] = reached is not None and not reached.repeats
+            if self._leads_on[way]:
+                leading.append(way)
+                if self._manner == "first":
+                    break
+        # Where none leads on, the grammar wants more of the kind, or does not show what there is.
+        for way in (*self._in_order(leading), *self._in_order(ways)):
+            if reached := self._reached(way):
+                self._place = reached
+                self._num_taken[way] += 1
+                return True
+        return False
 
-    def _behind(self, way: _Way) -> _Place | None:
-        self.num_visits += 1
-        return self._finder.behind(self.place, way[1])
+    def _in_order(self, ways: Iterable[_Way]) -> list[_Way]:
+        if self._manner == "first":
+            return [*ways]
+        if self._manner == "turns":
+            return sorted(ways, key=self._num_taken.__getitem__)
+        return sorted(ways, key=lambda _: self._source.random() < 0.5)
+
+    def _reached(self, way: _Way) -> _Place | None:
+        self._num_visits += 1
+        return self._finder.behind(self._place, way[1])
 
 
 def _ending_tail(matcher: LLMatcher, known: Sequence[int], deadline_s: float) -> _Tokens | None:
     """The shortest tail of `known` that ends the text; None where none does, of those that are tried of a long one."""
-    starts = range(len(known)) if len(known) <= 2 * MAX_TAILS else (*range(MAX_TAILS), *range(-MAX_TAILS, 0))
-    for start in reversed(starts):
-        if time.thread_time() > deadline_s:
-            return None
-        tail = tuple(known[start:])
-        if matcher.validate_tokens(list(tail)) == len(tail) and _ends(matcher, tail):
-            return tail
-    return None
+
+    def does(start: int) -> bool:
+        tail = list(known[start:])
+        is_late = time.thread_time() > deadline_s
+        return not is_late and matcher.validate_tokens(tail) == len(tail) and _ends(matcher, tail)
+
+    num_short = min(len(known), MAX_TAILS)
+    starts = range(max(0, len(known) - num_short))[:MAX_TAILS]  # of the long ones, which take long
+    found = next((start for start in range(-1, -num_short - 1, -1) if does(start)), None)
+    if found is None and (place := bisect.bisect_left(starts, True, key=lambda start: not does(start))):
+        found = starts[place - 1]  # the last that does, as it is where a text must have a length
+    elif found is None and len(known) <= MAX_LINEAR:
+        found = next((start for start in reversed(starts) if does(start)), None)
+    return None if found is None else tuple(known[found:])
 
 
 def _begun(text: bytes, word: bytes) -> int:
@@ -323,7 +366,7 @@ def _begun(text: bytes, word: bytes) -> int:
     return next((size for size in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:size])), 0)
 
 
-def _ends(matcher: LLMatcher, tokens: _Tokens) -> bool:
+def _ends(matcher: LLMatcher, tokens: Sequence[int]) -> bool:
     ended = matcher.deep_copy()
     return ended.consume_tokens(list(tokens)) and ended.is_accepting()
 

@@ -59,7 +59,23 @@ def _problem(model: type[BaseModel], details: Any) -> Problem:
         return Problem(name, f"{name} is required")
     if details["type"] == "value_error":  # raised by a validator of ours: the sentence is its own
         return Problem(name, details["msg"].removeprefix("Value error, "))
-    return Problem(name, f"{name} must be {allowed(model.model_fields[name])}, got {clip(details['input'])}")
+    got = details["input"]
+    return Problem(name, f"{name} must be {allowed(model.model_fields[name])}, got {clip(got)}{_why_no_json(got)}")
+
+
+def _why_no_json(value: object) -> str:
+    """What is wrong with a text that looks like JSON, where something is."""
+    if not (isinstance(value, str) and value.lstrip().startswith(("{", "[")) and len(value) <= MAX_JSON):
+        return ""
+    try:
+        json.loads(value)
+    except json.JSONDecodeError as error:
+        return f", which is no JSON: {error.msg}, at character {error.pos + 1}"
+    except ValueError:
+        return ", which holds a number of too many digits"
+    except RecursionError:
+        return ", which is nested too deeply"
+    return ""
 
 
 def allowed(field: FieldInfo) -> str:

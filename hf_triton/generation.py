@@ -221,7 +221,7 @@ class GenerationParameters(BaseModel):
 
     guided_regex: GrammarText | None = None
     """A regular expression that the whole text matches, in the syntax of Rust's `regex`: no look-around, no references
-    back."""
+    back; `\\d` and `\\w` are digits and letters of all scripts, `[0-9]` and `[A-Za-z]` those of English."""
 
     guided_choice: (
         Annotated[
@@ -235,7 +235,9 @@ class GenerationParameters(BaseModel):
     """Texts of which one is written. A text that reads as a JSON array is taken for one."""
 
     guided_grammar: GrammarText | None = None
-    """A grammar that the text follows, in the Lark syntax of llguidance, from its rule `start` on."""
+    """A grammar that the text follows, in the Lark syntax of llguidance, from its rule `start` on:
+    `start: "page " NUMBER`, and on a line of its own `NUMBER: /[0-9]+/`. A terminal takes all that it
+    can: what follows it must begin with something else."""
 
     num_return_sequences: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_RETURN_SEQUENCES)] | None = None
     """How many texts to draw for each prompt; more than one needs sampling."""

@@ -16,10 +16,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
@@ -29,7 +30,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hf_triton.closing import ClosingFinder, Effort
-from hf_triton.errors import RequestError, clip
+from hf_triton.errors import RequestError
 from hf_triton.generation import Grammar, SamplingPlan
 from hf_triton.grammar_trial import MAX_TRIAL_S, GrammarTrial, answer_trials
 from hf_triton.guide import build_guide
@@ -44,9 +45,9 @@ LIMITS: Final = LLParserLimits(
     verbose_errors=False,  # they would show the whole grammar
 )
 JSON_SPACE: Final = r" ?|\n[ \t]{0,40}"  # endless white space would use up the tokens
-BEFORE: Final = Effort(max_visits=2_000, max_time_s=1.0, max_visits_for_less=2_000, max_visits_walking=6_000)
+BEFORE: Final = Effort(max_visits=2_000, max_time_s=0.4, max_visits_for_less=1_000, max_visits_walking=6_000)
 """To find a first ending, outside the engine."""
-DURING: Final = Effort(max_visits=200, max_time_s=0.1)
+DURING: Final = Effort(max_visits=200, max_time_s=0.25)
 """To find one behind a token, while the engine waits. A visit takes some 50 us: the time is for grammars with which it
 takes much longer. It must not decide otherwise, or the same seed would write another text where the machine is busy."""
 MAX_VAIN_VISITS: Final = 1_000
@@ -74,6 +75,7 @@ LARK_TERMINALS: Final = re.compile(
 MAX_WORDS: Final = 16
 MAX_LARK_WORD: Final = 256  # characters: of a grammar's own rules, each token may take as long as those before together
 MAX_PATTERNS: Final = 10_000  # characters that are read for them
+GBNF: Final = "; rules are written `name: ...` and not `name ::= ...`, and the first one is `start`"
 MAX_REASON: Final = 160  # characters of the library's words in a message
 
 _trial: Final = GrammarTrial()
@@ -291,7 +293,8 @@ def _matcher(guide: LLTokenizer, grammar: Grammar) -> LLMatcher:
     if matcher.get_error().startswith("NoExtension"):
         raise _refusal(grammar, "allows no text at all")
     if matcher.is_error():
-        raise _refusal(grammar, f"cannot be read: {_reason(matcher.get_error())}")
+        form = GBNF if grammar.kind == "lark" and "::=" in grammar.text else ""
+        raise _refusal(grammar, f"cannot be read: {_reason(matcher.get_error())}{form}")
     return matcher
 
 
@@ -299,9 +302,11 @@ def _source(grammar: Grammar) -> str:
     """A grammar in the library's own form.
 
     Raises:
-        ValueError: It is nested too deeply.
+        ValueError: It is nested too deeply, or holds the library's own options.
     """
     if grammar.kind == "json_schema":
+        if '"x-guidance"' in grammar.text and "x-guidance" in json.loads(grammar.text):
+            raise ValueError("x-guidance is not taken: leave it out")
         return LLMatcher.grammar_from_json_schema(
             grammar.text, overrides={"whitespace_pattern": JSON_SPACE, "lenient": False, "coerce_one_of": False}
         )
@@ -353,6 +358,8 @@ def _expressions_of_schema(schema: Any) -> Iterator[tuple[str, bool]]:
                 yield pattern, True
             if isinstance(form, str) and form in FORMATS:
                 yield FORMATS[form], False
+            if (number := _multiple(part)) is not None:
+                yield str(number), False
             if isinstance(named, dict):
                 yield from ((each, True) for each in named)
             waiting += part.values()
@@ -360,13 +367,28 @@ def _expressions_of_schema(schema: Any) -> Iterator[tuple[str, bool]]:
             waiting += part
 
 
+def _multiple(part: Mapping[str, Any]) -> int | None:
+    """The multiple next to 0 that a part of a schema asks for: its digits do not show where they lead."""
+    step = part.get("multipleOf")
+    if type(step) is not int or step < 1:
+        return None
+    with contextlib.suppress(TypeError, OverflowError, ValueError):  # bounds that are no numbers, or without end
+        least = max(math.ceil(part.get("minimum", 0)), math.floor(part.get("exclusiveMinimum", -1)) + 1)
+        most = min(math.floor(part.get("maximum", 0)), math.ceil(part.get("exclusiveMaximum", 1)) - 1)
+        return -(-least // step) * step if least > 0 else most // step * step if most < 0 else 0
+    return None
+
+
 def _refusal(grammar: Grammar, sentence: str) -> RequestError:
     return RequestError("invalid_parameter", f"{grammar.parameter} {sentence}")
 
 
 def _reason(text: str) -> str:
-    """The first of the library's words."""
-    return clip(" ".join(text.replace("<non-verbose/>", "").split()), MAX_REASON)
+    """What the library found wrong, without the lines that show where in a source of its own."""
+    found = re.search(r"^error: (.*)$", text, re.MULTILINE)  # in a regular expression
+    words = found[1] if found else re.split(r"\n\s*\d+ \|", text.replace("<non-verbose/>", ""), maxsplit=1)[0]
+    line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(words.split()))
+    return line if len(line) <= MAX_REASON else f"{line[: MAX_REASON - 3]}..."
 
 
 if __name__ == "__main__":

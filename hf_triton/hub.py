@@ -162,7 +162,7 @@ class Hub:
     def _local(self, wanted: Wanted) -> Path:
         folder = (self._model_folder / wanted.name).resolve()
         if not os.path.isdir(folder):
-            base = "" if os.path.isabs(wanted.name) else f", taken from {self._model_folder}"
+            base = "" if os.path.isabs(wanted.name) else f", taken from {self._model_folder.resolve()}"
             raise HubError(
                 "path_not_found", f"there is no folder {folder} for '{wanted.name}'{base}: correct {wanted.setting}"
             )

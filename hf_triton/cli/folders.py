@@ -94,7 +94,8 @@ def _hint(sentence: str, config: str, fields: Mapping[str, object]) -> str:
         return ""
     message, name = unknown.groups()
     if message in ("ModelParameter", "ModelConfig.ParametersEntry"):
-        return ': a setting is parameters { key: "..." value { string_value: "..." } }'
+        inner = ', and a " inside it is written \\"' if 'string_value: "{' in config else ""
+        return f': a setting is parameters {{ key: "..." value {{ string_value: "..." }} }}{inner}'
     if message != "ModelConfig":
         return ": is a } missing before it?" if name in fields else ""
     if name not in OUR_FIELDS:

@@ -243,13 +243,17 @@ class RollingEngine(EngineThread):
         if any(row.is_suspect for row in self._all_rows()):
             return False
         short = [group for group in self._ready if not self._is_long(group)]
-        self._ready = deque([*short, *(group for group in self._ready if group not in short)])
+        self._ready = deque([*short, *filter(self._is_long, self._ready)])
         return bool(short)
 
     def _is_long(self, group: list[Row]) -> bool:
-        """Whether to read a context takes more than one piece."""
-        most = pieces_on(self._device).alone
-        return group[0].num_tokens > most and num_padded([self._reading(group)]) > most
+        """Whether to read a context takes more than one piece, by what it shared when that was first asked."""
+        most, job = pieces_on(self._device).alone, group[0].job
+        if group[0].num_tokens <= most:
+            return False
+        if job.num_shared is None:
+            job.num_shared = self._reading(group).num_shared
+        return group[0].num_tokens - job.num_shared > most
 
     def _read_piece(self, *, has_company: bool) -> None:
         """Read some of the contexts at hand; when they are read, their rows join the running ones."""

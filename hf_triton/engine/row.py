@@ -54,6 +54,8 @@ class Job:
         self.observer = observer
         self.eos_ids = eos_ids if plan.eos_ids is None else plan.eos_ids
         self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.num_shared: int | None = None
+        """Tokens that the prompt had in common with another text when that was looked up; None: not yet."""
         self.is_finished = False
         self._context_ids = sequence.prompt_ids if context_ids is None else context_ids
         self.rows = [Row(self, copy, self._sampler(copy)) for copy in range(plan.num_rows)]

@@ -210,6 +210,9 @@ REASONS = {
     "modèle": "its name is not ASCII, and Triton's Python opens no other: rename it",
     "nowhere": "path_not_found: there is no folder ",
     "number": "config.pbtxt cannot be read: 2:61: Expected string but found: '128'",
+    "quotes": 'config.pbtxt cannot be read: 2:66: Message type "inference.ModelParameter" has no field named '
+    '"temperature": a setting is parameters { key: "..." value { string_value: "..." } }, and a " inside it is written '
+    '\\"',
     "renamed": "config.pbtxt calls the model falcon7b, and Triton goes by the folder: leave the line name: out",
     "setting": 'config.pbtxt cannot be read: 2:1: Message type "inference.ModelConfig" has no field named '
     '"max_output_length": a setting is parameters { key: "max_output_length" value { string_value: "64" } }',
@@ -225,6 +228,7 @@ REASONS = {
 UNREADABLE = {
     "form": 'parameters { key: "max_output_length" value { int64_value: 128 } }',
     "number": 'parameters { key: "max_output_length" value { string_value: 128 } }',
+    "quotes": 'parameters { key: "generation_defaults" value { string_value: "{"temperature": 0.7}" } }',
     "renamed": 'name: "falcon7b"',
     "setting": "max_output_length: 64",
     "typo": "max_bach_size: 8",

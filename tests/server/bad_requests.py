@@ -259,6 +259,11 @@ REQUESTS: dict[str, Case] = {
         NO_JSON,
         "parameter 'a' has invalid type|depth|nest",
     ),
+    "a parameter in both places": (
+        to_generate({"text_input": "x", "max_new_tokens": 6, "parameters": {"max_new_tokens": 2}}),
+        BAD_REQUEST,
+        "invalid_parameter: 'max_new_tokens' is given twice: give it once",
+    ),
     "prompt twice": (
         to_generate(b'{"text_input": "x", "text_input": "y"}'),
         BAD_REQUEST,

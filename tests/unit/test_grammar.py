@@ -287,6 +287,7 @@ def test_a_lark_grammar_is_followed() -> None:
 
 
 LOOPS = {
+    "parts within parts": ('start: "if(" e ";" e ";" e ")"\ne: "x" | "y" | start', r"if\(.*[xy]\)"),
     "SQL": (SQL, r"SELECT [a-z_,]+ FROM [a-z_]+ WHERE [a-z_]+='[^']+'( AND [a-z_]+='[^']+')*;"),
     "brackets": ('start: s s s\ns: "(" s ")" | "[" s "]" | "{" s "}" | "ab"', r"([\[{(]*ab[\]})]*){3}"),
     "options": (
@@ -365,7 +366,28 @@ def fields(value: dict[str, Any], count: int = 12) -> dict[str, Any]:
     return required({f"field {number}": value for number in range(count)})
 
 
+def tree(leaf: str, branch: str) -> dict[str, Any]:
+    """Of which each node is a leaf or has four others."""
+    nodes = {"type": "array", "items": {"$ref": "#/$defs/node"}, "minItems": 4, "maxItems": 4}
+    node = {"anyOf": [required({leaf: {"type": "integer"}}), required({branch: nodes})]}
+    return {"$defs": {"node": node}, "$ref": "#/$defs/node"}
+
+
 MANY_PARTS = {
+    "a tree whose leaves come last": tree("value", "children"),
+    "points": {
+        "type": "array",
+        "minItems": 64,
+        "items": required({"x": {"type": "number"}, "label": {"type": "string", "minLength": 4}}),
+    },
+    "multiples": required(
+        {
+            "some": {"type": "integer", "minimum": 100, "multipleOf": 7},
+            "many": {"type": "integer", "exclusiveMinimum": 1020, "multipleOf": 60},
+            "less than none": {"type": "integer", "maximum": -100, "multipleOf": 9},
+            "small": {"type": "integer", "exclusiveMinimum": -4, "exclusiveMaximum": 0, "multipleOf": 3},
+        }
+    ),
     "texts of a least length": fields({"type": "string", "minLength": 2}),
     "long texts": fields({"type": "string", "minLength": 50}),
     "large numbers": fields({"type": "integer", "minimum": 1000}),
@@ -505,7 +527,9 @@ def test_so_does_one_whose_endings_are_looked_for_in_vain(monkeypatch: pytest.Mo
     ("grammar", "words"),
     [
         (regex("a("), "unclosed group"),
-        (regex("(?=a)b"), "look-around"),
+        (regex("(?=a)b"), "guided_regex cannot be read: look-around, including look-ahead and look-behind, is not"),
+        (json_schema({"type": "integer", "x-guidance": {"whitespace_flexible": False}}), "x-guidance is not taken"),
+        (Grammar("lark", 'root ::= "a"', "guided_grammar"), "rules are written `name: ...` and not `name ::= ...`"),
         (regex("[^\\s\\S]"), "allows no text at all"),
         (regex("(" * 500 + "a" + ")" * 500), "cannot be read"),
         (json_schema({"type": "strin"}), "strin"),
