@@ -4,6 +4,7 @@
 import asyncio
 import json
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -493,7 +494,14 @@ def test_genai_perf(server: TritonServer, checkpoint: Path, tmp_path: Path, case
     command = [str(has(GENAI_PERF)), "profile", *shlex.split(f"{own} {brief}")]
     command += ["--", *shlex.split(passed_on)] if passed_on else []
     path = os.pathsep.join([str(GENAI_PERF.parent), str(has(PERF / "perf_analyzer").parent), os.environ["PATH"]])
-    run(command, tmp_path, PATH=path, LD_LIBRARY_PATH=str(PERF))
+    for is_last in (False, False, True):
+        try:
+            run(command, tmp_path, PATH=path, LD_LIBRARY_PATH=str(PERF))
+            break
+        except AssertionError:  # once in some 40 runs, by gRPC: see README, "Measuring"
+            exports = [file.stat().st_size for file in tmp_path.glob("artifacts/*/profile_export.json")]
+            if is_last or exports != [0]:
+                raise
     [report] = tmp_path.glob("artifacts/*/profile_export_genai_perf.json")
     figures = json.loads(report.read_text())
     assert figures["request_count"]["avg"] == 6
@@ -511,13 +519,18 @@ def test_perf_analyzer(server: TritonServer, tmp_path: Path, arguments: str) -> 
     lists = " ".join(f"--shape {name}:1" for name in ("stop_words",))
     command = (
         f"{has(PERF / 'perf_analyzer')} {arguments} {lists} -u {server.grpc_url} --input-data data.json "
-        "--request-count 10 --concurrency-range 2 --profile-export-file export.json --async"
+        "--request-count 10 --concurrency-range 2 --async"
     )
-    run(shlex.split(command), tmp_path, LD_LIBRARY_PATH=str(PERF))
-    [experiment] = json.loads((tmp_path / "export.json").read_text())["experiments"]
-    assert len(experiment["requests"]) == 10
+    # Its printed report, and not an exported file: see README, "Measuring".
+    report = run(shlex.split(command), tmp_path, LD_LIBRARY_PATH=str(PERF))
+    assert figure(report, "Request count") == 10
     if "--streaming" in arguments:
-        assert any(len(request["response_timestamps"]) > 1 for request in experiment["requests"])
+        assert figure(report, "Response Throughput") > 2 * figure(report, "Throughput")
+
+
+def figure(report: str, name: str) -> float:
+    [value] = re.findall(rf"^ +{name}: ([0-9.]+)", report, re.MULTILINE)
+    return float(value)
 
 
 # --- giving up by id -------------------------------------------------------------------------------------------------
