@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import math
 import random
 import time
 from collections import Counter
@@ -296,7 +297,8 @@ class _Walk:
     def end(self, room: int, effort: Effort) -> _Tokens | None:
         """At most `room` tokens behind which the grammar may end; None where it has not come to an end."""
         deadline_s = time.thread_time() + effort.max_time_s
-        num_steps, most = 0, float(FIRST_STRETCH)
+        begins_anew = self._manner == "tosses"
+        num_steps, most = 0, float(FIRST_STRETCH) if begins_anew else math.inf
         while self._num_visits < effort.max_visits_walking and time.thread_time() < deadline_s:
             if not self._go_on():
                 return None
@@ -304,10 +306,9 @@ class _Walk:
             is_long = len(self._place.tokens) > room
             if self._place.matcher.is_accepting() and not is_long:
                 return self._place.tokens
-            if self._manner != "tosses":
-                if is_long:
-                    return None
-            elif is_long or num_steps > most:
+            if is_long and not begins_anew:
+                return None
+            if is_long or num_steps > most:
                 self._place, num_steps, most = self._start, 0, most * LONGER_STRETCH
         return None
 
@@ -315,9 +316,10 @@ class _Walk:
         """Take the next tokens; whether there are any."""
         ways = [(self._place.state, tokens) for tokens in self._finder.candidates(self._place, self._words)]
         leading: list[_Way] = []
+        tried: dict[_Way, _Place | None] = {}
         for way in ways:
             if way not in self._leads_on:
-                reached = self._reached(way)
+                reached = tried[way] = self._reached(way)
                 self._leads_on[way] = reached is not None and not reached.repeats
             if self._leads_on[way]:
                 leading.append(way)
@@ -325,7 +327,8 @@ class _Walk:
                     break
         # Where none leads on, the grammar wants more of the kind, or does not show what there is.
         for way in (*self._in_order(leading), *self._in_order(ways)):
-            if reached := self._reached(way):
+            reached = tried[way] if way in tried else self._reached(way)
+            if reached is not None:
                 self._place = reached
                 self._num_taken[way] += 1
                 return True

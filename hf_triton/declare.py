@@ -60,11 +60,11 @@ def _problem(model: type[BaseModel], details: Any) -> Problem:
     if details["type"] == "value_error":  # raised by a validator of ours: the sentence is its own
         return Problem(name, details["msg"].removeprefix("Value error, "))
     got = details["input"]
-    return Problem(name, f"{name} must be {allowed(model.model_fields[name])}, got {clip(got)}{_why_no_json(got)}")
+    return Problem(name, f"{name} must be {allowed(model.model_fields[name])}, got {clip(got)}{why_no_json(got)}")
 
 
-def _why_no_json(value: object) -> str:
-    """What is wrong with a text that looks like JSON, where something is."""
+def why_no_json(value: object) -> str:
+    """What is wrong with a text that looks like JSON, to end a sentence with; empty where nothing is."""
     if not (isinstance(value, str) and value.lstrip().startswith(("{", "[")) and len(value) <= MAX_JSON):
         return ""
     try:

@@ -236,8 +236,8 @@ class GenerationParameters(BaseModel):
 
     guided_grammar: GrammarText | None = None
     """A grammar that the text follows, in the Lark syntax of llguidance, from its rule `start` on:
-    `start: "page " NUMBER`, and on a line of its own `NUMBER: /[0-9]+/`. A terminal takes all that it
-    can: what follows it must begin with something else."""
+    `start: "page " NUMBER`, and on a line of its own `NUMBER: /[0-9]+/`. A terminal takes all that it can: what
+    follows it must begin with something else."""
 
     num_return_sequences: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_RETURN_SEQUENCES)] | None = None
     """How many texts to draw for each prompt; more than one needs sampling."""

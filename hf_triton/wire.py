@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hf_triton.chat import MESSAGES, Chat, ChatOptions, parse_chat
-from hf_triton.declare import MAX_JSON, problems, suggest
+from hf_triton.declare import MAX_JSON, problems, suggest, why_no_json
 from hf_triton.errors import RequestError, SettingsError, clip
 from hf_triton.generation import (
     ALIASES,
@@ -551,7 +551,9 @@ def _unpack(text: object) -> dict[str, object]:
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise RequestError("invalid_parameter", f"sampling_parameters must be a JSON object, got {clip(text)}")
+        raise RequestError(
+            "invalid_parameter", f"sampling_parameters must be a JSON object, got {clip(text)}{why_no_json(text)}"
+        )
     return {name: _number(name, value) for name, value in values.items() if not (name == "logprobs" and value is False)}
 
 
