@@ -344,13 +344,16 @@ class _TritonHandler(logging.Handler):
     """Sends log records to the server's log."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
-        if record.levelno >= logging.ERROR:
-            pb_utils.Logger.log_error(text)
-        elif record.levelno >= logging.WARNING:
-            pb_utils.Logger.log_warn(text)
-        else:
-            pb_utils.Logger.log_info(text)
+        try:
+            text = self.format(record)
+            if record.levelno >= logging.ERROR:
+                pb_utils.Logger.log_error(text)
+            elif record.levelno >= logging.WARNING:
+                pb_utils.Logger.log_warn(text)
+            else:
+                pb_utils.Logger.log_info(text)
+        except Exception:  # such as a folder's `logger.info("%d", "x")`: what is done goes on without the line
+            self.handleError(record)
 
 
 def send_logs_to_triton(model_name: str) -> None:

@@ -59,8 +59,12 @@ def _problem(model: type[BaseModel], details: Any) -> Problem:
         return Problem(name, f"{name} is required")
     if details["type"] == "value_error":  # raised by a validator of ours: the sentence is its own
         return Problem(name, details["msg"].removeprefix("Value error, "))
-    got = details["input"]
-    return Problem(name, f"{name} must be {allowed(model.model_fields[name])}, got {clip(got)}{why_no_json(got)}")
+    got, wanted = details["input"], allowed(model.model_fields[name])
+    if details["type"] == "string_too_long":
+        why = f", which has {len(got)}"
+    else:
+        why = why_no_json(got) if "JSON" in wanted else ""
+    return Problem(name, f"{name} must be {wanted}, got {clip(got)}{why}")
 
 
 def why_no_json(value: object) -> str:

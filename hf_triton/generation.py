@@ -86,10 +86,13 @@ GrammarText = Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(M
 
 def read_object(value: object, info: ValidationInfo) -> object:
     """Read a JSON object that may come as a text; what cannot be read is left for the type check to refuse."""
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        return value
+    if len(text) > MAX_GRAMMAR:
+        raise ValueError(f"{info.field_name} must be JSON of up to {MAX_GRAMMAR} characters, got {len(text)}")
     if not isinstance(value, str):
         return value
-    if len(value) > MAX_GRAMMAR:
-        raise ValueError(f"{info.field_name} must be JSON of up to {MAX_GRAMMAR} characters, got {len(value)}")
     try:
         read = json.loads(value)
     except (ValueError, RecursionError):  # no JSON, or thousands of brackets
@@ -295,6 +298,12 @@ class GenerationParameters(BaseModel):
     def says_grammar(self) -> bool:
         """Whether this says anything of the text's form, be it that there is none."""
         return any(getattr(self, name) is not None for name in GRAMMARS)
+
+    @property
+    def follows_grammar(self) -> bool:
+        """Whether this says what the text must follow."""
+        is_plain = self.response_format is not None and self.response_format["type"] == "text"
+        return self.says_grammar and not is_plain
 
     @property
     def grammar(self) -> Grammar | None:

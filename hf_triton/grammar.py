@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import math
 import re
 import threading
@@ -30,11 +31,13 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hf_triton.closing import ClosingFinder, Effort
-from hf_triton.errors import RequestError
+from hf_triton.errors import RequestError, where
 from hf_triton.generation import Grammar, SamplingPlan
 from hf_triton.grammar_trial import MAX_TRIAL_S, GrammarTrial, answer_trials
 from hf_triton.guide import build_guide
 from hf_triton.sample import sample
+
+logger = logging.getLogger(__name__)
 
 LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=100_000,  # 25 ms of reading a grammar; (a{1000}){1000} takes a second by the library's own limit
@@ -261,8 +264,16 @@ class TextConstraint:
         return mask
 
 
-@lru_cache(NUM_CLOSINGS_KEPT)
 def _is_quick(grammar: Grammar) -> bool:
+    try:
+        return _tried(grammar)
+    except OSError as error:
+        logger.warning("a grammar is read without a trial: %s", where(error))
+        return True
+
+
+@lru_cache(NUM_CLOSINGS_KEPT)
+def _tried(grammar: Grammar) -> bool:
     return _trial.is_quick(grammar.kind, grammar.text)
 
 

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
+import math
 import os
+import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
 from hf_triton.child import die_with_parent
-from hf_triton.errors import where
 
-logger = logging.getLogger(__name__)
-
-MAX_TRIAL_S: Final = 3.0
-MAX_START_S: Final = 60.0
+MAX_TRIAL_S: Final = 3
+"""Of a processor's time, whole seconds: what else runs on the machine does not count."""
+MAX_WAIT_S: Final = 60.0
 
 
 class GrammarTrial:
@@ -35,20 +36,19 @@ class GrammarTrial:
         self._process: subprocess.Popen[bytes] | None = None
 
     def is_quick(self, kind: str, text: str) -> bool:
-        """Whether a grammar is read, or refused, within `MAX_TRIAL_S`; so it is taken to be where none can be tried.
+        """Whether a grammar is read, or refused, within `MAX_TRIAL_S`.
 
         Args:
             kind: `Grammar.kind`.
             text: `Grammar.text`.
+
+        Raises:
+            OSError: No grammar can be tried now; `TimeoutError` is one.
         """
         with self._lock:
-            try:
+            answer = self._ask(kind, text)
+            if answer is None:  # it had ended: by this grammar, or before
                 answer = self._ask(kind, text)
-                if answer is None:  # it had ended: by this grammar, or before
-                    answer = self._ask(kind, text)
-            except (OSError, TimeoutError) as error:
-                logger.warning("grammars are read without a trial: %s", where(error))
-                return True
             return answer is not None and answer
 
     def close(self) -> None:
@@ -63,12 +63,12 @@ class GrammarTrial:
         try:
             process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
             process.stdin.flush()
-            answer = _answers(process, MAX_TRIAL_S)
+            answer = _answers(process)
         except BrokenPipeError:
             answer = None
         if not answer:
             self._stop()
-        return answer
+        return False if process.returncode == -signal.SIGXCPU else answer
 
     def _stop(self) -> None:
         process, self._process = self._process, None
@@ -84,7 +84,7 @@ def _start() -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    if not _answers(process, MAX_START_S):
+    if not _answers(process):
         _kill(process)
         raise TimeoutError
     return process
@@ -99,11 +99,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-def _answers(process: subprocess.Popen[bytes], timeout_s: float) -> bool | None:
-    """Whether the process says that it is done in time; None where it ends."""
+def _answers(process: subprocess.Popen[bytes]) -> bool | None:
+    """Whether the process says within `MAX_WAIT_S` that it is done; None where it ends."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
-    if not select.select([descriptor], [], [], timeout_s)[0]:
+    if not select.select([descriptor], [], [], MAX_WAIT_S)[0]:
         return False
     return True if os.read(descriptor, 1) else None
 
@@ -111,7 +111,11 @@ def _answers(process: subprocess.Popen[bytes], timeout_s: float) -> bool | None:
 def answer_trials(try_out: Callable[[str, str], None]) -> None:
     """What the process does: try the grammars of the standard input, a line each, and answer each with a dot."""
     die_with_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to be ended by SIGXCPU is nothing to keep an image of
+    _, most_s = resource.getrlimit(resource.RLIMIT_CPU)
     os.write(1, b".")
     for line in sys.stdin.buffer:
+        # Nothing of ours runs while the library reads: the kernel ends the process, by SIGXCPU.
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + MAX_TRIAL_S, most_s))
         try_out(*json.loads(line))
         os.write(1, b".")

@@ -144,8 +144,13 @@ class Hub:
             return self._local(wanted)
         lacking = []
         for cache in self.caches():
-            folder = _cached_snapshot(wanted, cache)
-            missing = [] if folder is None else wanted.missing_in(folder)
+            try:
+                folder = _cached_snapshot(wanted, cache)
+                missing = [] if folder is None else wanted.missing_in(folder)
+            except PermissionError as error:
+                logger.warning("the cache %s is left out: %s may not be read", cache, error.filename)
+                lacking.append(f"{cache} (which may not be read)")
+                continue
             if folder is not None and not missing:
                 logger.info("%s: taken from the cache %s", wanted.name, cache)
                 return folder
@@ -166,7 +171,14 @@ class Hub:
             raise HubError(
                 "path_not_found", f"there is no folder {folder} for '{wanted.name}'{base}: correct {wanted.setting}"
             )
-        missing = wanted.missing_in(folder)
+        try:
+            missing = wanted.missing_in(folder)
+        except PermissionError as error:
+            raise CheckpointError(
+                "checkpoint_invalid",
+                f"{error.filename} may not be read by the user of this process ({os.geteuid()}): change its mode or "
+                "owner, or the user",
+            ) from None
         if missing and wanted.has_only_pickle(folder):
             raise CheckpointError(
                 "weights_not_safe",

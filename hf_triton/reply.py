@@ -56,25 +56,37 @@ class _Lane:
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     def put(self, send: Callable[[], None]) -> None:
-        """Have something done."""
-        self._queue.put(send)
+        """Have something done; behind `close` at once, in the caller's thread."""
+        with self._lock:
+            if not self._is_closed:
+                self._queue.put(send)
+                return
+        self._do(send)
 
     def close(self) -> None:
         """Do what is there, then end."""
-        self._queue.put(None)
+        with self._lock:
+            self._is_closed = True
+            self._queue.put(None)
         self._thread.join()
 
     def _loop(self) -> None:
         while (send := self._queue.get()) is not None:
-            try:
-                send()
-            except BaseException as error:  # the thread serves the other calls too
-                logger.error("sending a response failed: %s", where(error))
+            self._do(send)
             del send  # a call that was dropped answers when nobody holds it any more
+
+    @staticmethod
+    def _do(send: Callable[[], None]) -> None:
+        try:
+            send()
+        except BaseException as error:  # the thread serves the other calls too
+            logger.error("sending a response failed: %s", where(error))
 
 
 class Outbox:
@@ -189,8 +201,10 @@ class CallReply:
             raise
 
     def _refuse(self, error: HfTritonError) -> None:
-        self._send_pieces()
-        self._call.refuse(error)
+        try:
+            self._send_pieces()
+        finally:
+            self._call.refuse(error)
 
     def _parameters(self) -> dict[str, int]:
         """Those of the last response."""

@@ -251,7 +251,7 @@ class _StopFinder:
 
     def __init__(self, stop_strings: tuple[str, ...]) -> None:
         self._stops = stop_strings
-        self._beginnings = {stop[:length] for stop in stop_strings for length in range(1, len(stop))}
+        self._longest = max(map(len, stop_strings), default=0)
         self._held = ""
         self.is_found = False
 
@@ -276,7 +276,12 @@ class _StopFinder:
         return text
 
     def _may_stop_at(self, text: str, place: int) -> bool:
-        return text.startswith(self._stops, place) or text[place:] in self._beginnings
+        if text.startswith(self._stops, place):
+            return True
+        if len(text) - place >= self._longest:
+            return False
+        tail = text[place:]
+        return any(stop.startswith(tail) for stop in self._stops)
 
 
 def _num_common(first: str, second: str) -> int:

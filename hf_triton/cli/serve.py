@@ -134,7 +134,7 @@ def _show(server: TritonServer, left_out: Mapping[str, str]) -> None:
         more = "--verbose shows the server's log" if server.read_log() else "the log above it may say more"
         raise ServerError("server_failed", f"no model is served: correct what is said above; {more}")
     click.echo(f"Ready: {', '.join(ready)}.")
-    requests = example_requests(map(server.model_config, ready), server.http_port)
+    requests = example_requests(map(server.model_config, ready), server.host, server.http_port)
     click.echo(TRY.format(requests=requests))
 
 

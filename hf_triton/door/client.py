@@ -41,7 +41,6 @@ class _Forwarded:
         timeout_s = call.timeout_s()
         self.call = call
         self.has_begun = False
-        self.was_cancelled = False
         self.tried: set[Address] = set()
         self._request = partial(
             DoorRequest,
@@ -86,6 +85,7 @@ class _Link:
         self._on_close = on_close
         self._lock = threading.Lock()
         self._open: dict[int, _Forwarded] = {}
+        self._cancelled: set[int] = set()  # of them
         self._last_number = 0
         self.connection = Connection(connected, self._on_message, self._close)
         self.connection.start()
@@ -110,12 +110,12 @@ class _Link:
         """Tell the engine which requests nobody waits for any more."""
         with self._lock:
             given_up = [
-                (number, each)
+                number
                 for number, each in self._open.items()
-                if not each.was_cancelled and each.call.is_cancelled()
+                if number not in self._cancelled and each.call.is_cancelled()
             ]
-        for number, forwarded in given_up:
-            forwarded.was_cancelled = True
+            self._cancelled.update(given_up)
+        for number in given_up:
             self._cancel(number)
 
     def _cancel(self, number: int) -> None:
@@ -169,6 +169,7 @@ class _Link:
 
     def _forget(self, number: int) -> _Forwarded | None:
         with self._lock:
+            self._cancelled.discard(number)
             return self._open.pop(number, None)
 
     def _close(self) -> None:

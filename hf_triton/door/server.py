@@ -26,7 +26,7 @@ from hf_triton.door.messages import (
     pack_tensors,
     read_request,
 )
-from hf_triton.errors import HfTritonError, ShuttingDownError, UnavailableError
+from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError, UnavailableError, where
 from hf_triton.reply import Outlet
 
 logger = logging.getLogger(__name__)
@@ -79,10 +79,23 @@ class RemoteCall:
         """Give the request up."""
         self._is_cancelled = True
 
+    def abandon(self) -> None:
+        """Give the request up where nobody is left to be answered."""
+        self._is_cancelled = True
+        with self._lock:
+            was_answered, self._is_answered = self._is_answered, True
+        if not was_answered:
+            self._on_answer(CancelledError().code)
+
     def add(self, outputs: Mapping[str, Array]) -> None:
         """Send a response with more to come."""
-        if not self._is_answered:
+        if self._is_answered:
+            return
+        try:
             self._peer.connection.send({"id": self._number, "add": pack_tensors(outputs)})
+        except MessageTooLargeError:  # a text with a hole in it would look like a good one
+            self._is_cancelled = True
+            self.refuse(_too_large())
 
     def answer(self, outputs: Mapping[str, Array], parameters: Mapping[str, int] | None = None) -> None:
         """Send the one answer, or the last part of it; `parameters` are the response's own."""
@@ -90,12 +103,7 @@ class RemoteCall:
         try:
             framed = frame(message)
         except MessageTooLargeError:
-            self.refuse(
-                UnavailableError(
-                    "out_of_memory",
-                    f"the answer has more than the {MAX_MESSAGE_BYTES} bytes that a stream door takes",
-                )
-            )
+            self.refuse(_too_large())
         else:
             self._finish(framed, "ok")
 
@@ -180,8 +188,10 @@ class _Peer:
                 call.cancel()
 
     def _on_close(self) -> None:
-        for number in list(self._calls):
-            self._cancel(number)
+        for reference in list(self._calls.values()):
+            if call := reference():
+                call.abandon()
+        self._calls.clear()
         self._server.forget(self)
 
 
@@ -268,8 +278,12 @@ class DoorServer:
                 connected, _ = listener.accept()
             except OSError:  # it was shut down, or the process has no file descriptor left just now
                 time.sleep(0 if self.is_draining else RETRY_S)
-            else:
+                continue
+            try:
                 self._welcome(connected)
+            except Exception as error:  # such as no thread left just now: the doors that come later are taken
+                logger.warning("a stream door could not be taken: %s", where(error))
+                connected.close()
 
     def _welcome(self, connected: socket.socket) -> None:
         with self._lock:
@@ -278,7 +292,17 @@ class DoorServer:
                 return
             peer = _Peer(connected, self)
             self._peers.add(peer)
-        peer.connection.start()
+        try:
+            peer.connection.start()
+        except BaseException:
+            self.forget(peer)
+            raise
+
+
+def _too_large() -> UnavailableError:
+    return UnavailableError(
+        "out_of_memory", f"the answer has more than the {MAX_MESSAGE_BYTES} bytes that a stream door takes"
+    )
 
 
 def _bind(listener: socket.socket, model_name: str, version: int) -> Address:

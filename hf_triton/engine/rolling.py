@@ -171,6 +171,8 @@ class RollingEngine(EngineThread):
         self._ready = deque(group for rows in self._ready if (group := [row for row in rows if not row.is_done]))
         self._prefills = [prefill for prefill in self._prefills if not all(row.is_done for row in prefill.rows)]
         self._retire([index for index, row in enumerate(self._rows) if row.is_done])
+        if not self._ready:
+            self._no_room_since_s = None
 
     def _admit(self) -> None:
         """Take waiting sequences while there are rows for them, in the queue's order."""
@@ -509,6 +511,7 @@ class RollingEngine(EngineThread):
             return
         group[0].job.finish(self._no_memory(group[0].num_tokens))
         self._ready.popleft()
+        self._no_room_since_s = None
 
     def misfit(self, sequence: Sequence) -> HfTritonError | None:
         """Why a sequence could never run in this memory; None where it could."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import logging
 import threading
@@ -133,11 +134,7 @@ class EngineThread:
         num_waiting = len(self._waiting) - self._num_free_rows()  # the others only wait for the next step
         if num_waiting <= 0 or num_waiting + num_new <= self._max_waiting:
             return None  # one request alone may be of any size
-        return UnavailableError(
-            "queue_full",
-            f"{num_waiting} prompts are waiting and {self._max_waiting} may (setting max_waiting_prompts): "
-            "send the request again later",
-        )
+        return queue_full(num_waiting, self._max_waiting)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -150,8 +147,9 @@ class EngineThread:
                 self._sweep_queue()
                 self._turn()
         except BaseException as error:  # the thread's last resort: whatever it was, nobody may be left waiting
-            logger.error("the engine failed and stops (%s): %s", loggable(error), where(error))
             self._failed.set()
+            with contextlib.suppress(Exception):  # a log that takes no line either
+                logger.error("the engine failed and stops (%s): %s", loggable(error), where(error))
         self._answer_everyone()
         self._cores.leave()
         if self._failed.is_set():
@@ -221,6 +219,15 @@ def too_late() -> UnavailableError:
     return UnavailableError(
         "deadline_exceeded",
         "the time was up before the first token: give more (max_time, or the client's timeout), or send it again later",
+    )
+
+
+def queue_full(num_waiting: int, max_waiting: int) -> UnavailableError:
+    """What to answer to a request for which there is no room in the queue."""
+    return UnavailableError(
+        "queue_full",
+        f"{num_waiting} prompts are waiting and {max_waiting} may (setting max_waiting_prompts): "
+        "send the request again later",
     )
 
 

@@ -82,10 +82,13 @@ class Lanes:
     def add(self, prefilled: Cache, row: int, length: int) -> int:
         """Lay a row of a left-padded prefill, its last `length` columns, into a new row; its number."""
         place = self._place(self._shapes(), length)
-        if place == len(self._lanes):
-            self._lanes.append(self._new_lane())
-            self._lanes[place].max_tokens = 0
-        self._lanes[place].add(prefilled, row, length)
+        if place < len(self._lanes):
+            self._lanes[place].add(prefilled, row, length)
+        else:
+            lane = self._new_lane()
+            lane.max_tokens = 0
+            lane.add(prefilled, row, length)
+            self._lanes.append(lane)  # only now: where there was no memory for it, there is no lane without rows
         return sum(lane.num_rows for lane in self._lanes[: place + 1]) - 1
 
     def remove(self, row: int) -> int:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from hf_triton.chat import Chat
 from hf_triton.chat_template import ChatTemplate
 from hf_triton.engine.interface import Engine, EngineLoad, Observer, RequestTimes, Sequence, eos_ids
-from hf_triton.engine.thread import too_late
-from hf_triton.errors import CancelledError, HfTritonError, RequestError, SettingsError, ShuttingDownError
+from hf_triton.errors import HfTritonError, RequestError, SettingsError, ShuttingDownError
 from hf_triton.generation import (
     GenerationParameters,
     SamplingPlan,
@@ -31,6 +30,7 @@ from hf_triton.grammar import GrammarCompiler
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.answering import Answering, Prompt, Reply, fault
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
+from hf_triton.tasks.preparing import Preparation, Preparations, least_max_time_s
 from hf_triton.text import TextCodec
 from hf_triton.wire import GenerationRequest
 
@@ -42,43 +42,6 @@ NUM_HOOK_THREADS = 16  # `build_prompt` and `postprocess` may wait for other ser
 MAX_TURN_S = 0.05  # of a request with many prompts, then others have their turn
 MAX_QUICK_CHARACTERS = 1000  # of a prompt that is tokenized at once, in some 0.2 ms: less than another thread costs
 NUM_BAD_WORDS_KEPT = 32  # the prompts of a request, and often the requests of a client, have the same ones
-
-
-@dataclass
-class _Preparation:
-    """A request on its way to the engine."""
-
-    request: GenerationRequest
-    reply: Reply
-    is_cancelled: Callable[[], bool]
-    timeout_s: float | None
-    streams: bool
-    times: RequestTimes
-    prompts: list[Prompt] = field(default_factory=list)
-    """Those that are ready, the request's first ones."""
-
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether there are more."""
-        return len(self.prompts) < len(self.request.prompts)
-
-    def deadline_s(self, max_time_s: float | None) -> float | None:
-        """When the time of a prompt is up, by `time.monotonic()`."""
-        times_s = [time_s for time_s in (max_time_s, self.timeout_s) if time_s is not None]
-        return self.times.arrival_s + min(times_s) if times_s else None
-
-    def check(self, task: TaskPlan) -> None:
-        """Go on with the next prompt only while somebody waits for it.
-
-        Raises:
-            CancelledError: The client has gone.
-            UnavailableError: The prompt's time is up.
-        """
-        if self.is_cancelled():
-            raise CancelledError
-        deadline_s = self.deadline_s(task.max_time_s)
-        if deadline_s is not None and time.monotonic() >= deadline_s:
-            raise too_late()
 
 
 class TextGeneration:
@@ -95,6 +58,7 @@ class TextGeneration:
         defaults: The folder's and the checkpoint's parameters, the first that says something winning.
         max_output_length: New tokens where nobody says how many.
         max_rows: Texts that one prompt may ask for.
+        max_waiting: Prompts that may wait to be prepared.
         excludes_prompt: Whether the answer leaves the prompt out where the request does not say.
         hooks: The folder's own.
     """
@@ -111,6 +75,7 @@ class TextGeneration:
         defaults: tuple[GenerationParameters, ...],
         max_output_length: int,
         max_rows: int,
+        max_waiting: int,
         excludes_prompt: bool,
         hooks: CheckedHooks,
     ) -> None:
@@ -123,13 +88,15 @@ class TextGeneration:
         self._context_length = context_length
         self._is_encoder_decoder = is_encoder_decoder
         self._defaults = defaults
-        self._has_slow_defaults = any(_takes_reading(each) for each in defaults)
+        self._has_slow_defaults = any(each.bad_words is not None for each in defaults)
+        self._has_default_grammar = next((each.follows_grammar for each in defaults if each.says_grammar), False)
         self._max_output_length = max_output_length
         self._max_rows = max_rows
         self._excludes_prompt = excludes_prompt
         num_readers = NUM_HOOK_THREADS if hooks.overrides("build_prompt") else NUM_TOKENIZER_THREADS
         self._tokenizers = ThreadPoolExecutor(num_readers, thread_name_prefix="hf_triton-tokenizer")
         self._finishers = ThreadPoolExecutor(NUM_HOOK_THREADS, thread_name_prefix="hf_triton-postprocess")
+        self._preparations = Preparations(max_waiting)
         self._grammar_readers = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-grammar")  # half a second for some
 
     def submit(
@@ -154,13 +121,18 @@ class TextGeneration:
             times: To be filled in; None: the request comes now.
         """
         times = RequestTimes() if times is None else times
-        preparation = _Preparation(request, reply, is_cancelled, timeout_s, streams, times)
-        if any(each.says_grammar for each in request.parameters):
-            self._prepare_in(self._grammar_readers, preparation)
-        elif self._is_quick(request):
-            self._prepare(self._tokenizers, preparation)
+        max_time_s = least_max_time_s(request, self._defaults)
+        preparation = Preparation(request, reply, is_cancelled, timeout_s, streams, times, max_time_s)
+        follows_grammar = any(map(self._follows_grammar, request.parameters))
+        if not follows_grammar and self._is_quick(request):
+            self._prepare_at_once(preparation)
+            return
+        try:
+            self._preparations.enter(preparation)
+        except HfTritonError as error:
+            reply.refuse(error)
         else:
-            self._prepare_in(self._tokenizers, preparation)
+            self._prepare_in(self._grammar_readers if follows_grammar else self._tokenizers, preparation)
 
     def check_defaults(self) -> None:
         """Try what the folder and the checkpoint ask for where a request says nothing.
@@ -188,45 +160,59 @@ class TextGeneration:
         """Answer everything that is still waiting, then stop."""
         self._tokenizers.shutdown(wait=True)
         self._grammar_readers.shutdown(wait=True)
+        self._preparations.close()
         self._engine.close()
         self._finishers.shutdown(wait=True)
 
     def _is_quick(self, request: GenerationRequest) -> bool:
-        """Whether a request is prepared in no time: there is one short text to read, and no hook to wait for."""
+        """Whether a request without a grammar is prepared in no time: one short text, and no hook to wait for."""
         [prompt, *others] = request.prompts
         return (
             isinstance(prompt, str)
             and not others
             and len(prompt) <= MAX_QUICK_CHARACTERS
-            and not (self._has_slow_defaults or _takes_reading(request.parameters[0]))
+            and not (self._has_slow_defaults or request.parameters[0].bad_words is not None)
             and self._codec.is_fast
             and not self._hooks.overrides("build_prompt")
         )
 
-    def _prepare_in(self, pool: ThreadPoolExecutor, preparation: _Preparation) -> None:
+    def _follows_grammar(self, parameters: GenerationParameters) -> bool:
+        return parameters.follows_grammar if parameters.says_grammar else self._has_default_grammar
+
+    def _prepare_in(self, pool: ThreadPoolExecutor, preparation: Preparation) -> None:
         try:
             pool.submit(self._prepare, pool, preparation)
         except RuntimeError:  # the pool is shut down
-            preparation.reply.refuse(ShuttingDownError())
+            if self._preparations.leave(preparation):
+                preparation.reply.refuse(ShuttingDownError())
 
-    def _prepare(self, pool: ThreadPoolExecutor, preparation: _Preparation) -> None:
+    def _prepare(self, pool: ThreadPoolExecutor, preparation: Preparation) -> None:
         """Prepare a request's prompts; after a while it is the next request's turn."""
         turn_ends_s = time.monotonic() + MAX_TURN_S
         try:
             while preparation.is_incomplete and time.monotonic() < turn_ends_s:
-                task = settle_task(preparation.request.parameters[len(preparation.prompts)], *self._defaults)
-                preparation.check(task)
-                preparation.prompts.append(self._next_prompt(preparation, task))
+                self._prepare_next(preparation)
             if preparation.is_incomplete:
                 self._prepare_in(pool, preparation)
                 return
             sequences = self._sequences(preparation)
         except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
+            if self._preparations.leave(preparation):
+                preparation.reply.refuse(fault("preparing the request", error))
+        else:
+            if self._preparations.leave(preparation):
+                self._engine.submit(sequences)
+
+    def _prepare_at_once(self, preparation: Preparation) -> None:
+        try:
+            self._prepare_next(preparation)
+            sequences = self._sequences(preparation)
+        except BaseException as error:  # as above
             preparation.reply.refuse(fault("preparing the request", error))
         else:
             self._engine.submit(sequences)
 
-    def _sequences(self, preparation: _Preparation) -> list[Sequence]:
+    def _sequences(self, preparation: Preparation) -> list[Sequence]:
         answering = Answering(
             preparation.prompts,
             self._codec,
@@ -252,7 +238,14 @@ class TextGeneration:
             for row, prompt in enumerate(preparation.prompts)
         ]
 
-    def _next_prompt(self, preparation: _Preparation, task: TaskPlan) -> Prompt:
+    def _prepare_next(self, preparation: Preparation) -> None:
+        """Prepare a request's next prompt, while somebody waits for it."""
+        if ending := preparation.ending():
+            raise ending
+        task = settle_task(preparation.request.parameters[len(preparation.prompts)], *self._defaults)
+        preparation.prompts.append(self._next_prompt(preparation, task))
+
+    def _next_prompt(self, preparation: Preparation, task: TaskPlan) -> Prompt:
         request, streams, row = preparation.request, preparation.streams, len(preparation.prompts)
         options, parameters, given = request.options, request.parameters[row], request.prompts[row]
         is_chat = isinstance(given, Chat)
@@ -312,11 +305,6 @@ class TextGeneration:
         return plan
 
 
-def _takes_reading(parameters: GenerationParameters) -> bool:
-    """Whether parameters bring texts of their own, which may be long: a grammar, or words to be tokenized."""
-    return parameters.says_grammar or parameters.bad_words is not None
-
-
 def build_text_generation(
     checkpoint: Checkpoint,
     chat_template: ChatTemplate,
@@ -373,6 +361,7 @@ def build_text_generation(
         defaults=(parse_parameters(settings.generation_defaults), checkpoint.generation_defaults()),
         max_output_length=settings.max_output_length,
         max_rows=settings.max_batch_rows,
+        max_waiting=settings.max_waiting_prompts,
         excludes_prompt=settings.exclude_input_in_output,
         hooks=CheckedHooks(hooks, max_prompt_bytes),
     )

@@ -77,8 +77,8 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
 
 
 @contextlib.contextmanager
-def running(repository: str, output: Path) -> Iterator[Serving]:
-    serving = Serving(repository, output=output)
+def running(*arguments: str, output: Path) -> Iterator[Serving]:
+    serving = Serving(*arguments, output=output)
     try:
         yield serving
     finally:
@@ -276,9 +276,12 @@ def test_the_path_to_the_folders_may_have_any_character(tmp_path: Path, make_fol
         assert all(SENTENCE.search(send(line)) for line in lines)
 
 
-def test_a_folder_that_streams_is_shown_as_one(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.2", "0.0.0.0"])
+def test_a_folder_that_streams_is_shown_as_one_where_the_server_is(
+    host: str, tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
     make_folder(tmp_path / "repository", "mine", config=DECOUPLED, huggingface_model=DEMO)
-    with running(str(tmp_path / "repository"), output=tmp_path / "output") as serving:
+    with running(str(tmp_path / "repository"), f"--host={host}", output=tmp_path / "output") as serving:
         (line,) = curl_lines(serving.wait_for("Ctrl+C stops the server"))
         assert send(line).count("data: ") > 1
 

@@ -4,6 +4,7 @@
 import math
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.generation import SamplingPlan
 from hf_triton.runner import lanes
-from hf_triton.runner.cache import COLUMN_STEP, buffer_tokens
+from hf_triton.runner.cache import COLUMN_STEP, KeyValueRows, buffer_tokens
 from hf_triton.runner.decode import Decoder
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.lanes import Lanes
@@ -72,6 +73,18 @@ def test_a_long_text_beside_short_ones_has_a_lane_of_its_own(model: Any) -> None
     assert sum(rows for rows, _ in running.widths) == 6
     assert running.lanes.width == 200
     assert running.lanes.num_tokens < 6 * 256
+
+
+def test_a_new_lane_for_which_there_is_no_memory_is_not_there(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Running(model)
+    running.join(prompt(20))
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyValueRows, "add", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+        with pytest.raises(torch.OutOfMemoryError):
+            running.join(prompt(200))
+    assert running.widths == [(1, 20)]
+    running.step()
+    assert running.texts == [[*prompt(20), *solo_ids(model, prompt(20), 2)]]
 
 
 def test_one_lane_where_padding_does_not_matter(model: Any) -> None:

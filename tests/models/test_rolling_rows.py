@@ -10,13 +10,14 @@ from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from hf_triton.engine import gathering, prefill, rolling
+from hf_triton.engine import gathering, prefill, rolling, thread
 from hf_triton.engine.interface import Completion, Observer, Outcome, Sequence
 from hf_triton.engine.prefill import Pieces, Reading, are_worth_one_batch, pieces_on
 from hf_triton.engine.rolling import RollingEngine
@@ -241,6 +242,18 @@ def test_who_is_admitted_when_the_engine_fails_is_answered(
     assert "secret" not in caplog.text
 
 
+def test_a_failed_engine_answers_everyone_though_the_log_takes_no_line(
+    start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread.logger, "error", Mock(side_effect=RuntimeError("the log is gone")))
+    engine = start(max_rows=2)
+    engine._turn = Mock(side_effect=SystemError)  # type: ignore[method-assign]
+    client = Client(engine)
+    client.submit(PROMPT, SamplingPlan(3))
+    assert [error_code(outcome) for outcome in client.outcomes()] == ["engine_failed"]
+    assert not engine.is_healthy()
+
+
 def test_who_only_waits_for_the_next_step_is_not_in_the_queue(start: Callable[..., RollingEngine]) -> None:
     engine, refused = start(max_rows=4, max_waiting=2), list[Outcome]()
     client = Client(engine)
@@ -404,6 +417,24 @@ def test_a_memory_that_has_shrunk_refuses_nobody_for_good(
     assert refused.code == "out_of_memory"
     allowed[0] = 10_000
     assert only(client.ask(PROMPT, SamplingPlan(5))).token_ids == solo_ids(model, PROMPT, 5)
+
+
+def test_each_context_waits_for_memory_anew(
+    start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rolling, "NO_ROOM_S", 0.3)
+    engine = start()
+    engine._budget.tokens = lambda held: 0  # type: ignore[method-assign]
+    client = Client(engine)
+    gone = threading.Event()
+    client.submit(PROMPT, SamplingPlan(5), is_cancelled=gone.is_set)
+    time.sleep(0.15)
+    gone.set()
+    assert error_code(client.outcomes()[0]) == "cancelled"
+    for _ in range(2):
+        started_s = time.monotonic()
+        assert error_code(client.ask(PROMPT, SamplingPlan(5))) == "out_of_memory"
+        assert time.monotonic() - started_s >= 0.3
 
 
 # --- shared prefixes -------------------------------------------------------------------------------------------------

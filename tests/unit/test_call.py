@@ -4,6 +4,7 @@
 import gc
 import importlib
 import json
+import logging
 import sys
 import threading
 import time
@@ -371,6 +372,14 @@ def test_a_part_that_does_not_fit_ends_the_answer_with_an_error(make_call: Calla
     assert call.is_cancelled(), "what is still being written is given up"
     assert texts_of(request.sender.parts) == [b"one"]
     assert [error.message.split(":")[0] for error in request.sender.sent] == ["out_of_memory"]
+
+
+def test_a_line_that_the_log_does_not_take_stops_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    with stand_in(response_before_25_02) as door:
+        handler = door._TritonHandler()  # and Triton's log is not there either
+        for line, arguments in (("fine", ()), ("%d rows", ("no number",))):
+            handler.emit(logging.LogRecord("folder", logging.INFO, __file__, 1, line, arguments, None))
+    assert "Logging error" in capsys.readouterr().err
 
 
 # --- parameters of a response ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -346,11 +347,13 @@ def test_the_requests_of_a_door_that_is_gone_are_cancelled(engine: Engine) -> No
     other = engine.next_call()
     engines.close()
     wait_for(remote.is_cancelled)
+    wait_for(lambda: engine.outcomes)
     assert not other.is_cancelled()
     remote.add(texts(b"to nobody"))
     remote.answer(texts(b"to nobody"))
     other.answer(texts(b"text"))
     assert call.wait() == [b"text"]
+    assert engine.outcomes == ["cancelled", "ok"]
     stays.close()
 
 
@@ -436,6 +439,18 @@ def test_a_request_that_crosses_an_unload_goes_to_the_next_engine(
     assert submit(engines, ClientCall()).wait().code == "shutting_down"
     first.close()
     second.close()
+
+
+def test_a_cancelled_request_that_crosses_an_unload_is_cancelled_in_the_next_engine(
+    make_engine: Callable[..., Engine], engines: Engines
+) -> None:
+    first, second = make_engine(2), make_engine(1)
+    call = submit(engines, ClientCall())
+    remote = first.next_call()
+    call.was_cancelled = True
+    wait_for(remote.is_cancelled)
+    remote.refuse(UnavailableError("shutting_down", "the model is being unloaded"))
+    wait_for(second.next_call().is_cancelled)
 
 
 def test_what_has_begun_is_not_begun_again(make_engine: Callable[..., Engine], engines: Engines) -> None:
@@ -621,6 +636,20 @@ def test_connections_are_bounded(engine: Engine, engines: Engines, monkeypatch: 
         assert call.wait() == [b"text"]
 
 
+def test_a_door_that_cannot_be_taken_just_now_keeps_no_other_one_out(
+    engine: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(connection.Connection, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with connect() as peer:
+            assert is_ended(peer)
+    assert "a stream door could not be taken: RuntimeError" in caplog.text
+    assert not engine.door._all_peers()
+    call = submit(engines, ClientCall())
+    engine.next_call().answer(texts(b"text"))
+    assert call.wait() == [b"text"]
+
+
 def test_who_reads_nothing_holds_up_nobody_and_is_sent_away(
     engine: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -651,9 +680,15 @@ def test_a_message_too_large_refuses_its_request_alone(
     large_answer = submit(engines, ClientCall())
     engine.next_call().answer(texts(b"x" * 2000))
     assert large_answer.wait().code == "out_of_memory"
+    large_piece = submit(engines, ClientCall())
+    piece_remote = engine.next_call()
+    piece_remote.add(texts(b"x" * 2000))
+    assert large_piece.wait().code == "out_of_memory"
+    assert piece_remote.is_cancelled()
+    piece_remote.answer(texts(b"the rest"))
     remote.answer(texts(b"text"))
     assert other.wait() == [b"text"]
-    assert engine.outcomes == ["out_of_memory", "ok"]
+    assert engine.outcomes == ["out_of_memory", "out_of_memory", "ok"]
 
 
 def test_a_piece_that_triton_does_not_take_ends_its_request_alone(engine: Engine, engines: Engines) -> None:

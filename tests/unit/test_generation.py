@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -496,8 +497,17 @@ def test_the_first_layer_that_speaks_of_a_form_decides() -> None:
         settle_task(stopping, folder)
 
 
-def test_a_schema_that_is_too_long_is_not_read() -> None:
-    assert "65536 characters" in refusal(guided_json=json.dumps({"enum": ["x" * 70_000]})).sentence
+@pytest.mark.parametrize("write", [json.dumps, dict], ids=["text", "object"])
+def test_a_schema_that_is_too_long_is_not_read(write: Callable[[object], object]) -> None:
+    assert "65536 characters" in refusal(guided_json=write({"enum": ["x" * 70_000]})).sentence
+    response_format = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}}
+    assert "65536 characters" in refusal(response_format=write(response_format)).sentence
+
+
+def test_a_text_that_is_too_long_says_how_long_it_is_and_not_that_it_is_no_json() -> None:
+    sentence = refusal(guided_regex="[" * 70_000).sentence
+    assert sentence.startswith("guided_regex must be a text of 1 to 65536 characters, got '[[[")
+    assert sentence.endswith(", which has 70000")
 
 
 @pytest.mark.parametrize(("name", "value"), DONE_ANYWAY.items())

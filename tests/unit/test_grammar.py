@@ -4,11 +4,14 @@
 import json
 import random
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest.mock import Mock, call
 
 import jsonschema
 import numpy as np
@@ -22,7 +25,7 @@ from hf_triton import grammar as grammar_module
 from hf_triton.errors import RequestError
 from hf_triton.generation import Grammar, SamplingPlan
 from hf_triton.grammar import GrammarCompiler, TextConstraint
-from hf_triton.grammar_trial import GrammarTrial
+from hf_triton.grammar_trial import MAX_TRIAL_S, GrammarTrial
 from tests.unit.test_text import EOS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
 
 KIND = "byte_level"
@@ -638,8 +641,32 @@ def test_trials_begin_anew_where_their_process_has_ended() -> None:
     assert process.poll() is not None
 
 
-def test_grammars_are_read_without_a_trial_where_no_process_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere")
+def test_what_else_the_machine_does_is_no_time_of_a_trial() -> None:
     trial = GrammarTrial()
     assert trial.is_quick("regex", "a")
+    process = trial._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    goes_on = threading.Timer(MAX_TRIAL_S + 1, process.send_signal, [signal.SIGCONT])
+    goes_on.start()
+    assert trial.is_quick("regex", "b")
+    goes_on.join()
+    assert trial._process is process
+    trial.close()
+
+
+def test_grammars_are_read_without_a_trial_while_no_process_can_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trial = Mock(wraps=GrammarTrial())
+    monkeypatch.setattr(grammar_module, "_trial", trial)
+    compiler, secret = compiler_of(KIND), "secret[ab]"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere")
+        compiler.compile(regex(secret), SamplingPlan(20))
+    assert "without a trial: FileNotFoundError" in caplog.text
+    assert "secret" not in caplog.text
+    compiler.compile(regex(secret), SamplingPlan(20))
+    compiler.compile(regex(secret), SamplingPlan(20))
+    assert trial.is_quick.call_args_list == [call("regex", secret)] * 2
     trial.close()

@@ -195,6 +195,38 @@ def test_only_a_writable_cache_is_fetched_again(tmp_path: Path, monkeypatch: pyt
     assert not build_hub(tmp_path).can_fetch_again(snapshot)
 
 
+def forbid_looking(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """What a folder of another user is to pathlib; permissions do not stop root."""
+    real = Path.stat
+
+    def stat(self: Path, **options: Any) -> os.stat_result:
+        if folder in self.parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return real(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+
+
+def test_a_cache_that_may_not_be_looked_into_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_snapshot(tmp_path / "theirs")
+    forbid_looking(monkeypatch, tmp_path / "theirs")
+    environment = {"TRANSFORMERS_CACHE": str(tmp_path / "theirs"), "HF_HUB_OFFLINE": "1"}
+    with pytest.raises(HubError, match=r"offline_and_not_cached.*/theirs \(which may not be read\)"):
+        build_hub(tmp_path, environment).model_folder()
+    snapshot = write_snapshot(tmp_path / "home" / "hub")
+    assert build_hub(tmp_path, environment).model_folder() == snapshot
+    assert f"the cache {tmp_path / 'theirs'} is left out" in caplog.text
+
+
+def test_a_folder_that_may_not_be_looked_into_says_who_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = write_snapshot(tmp_path)
+    forbid_looking(monkeypatch, snapshot)
+    with pytest.raises(CheckpointError, match=rf"may not be read by the user of this process \({os.geteuid()}\)"):
+        build_hub(tmp_path, huggingface_model=str(snapshot)).model_folder()
+
+
 def test_where_no_cache_can_be_written_the_message_says_which_were_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

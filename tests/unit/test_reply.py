@@ -90,6 +90,27 @@ def test_pieces_go_out_before_the_rest_and_a_text_that_does_not_go_on_is_empty()
     assert joined(call) == ["ab", "bar"]
 
 
+def test_what_comes_behind_the_outbox_s_end_is_sent_all_the_same() -> None:
+    outbox, call = Outbox(), Call()
+    reply = reply_to(call, outbox)
+    outbox.close()
+    reply.add(0, "a")
+    reply.finish(rest("b"), takes_long=False)
+    assert joined(call) == ["ab"]
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_an_error_goes_out_whether_the_pieces_before_it_do(is_broken: bool) -> None:
+    outbox, call = Outbox(), Call()
+    call.is_broken = is_broken
+    reply = reply_to(call, outbox)
+    reply.add(0, "a")
+    reply.refuse(CancelledError())
+    outbox.close()
+    [end] = call.ends
+    assert isinstance(end, CancelledError)
+
+
 def test_what_is_told_beside_the_text_comes_with_the_last_response_alone() -> None:
     outbox, call = Outbox(), Call()
     reply = reply_to(call, outbox, return_num_output_tokens=True)

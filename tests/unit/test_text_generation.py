@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from hf_triton.errors import CancelledError, GenerationError, HfTritonError, Req
 from hf_triton.generation import GenerationParameters, Grammar, SamplingPlan
 from hf_triton.grammar import GrammarCompiler
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
-from hf_triton.tasks.text_generation import TextGeneration
+from hf_triton.tasks.text_generation import NUM_HOOK_THREADS, TextGeneration
 from hf_triton.text import TextCodec, TextStream
 from hf_triton.wire import GeneratedText, GenerationRequest, RequestOptions
 from tests.unit.test_text import raw_ids, tokenizer_of
@@ -156,6 +157,7 @@ def build_task(
     excludes_prompt: bool = False,
     is_encoder_decoder: bool = False,
     hooks: Hooks | None = None,
+    max_waiting: int = 1000,
 ) -> TextGeneration:
     return TextGeneration(
         Engine(outcome),
@@ -167,9 +169,16 @@ def build_task(
         defaults=(defaults or GenerationParameters(),),
         max_output_length=15,
         max_rows=4,
+        max_waiting=max_waiting,
         excludes_prompt=excludes_prompt,
         hooks=CheckedHooks(hooks or Hooks()),
     )
+
+
+def error_code(reply: Collector) -> str:
+    [result] = reply.results
+    assert isinstance(result, HfTritonError), result
+    return result.code
 
 
 def request_of(prompts: tuple[str, ...], options: RequestOptions | None = None, **parameters: Any) -> GenerationRequest:
@@ -311,6 +320,106 @@ def test_a_grammar_that_nobody_waits_for_is_not_read(
     task.close()
     assert [error.code for error in late.results] == [code]
     assert read == ["a"]
+
+
+class Held(Hooks):
+    """Makes no prompt until it `may_go`."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Event()
+        self.texts: list[str] = []
+
+    def build_prompt(self, text: str) -> str:
+        self.texts.append(text)
+        assert self.may_go.wait(30)
+        return text
+
+
+def test_who_waits_for_a_thread_is_answered_in_time() -> None:
+    hooks = Held()
+    task = build_task(hooks=hooks)
+    first, late, gone, patient = [Collector() for _ in range(NUM_HOOK_THREADS)], Collector(), Collector(), Collector()
+    for reply in first:
+        task.submit(request_of(("x",)), reply, lambda: False)
+    task.submit(request_of(("late", "later"), max_time=0.2), late, lambda: False)
+    task.submit(request_of(("gone",)), gone, late.is_finished.is_set)
+    task.submit(request_of(("patient",), max_time=60.0), patient, lambda: False, timeout_s=50.0)
+    assert late.is_finished.wait(10)
+    assert gone.is_finished.wait(10)
+    assert [error_code(late), error_code(gone)] == ["deadline_exceeded", "cancelled"]
+    assert not any(reply.is_finished.is_set() for reply in (*first, patient))
+    hooks.may_go.set()
+    assert all(reply.is_finished.wait(10) for reply in (*first, patient))
+    task.close()
+    assert [len(reply.results) for reply in (*first, late, gone, patient)] == [1] * (NUM_HOOK_THREADS + 3)
+    assert hooks.texts == ["x"] * NUM_HOOK_THREADS + ["patient"]
+
+
+def test_who_waits_for_a_hook_of_its_own_is_answered_in_time() -> None:
+    hooks, reached = Held(), list[Sequence]()
+    task, reply = build_task(lambda sequence: reached.append(sequence) or echo(sequence), hooks=hooks), Collector()
+    task.submit(request_of(("x",)), reply, lambda: False, timeout_s=0.2)
+    assert reply.is_finished.wait(10)
+    assert error_code(reply) == "deadline_exceeded"
+    hooks.may_go.set()
+    task.close()
+    assert len(reply.results) == 1
+    assert not reached
+
+
+def test_the_shortest_time_of_a_request_s_prompts_is_its_own() -> None:
+    hooks = Held()
+    task, reply = build_task(hooks=hooks, defaults=GenerationParameters(max_time=60.0)), Collector()
+    rows = [GenerationParameters(), GenerationParameters(max_time=0.2), GenerationParameters(max_time=50.0)]
+    task.submit(GenerationRequest(["a", "b", "c"], rows, RequestOptions(), (3,)), reply, lambda: False)
+    assert reply.is_finished.wait(10)
+    assert error_code(reply) == "deadline_exceeded"
+    hooks.may_go.set()
+    task.close()
+
+
+def test_so_many_prompts_may_wait_to_be_prepared_and_no_more() -> None:
+    hooks = Held()
+    task, replies = build_task(hooks=hooks, max_waiting=3), [Collector() for _ in range(4)]
+    for prompts, reply in zip([("a",) * 10, ("b",), ("c",) * 3, ("d",)], replies, strict=True):
+        task.submit(request_of(prompts), reply, lambda: False)
+    alone, *others = replies
+    assert [error_code(reply) for reply in others] == ["queue_full"] * 3
+    assert "10 prompts are waiting and 3 may (setting max_waiting_prompts)" in str(others[0].results[0])
+    hooks.may_go.set()
+    assert alone.is_finished.wait(10)
+    again = Collector()
+    task.submit(request_of(("e",) * 3), again, lambda: False)
+    assert again.is_finished.wait(10)
+    assert not isinstance(again.results[0], HfTritonError)
+    task.close()
+
+
+def test_nobody_s_question_that_fails_keeps_others_waiting() -> None:
+    hooks = Held()
+    task, odd, late = build_task(hooks=hooks), Collector(), Collector()
+    task.submit(request_of(("x",)), odd, Mock(side_effect=[False, PanicError(), False]))
+    task.submit(request_of(("y",), max_time=0.5), late, lambda: False)
+    assert late.is_finished.wait(10)
+    assert odd.is_finished.wait(10)
+    assert [error_code(odd), error_code(late)] == ["internal", "deadline_exceeded"]
+    hooks.may_go.set()
+    task.close()
+
+
+def test_a_plain_response_format_waits_for_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: is_over.wait(30) and ask("never"))
+    plain, schema = {"type": "text"}, {"guided_json": {"type": "object"}}
+    task, held, free = build_task(defaults=GenerationParameters(**schema)), [Collector(), Collector()], Collector()
+    for reply in held:
+        task.submit(request_of(("x",)), reply, lambda: False)
+    task.submit(request_of(("y",), response_format=plain), free, lambda: False)
+    assert free.is_finished.wait(10)
+    assert not isinstance(free.results[0], HfTritonError)
+    assert not any(reply.is_finished.is_set() for reply in held)
+    is_over.set()
+    task.close()
 
 
 def test_one_failed_prompt_is_the_answer_of_its_request() -> None:

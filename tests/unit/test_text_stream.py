@@ -3,6 +3,7 @@
 
 import json
 import random
+import tracemalloc
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -191,6 +192,19 @@ def test_tokens_that_are_no_text_change_nothing() -> None:
         assert streamed(padded, [*prompt_ids, 1], noisy_ids) == streamed(
             codec, prompt_ids, [each for each in token_ids for _ in range(3)]
         )
+
+
+def test_streams_hold_little_beside_their_stop_strings() -> None:
+    codec, stops = codec_of("byte_level"), tuple(f"{number:x}" * 1000 for number in range(16))
+    tracemalloc.start()
+    try:
+        streams = [codec.stream([], stops) for _ in range(64)]
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1_000_000
+    [token_id] = raw_ids("byte_level", "a")
+    assert [stream.push(token_id) for stream in streams] == [""] * 64
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
