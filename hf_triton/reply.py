@@ -62,11 +62,13 @@ class _Lane:
         self._thread.start()
 
     def put(self, send: Callable[[], None]) -> None:
-        """Have something done; behind `close` at once, in the caller's thread."""
+        """Have something done; behind `close` in the caller's thread, after what was put before."""
         with self._lock:
             if not self._is_closed:
                 self._queue.put(send)
                 return
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
         self._do(send)
 
     def close(self) -> None:

@@ -90,6 +90,21 @@ def test_pieces_go_out_before_the_rest_and_a_text_that_does_not_go_on_is_empty()
     assert joined(call) == ["ab", "bar"]
 
 
+def test_what_comes_while_the_outbox_ends_is_sent_behind_what_is_there() -> None:
+    outbox, call = Outbox(), Call()
+    call.may_send.clear()
+    reply = reply_to(call, outbox)
+    reply.add(0, "a")
+    with ThreadPoolExecutor(2) as pool:
+        closing = pool.submit(outbox.close)
+        time.sleep(0.1)
+        ending = pool.submit(reply.finish, rest("b"), takes_long=False)
+        time.sleep(0.1)
+        assert not (closing.done() or ending.done())
+        call.may_send.set()
+    assert joined(call) == ["ab"]
+
+
 def test_what_comes_behind_the_outbox_s_end_is_sent_all_the_same() -> None:
     outbox, call = Outbox(), Call()
     reply = reply_to(call, outbox)
