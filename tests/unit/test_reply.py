@@ -100,7 +100,7 @@ def test_what_comes_while_the_outbox_ends_is_sent_behind_what_is_there() -> None
         time.sleep(0.1)
         ending = pool.submit(reply.finish, rest("b"), takes_long=False)
         time.sleep(0.1)
-        assert not (closing.done() or ending.done())
+        assert [closing.done(), ending.done()] == [False, False]
         call.may_send.set()
     assert joined(call) == ["ab"]
 
