@@ -45,10 +45,16 @@ MEANT: Final[Mapping[str, str]] = {
     "runtime_top_k": "top_k",
     "runtime_top_p": "top_p",
     "json_schema": "guided_json",
+    "timeout": "max_time",
+    "echo": "exclude_input_in_output",
+    "return_full_text": "exclude_input_in_output",
 }
 """What to suggest for names that mean nearly the same and are spelled otherwise."""
 NOT_THERE: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("num_beams", "beam_width", "use_beam_search", "length_penalty"), "there is no beam search"),
+    **dict.fromkeys(
+        ("num_beams", "beam_width", "use_beam_search", "length_penalty", "early_stopping"), "there is no beam search"
+    ),
+    "model": "the address names the model",
     "skip_special_tokens": "texts hold no special tokens",
 }
 """What to say of names that ask for what there is not."""
@@ -86,7 +92,10 @@ GrammarText = Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(M
 
 def read_object(value: object, info: ValidationInfo) -> object:
     """Read a JSON object that may come as a text; what cannot be read is left for the type check to refuse."""
-    text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":")) if isinstance(value, dict) else value
+    except RecursionError:
+        raise ValueError(f"{info.field_name} is nested too deep") from None
     if not isinstance(text, str):
         return value
     if len(text) > MAX_GRAMMAR:
@@ -123,7 +132,8 @@ def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
 def _check_names(value: Mapping[str, object], known: set[str]) -> None:
     unknown = sorted(value.keys() - known)
     if unknown:
-        raise ValueError(f"response_format must be made of {', '.join(sorted(known))}, got {clip(unknown[0])}")
+        into = ": it goes into json_schema" if unknown[0] == "schema" and "json_schema" in known else ""
+        raise ValueError(f"response_format must be made of {', '.join(sorted(known))}, got {clip(unknown[0])}{into}")
 
 
 class GenerationParameters(BaseModel):
@@ -422,7 +432,9 @@ def _as_spelled(problem: Problem, spellings: Mapping[str, str]) -> str:
 def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
     """The refusal of a parameter that nobody declared."""
     if name in NOT_THERE:
-        return RequestError("unknown_parameter", f"there is no parameter {clip(name)}, {NOT_THERE[name]}: leave it out")
+        return RequestError(
+            "unknown_parameter", f"there is no parameter {clip(name)} ({NOT_THERE[name]}): leave it out"
+        )
     known = [*GenerationParameters.model_fields, *ALIASES, *also]
     meant = MEANT.get(name)
     hint = suggest(meant if meant in known else name, known)

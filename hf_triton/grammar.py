@@ -33,7 +33,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from hf_triton.closing import ClosingFinder, Effort
 from hf_triton.errors import RequestError, where
 from hf_triton.generation import Grammar, SamplingPlan
-from hf_triton.grammar_trial import MAX_TRIAL_S, GrammarTrial, answer_trials
+from hf_triton.grammar_trial import MAX_TRIAL_S, MAX_WAIT_S, GrammarTrial, answer_trials
 from hf_triton.guide import build_guide
 from hf_triton.sample import sample
 
@@ -102,7 +102,11 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._guide: LLTokenizer | None = None
         self._finder = lru_cache(NUM_FINDERS_KEPT)(self._build_finder)
-        self._closing = lru_cache(NUM_CLOSINGS_KEPT)(self._find_closing)
+        self._closings: dict[tuple[Grammar, frozenset[int]], tuple[int, ...] | None] = {}  # the latest last
+
+    def knows(self, grammar: Grammar, plan: SamplingPlan) -> bool:
+        """Whether a grammar has been read lately, and is read again in no time."""
+        return (grammar, plan.eos_ids or self._eos_ids) in self._closings
 
     def compile(self, grammar: Grammar, plan: SamplingPlan) -> tuple[SamplingPlan, Callable[[], TextConstraint]]:
         """Read a grammar for one prompt's texts.
@@ -125,7 +129,9 @@ class GrammarCompiler:
         guide = self._guide_of(grammar)
         if not _is_quick(grammar):
             raise _refusal(
-                grammar, f"takes more than {MAX_TRIAL_S:g} s to read: make it smaller, or its patterns simpler"
+                grammar,
+                f"takes more than {MAX_TRIAL_S} s of a processor, or {MAX_WAIT_S:g} s in all, to read: "
+                "make it smaller, or its patterns simpler",
             )
         matcher = _matcher(guide, grammar)
         finder = self._finder(end_ids)
@@ -156,10 +162,21 @@ class GrammarCompiler:
         assert self._guide is not None
         return ClosingFinder(self._guide, self._vocabulary_size, end_ids)
 
-    def _find_closing(self, grammar: Grammar, end_ids: frozenset[int]) -> tuple[int, ...] | None:
+    def _closing(self, grammar: Grammar, end_ids: frozenset[int]) -> tuple[int, ...] | None:
+        """The tokens of a short text; None where none was found."""
         assert self._guide is not None
+        key = grammar, end_ids
+        with self._lock:
+            if key in self._closings:
+                self._closings[key] = self._closings.pop(key)
+                return self._closings[key]
         matcher = _matcher(self._guide, grammar)
-        return self._finder(end_ids).find(matcher, MAX_CLOSING, BEFORE, words=_words(grammar)).tokens
+        closing = self._finder(end_ids).find(matcher, MAX_CLOSING, BEFORE, words=_words(grammar)).tokens
+        with self._lock:
+            self._closings[key] = closing
+            if len(self._closings) > NUM_CLOSINGS_KEPT:
+                del self._closings[next(iter(self._closings))]
+        return closing
 
 
 @dataclass(frozen=True)
@@ -398,6 +415,8 @@ def _reason(text: str) -> str:
     """What the library found wrong, without the lines that show where in a source of its own."""
     found = re.search(r"^error: (.*)$", text, re.MULTILINE)  # in a regular expression
     words = found[1] if found else re.split(r"\n\s*\d+ \|", text.replace("<non-verbose/>", ""), maxsplit=1)[0]
+    if "coerce_one_of" in words:  # an option that is not for those who send requests
+        return "oneOf is taken only where it is clear which one a text is: write anyOf"
     line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(words.split()))
     return line if len(line) <= MAX_REASON else f"{line[: MAX_REASON - 3]}..."
 

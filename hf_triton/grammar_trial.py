@@ -26,6 +26,9 @@ from hf_triton.child import die_with_parent
 MAX_TRIAL_S: Final = 3
 """Of a processor's time, whole seconds: what else runs on the machine does not count."""
 MAX_WAIT_S: Final = 60.0
+"""Of any time."""
+RETRY_S: Final = 30.0
+"""After which it is tried again to start a process."""
 
 
 class GrammarTrial:
@@ -34,6 +37,7 @@ class GrammarTrial:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._retries_at_s = 0.0  # by `time.monotonic()`
 
     def is_quick(self, kind: str, text: str) -> bool:
         """Whether a grammar is read, or refused, within `MAX_TRIAL_S`.
@@ -58,7 +62,7 @@ class GrammarTrial:
 
     def _ask(self, kind: str, text: str) -> bool | None:
         """Whether the process answers in time; None where it has ended."""
-        process = self._process = self._process or _start()
+        process = self._process = self._process or self._start()
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
@@ -69,6 +73,14 @@ class GrammarTrial:
         if not answer:
             self._stop()
         return False if process.returncode == -signal.SIGXCPU else answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if time.monotonic() < self._retries_at_s:
+            raise TimeoutError
+        self._retries_at_s = time.monotonic() + RETRY_S
+        process = _start()
+        self._retries_at_s = 0.0
+        return process
 
     def _stop(self) -> None:
         process, self._process = self._process, None

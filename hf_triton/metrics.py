@@ -66,7 +66,7 @@ REQUESTS: Final = Metric(
 )
 IN_FLIGHT: Final = Metric("hf_triton_requests_in_flight", "gauge", "Requests that have no answer yet.")
 WAITING: Final = Metric(
-    "hf_triton_prompts_waiting", "gauge", "Prompts that wait for their turn, and texts that were put back."
+    "hf_triton_prompts_waiting", "gauge", "Prompts that are made ready or wait for their turn, and texts put back."
 )
 RUNNING: Final = Metric(
     "hf_triton_rows_running", "gauge", "Texts that are being written, or whose prompts are being read."

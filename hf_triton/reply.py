@@ -7,6 +7,7 @@ thread of their own, so that the streams do not wait for them. Knows Triton only
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -50,38 +51,46 @@ class Call(Protocol):
 class _Lane:
     """Does one thing after the other, in a thread of its own.
 
+    It has no lock: the garbage collector may run, and put something, wherever a thread is.
+
     Args:
         name: The thread's.
     """
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     def put(self, send: Callable[[], None]) -> None:
         """Have something done; behind `close` in the caller's thread, after what was put before."""
-        with self._lock:
-            if not self._is_closed:
-                self._queue.put(send)
-                return
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        self._do(send)
+        self._queue.put(send)
+        if self._is_closed:  # looked at behind the putting: nothing stays behind the end of the queue
+            self._end()
 
     def close(self) -> None:
         """Do what is there, then end."""
-        with self._lock:
-            self._is_closed = True
-            self._queue.put(None)
-        self._thread.join()
+        self._is_closed = True
+        self._queue.put(None)
+        self._end()
+
+    def _end(self) -> None:
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+            self._do_all()
 
     def _loop(self) -> None:
         while (send := self._queue.get()) is not None:
             self._do(send)
             del send  # a call that was dropped answers when nobody holds it any more
+        self._do_all()
+
+    def _do_all(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (send := self._queue.get_nowait()) is not None:
+                    self._do(send)
 
     @staticmethod
     def _do(send: Callable[[], None]) -> None:
@@ -95,6 +104,8 @@ class Outbox:
     """Sends in a thread of its own, in order; what takes long in a second one, so that the streams go on meanwhile."""
 
     def __init__(self) -> None:
+        self.is_closed = False
+        """Whether what is put is sent by who puts it."""
         self._lane = _Lane("hf_triton-outbox")
         self._long_lane: _Lane | None = None
 
@@ -108,11 +119,15 @@ class Outbox:
 
     def close(self) -> None:
         """Send what is there, then end."""
+        self.is_closed = True
         self._lane.close()
         if self._long_lane is not None:
             self._long_lane.close()
 
     def _hand_over(self, send: Callable[[], None]) -> None:
+        if self._long_lane is None and self.is_closed:
+            send()
+            return
         if self._long_lane is None:
             self._long_lane = _Lane("hf_triton-long-answers")
         self._long_lane.put(send)

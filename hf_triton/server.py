@@ -336,6 +336,13 @@ class TritonServer:
         tail = self.log_tail()
         return f"; its log ends:\n{tail}" if tail else ": its log above says why"
 
+    def ending_words(self) -> str:
+        """How the process ended by itself, for a sentence."""
+        code = None if self.process is None else self.process.poll()
+        if code is None or code >= 0:
+            return f"with status {code}"
+        return f"by {signal.Signals(-code).name}"
+
     def stop(self, grace_s: float = STOP_GRACE_S) -> int | None:
         """Let requests in flight finish, then stop; kill the whole process group after `grace_s` seconds.
 

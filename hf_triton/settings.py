@@ -111,8 +111,8 @@ class ModelSettings(BaseModel):
     """Texts that the engine generates at a time; the others wait."""
 
     max_waiting_prompts: Count = 4096
-    """Prompts that may wait for a row, and as many for the tokenizer, a grammar or a hook. What comes on top is refused
-    at once (`queue_full`, status 503), but for a request that finds nobody waiting."""
+    """Prompts that may wait for a row, and as many for the tokenizer, a grammar or `build_prompt`. What comes on top is
+    refused at once (`queue_full`, status 503), but for a request that finds nobody waiting."""
 
     max_cache_tokens: Annotated[int, annotated_types.Ge(256), annotated_types.Le(2**31 - 1)] | None = None
     """Tokens of key/value memory that the rolling engine may hold, padding counted. By default it takes what the device

@@ -150,7 +150,7 @@ def _wait(server: TritonServer) -> None:
     except KeyboardInterrupt:
         click.echo("Stopping: requests in flight are finished first; Ctrl+C again stops at once.")
         raise
-    raise ServerError("server_failed", f"tritonserver ended by itself{server.log_words()}")
+    raise ServerError("server_failed", f"tritonserver ended by itself, {server.ending_words()}{server.log_words()}")
 
 
 def _repository(given: Path | None, left_out: Collection[str]) -> contextlib.AbstractContextManager[Path]:

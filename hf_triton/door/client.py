@@ -163,9 +163,12 @@ class _Link:
         forwarded = self._forget(number)
         if forwarded is None:
             return
-        if error.code == "shutting_down" and not forwarded.has_begun and self._on_shutting_down(forwarded):
-            return
-        forwarded.call.refuse(error)
+        try:
+            if error.code == "shutting_down" and not forwarded.has_begun and self._on_shutting_down(forwarded):
+                return
+            forwarded.call.refuse(error)
+        except Exception as failure:  # Triton's shared memory is full even for an error; the others have answers coming
+            logger.error("refusing a request failed: %s", where(failure))
 
     def _forget(self, number: int) -> _Forwarded | None:
         with self._lock:

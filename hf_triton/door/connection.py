@@ -54,8 +54,13 @@ class Connection:
         """What is to be sent, so that whoever has it need not wait for the other side."""
 
     def start(self) -> None:
-        """Begin to read."""
-        self._reader.start()
+        """Begin to read. Where that fails, the connection has ended."""
+        try:
+            self._reader.start()
+        except BaseException:
+            self.outbox.close()
+            self._socket.close()
+            raise
 
     def send(self, message: Message) -> None:
         """Send a message, waiting for the other side if need be. On a connection that has ended, nothing happens.
@@ -84,7 +89,8 @@ class Connection:
         """Send what is still to be sent, then end the connection and wait for that."""
         self.outbox.close()
         self.end()
-        self._reader.join()
+        if self._reader.ident is not None:  # else it is just being started, and finds the end
+            self._reader.join()
 
     def _read(self) -> None:
         try:
@@ -96,7 +102,10 @@ class Connection:
         except Exception as error:  # whatever the other side says, this side lives on
             logger.warning("a stream door's connection was ended: %s", where(error))
         self.end()
-        self._on_close()
+        try:
+            self._on_close()
+        except Exception as error:
+            logger.error("the end of a stream door's connection could not be told: %s", where(error))
         self.outbox.close()
         with self._lock:
             self._socket.close()

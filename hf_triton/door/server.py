@@ -148,7 +148,8 @@ class _Peer:
     def refuse(self, number: int, error: HfTritonError) -> None:
         """Refuse a request that nobody holds any more, without waiting."""
         self.forget(number)
-        self.connection.outbox.put(lambda: self.connection.send({"id": number, "refuse": pack_error(error)}))
+        if not self.connection.outbox.is_closed:
+            self.connection.outbox.put(lambda: self.connection.send({"id": number, "refuse": pack_error(error)}))
 
     def _on_message(self, message: Message) -> None:
         match message:

@@ -120,7 +120,6 @@ class RollingEngine(EngineThread):
         self._num_left_waiting = 0  # for want of rows
         self._gathering = Gathering()
         self._began_s = 0.0  # the last step, by `time.monotonic()`
-        self._no_room_since_s: float | None = None
         self._thread.start()
 
     @torch.inference_mode()
@@ -171,8 +170,6 @@ class RollingEngine(EngineThread):
         self._ready = deque(group for rows in self._ready if (group := [row for row in rows if not row.is_done]))
         self._prefills = [prefill for prefill in self._prefills if not all(row.is_done for row in prefill.rows)]
         self._retire([index for index, row in enumerate(self._rows) if row.is_done])
-        if not self._ready:
-            self._no_room_since_s = None
 
     def _admit(self) -> None:
         """Take waiting sequences while there are rows for them, in the queue's order."""
@@ -305,8 +302,8 @@ class RollingEngine(EngineThread):
             else:
                 self._wait_for_memory(group)
                 break
-        if readings:
-            self._no_room_since_s = None
+        for reading in readings:
+            reading.rows[0].job.no_room_since_s = None
         return readings
 
     def _reading(self, group: list[Row]) -> Reading:
@@ -504,14 +501,13 @@ class RollingEngine(EngineThread):
             self._ready.popleft()
             self._ready.extendleft([row] for row in reversed(group))
             return
-        now = time.monotonic()
-        self._no_room_since_s = self._no_room_since_s or now
-        if now - self._no_room_since_s < NO_ROOM_S:
+        job, now = group[0].job, time.monotonic()
+        job.no_room_since_s = job.no_room_since_s or now
+        if now - job.no_room_since_s < NO_ROOM_S:
             time.sleep(NO_ROOM_POLL_S)
             return
-        group[0].job.finish(self._no_memory(group[0].num_tokens))
+        job.finish(self._no_memory(group[0].num_tokens))
         self._ready.popleft()
-        self._no_room_since_s = None
 
     def misfit(self, sequence: Sequence) -> HfTritonError | None:
         """Why a sequence could never run in this memory; None where it could."""

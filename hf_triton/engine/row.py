@@ -56,6 +56,8 @@ class Job:
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.num_shared: int | None = None
         """Tokens that the prompt had in common with another text when that was looked up; None: not yet."""
+        self.no_room_since_s: float | None = None
+        """Since when it has waited for memory while nothing runs; None: it does not."""
         self.is_finished = False
         self._context_ids = sequence.prompt_ids if context_ids is None else context_ids
         self.rows = [Row(self, copy, self._sampler(copy)) for copy in range(plan.num_rows)]

@@ -11,7 +11,7 @@ from typing import Final
 
 from hf_triton.engine.interface import RequestTimes
 from hf_triton.engine.thread import queue_full, too_late
-from hf_triton.errors import CancelledError, HfTritonError
+from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError
 from hf_triton.generation import GenerationParameters
 from hf_triton.tasks.answering import Prompt, Reply, fault
 from hf_triton.wire import GenerationRequest
@@ -33,15 +33,10 @@ class Preparation:
     max_time_s: float | None
     """The least of its prompts': an error of one is the answer of all."""
     prompts: list[Prompt] = field(default_factory=list)
-    """Those that are ready, the request's first ones."""
-
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether there are more."""
-        return len(self.prompts) < len(self.request.prompts)
+    """Those that have been read, the request's first ones."""
 
     def deadline_s(self, max_time_s: float | None) -> float | None:
-        """When the time of a prompt is up, by `time.monotonic()`."""
+        """When the time of a prompt with this `max_time` is up, by `time.monotonic()`."""
         times_s = [time_s for time_s in (max_time_s, self.timeout_s) if time_s is not None]
         return self.times.arrival_s + min(times_s) if times_s else None
 
@@ -59,46 +54,67 @@ class Preparations:
     Each is answered once: by whoever it `leave`s.
 
     Args:
-        max_waiting: Prompts that may be here; one request alone may have any number.
+        max_rows: Prompts that are taken to be at work, and not to wait.
+        max_waiting: Prompts that may wait; one request alone may have any number.
     """
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_rows: int, max_waiting: int) -> None:
+        self._max_rows = max_rows
         self._max_waiting = max_waiting
-        self._open: dict[int, Preparation] = {}
-        self._num_prompts = 0
+        self._open: set[Preparation] = set()
+        self._num_prompts = 0  # of requests that a thread is not done with, those that have been answered too
         self._wake = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._sweep, name="hf_triton-preparing", daemon=True)
         self._thread.start()
 
     def enter(self, preparation: Preparation) -> None:
-        """Look after a request from now on.
+        """Look after a request from now on; a thread is to be `done` with it.
 
         Raises:
-            UnavailableError: Too many wait.
+            UnavailableError: Too many wait, or this is closed.
         """
         num_new = len(preparation.request.prompts)
         with self._wake:
-            if self._open and self._num_prompts + num_new > self._max_waiting:
-                raise queue_full(self._num_prompts, self._max_waiting)
-            self._open[id(preparation)] = preparation
+            if self._is_closed:
+                raise ShuttingDownError
+            num_waiting = self._num_prompts - self._max_rows
+            if num_waiting > 0 and num_waiting + num_new > self._max_waiting:
+                raise queue_full(num_waiting, self._max_waiting)
+            self._open.add(preparation)
             self._num_prompts += num_new
             if len(self._open) == 1:
                 self._wake.notify()
 
+    @property
+    def num_prompts(self) -> int:
+        """Those that a thread has to do with, or will have."""
+        return self._num_prompts
+
+    def has(self, preparation: Preparation) -> bool:
+        """Whether a request is still to be answered."""
+        return preparation in self._open
+
     def leave(self, preparation: Preparation) -> bool:
         """Let go of a request; whether it was still here, and is the caller's to answer."""
         with self._wake:
-            if self._open.pop(id(preparation), None) is None:
-                return False
+            was_here = preparation in self._open
+            self._open.discard(preparation)
+            return was_here
+
+    def done(self, preparation: Preparation) -> None:
+        """No thread has to do with a request any more."""
+        with self._wake:
             self._num_prompts -= len(preparation.request.prompts)
-            return True
 
     def close(self) -> None:
-        """End; nothing enters any more."""
+        """Refuse everyone, and whoever comes."""
         with self._wake:
             self._is_closed = True
+            everyone = list(self._open)
             self._wake.notify()
+        for each in everyone:
+            self._refuse(each, ShuttingDownError())
         self._thread.join()
 
     def _sweep(self) -> None:
@@ -107,19 +123,23 @@ class Preparations:
                 self._wake.wait_for(lambda: self._open or self._is_closed)
                 if self._is_closed:
                     return
-                everyone = list(self._open.values())
+                everyone = list(self._open)
             for each in everyone:
-                self._answer_in_vain(each)
-            del everyone
+                self._refuse_in_vain(each)
+            del each, everyone
             time.sleep(SWEEP_S)
 
-    def _answer_in_vain(self, preparation: Preparation) -> None:
+    def _refuse_in_vain(self, preparation: Preparation) -> None:
         try:
             ending = preparation.ending()
         except BaseException as error:  # the thread looks after the others too
             ending = fault("asking whether somebody waits", error)
-        if ending is not None and self.leave(preparation):
-            preparation.reply.refuse(ending)
+        if ending is not None:
+            self._refuse(preparation, ending)
+
+    def _refuse(self, preparation: Preparation, error: HfTritonError) -> None:
+        if self.leave(preparation):
+            preparation.reply.refuse(error)
 
 
 def least_max_time_s(request: GenerationRequest, defaults: tuple[GenerationParameters, ...]) -> float | None:

@@ -7,7 +7,7 @@ Knows no Triton: the answer goes to a `Reply`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from hf_triton.chat import Chat
 from hf_triton.chat_template import ChatTemplate
 from hf_triton.engine.interface import Engine, EngineLoad, Observer, RequestTimes, Sequence, eos_ids
-from hf_triton.errors import HfTritonError, RequestError, SettingsError, ShuttingDownError
+from hf_triton.errors import HfTritonError, RequestError, SettingsError
 from hf_triton.generation import (
     GenerationParameters,
     SamplingPlan,
@@ -43,6 +43,9 @@ MAX_TURN_S = 0.05  # of a request with many prompts, then others have their turn
 MAX_QUICK_CHARACTERS = 1000  # of a prompt that is tokenized at once, in some 0.2 ms: less than another thread costs
 NUM_BAD_WORDS_KEPT = 32  # the prompts of a request, and often the requests of a client, have the same ones
 
+Steps = Iterator[ThreadPoolExecutor]
+"""The way of one request to the engine: each step is done when the next one is asked for."""
+
 
 class TextGeneration:
     """Turns requests into texts.
@@ -58,7 +61,7 @@ class TextGeneration:
         defaults: The folder's and the checkpoint's parameters, the first that says something winning.
         max_output_length: New tokens where nobody says how many.
         max_rows: Texts that one prompt may ask for.
-        max_waiting: Prompts that may wait to be prepared.
+        max_waiting: Prompts that may wait to be prepared, beside as many as `max_rows`.
         excludes_prompt: Whether the answer leaves the prompt out where the request does not say.
         hooks: The folder's own.
     """
@@ -96,7 +99,7 @@ class TextGeneration:
         num_readers = NUM_HOOK_THREADS if hooks.overrides("build_prompt") else NUM_TOKENIZER_THREADS
         self._tokenizers = ThreadPoolExecutor(num_readers, thread_name_prefix="hf_triton-tokenizer")
         self._finishers = ThreadPoolExecutor(NUM_HOOK_THREADS, thread_name_prefix="hf_triton-postprocess")
-        self._preparations = Preparations(max_waiting)
+        self._preparations = Preparations(max_rows, max_waiting)
         self._grammar_readers = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-grammar")  # half a second for some
 
     def submit(
@@ -123,8 +126,7 @@ class TextGeneration:
         times = RequestTimes() if times is None else times
         max_time_s = least_max_time_s(request, self._defaults)
         preparation = Preparation(request, reply, is_cancelled, timeout_s, streams, times, max_time_s)
-        follows_grammar = any(map(self._follows_grammar, request.parameters))
-        if not follows_grammar and self._is_quick(request):
+        if self._is_quick(request):
             self._prepare_at_once(preparation)
             return
         try:
@@ -132,7 +134,8 @@ class TextGeneration:
         except HfTritonError as error:
             reply.refuse(error)
         else:
-            self._prepare_in(self._grammar_readers if follows_grammar else self._tokenizers, preparation)
+            steps = self._steps(preparation)
+            self._prepare_in(next(steps), preparation, steps)
 
     def check_defaults(self) -> None:
         """Try what the folder and the checkpoint ask for where a request says nothing.
@@ -154,24 +157,25 @@ class TextGeneration:
 
     def load(self) -> EngineLoad:
         """What the engine has in hand."""
-        return self._engine.load()
+        load = self._engine.load()
+        return replace(load, num_waiting=load.num_waiting + self._preparations.num_prompts)
 
     def close(self) -> None:
         """Answer everything that is still waiting, then stop."""
-        self._tokenizers.shutdown(wait=True)
-        self._grammar_readers.shutdown(wait=True)
         self._preparations.close()
+        self._tokenizers.shutdown(wait=True, cancel_futures=True)
+        self._grammar_readers.shutdown(wait=True, cancel_futures=True)
         self._engine.close()
         self._finishers.shutdown(wait=True)
 
     def _is_quick(self, request: GenerationRequest) -> bool:
-        """Whether a request without a grammar is prepared in no time: one short text, and no hook to wait for."""
-        [prompt, *others] = request.prompts
+        """Whether a request is prepared in no time: there is one short text to read, and no hook to wait for."""
+        [prompt, *others], parameters = request.prompts, request.parameters[0]
         return (
             isinstance(prompt, str)
             and not others
             and len(prompt) <= MAX_QUICK_CHARACTERS
-            and not (self._has_slow_defaults or request.parameters[0].bad_words is not None)
+            and not (self._has_slow_defaults or parameters.bad_words is not None or self._follows_grammar(parameters))
             and self._codec.is_fast
             and not self._hooks.overrides("build_prompt")
         )
@@ -179,38 +183,70 @@ class TextGeneration:
     def _follows_grammar(self, parameters: GenerationParameters) -> bool:
         return parameters.follows_grammar if parameters.says_grammar else self._has_default_grammar
 
-    def _prepare_in(self, pool: ThreadPoolExecutor, preparation: Preparation) -> None:
+    def _prepare_in(self, pool: ThreadPoolExecutor, preparation: Preparation, steps: Steps) -> None:
         try:
-            pool.submit(self._prepare, pool, preparation)
-        except RuntimeError:  # the pool is shut down
+            pool.submit(self._prepare, pool, preparation, steps)
+        except RuntimeError as error:  # the pool is shut down, and so all is answered; or there is no thread to be had
+            self._preparations.done(preparation)
             if self._preparations.leave(preparation):
-                preparation.reply.refuse(ShuttingDownError())
+                preparation.reply.refuse(fault("preparing the request", error))
 
-    def _prepare(self, pool: ThreadPoolExecutor, preparation: Preparation) -> None:
-        """Prepare a request's prompts; after a while it is the next request's turn."""
+    def _prepare(self, pool: ThreadPoolExecutor, preparation: Preparation, steps: Steps) -> None:
+        """Go on with a request; after a while it is the next one's turn."""
         turn_ends_s = time.monotonic() + MAX_TURN_S
         try:
-            while preparation.is_incomplete and time.monotonic() < turn_ends_s:
-                self._prepare_next(preparation)
-            if preparation.is_incomplete:
-                self._prepare_in(pool, preparation)
-                return
-            sequences = self._sequences(preparation)
+            while self._preparations.has(preparation):
+                if ending := preparation.ending():
+                    raise ending
+                next_pool = next(steps, None)
+                if next_pool is None:
+                    if self._preparations.leave(preparation):
+                        self._start(preparation)
+                elif next_pool is not pool or time.monotonic() >= turn_ends_s:
+                    self._prepare_in(next_pool, preparation, steps)
+                    return
         except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
             if self._preparations.leave(preparation):
                 preparation.reply.refuse(fault("preparing the request", error))
-        else:
-            if self._preparations.leave(preparation):
-                self._engine.submit(sequences)
+        self._preparations.done(preparation)
 
     def _prepare_at_once(self, preparation: Preparation) -> None:
         try:
-            self._prepare_next(preparation)
-            sequences = self._sequences(preparation)
+            if ending := preparation.ending():
+                raise ending
+            for _ in self._steps(preparation):
+                pass
         except BaseException as error:  # as above
             preparation.reply.refuse(fault("preparing the request", error))
         else:
+            self._start(preparation)
+
+    def _start(self, preparation: Preparation) -> None:
+        """Give a request to the engine; it is the caller's to answer until then."""
+        try:
+            sequences = self._sequences(preparation)
+        except BaseException as error:  # as above
+            preparation.reply.refuse(fault("preparing the request", error))
+            return
+        try:
             self._engine.submit(sequences)
+        except BaseException as error:
+            failure = fault("queueing the request", error)
+            for sequence in sequences:
+                sequence.on_finish(failure)
+
+    def _steps(self, preparation: Preparation) -> Steps:
+        """Prepare a request; each yield says where the next step is to be done."""
+        prompts = preparation.prompts
+        for row, parameters in enumerate(preparation.request.parameters):
+            yield self._tokenizers
+            prompts.append(self._read_prompt(preparation, row, settle_task(parameters, *self._defaults)))
+        for row, prompt in enumerate(prompts):
+            if prompt.task.grammar:
+                is_known = self._grammars.knows(prompt.task.grammar, prompt.plan)
+                yield self._tokenizers if is_known else self._grammar_readers
+                plan, constraint = self._grammars.compile(prompt.task.grammar, prompt.plan)
+                prompts[row] = replace(prompt, plan=plan, constraint=constraint)
 
     def _sequences(self, preparation: Preparation) -> list[Sequence]:
         answering = Answering(
@@ -238,15 +274,9 @@ class TextGeneration:
             for row, prompt in enumerate(preparation.prompts)
         ]
 
-    def _prepare_next(self, preparation: Preparation) -> None:
-        """Prepare a request's next prompt, while somebody waits for it."""
-        if ending := preparation.ending():
-            raise ending
-        task = settle_task(preparation.request.parameters[len(preparation.prompts)], *self._defaults)
-        preparation.prompts.append(self._next_prompt(preparation, task))
-
-    def _next_prompt(self, preparation: Preparation, task: TaskPlan) -> Prompt:
-        request, streams, row = preparation.request, preparation.streams, len(preparation.prompts)
+    def _read_prompt(self, preparation: Preparation, row: int, task: TaskPlan) -> Prompt:
+        """All of a prompt but what it must follow."""
+        request, streams = preparation.request, preparation.streams
         options, parameters, given = request.options, request.parameters[row], request.prompts[row]
         is_chat = isinstance(given, Chat)
         text = self._chat_template.render(given) if isinstance(given, Chat) else given
@@ -257,9 +287,6 @@ class TextGeneration:
             raise RequestError("invalid_parameter", "best_of cannot be streamed: leave it out, or say stream false")
         if plan.logprobs is None and (options.return_logprobs or options.return_cumulative_logprob):
             plan = replace(plan, logprobs=0)
-        constraint = None
-        if task.grammar:
-            plan, constraint = self._grammars.compile(task.grammar, plan)
         excludes_prompt = options.exclude_input_in_output
         if excludes_prompt is None:
             excludes_prompt = streams or is_chat or self._excludes_prompt
@@ -269,7 +296,6 @@ class TextGeneration:
             preceding_ids=[] if self._is_encoder_decoder else ids,
             plan=replace(plan, bad_words_ids=self._encode_bad_words(task.bad_words)),
             task=task,
-            constraint=constraint,
         )
 
     def _plan(self, row: int, num_prompt_tokens: int, parameters: GenerationParameters) -> SamplingPlan:

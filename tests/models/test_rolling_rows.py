@@ -422,19 +422,22 @@ def test_a_memory_that_has_shrunk_refuses_nobody_for_good(
 def test_each_context_waits_for_memory_anew(
     start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rolling, "NO_ROOM_S", 0.3)
+    monkeypatch.setattr(rolling, "NO_ROOM_S", 1.0)
     engine = start()
     engine._budget.tokens = lambda held: 0  # type: ignore[method-assign]
     client = Client(engine)
     gone = threading.Event()
     client.submit(PROMPT, SamplingPlan(5), is_cancelled=gone.is_set)
-    time.sleep(0.15)
+    client.submit(PROMPT, SamplingPlan(5))
+    time.sleep(0.7)
     gone.set()
-    assert error_code(client.outcomes()[0]) == "cancelled"
+    left_s = time.monotonic()
+    assert [error_code(outcome) for outcome in client.outcomes()] == ["cancelled", "out_of_memory"]
+    assert time.monotonic() - left_s >= 0.9
     for _ in range(2):
         started_s = time.monotonic()
         assert error_code(client.ask(PROMPT, SamplingPlan(5))) == "out_of_memory"
-        assert time.monotonic() - started_s >= 0.3
+        assert time.monotonic() - started_s >= 1.0
 
 
 # --- shared prefixes -------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -366,6 +365,26 @@ def test_without_an_engine_a_request_is_refused(engines: Engines) -> None:
     assert not engines.is_ready()
 
 
+def test_one_that_cannot_be_refused_keeps_no_other_one_waiting(
+    make_engine: Callable[..., Engine], engines: Engines
+) -> None:
+    class Broken(ClientCall):
+        def refuse(self, error: HfTritonError) -> None:
+            raise RuntimeError("Failed to increase the shared memory pool")
+
+    first = make_engine()
+    submit(engines, Broken())
+    call = submit(engines, ClientCall())
+    first.next_call()
+    first.next_call()
+    first.vanish()
+    assert call.wait().code == "engine_failed"
+    second = make_engine()
+    call = submit(engines, ClientCall())
+    second.next_call().answer(texts(b"text"))
+    assert call.wait() == [b"text"]
+
+
 def test_an_engine_that_dies_refuses_what_it_had_and_the_next_one_takes_over(
     make_engine: Callable[..., Engine], engines: Engines
 ) -> None:
@@ -639,12 +658,20 @@ def test_connections_are_bounded(engine: Engine, engines: Engines, monkeypatch: 
 def test_a_door_that_cannot_be_taken_just_now_keeps_no_other_one_out(
     engine: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    start, num_threads = threading.Thread.start, threading.active_count()
+
+    def start_others(self: threading.Thread) -> None:
+        if self.name == "hf_triton-door-reader":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
     with monkeypatch.context() as patch:
-        patch.setattr(connection.Connection, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        patch.setattr(threading.Thread, "start", start_others)
         with connect() as peer:
             assert is_ended(peer)
-    assert "a stream door could not be taken: RuntimeError" in caplog.text
+    wait_for(lambda: "a stream door could not be taken: RuntimeError" in caplog.text)
     assert not engine.door._all_peers()
+    wait_for(lambda: threading.active_count() <= num_threads)
     call = submit(engines, ClientCall())
     engine.next_call().answer(texts(b"text"))
     assert call.wait() == [b"text"]

@@ -143,7 +143,10 @@ def test_the_newer_of_openais_two_names_wins() -> None:
         ("max_token", "did you mean 'max_tokens'?"),
         ("topk", "did you mean 'top_k'?"),
         ("max_length", ", did you mean 'max_new_tokens'?"),
-        ("num_beams", ", there is no beam search: leave it out"),
+        ("num_beams", " (there is no beam search): leave it out"),
+        ("early_stopping", " (there is no beam search): leave it out"),
+        ("model", " (the address names the model): leave it out"),
+        ("timeout", ", did you mean 'max_time'?"),
         ("runtime_top_k", ", did you mean 'top_k'?"),
         ("zzz", "; known are bad_words, "),
     ],
@@ -502,6 +505,20 @@ def test_a_schema_that_is_too_long_is_not_read(write: Callable[[object], object]
     assert "65536 characters" in refusal(guided_json=write({"enum": ["x" * 70_000]})).sentence
     response_format = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}}
     assert "65536 characters" in refusal(response_format=write(response_format)).sentence
+
+
+def test_an_object_is_as_long_as_its_shortest_text() -> None:
+    schema = {"enum": [0] * 30_000}
+    assert parse_parameters({"guided_json": schema}) == parse_parameters(
+        {"guided_json": json.dumps(schema, separators=(",", ":"))}
+    )
+
+
+def test_an_object_that_is_nested_too_deep_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"not": schema}
+    assert refusal(guided_json=schema).sentence == "guided_json is nested too deep"
 
 
 def test_a_text_that_is_too_long_says_how_long_it_is_and_not_that_it_is_no_json() -> None:

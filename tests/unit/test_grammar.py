@@ -22,10 +22,11 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_triton import closing as closing_module
 from hf_triton import grammar as grammar_module
+from hf_triton import grammar_trial
 from hf_triton.errors import RequestError
 from hf_triton.generation import Grammar, SamplingPlan
-from hf_triton.grammar import GrammarCompiler, TextConstraint
-from hf_triton.grammar_trial import MAX_TRIAL_S, GrammarTrial
+from hf_triton.grammar import NUM_CLOSINGS_KEPT, GrammarCompiler, TextConstraint
+from hf_triton.grammar_trial import MAX_TRIAL_S, RETRY_S, GrammarTrial
 from tests.unit.test_text import EOS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
 
 KIND = "byte_level"
@@ -624,7 +625,7 @@ HOSTILE = json_schema({"allOf": [{"pattern": f".*{number:x}"} for number in rang
 
 def test_a_grammar_that_takes_minutes_to_read_is_refused_and_the_next_one_is_read() -> None:
     started_s = time.monotonic()
-    assert "takes more than 3 s to read" in refusal(HOSTILE)
+    assert "takes more than 3 s of a processor" in refusal(HOSTILE)
     assert time.monotonic() - started_s < 60
     check_texts(KIND, regex("[ab]{3}"), re.compile("[ab]{3}").fullmatch)
 
@@ -658,6 +659,7 @@ def test_what_else_the_machine_does_is_no_time_of_a_trial() -> None:
 def test_grammars_are_read_without_a_trial_while_no_process_can_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(grammar_trial, "RETRY_S", 0.0)
     trial = Mock(wraps=GrammarTrial())
     monkeypatch.setattr(grammar_module, "_trial", trial)
     compiler, secret = compiler_of(KIND), "secret[ab]"
@@ -670,3 +672,33 @@ def test_grammars_are_read_without_a_trial_while_no_process_can_be_had(
     compiler.compile(regex(secret), SamplingPlan(20))
     assert trial.is_quick.call_args_list == [call("regex", secret)] * 2
     trial.close()
+
+
+def test_a_trial_that_cannot_begin_is_not_tried_for_each_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, now_s = GrammarTrial(), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere")
+        with pytest.raises(FileNotFoundError):
+            trial.is_quick("regex", "a")
+    with pytest.raises(TimeoutError):
+        trial.is_quick("regex", "a")
+    now_s[0] += RETRY_S
+    assert trial.is_quick("regex", "a")
+    trial.close()
+
+
+def test_grammars_that_were_read_lately_are_known() -> None:
+    compiler, plan = compiler_of(KIND), SamplingPlan(20)
+    grammars = [regex(f"a{number}") for number in range(NUM_CLOSINGS_KEPT + 1)]
+    assert not compiler.knows(grammars[0], plan)
+    for grammar in (*grammars[:-1], grammars[0], grammars[-1]):
+        compiler.compile(grammar, plan)
+    assert [compiler.knows(grammar, plan) for grammar in grammars] == [True, False, *[True] * (NUM_CLOSINGS_KEPT - 1)]
+    assert not compiler.knows(grammars[0], SamplingPlan(20, eos_ids=frozenset([5])))
+
+
+def test_an_option_that_nobody_may_set_is_not_recommended() -> None:
+    sentence = refusal(json_schema({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}))
+    assert "coerce" not in sentence
+    assert "write anyOf" in sentence

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes out, and in which order, beside a call that notes what it is told."""
 
+import queue
 import threading
 import time
 import weakref
@@ -97,12 +98,63 @@ def test_what_comes_while_the_outbox_ends_is_sent_behind_what_is_there() -> None
     reply.add(0, "a")
     with ThreadPoolExecutor(2) as pool:
         closing = pool.submit(outbox.close)
-        time.sleep(0.1)
+        while not outbox._lane._is_closed:
+            time.sleep(0.001)
         ending = pool.submit(reply.finish, rest("b"), takes_long=False)
         time.sleep(0.1)
         assert [closing.done(), ending.done()] == [False, False]
         call.may_send.set()
     assert joined(call) == ["ab"]
+
+
+def test_what_the_garbage_collector_has_sent_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is dropped in a cycle is refused wherever the collector runs, be it in the middle of a putting."""
+    sent: list[str] = []
+
+    class Collecting(queue.SimpleQueue[Any]):
+        is_first = True
+
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item)
+            was_first, self.is_first = self.is_first, False
+            if was_first:
+                outbox.put(lambda: sent.append("the collector's"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queue, "SimpleQueue", Collecting)
+        outbox = Outbox()
+    putting = threading.Thread(target=outbox.put, args=[lambda: sent.append("its own")], daemon=True)
+    putting.start()
+    putting.join(10)
+    assert not putting.is_alive()
+    outbox.close()
+    assert sent == ["its own", "the collector's"]
+
+
+@pytest.mark.parametrize("takes_long", [False, True])
+def test_an_outbox_that_has_ended_makes_no_thread(takes_long: bool) -> None:
+    outbox, threads = Outbox(), threading.active_count()
+    outbox.close()
+    call = Call()
+    reply_to(call, outbox).finish(rest("a"), takes_long=takes_long)
+    assert joined(call) == ["a"]
+    assert threading.active_count() == threads - 1
+
+
+def test_what_is_put_while_the_last_is_sent_comes_behind_what_is_there() -> None:
+    outbox, sent, is_closing = Outbox(), list[str](), threading.Event()
+
+    def first() -> None:
+        assert is_closing.wait(10)
+        while not outbox.is_closed:
+            time.sleep(0.001)
+        outbox.put(lambda: sent.append("third"))
+
+    outbox.put(first)
+    outbox.put(lambda: sent.append("second"))
+    is_closing.set()
+    outbox.close()
+    assert sent == ["second", "third"]
 
 
 def test_what_comes_behind_the_outbox_s_end_is_sent_all_the_same() -> None:

@@ -175,6 +175,13 @@ def build_task(
     )
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
 def error_code(reply: Collector) -> str:
     [result] = reply.results
     assert isinstance(result, HfTritonError), result
@@ -380,25 +387,112 @@ def test_the_shortest_time_of_a_request_s_prompts_is_its_own() -> None:
 
 def test_so_many_prompts_may_wait_to_be_prepared_and_no_more() -> None:
     hooks = Held()
-    task, replies = build_task(hooks=hooks, max_waiting=3), [Collector() for _ in range(4)]
-    for prompts, reply in zip([("a",) * 10, ("b",), ("c",) * 3, ("d",)], replies, strict=True):
-        task.submit(request_of(prompts), reply, lambda: False)
-    alone, *others = replies
-    assert [error_code(reply) for reply in others] == ["queue_full"] * 3
-    assert "10 prompts are waiting and 3 may (setting max_waiting_prompts)" in str(others[0].results[0])
+    task = build_task(hooks=hooks, max_waiting=3)  # beside its 4 rows
+
+    def submit(*prompts: str, **parameters: Any) -> Collector:
+        reply = Collector()
+        task.submit(request_of(prompts, **parameters), reply, lambda: False)
+        return reply
+
+    taken = [submit("a"), submit("b", "c", "d"), submit("e", "f", max_time=0.2), submit("g")]
+    assert task.load().num_waiting == 7
+    full = submit("h")
+    assert error_code(full) == "queue_full"
+    assert "3 prompts are waiting and 3 may (setting max_waiting_prompts)" in str(full.results[0])
+    assert taken[2].is_finished.wait(10)
+    assert error_code(submit("h")) == "queue_full", "a thread still has to do with those whose time was up"
     hooks.may_go.set()
-    assert alone.is_finished.wait(10)
-    again = Collector()
-    task.submit(request_of(("e",) * 3), again, lambda: False)
-    assert again.is_finished.wait(10)
-    assert not isinstance(again.results[0], HfTritonError)
+    assert all(reply.is_finished.wait(10) for reply in taken)
+    wait_until(lambda: task.load().num_waiting == 0)
+    large = submit(*["i"] * 20)  # alone
+    assert large.is_finished.wait(10)
+    assert not isinstance(large.results[0], HfTritonError)
+    wait_until(lambda: task.load().num_waiting == 0)
+    task.close()
+
+
+def test_closing_refuses_at_once_whoever_waits_to_be_prepared() -> None:
+    hooks = Held()
+    task, replies = build_task(hooks=hooks), [Collector() for _ in range(NUM_HOOK_THREADS + 5)]
+    for reply in replies:
+        task.submit(request_of(("x",)), reply, lambda: False)
+    closing = threading.Thread(target=task.close)
+    closing.start()
+    assert all(reply.is_finished.wait(10) for reply in replies)
+    assert {error_code(reply) for reply in replies} == {"shutting_down"}
+    late = Collector()
+    task.submit(request_of(("x",)), late, lambda: False)
+    assert error_code(late) == "shutting_down"
+    hooks.may_go.set()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert len(hooks.texts) <= NUM_HOOK_THREADS
+
+
+def test_hooks_of_a_folder_with_a_grammar_run_side_by_side() -> None:
+    class Meeting(Hooks):
+        def build_prompt(self, text: str) -> str:
+            everyone.wait(10)
+            return text
+
+    everyone = threading.Barrier(NUM_HOOK_THREADS)
+    task = build_task(hooks=Meeting(), defaults=GenerationParameters(guided_regex="a"))
+    replies = [Collector() for _ in range(NUM_HOOK_THREADS)]
+    for reply in replies:
+        task.submit(request_of(("x",)), reply, lambda: False)
+    assert all(reply.is_finished.wait(20) for reply in replies)
+    assert not any(isinstance(reply.results[0], HfTritonError) for reply in replies)
+    task.close()
+
+
+def test_a_grammar_that_is_known_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over, compiled = threading.Event(), GrammarCompiler.compile
+
+    def compile_slowly(self: GrammarCompiler, grammar: Grammar, plan: SamplingPlan) -> Any:
+        assert grammar.text == "a" or is_over.wait(30)
+        return compiled(self, grammar, plan)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
+    task, held = build_task(), Collector()
+    for _ in range(2):
+        reply = Collector()
+        task.submit(request_of(("x",), guided_regex="a"), reply, lambda: False)
+        assert reply.is_finished.wait(10)
+        task.submit(request_of(("x",), guided_regex="b"), held, lambda: False)
+    is_over.set()
+    task.close()
+
+
+@pytest.mark.parametrize("prompts", [("x",), ("x", "y")], ids=["at once", "in a thread"])
+def test_an_engine_that_takes_no_request_is_an_answer(
+    prompts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Engine, "submit", Mock(side_effect=MemoryError))
+    task, reply = build_task(), Collector()
+    task.submit(request_of(prompts), reply, lambda: False)
+    assert reply.is_finished.wait(10)
+    task.close()
+    assert error_code(reply) == "internal"
+    assert "queueing the request failed: MemoryError" in caplog.text
+
+
+def test_a_thread_that_cannot_be_had_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, reply = build_task(), Collector()
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    task.submit(request_of(("x", "y")), reply, lambda: False)
+    assert error_code(reply) == "internal"
+    assert task.load().num_waiting == 0
+    monkeypatch.undo()
     task.close()
 
 
 def test_nobody_s_question_that_fails_keeps_others_waiting() -> None:
+    def panic() -> None:
+        raise PanicError
+
     hooks = Held()
     task, odd, late = build_task(hooks=hooks), Collector(), Collector()
-    task.submit(request_of(("x",)), odd, Mock(side_effect=[False, PanicError(), False]))
+    task.submit(request_of(("x",)), odd, Mock(side_effect=lambda: hooks.texts and panic()))
     task.submit(request_of(("y",), max_time=0.5), late, lambda: False)
     assert late.is_finished.wait(10)
     assert odd.is_finished.wait(10)
