@@ -105,7 +105,7 @@ class GrammarCompiler:
         self._closings: dict[tuple[Grammar, frozenset[int]], tuple[int, ...] | None] = {}  # the latest last
 
     def knows(self, grammar: Grammar, plan: SamplingPlan) -> bool:
-        """Whether a grammar has been read lately, and is read again in no time."""
+        """Whether a grammar has been read lately, and is read again in less than 0.1 s."""
         return (grammar, plan.eos_ids or self._eos_ids) in self._closings
 
     def compile(self, grammar: Grammar, plan: SamplingPlan) -> tuple[SamplingPlan, Callable[[], TextConstraint]]:
@@ -127,7 +127,7 @@ class GrammarCompiler:
         if not end_ids:
             raise _refusal(grammar, "needs a token that ends the text, and this model has none: say eos_token_id")
         guide = self._guide_of(grammar)
-        if not _is_quick(grammar):
+        if not (self.knows(grammar, plan) or _is_quick(grammar)):
             raise _refusal(
                 grammar,
                 f"takes more than {MAX_TRIAL_S} s of a processor, or {MAX_WAIT_S:g} s in all, to read: "

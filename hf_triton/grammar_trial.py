@@ -77,10 +77,11 @@ class GrammarTrial:
     def _start(self) -> subprocess.Popen[bytes]:
         if time.monotonic() < self._retries_at_s:
             raise TimeoutError
-        self._retries_at_s = time.monotonic() + RETRY_S
-        process = _start()
-        self._retries_at_s = 0.0
-        return process
+        try:
+            return _start()
+        except OSError:
+            self._retries_at_s = time.monotonic() + RETRY_S
+            raise
 
     def _stop(self) -> None:
         process, self._process = self._process, None

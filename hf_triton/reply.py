@@ -64,15 +64,19 @@ class _Lane:
         self._thread.start()
 
     def put(self, send: Callable[[], None]) -> None:
-        """Have something done; behind `close` in the caller's thread, after what was put before."""
+        """Have something done; behind `close` in the caller's thread, after what it and the lane's thread had put."""
         self._queue.put(send)
         if self._is_closed:  # looked at behind the putting: nothing stays behind the end of the queue
             self._end()
 
+    def offer(self, send: Callable[[], None]) -> None:
+        """The same, never waiting; behind `close` it may not be done."""
+        self._queue.put(send)
+
     def close(self) -> None:
         """Do what is there, then end."""
-        self._is_closed = True
         self._queue.put(None)
+        self._is_closed = True  # behind the putting: whoever sees this may wait for the thread
         self._end()
 
     def _end(self) -> None:
@@ -104,8 +108,7 @@ class Outbox:
     """Sends in a thread of its own, in order; what takes long in a second one, so that the streams go on meanwhile."""
 
     def __init__(self) -> None:
-        self.is_closed = False
-        """Whether what is put is sent by who puts it."""
+        self._is_closed = False
         self._lane = _Lane("hf_triton-outbox")
         self._long_lane: _Lane | None = None
 
@@ -113,19 +116,23 @@ class Outbox:
         """Have something sent."""
         self._lane.put(send)
 
+    def offer(self, send: Callable[[], None]) -> None:
+        """Have something sent without waiting, from a destructor; behind `close` it may not be."""
+        self._lane.offer(send)
+
     def put_long(self, send: Callable[[], None]) -> None:
         """Have something sent that takes a while: behind all that was put before; what is put later does not wait."""
         self._lane.put(partial(self._hand_over, send))
 
     def close(self) -> None:
         """Send what is there, then end."""
-        self.is_closed = True
+        self._is_closed = True
         self._lane.close()
         if self._long_lane is not None:
             self._long_lane.close()
 
     def _hand_over(self, send: Callable[[], None]) -> None:
-        if self._long_lane is None and self.is_closed:
+        if self._long_lane is None and self._is_closed:
             send()
             return
         if self._long_lane is None:

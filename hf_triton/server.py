@@ -341,7 +341,7 @@ class TritonServer:
         code = None if self.process is None else self.process.poll()
         if code is None or code >= 0:
             return f"with status {code}"
-        return f"by {signal.Signals(-code).name}"
+        return f"by the signal {-code} ({signal.strsignal(-code)})"
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> int | None:
         """Let requests in flight finish, then stop; kill the whole process group after `grace_s` seconds.

@@ -166,6 +166,9 @@ class _Link:
         try:
             if error.code == "shutting_down" and not forwarded.has_begun and self._on_shutting_down(forwarded):
                 return
+        except Exception as failure:  # no thread or no socket is to be had
+            logger.error("passing a request on failed: %s", where(failure))
+        try:
             forwarded.call.refuse(error)
         except Exception as failure:  # Triton's shared memory is full even for an error; the others have answers coming
             logger.error("refusing a request failed: %s", where(failure))

@@ -89,7 +89,7 @@ class Connection:
         """Send what is still to be sent, then end the connection and wait for that."""
         self.outbox.close()
         self.end()
-        if self._reader.ident is not None:  # else it is just being started, and finds the end
+        if self._reader.is_alive():  # else it has ended, or is just being started and finds the end
             self._reader.join()
 
     def _read(self) -> None:

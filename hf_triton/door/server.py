@@ -148,8 +148,7 @@ class _Peer:
     def refuse(self, number: int, error: HfTritonError) -> None:
         """Refuse a request that nobody holds any more, without waiting."""
         self.forget(number)
-        if not self.connection.outbox.is_closed:
-            self.connection.outbox.put(lambda: self.connection.send({"id": number, "refuse": pack_error(error)}))
+        self.connection.outbox.offer(lambda: self.connection.send({"id": number, "refuse": pack_error(error)}))
 
     def _on_message(self, message: Message) -> None:
         match message:

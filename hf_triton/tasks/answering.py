@@ -119,6 +119,7 @@ class Answering:
             reply.start(sum(prompt.plan.num_rows for prompt in prompts))
         self._completions: dict[int, list[Completion]] = {}
         self._is_answered = False
+        self._is_made = False
         self._lock = threading.Lock()
 
     def is_given_up(self) -> bool:
@@ -171,7 +172,7 @@ class Answering:
             is_complete = len(self._completions) == len(self._prompts)
         if is_complete and self._is_first_answer():
             if self._hooks.overrides("postprocess"):  # nobody knows how long that takes
-                self._run_aside(self._finish_made)
+                self._finish_aside()
             else:
                 self._reply.finish(self._all_texts, takes_long=self._takes_long())
 
@@ -185,8 +186,22 @@ class Answering:
             was_answered, self._is_answered = self._is_answered, True
         return not was_answered
 
+    def _finish_aside(self) -> None:
+        try:
+            self._run_aside(self._finish_made)
+        except RuntimeError as error:  # there is no thread to be had; one that comes later may still find this
+            if self._is_first_making():
+                self._reply.refuse(fault("calling postprocess", error))
+
+    def _is_first_making(self) -> bool:
+        with self._lock:
+            was_made, self._is_made = self._is_made, True
+        return not was_made
+
     def _finish_made(self) -> None:
         """Make the texts, then hand them over."""
+        if not self._is_first_making():
+            return
         try:
             texts = self._all_texts()
         except HfTritonError as error:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from typing import Final
 
 from hf_triton.engine.interface import RequestTimes
 from hf_triton.engine.thread import queue_full, too_late
-from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError
+from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError, where
 from hf_triton.generation import GenerationParameters
 from hf_triton.tasks.answering import Prompt, Reply, fault
 from hf_triton.wire import GenerationRequest
+
+logger = logging.getLogger(__name__)
 
 SWEEP_S: Final = 0.1
 """How often it is looked whether somebody still waits for them."""
@@ -62,7 +65,8 @@ class Preparations:
         self._max_rows = max_rows
         self._max_waiting = max_waiting
         self._open: set[Preparation] = set()
-        self._num_prompts = 0  # of requests that a thread is not done with, those that have been answered too
+        self._held: set[Preparation] = set()  # those too that have been answered, and that a thread is not done with
+        self._num_prompts = 0  # of those held
         self._wake = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._sweep, name="hf_triton-preparing", daemon=True)
@@ -82,6 +86,7 @@ class Preparations:
             if num_waiting > 0 and num_waiting + num_new > self._max_waiting:
                 raise queue_full(num_waiting, self._max_waiting)
             self._open.add(preparation)
+            self._held.add(preparation)
             self._num_prompts += num_new
             if len(self._open) == 1:
                 self._wake.notify()
@@ -103,9 +108,11 @@ class Preparations:
             return was_here
 
     def done(self, preparation: Preparation) -> None:
-        """No thread has to do with a request any more."""
+        """No thread has to do with a request any more; said more than once, it changes nothing."""
         with self._wake:
-            self._num_prompts -= len(preparation.request.prompts)
+            if preparation in self._held:
+                self._held.discard(preparation)
+                self._num_prompts -= len(preparation.request.prompts)
 
     def close(self) -> None:
         """Refuse everyone, and whoever comes."""
@@ -114,7 +121,7 @@ class Preparations:
             everyone = list(self._open)
             self._wake.notify()
         for each in everyone:
-            self._refuse(each, ShuttingDownError())
+            self.refuse(each, ShuttingDownError())
         self._thread.join()
 
     def _sweep(self) -> None:
@@ -135,11 +142,15 @@ class Preparations:
         except BaseException as error:  # the thread looks after the others too
             ending = fault("asking whether somebody waits", error)
         if ending is not None:
-            self._refuse(preparation, ending)
+            self.refuse(preparation, ending)
 
-    def _refuse(self, preparation: Preparation, error: HfTritonError) -> None:
-        if self.leave(preparation):
-            preparation.reply.refuse(error)
+    def refuse(self, preparation: Preparation, error: HfTritonError) -> None:
+        """Answer a request that is still here with an error."""
+        try:
+            if self.leave(preparation):
+                preparation.reply.refuse(error)
+        except BaseException as failure:  # the others are to be looked after all the same
+            logger.error("refusing a request failed: %s", where(failure))
 
 
 def least_max_time_s(request: GenerationRequest, defaults: tuple[GenerationParameters, ...]) -> float | None:

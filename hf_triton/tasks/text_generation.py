@@ -196,8 +196,9 @@ class TextGeneration:
         turn_ends_s = time.monotonic() + MAX_TURN_S
         try:
             while self._preparations.has(preparation):
-                if ending := preparation.ending():
-                    raise ending
+                if (ending := preparation.ending()) is not None:  # not raised, which would keep it all in a cycle
+                    self._preparations.refuse(preparation, ending)
+                    break
                 next_pool = next(steps, None)
                 if next_pool is None:
                     if self._preparations.leave(preparation):
@@ -212,8 +213,9 @@ class TextGeneration:
 
     def _prepare_at_once(self, preparation: Preparation) -> None:
         try:
-            if ending := preparation.ending():
-                raise ending
+            if (ending := preparation.ending()) is not None:
+                preparation.reply.refuse(ending)
+                return
             for _ in self._steps(preparation):
                 pass
         except BaseException as error:  # as above
@@ -231,9 +233,7 @@ class TextGeneration:
         try:
             self._engine.submit(sequences)
         except BaseException as error:
-            failure = fault("queueing the request", error)
-            for sequence in sequences:
-                sequence.on_finish(failure)
+            sequences[0].on_finish(fault("queueing the request", error))  # an error of one is the answer of all
 
     def _steps(self, preparation: Preparation) -> Steps:
         """Prepare a request; each yield says where the next step is to be done."""

@@ -210,6 +210,25 @@ def test_a_folder_s_own_postprocess_may_take_long() -> None:
     assert reply.takes_long is False
 
 
+@pytest.mark.parametrize("comes_later", [True, False])
+def test_a_postprocess_that_gets_no_thread_is_an_answer(comes_later: bool) -> None:
+    class Calling(Hooks):
+        def postprocess(self, text: str) -> str:
+            return text
+
+    queued: list[Callable[[], None]] = []
+
+    def queue(make: Callable[[], None]) -> None:
+        queued.append(make)
+        raise RuntimeError("can't start new thread")
+
+    made, reply = answering(prompt_of("x"), hooks=Calling(), run_aside=queue)
+    made.put(0, [completion("one")])
+    if comes_later:
+        queued[0]()
+    assert [getattr(result, "code", None) for result in reply.results] == ["internal"]
+
+
 def test_what_it_makes_of_a_long_text_takes_long_to_send() -> None:
     class Calling(Hooks):
         def postprocess(self, text: str) -> str:

@@ -146,7 +146,7 @@ def test_what_is_put_while_the_last_is_sent_comes_behind_what_is_there() -> None
 
     def first() -> None:
         assert is_closing.wait(10)
-        while not outbox.is_closed:
+        while not outbox._lane._is_closed:
             time.sleep(0.001)
         outbox.put(lambda: sent.append("third"))
 

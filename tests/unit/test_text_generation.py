@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's way through the task, beside an engine and a tokenizer that do as they are told."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -464,6 +466,22 @@ def test_a_grammar_that_is_known_waits_for_no_other(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("prompts", [("x",), ("x", "y")], ids=["at once", "in a thread"])
+def test_one_that_is_given_up_leaves_nothing_for_the_garbage_collector(prompts: tuple[str, ...]) -> None:
+    task, reply = build_task(), Collector()
+    has_gone = weakref.ref(reply)
+    gc.disable()
+    try:
+        task.submit(request_of(prompts), reply, lambda: True)
+        assert reply.is_finished.wait(10)
+        assert error_code(reply) == "cancelled"
+        del reply
+        wait_until(lambda: has_gone() is None)
+    finally:
+        gc.enable()
+    task.close()
+
+
+@pytest.mark.parametrize("prompts", [("x",), ("x", "y")], ids=["at once", "in a thread"])
 def test_an_engine_that_takes_no_request_is_an_answer(
     prompts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -477,42 +495,32 @@ def test_an_engine_that_takes_no_request_is_an_answer(
 
 
 def test_a_thread_that_cannot_be_had_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    task, reply = build_task(), Collector()
-    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-    task.submit(request_of(("x", "y")), reply, lambda: False)
+    task, reply, later = build_task(), Collector(), Collector()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        task.submit(request_of(("x", "y")), reply, lambda: False)
     assert error_code(reply) == "internal"
     assert task.load().num_waiting == 0
-    monkeypatch.undo()
+    task.submit(request_of(("x", "y")), later, lambda: False)  # whose thread finds the first one too
+    assert later.is_finished.wait(10)
+    assert not isinstance(later.results[0], HfTritonError)
     task.close()
+    assert task.load().num_waiting == 0
+    assert len(reply.results) == 1
 
 
-def test_nobody_s_question_that_fails_keeps_others_waiting() -> None:
-    def panic() -> None:
-        raise PanicError
+def test_one_that_cannot_be_refused_keeps_no_other_one_waiting() -> None:
+    class Broken(Collector):
+        def refuse(self, error: HfTritonError) -> None:
+            raise PanicError
 
     hooks = Held()
-    task, odd, late = build_task(hooks=hooks), Collector(), Collector()
-    task.submit(request_of(("x",)), odd, Mock(side_effect=lambda: hooks.texts and panic()))
-    task.submit(request_of(("y",), max_time=0.5), late, lambda: False)
-    assert late.is_finished.wait(10)
-    assert odd.is_finished.wait(10)
-    assert [error_code(odd), error_code(late)] == ["internal", "deadline_exceeded"]
+    task, replies = build_task(hooks=hooks), [Broken(), Collector()]
+    for reply in replies:
+        task.submit(request_of(("x",), max_time=0.1), reply, lambda: False)
+    assert replies[1].is_finished.wait(10)
+    assert error_code(replies[1]) == "deadline_exceeded"
     hooks.may_go.set()
-    task.close()
-
-
-def test_a_plain_response_format_waits_for_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_over = threading.Event()
-    monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: is_over.wait(30) and ask("never"))
-    plain, schema = {"type": "text"}, {"guided_json": {"type": "object"}}
-    task, held, free = build_task(defaults=GenerationParameters(**schema)), [Collector(), Collector()], Collector()
-    for reply in held:
-        task.submit(request_of(("x",)), reply, lambda: False)
-    task.submit(request_of(("y",), response_format=plain), free, lambda: False)
-    assert free.is_finished.wait(10)
-    assert not isinstance(free.results[0], HfTritonError)
-    assert not any(reply.is_finished.is_set() for reply in held)
-    is_over.set()
     task.close()
 
 
