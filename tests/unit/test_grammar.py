@@ -665,11 +665,11 @@ def test_grammars_are_read_without_a_trial_while_no_process_can_be_had(
     secret = "secret[ab]"
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere")
-        compiler_of(KIND).compile(regex(secret), SamplingPlan(20))
+        compiler_of.__wrapped__(KIND).compile(regex(secret), SamplingPlan(20))
     assert "without a trial: FileNotFoundError" in caplog.text
     assert "secret" not in caplog.text
-    compiler_of(KIND).compile(regex(secret), SamplingPlan(20))
-    compiler_of(KIND).compile(regex(secret), SamplingPlan(20))
+    compiler_of.__wrapped__(KIND).compile(regex(secret), SamplingPlan(20))
+    compiler_of.__wrapped__(KIND).compile(regex(secret), SamplingPlan(20))
     assert trial.is_quick.call_args_list == [call("regex", secret)] * 2
     trial.close()
 
