@@ -176,6 +176,14 @@ def test_the_stream_has_several_pieces(demo: TritonServer) -> None:
     assert all("text_output" in event for event in events)
 
 
+def test_the_python_client_gets_the_pieces(demo: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
+    [line] = curls("mine", "text_input")
+    events = [json.loads(event.removeprefix("data: ")) for event in run(demo, line).split("\n\n") if event]
+    [block] = [block for block in blocks("python") if "localhost:8001" in block]
+    exec(compile(block.replace("localhost:8001", demo.grpc_url), "README.md", "exec"), {})
+    assert capsys.readouterr().out == "".join(event["text_output"] for event in events)
+
+
 def test_a_request_gives_up_another(demo: TritonServer) -> None:
     [block] = [block for block in blocks("bash") if '"stop":true' in block]
     for _ in range(5):  # on a busy machine the second request may overtake the first
