@@ -252,7 +252,7 @@ NO_SUCH = {
     "trust_remote_code": "; known are .*",
     "logits_processor": "; known are .*",
     "use_cache": "; known are .*",
-    "timeout": "; known are .*",
+    "timeout": r", did you mean 'max_time'\?",
     "priority": r", did you mean 'queue_priority'\?",
     "identity": "; known are .*",
     "sequence_length": r", did you mean 'frequency_penalty'\?",

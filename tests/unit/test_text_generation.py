@@ -321,6 +321,7 @@ def test_a_grammar_that_nobody_waits_for_is_not_read(
     monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
     task, first, late = build_task(), Collector(), Collector()
     task.submit(request_of(("x",), guided_regex="a"), first, lambda: False)
+    wait_until(lambda: read == ["a"])
     task.submit(request_of(("y",), guided_regex="b", max_time=max_time), late, lambda: max_time is None)
     time.sleep(0.2)
     is_over.set()
