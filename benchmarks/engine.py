@@ -22,7 +22,6 @@ import os
 import platform
 import random
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,11 +31,10 @@ from typing import Any, TypeVar
 import click
 import torch
 import transformers
+from inside import Request, roll
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_triton.engine.interface import Outcome, Sequence
 from hf_triton.engine.rolling import RollingEngine
-from hf_triton.generation import SamplingPlan
 from hf_triton.runner.heap import keep_freed_memory
 from hf_triton.runner.packing import pack
 from hf_triton.runner.padding import pad
@@ -46,8 +44,6 @@ BARE_STEPS = 40
 CASES = (("equal", 16), ("mixed", 16), ("mixed", 32), ("single", 1))
 
 Result = TypeVar("Result")
-Request = tuple[list[int], int]
-"""A prompt's tokens, and how many new ones to write."""
 
 
 def build_model(context_length: int = 1024) -> LlamaForCausalLM:
@@ -103,26 +99,6 @@ def generate(model: LlamaForCausalLM, requests: list[Request], width: int) -> No
                 do_sample=False,
                 pad_token_id=0,
             )
-
-
-def roll(engine: RollingEngine, requests: list[Request], width: int) -> None:
-    """The engine, with `width` requests in flight."""
-    room, done = threading.Semaphore(width), threading.Semaphore(0)
-    outcomes: list[Outcome] = []
-
-    def finish(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        room.release()
-        done.release()
-
-    for prompt, count in requests:
-        room.acquire()
-        engine.submit([Sequence(prompt, SamplingPlan(count), finish)])
-    for _ in requests:
-        done.acquire()
-    for outcome in outcomes:
-        if not isinstance(outcome, list):
-            raise outcome
 
 
 class Widths:

@@ -21,7 +21,8 @@ from typing import Any, Final
 import click
 import torch
 import transformers
-from engine import VOCABULARY, build_requests, roll
+from engine import VOCABULARY, build_requests
+from inside import roll
 
 from hf_triton.choose_engine import EngineName, build_engine
 from hf_triton.runner.heap import keep_freed_memory

@@ -11,13 +11,11 @@ On a Llama of 3.4 million parameters:
     width    1, 2, 4, 8 and 16 requests of 32 new tokens at a time
     prompts  one request of 512 prompts and 8 new tokens
 
-On the 34 million of `benchmarks/engine.py`, 32 prompt tokens, the ways taking turns in every round; ratios and
-differences are within a round, and their medians are shown:
+On the 34 million of `benchmarks/engine.py`, 32 prompt tokens, beside the engine in the same process of the same server
+(`inside.py`), which take turns in every round; ratios and differences are within a round, and their medians are shown:
 
-    overhead  tokens/s, 16 requests at a time, through the server / in the engine of this process, 32 new tokens and
-              128; the milliseconds that the server adds to a request of 8 that is alone, after one to the engine,
-              which has what the server needs out of the caches, and in turn, after another of its own (one client);
-              tokens/s streamed / answered at once
+    overhead  tokens/s, 16 requests at a time, through the server / in the engine, 32 new tokens and 128, and 32
+              streamed; the milliseconds that the server adds to a request of 8 that is alone
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ import math
 import os
 import platform
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -40,28 +39,26 @@ import aiohttp
 import click
 import torch
 import transformers
-from engine import VOCABULARY, build_model, build_packed_model, roll
+from engine import VOCABULARY, build_model
 from folders import make_folder
+from inside import INSIDE, Request
+from lean_client import LeanClient, LostAnswerError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_triton.engine.rolling import RollingEngine
 from hf_triton.testing import TritonServer
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 16
 NUM_PROMPT_TOKENS = NUM_NEW_TOKENS = 32
 NUM_LONG_TOKENS = 128
+MIN_PIECES = 16
+"""Of a stream, which holds several tokens in a piece where they come faster than they can be sent."""
 NUM_OVERHEAD_REQUESTS = 128
 NUM_ALONE_TOKENS = 8
 NUM_ALONE = 60
-NUM_IN_TURN = 10
 
 Figures = dict[str, float]
-
-
-class LostAnswerError(Exception):
-    """A request that was not answered as asked."""
 
 
 # --- what is served --------------------------------------------------------------------------------------------------
@@ -98,6 +95,7 @@ def add_folder(repository: Path, name: str, checkpoint: Path, config: str = "", 
     make_folder(
         repository, name, checkpoint, config, share_prefixes="false", exclude_input_in_output="true", **settings
     )
+    shutil.copy(ROOT / "benchmarks" / "inside.py", repository / name / "1" / "model.py")
 
 
 # --- the client ------------------------------------------------------------------------------------------------------
@@ -129,14 +127,6 @@ class Client:
         """One request, answered at once."""
         content = await self._post(f"{model}/generate", {"text_input": text, "max_new_tokens": num_tokens})
         check(json.loads(content)["text_output"], num_tokens)
-
-    async def stream(self, model: str, text: str, num_tokens: int) -> None:
-        """One request, answered piece by piece."""
-        content = await self._post(f"{model}/generate_stream", {"text_input": text, "max_new_tokens": num_tokens})
-        pieces = [json.loads(line[6:])["text_output"] for line in content.splitlines() if line.startswith(b"data: ")]
-        if len(pieces) < num_tokens // 2:
-            raise LostAnswerError(f"{num_tokens} tokens in {len(pieces)} pieces")
-        check("".join(pieces), num_tokens)
 
     async def infer(self, model: str, texts: list[str], num_tokens: int) -> None:
         """Many prompts in one request."""
@@ -234,71 +224,78 @@ def build_prompts(count: int) -> list[list[int]]:
     return [[source.randrange(VOCABULARY) for _ in range(NUM_PROMPT_TOKENS)] for _ in range(count)]
 
 
-async def overhead(client: Client, engine: RollingEngine, prompts: list[list[int]]) -> tuple[Figures, list[Run]]:
-    """One round: the engine of this process, the server, and the server's stream."""
-    texts = [" ".join(f"w{token}" for token in prompt) for prompt in prompts]
-    runs: list[Run] = []
+class Ways:
+    """To the same engine, by itself and through the server."""
 
-    async def in_server(num_tokens: int, numbers: list[int], ask: Callable[..., Awaitable[None]], model: str) -> float:
-        run = await at_width(lambda place: ask(model, texts[numbers[place]], num_tokens), WIDTH, len(numbers))
-        runs.append(run)
-        return run.wall_s
+    def __init__(self, client: LeanClient, prompts: list[list[int]]) -> None:
+        self._client = client
+        self._prompts = prompts
 
-    def in_engine(num_tokens: int, numbers: list[int]) -> float:
-        started_s = time.perf_counter()
-        roll(engine, [(prompts[number], num_tokens) for number in numbers], WIDTH)
-        return time.perf_counter() - started_s
+    def inside_s(self, model: str, requests: list[Request], width: int) -> float:
+        """Seconds of the engine by itself."""
+        asked = json.dumps({"requests": requests, "width": width})
+        _, [answer] = self._client.post(f"/v2/models/{model}/generate", [{"id": INSIDE, "text_input": asked}], 1)
+        return float(json.loads(answer)["text_output"])
 
-    everyone = list(range(len(prompts)))
-    some = everyone[: len(everyone) // 2]
-    engine_s, long_engine_s = in_engine(NUM_NEW_TOKENS, everyone), in_engine(NUM_LONG_TOKENS, some)
-    server_s = await in_server(NUM_NEW_TOKENS, everyone, client.generate, "plain")
-    long_server_s = await in_server(NUM_LONG_TOKENS, some, client.generate, "plain")
-    stream_s = await in_server(NUM_NEW_TOKENS, everyone, client.stream, "streamed")
-    alone: list[tuple[float, float]] = []
-    for place in range(NUM_ALONE):
-        number = [place % len(prompts)]
-        alone_engine_s = in_engine(NUM_ALONE_TOKENS, number)
-        alone.append((alone_engine_s, await in_server(NUM_ALONE_TOKENS, number, client.generate, "plain")))
-    in_turn: tuple[list[float], list[float]] = [], []
-    for _ in range(NUM_ALONE // NUM_IN_TURN):
-        numbers = [place % len(prompts) for place in range(NUM_IN_TURN)]
-        in_turn[0].extend([in_engine(NUM_ALONE_TOKENS, [number]) for number in numbers][1:])
-        in_turn[1].extend(
-            [await in_server(NUM_ALONE_TOKENS, [number], client.generate, "plain") for number in numbers][1:]
-        )
-    num_tokens = len(prompts) * NUM_NEW_TOKENS
-    figures = {
-        "engine tokens/s": num_tokens / engine_s,
-        "server tokens/s": num_tokens / server_s,
-        "stream tokens/s": num_tokens / stream_s,
-        "server / engine": engine_s / server_s,
-        "long server / engine": long_engine_s / long_server_s,
-        "stream / server": server_s / stream_s,
+    def take(self, model: str, num_tokens: int, count: int, width: int = WIDTH) -> tuple[float, float]:
+        """Seconds of the engine by itself, and through the server, streamed where the model does."""
+        prompts = self._prompts[:count]
+        inside_s = self.inside_s(model, [(prompt, num_tokens) for prompt in prompts], width)
+        texts = [" ".join(f"w{token}" for token in prompt) for prompt in prompts]
+        bodies = [{"text_input": text, "max_new_tokens": num_tokens} for text in texts]
+        path = "generate_stream" if model == "streamed" else "generate"
+        served_s, answers = self._client.post(f"/v2/models/{model}/{path}", bodies, width)
+        for answer in answers:
+            pieces = text_pieces(answer)
+            check("".join(pieces), num_tokens)
+            if model == "streamed" and len(pieces) < MIN_PIECES:
+                raise LostAnswerError(f"{num_tokens} tokens in {len(pieces)} pieces")
+        return inside_s, served_s
+
+
+def text_pieces(answer: str) -> list[str]:
+    """The texts of an answer's events, or its one text."""
+    lines = answer.splitlines()
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")] or lines
+    return [json.loads(event)["text_output"] for event in events]
+
+
+def overhead(ways: Ways, count: int) -> Figures:
+    """One round: each way beside the engine of its folder."""
+    inside_s, served_s = ways.take("plain", NUM_NEW_TOKENS, count)
+    long_inside_s, long_served_s = ways.take("plain", NUM_LONG_TOKENS, count // 2)
+    stream_inside_s, streamed_s = ways.take("streamed", NUM_NEW_TOKENS, count)
+    alone = [ways.take("plain", NUM_ALONE_TOKENS, 1, width=1) for _ in range(NUM_ALONE)]
+    server, stream = inside_s / served_s, stream_inside_s / streamed_s
+    return {
+        "engine tokens/s": count * NUM_NEW_TOKENS / inside_s,
+        "server tokens/s": count * NUM_NEW_TOKENS / served_s,
+        "stream tokens/s": count * NUM_NEW_TOKENS / streamed_s,
+        "server / engine": server,
+        "long server / engine": long_inside_s / long_served_s,
+        "stream / engine": stream,
+        "stream / server": stream / server,
         "engine alone ms": 1000 * statistics.median(bare_s for bare_s, _ in alone),
         "server alone ms": 1000 * statistics.median(served_s for _, served_s in alone),
         "added alone ms": 1000 * statistics.median(served_s - bare_s for bare_s, served_s in alone),
-        "added in turn ms": 1000 * (statistics.median(in_turn[1]) - statistics.median(in_turn[0])),
     }
-    return figures, runs
 
 
-async def measure(server: TritonServer, large: LlamaForCausalLM, rounds: int) -> tuple[dict[str, Run], list[Figures]]:
-    """All cases. Lost answers of the overhead rounds are added to the runs."""
+async def measure_load(server: TritonServer) -> dict[str, Run]:
+    """By case."""
     async with Client(server) as client:
-        runs = await load_cases(client)
-        engine = RollingEngine(large, max_rows=WIDTH, shares_prefixes=False)
-        prompts = build_prompts(NUM_OVERHEAD_REQUESTS)
-        try:
-            await overhead(client, engine, prompts[:WIDTH])  # warm up
-            figures = []
-            for number in range(rounds):
-                row, asked = await overhead(client, engine, prompts)
-                figures.append(row)
-                runs |= {f"round {number}.{place}": run for place, run in enumerate(asked) if run.errors}
-        finally:
-            engine.close()
-    return runs, figures
+        return await load_cases(client)
+
+
+def measure_overhead(server: TritonServer, rounds: int) -> list[Figures]:
+    """By round; the first, which warms up, is left out."""
+    client = LeanClient(server.http_url)
+    try:
+        ways = Ways(client, build_prompts(NUM_OVERHEAD_REQUESTS))
+        overhead(ways, WIDTH)
+        return [overhead(ways, NUM_OVERHEAD_REQUESTS) for _ in range(rounds)]
+    finally:
+        client.close()
 
 
 def show(cases: dict[str, Figures], medians: Figures) -> None:
@@ -308,7 +305,7 @@ def show(cases: dict[str, Figures], medians: Figures) -> None:
         print(f"{case:14}" + "".join(f"{figures.get(name, math.nan):>12.1f}" for name in names))
     print()
     for name, value in medians.items():
-        print(f"{name:22}{value:>10.2f}")
+        print(f"{name:22}{value:>10.3f}")
 
 
 @click.command()
@@ -317,10 +314,8 @@ def show(cases: dict[str, Figures], medians: Figures) -> None:
 def main(rounds: int, out: Path | None) -> None:
     """Measure, and print tables."""
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
     load_before = os.getloadavg()
-    large = build_packed_model()
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch) / "repository"
         checkpoint = save(build_model(), Path(scratch) / "large")
@@ -329,7 +324,7 @@ def main(rounds: int, out: Path | None) -> None:
         decoupled = "model_transaction_policy { decoupled: true }"
         add_folder(repository, "streamed", checkpoint, decoupled, max_batch_rows=WIDTH, stream="true")
         with TritonServer(repository, environment={"OMP_NUM_THREADS": "1"}, exit_on_error=True) as server:
-            runs, rows = asyncio.run(measure(server, large, rounds))
+            runs, rows = asyncio.run(measure_load(server)), measure_overhead(server, rounds)
     cases = {name: run.figures() for name, run in runs.items()}
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     show(cases, medians)

@@ -4,7 +4,8 @@
 Texts that end in one step have clients that send their next prompts at about one moment. Running the first to come at
 once means rows that are out of step from then on: a step more at the least. So reading waits for as many as have just
 left, no longer than two steps take, and a few steps where most texts are about to reach their length. Where no row
-runs, the first are read while the others come, and it is their first step that waits. Knows no rows.
+runs, that would be idle time: the first wait for the others as long as they come closely one after the other, then they
+are read while the others come, and it is their first step that waits. Knows no rows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Final
 WAIT_STEPS: Final = 2
 MAX_WAIT_S: Final = 0.02
 """Clients that come back do so in less, however long a step takes."""
+MAX_GAP_S: Final = 0.002
+"""Between two prompts that come closely one after the other: clients that are told of their texts' ends in turn."""
 MEMORY_STEPS: Final = 4
 """Who has not come back after so many steps is not waited for."""
 SOON_STEPS: Final = 3
@@ -28,6 +31,7 @@ class Gathering:
     def __init__(self) -> None:
         self._num_expected = 0
         self._left_s = 0.0
+        self._came_s = 0.0
         self._step_s = 0.0
         self._until_s: float | None = None
         self._num_held = 0  # steps
@@ -46,6 +50,7 @@ class Gathering:
     def on_come(self) -> None:
         """A sequence is there."""
         self._num_expected = max(0, self._num_expected - 1)
+        self._came_s = time.monotonic()
 
     def on_read(self) -> None:
         """Those who were there are read: the next ones may wait anew."""
@@ -57,7 +62,7 @@ class Gathering:
         Args:
             num_waiting: How many are there.
             nums_left: The most tokens that each running row may yet have. Where rows run, a step is what passes
-                meanwhile; where none does, nobody waits: the others come while the first are read.
+                meanwhile; where none does, see `gap_s`.
         """
         self._forget()
         if self._leave_soon(nums_left) >= max(num_waiting, len(nums_left) // 2 + 1):
@@ -74,6 +79,10 @@ class Gathering:
         if left_s <= 0:
             self._num_expected = 0
         return left_s if self._num_expected else 0.0
+
+    def gap_s(self) -> float:
+        """Seconds from now that those who are there wait for the next one before they are read, where no row runs."""
+        return max(0.0, min(self.rest_s(), self._came_s + MAX_GAP_S - time.monotonic()))
 
     def _leave_soon(self, nums_left: list[int]) -> int:
         """How many rows end while reading may still wait."""

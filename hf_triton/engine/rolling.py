@@ -221,6 +221,8 @@ class RollingEngine(EngineThread):
         piece = pieces_on(self._device).size(has_company=has_company)
         num_passed = len(self._prefills)
         num_read, gathers = 0, not (has_company or num_passed)
+        while gathers and 0 < self._num_ready_tokens() < piece and (gap_s := self._gathering.gap_s()):
+            self._await_others(gap_s)
         while len(self._prefills) == num_passed and (readings := self._next_readings()):
             num_new = num_padded(readings)
             if num_read and num_read + num_new > piece:
@@ -232,7 +234,8 @@ class RollingEngine(EngineThread):
             self._prefills.append(Prefill(readings, self._forward, is_whole=self._reads_whole))
             self._read_piece(has_company=has_company)
             if gathers and not self._ready and num_read < piece:
-                gathers = self._gather()
+                self._await_others(self._gathering.rest_s())
+                gathers = self._gathering.rest_s() > 0
         if num_read:
             self._gathering.on_read()
 
@@ -271,18 +274,18 @@ class RollingEngine(EngineThread):
         """Whether reading waits for prompts that are on their way, while rows run."""
         if self._prefills or not self._ready:
             return False
-        if sum(rows[0].num_tokens for rows in self._ready) >= pieces_on(self._device).alone:
+        if self._num_ready_tokens() >= pieces_on(self._device).alone:
             return False
         return self._gathering.waits(len(self._ready), [row.num_left for row in self._rows])
 
-    def _gather(self) -> bool:
-        """Before the first rows run, take those who have come since, or are about to; whether others may follow."""
+    def _num_ready_tokens(self) -> int:
+        return sum(rows[0].num_tokens for rows in self._ready)
+
+    def _await_others(self, wait_s: float) -> None:
+        """Before the first rows run, take those who have come since, or the next to come."""
         with self._wake:
-            self._wake.wait_for(
-                lambda: len(self._waiting) > self._num_left_waiting or self._closing.is_set(), self._gathering.rest_s()
-            )
+            self._wake.wait_for(lambda: len(self._waiting) > self._num_left_waiting or self._closing.is_set(), wait_s)
         self._admit()
-        return self._gathering.rest_s() > 0
 
     def _next_readings(self) -> list[Reading]:
         """The oldest contexts that are worth one batch; a suspect comes alone, when nobody else runs."""

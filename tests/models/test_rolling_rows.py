@@ -643,8 +643,21 @@ class Forwards:
 def test_texts_that_end_together_have_their_successors_step_together(
     start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gathering, "MAX_GAP_S", 0.0)
+    forwards = forwards_of_successors(start(), monkeypatch)
+    assert forwards.seen.index("steps") == len(forwards.read)  # all are read before
+
+
+def test_those_who_come_closely_one_after_the_other_are_read_together_where_nothing_runs(
+    start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "MAX_GAP_S", 10.0)  # as above
+    assert forwards_of_successors(start(), monkeypatch).read == [6]
+
+
+def forwards_of_successors(engine: RollingEngine, monkeypatch: pytest.MonkeyPatch) -> Forwards:
+    """How six prompts are read that come one after the other, when the six before them have ended in one step."""
     monkeypatch.setattr(gathering, "MAX_WAIT_S", 10.0)  # as long as a step takes, on a machine of any speed
-    engine = start()
     slow_down(engine, 0.2)
     forwards, client = Forwards(engine), Client(engine)
     items = prompts(6, seed=41, longest=12)
@@ -658,7 +671,7 @@ def test_texts_that_end_together_have_their_successors_step_together(
         client.submit([*prompt, 7], SamplingPlan(4))
     client.outcomes()
     assert sum(forwards.read) == len(items)
-    assert forwards.seen.index("steps") == len(forwards.read)  # all are read before
+    return forwards
 
 
 def test_prompts_that_come_one_after_the_other_do_not_hold_up_the_first(start: Callable[..., RollingEngine]) -> None:

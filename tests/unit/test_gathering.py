@@ -4,7 +4,7 @@
 import pytest
 
 from hf_triton.engine import gathering
-from hf_triton.engine.gathering import MAX_WAIT_S, MEMORY_STEPS, SOON_STEPS, Gathering
+from hf_triton.engine.gathering import MAX_GAP_S, MAX_WAIT_S, MEMORY_STEPS, SOON_STEPS, Gathering
 
 ALONE: list[int] = []
 COMPANY = [50, 60]  # far from their end
@@ -75,6 +75,35 @@ def test_where_nothing_runs_the_first_are_read_at_once_and_step_with_the_others(
     assert gathering.rest_s() == 0
     gathering.on_read()
     assert not gathering.waits(1, COMPANY)  # the third has been given up
+
+
+def test_where_nothing_runs_the_first_wait_for_those_who_come_closely_after_them(clock: Clock) -> None:
+    gathering = after_step(0.01, 3)
+    clock.now_s += 0.005
+    gathering.on_come()
+    gathering.waits(1, ALONE)
+    assert gathering.gap_s() == pytest.approx(MAX_GAP_S)
+    clock.now_s += 0.75 * MAX_GAP_S
+    gathering.on_come()
+    assert gathering.gap_s() == pytest.approx(MAX_GAP_S)
+    clock.now_s += 1.25 * MAX_GAP_S
+    assert gathering.gap_s() == 0
+    gathering.on_come()
+    assert gathering.gap_s() == 0  # all are back
+
+
+def test_who_comes_for_the_first_time_waits_for_nobody(clock: Clock) -> None:
+    gathering = after_step(0.01, 0)
+    gathering.on_come()
+    gathering.waits(1, ALONE)
+    assert gathering.gap_s() == 0
+
+
+def test_closely_after_each_other_is_no_longer_than_others_are_waited_for(clock: Clock) -> None:
+    gathering = after_step(MAX_GAP_S / 4, 9)
+    gathering.on_come()
+    gathering.waits(1, ALONE)
+    assert gathering.gap_s() == pytest.approx(MAX_GAP_S / 2)
 
 
 def test_nobody_waits_once_all_are_back(clock: Clock) -> None:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model folder's model.py that also runs its engine by itself, inside the server's process.
+
+Two processes that run one model differ by some percent in speed, each time in another way, by where its weights come to
+lie in memory: more than the way through the server takes. So the way is measured against the engine at its end.
+
+A request of the id `inside` says in its `text_input` what to run, as JSON: `{"requests": [[[1, 2], 8]], "width": 16}`.
+These are prompts' tokens and how many new ones to write, `width` of them in flight. The answer is the seconds that they
+took.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import hf_triton
+from hf_triton.engine.interface import Engine, Outcome, Sequence
+from hf_triton.errors import GenerationError
+from hf_triton.generation import SamplingPlan
+from hf_triton.reply import Call, Outlet
+from hf_triton.wire import PROMPT, TEXT, encode_texts
+
+INSIDE = "inside"
+
+Request = tuple[list[int], int]
+"""A prompt's tokens, and how many new ones to write."""
+
+
+def roll(engine: Engine, requests: list[Request], width: int) -> None:
+    """The engine, with `width` requests in flight."""
+    room, done = threading.Semaphore(width), threading.Semaphore(0)
+    outcomes: list[Outcome] = []
+
+    def finish(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        room.release()
+        done.release()
+
+    for prompt, count in requests:
+        room.acquire()
+        engine.submit([Sequence(prompt, SamplingPlan(count), finish)])
+    for _ in requests:
+        done.acquire()
+    for outcome in outcomes:
+        if not isinstance(outcome, list):
+            raise outcome
+
+
+class TritonPythonModel(hf_triton.TritonPythonModel):
+    """Serves, and runs its engine by itself for requests of the id `inside`."""
+
+    def _take(self, call: Call, outlet: Outlet) -> None:
+        if call.request_id == INSIDE:
+            threading.Thread(target=self._roll, args=[call]).start()
+        else:
+            super()._take(call, outlet)
+
+    def _roll(self, call: Call) -> None:
+        asked: dict[str, Any] = json.loads(call.inputs()[PROMPT].item())
+        started_s = time.perf_counter()
+        try:
+            roll(self._task._engine, asked["requests"], asked["width"])
+        except hf_triton.HfTritonError as error:
+            call.refuse(error)
+        except Exception as error:
+            call.refuse(GenerationError("generation_failed", f"the engine could not run by itself: {error}"))
+        else:
+            call.answer({TEXT: encode_texts([str(time.perf_counter() - started_s)], (1,))})

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that costs next to nothing, where it shares a few cores with the server that is measured.
+
+Requests are written before the clock starts, and answers are read as they come and looked at when it has stopped.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import select
+import socket
+import time
+import urllib.parse
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+OK = b"HTTP/1.1 200 "
+LAST_CHUNK = b"\r\n0\r\n\r\n"  # Triton sends answers in chunks, errors whole
+TIMEOUT_S = 600
+
+
+class LostAnswerError(Exception):
+    """A request that was not answered as asked."""
+
+
+class LeanClient:
+    """Kept-alive connections to one server."""
+
+    def __init__(self, url: str) -> None:
+        parts = urllib.parse.urlsplit(url)
+        self._address = (parts.hostname, parts.port)
+        self._sockets: list[socket.socket] = []
+
+    def close(self) -> None:
+        """An open connection would hold up the server's end."""
+        for each in self._sockets:
+            each.close()
+
+    def post(self, path: str, bodies: Iterable[object], width: int) -> tuple[float, list[str]]:
+        """Send requests, `width` of them in flight.
+
+        Returns:
+            The seconds from the first request to the end of the last answer, and the answers in the requests' order.
+
+        Raises:
+            LostAnswerError: One was not answered with status 200.
+        """
+        requests = [self._request(path, json.dumps(body).encode()) for body in bodies]
+        answers = [b""] * len(requests)
+        waiting = iter(range(len(requests)))
+        poll, numbers = select.epoll(), dict[int, int]()
+        started_s = time.perf_counter()
+        for connection, number in zip(self._connected(min(width, len(requests))), waiting, strict=False):
+            poll.register(connection, select.EPOLLIN)
+            numbers[connection.fileno()] = number
+            connection.sendall(requests[number])
+        connections = {each.fileno(): each for each in self._sockets}
+        while numbers:
+            ready = poll.poll(TIMEOUT_S)
+            if not ready:
+                raise LostAnswerError(f"{len(numbers)} without an answer in {TIMEOUT_S} s")
+            for place, _ in ready:
+                number = numbers[place]
+                received = connections[place].recv(1 << 16)
+                answers[number] += received
+                if not received or not answers[number].startswith(OK):
+                    raise LostAnswerError(f"{answers[number][:200]!r}")
+                if not answers[number].endswith(LAST_CHUNK):
+                    continue
+                successor = next(waiting, None)
+                if successor is None:
+                    del numbers[place]
+                else:
+                    numbers[place] = successor
+                    connections[place].sendall(requests[successor])
+        wall_s = time.perf_counter() - started_s
+        poll.close()
+        return wall_s, [_content(answer) for answer in answers]
+
+    def _connected(self, count: int) -> Sequence[socket.socket]:
+        while len(self._sockets) < count:
+            connection = socket.create_connection(self._address, TIMEOUT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._sockets.append(connection)
+        return self._sockets[:count]
+
+    def _request(self, path: str, body: bytes) -> bytes:
+        lines = [f"POST {path} HTTP/1.1", f"Host: {self._address[0]}", f"Content-Length: {len(body)}", "", ""]
+        return "\r\n".join(lines).encode() + body
+
+
+class _Received(io.BytesIO):
+    """Bytes as `http.client` reads them from a socket."""
+
+    def makefile(self, *_: object) -> _Received:
+        return self
+
+
+def _content(answer: bytes) -> str:
+    response = http.client.HTTPResponse(cast(socket.socket, _Received(answer)))
+    response.begin()
+    return response.read().decode()
