@@ -19,6 +19,7 @@ from hf_triton.declare import problems, suggest
 from hf_triton.errors import RequestError, clip
 
 MESSAGES: Final = "messages"
+EXAMPLE: Final = '{"role": "user", "content": "..."}'
 ASSISTANT: Final = "assistant"
 MAX_MESSAGES: Final = 1024  # some templates look back from every message: their time grows with the square
 MAX_TOOLS: Final = 128
@@ -266,7 +267,10 @@ def _parse_options(options: Mapping[str, object]) -> ChatOptions:
 
 
 def _parse_messages(texts: Sequence[str]) -> tuple[dict[str, Any], ...]:
-    values = _read_json(MESSAGES, texts[0]) if len(texts) == 1 else list(texts)
+    try:
+        values = _read_json(MESSAGES, texts[0]) if len(texts) == 1 else list(texts)
+    except ValueError as error:
+        raise ValueError(f"{error}; it must be like [{EXAMPLE}]") from None
     values = values if isinstance(values, list) else [values]
     if not 1 <= len(values) <= MAX_MESSAGES:
         raise ValueError(f"{MESSAGES} must hold 1 to {MAX_MESSAGES} messages, got {len(values)}")
@@ -276,7 +280,7 @@ def _parse_messages(texts: Sequence[str]) -> tuple[dict[str, Any], ...]:
 def _parse_message(name: str, value: object) -> dict[str, Any]:
     value = _read_json(name, value)
     if not isinstance(value, dict):
-        raise ValueError(f'{name} must be like {{"role": "user", "content": "..."}}, got {clip(value)}')
+        raise ValueError(f"{name} must be like {EXAMPLE}, got {clip(value)}")
     said = {field: each for field, each in value.items() if each is not None}
     if said.get("tool_calls") == []:  # as servers answer where there are none
         del said["tool_calls"]

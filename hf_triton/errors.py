@@ -42,7 +42,7 @@ CODES: dict[str, str] = {
     "shutting_down": "the model is being unloaded, or the server is stopping",
     "not_loaded": "the model that a stream door streams from is not loaded, or not yet",
     "engine_failed": "the engine has stopped after a fatal error; the server is restarting or needs to be",
-    "cancelled": "the client cancelled the request",
+    "cancelled": "the client cancelled the request, or another one of its id gave it up (stop true)",
     "generation_failed": "the model raised an error on this request; the server's log has it",
     "hook_failed": "a method of the folder's own `1/model.py` failed, or returned something else than it must",
     "internal": "a fault in hf_triton itself; the server's log has it",
@@ -127,7 +127,7 @@ class CancelledError(HfTritonError):
     triton_code = "CANCELLED"
 
     def __init__(self) -> None:
-        super().__init__("cancelled", "the client cancelled the request")
+        super().__init__("cancelled", CODES["cancelled"])
 
 
 class GenerationError(HfTritonError):

@@ -91,7 +91,11 @@ def serve(
             is_serving = True
             _wait(server)
     was_cut_short = is_serving and server.process is not None and server.process.returncode != 0
-    click.echo("Stopped; requests that were still in flight have no answer." if was_cut_short else "Stopped.")
+    click.echo(
+        "Stopped with connections still open: a request that was in flight has no answer."
+        if was_cut_short
+        else "Stopped."
+    )
 
 
 def _check_folders(repository: Path) -> Mapping[str, str]:
@@ -148,7 +152,7 @@ def _wait(server: TritonServer) -> None:
         while server.is_running():
             time.sleep(0.2)
     except KeyboardInterrupt:
-        click.echo("Stopping: requests in flight are finished first; Ctrl+C again stops at once.")
+        click.echo("Stopping: requests in flight and open connections are waited for; Ctrl+C again stops at once.")
         raise
     raise ServerError("server_failed", f"tritonserver ended by itself, {server.ending_words()}{server.log_words()}")
 

@@ -159,7 +159,10 @@ REFUSED_TEXTS = {
     "an empty array": ("[]", "messages must hold 1 to"),
     "too many": (json.dumps([HI] * (MAX_MESSAGES + 1)), f"got {MAX_MESSAGES + 1}"),
     "too many texts": (["{}"] * (MAX_MESSAGES + 1), f"got {MAX_MESSAGES + 1}"),
-    "a bare text": ("hi", "messages is no JSON: expected value at line 1 column 1"),
+    "a bare text": (
+        "hi",
+        'messages is no JSON: expected value at line 1 column 1; it must be like [{"role": "user", "content": "..."}]',
+    ),
     "an empty text": ("", "messages is no JSON: EOF"),
     "half an array": ('[{"role": "user"', "messages is no JSON: EOF"),
     "half a message among others": ([json.dumps(HI), "{"], "messages[1] is no JSON: EOF"),
