@@ -221,8 +221,10 @@ class RollingEngine(EngineThread):
         piece = pieces_on(self._device).size(has_company=has_company)
         num_passed = len(self._prefills)
         num_read, gathers = 0, not (has_company or num_passed)
-        while gathers and 0 < self._num_ready_tokens() < piece and (gap_s := self._gathering.gap_s()):
+        while gathers and self._may_others_join(self._num_ready_tokens(), piece) and (gap_s := self._gathering.gap_s()):
             self._await_others(gap_s)
+        if self._closing.is_set():
+            return
         while len(self._prefills) == num_passed and (readings := self._next_readings()):
             num_new = num_padded(readings)
             if num_read and num_read + num_new > piece:
@@ -233,7 +235,7 @@ class RollingEngine(EngineThread):
                 self._observer.on_share(reading.num_shared)
             self._prefills.append(Prefill(readings, self._forward, is_whole=self._reads_whole))
             self._read_piece(has_company=has_company)
-            if gathers and not self._ready and num_read < piece:
+            if gathers and not self._ready and self._may_others_join(num_read, piece):
                 self._await_others(self._gathering.rest_s())
                 gathers = self._gathering.rest_s() > 0
         if num_read:
@@ -280,6 +282,11 @@ class RollingEngine(EngineThread):
 
     def _num_ready_tokens(self) -> int:
         return sum(rows[0].num_tokens for rows in self._ready)
+
+    def _may_others_join(self, num_tokens: int, piece: int) -> bool:
+        """Whether there is room beside those who are to run first, with contexts of so many tokens."""
+        num_rows = sum(1 for _ in self._all_rows())
+        return 0 < num_tokens < piece and num_rows < self._row_limit and not self._closing.is_set()
 
     def _await_others(self, wait_s: float) -> None:
         """Before the first rows run, take those who have come since, or the next to come."""

@@ -655,6 +655,47 @@ def test_those_who_come_closely_one_after_the_other_are_read_together_where_noth
     assert forwards_of_successors(start(), monkeypatch).read == [6]
 
 
+def test_nobody_waits_for_others_where_there_is_no_row_for_them(
+    start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(max_rows=3)
+    client = after_three_that_ended(engine, monkeypatch)
+    began_s = time.monotonic()
+    client.ask(PROMPT, SamplingPlan(4, do_sample=True, num_return_sequences=3))
+    assert time.monotonic() - began_s < 10
+
+
+def test_closing_does_not_wait_for_others_and_nothing_more_is_read(
+    start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    client = after_three_that_ended(engine, monkeypatch)
+    forwards, waits = Forwards(engine), threading.Event()
+    wait = engine._await_others
+    monkeypatch.setattr(engine, "_await_others", lambda wait_s: (waits.set(), wait(wait_s)))
+    client.submit(PROMPT, SamplingPlan(4))
+    assert waits.wait(10)
+    began_s = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began_s < 10
+    assert [error_code(outcome) for outcome in client.outcomes()] == ["shutting_down"]
+    assert forwards.read == []
+
+
+def after_three_that_ended(engine: RollingEngine, monkeypatch: pytest.MonkeyPatch) -> Client:
+    """A client of an engine that waits for the successors of three texts for as long as it may."""
+    monkeypatch.setattr(gathering, "MAX_GAP_S", 30.0)
+    monkeypatch.setattr(gathering, "MAX_WAIT_S", 30.0)
+    monkeypatch.setattr(gathering, "WAIT_STEPS", 10_000)
+    monkeypatch.setattr(gathering, "MEMORY_STEPS", 10_000)
+    client, answered = Client(engine), threading.Semaphore(0)
+    slow_down(engine, 0.01)
+    engine.submit([Sequence(PROMPT, SamplingPlan(4), lambda _: answered.release())] * 3)
+    for _ in range(3):
+        assert answered.acquire(timeout=30)
+    return client
+
+
 def forwards_of_successors(engine: RollingEngine, monkeypatch: pytest.MonkeyPatch) -> Forwards:
     """How six prompts are read that come one after the other, when the six before them have ended in one step."""
     monkeypatch.setattr(gathering, "MAX_WAIT_S", 10.0)  # as long as a step takes, on a machine of any speed
