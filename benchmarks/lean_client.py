@@ -14,10 +14,10 @@ import socket
 import time
 import urllib.parse
 from collections.abc import Iterable, Sequence
+from http import HTTPStatus
 from typing import cast
 
-OK = b"HTTP/1.1 200 "
-LAST_CHUNK = b"\r\n0\r\n\r\n"  # Triton sends answers in chunks, errors whole
+LAST_CHUNK = b"\r\n0\r\n\r\n"  # Triton sends answers and errors in chunks
 TIMEOUT_S = 600
 
 
@@ -65,8 +65,8 @@ class LeanClient:
                 number = numbers[place]
                 received = connections[place].recv(1 << 16)
                 answers[number] += received
-                if not received or not answers[number].startswith(OK):
-                    raise LostAnswerError(f"{answers[number][:200]!r}")
+                if not received:
+                    raise LostAnswerError(f"cut off: {answers[number]!r}")
                 if not answers[number].endswith(LAST_CHUNK):
                     continue
                 successor = next(waiting, None)
@@ -101,4 +101,7 @@ class _Received(io.BytesIO):
 def _content(answer: bytes) -> str:
     response = http.client.HTTPResponse(cast(socket.socket, _Received(answer)))
     response.begin()
-    return response.read().decode()
+    content = response.read().decode()
+    if response.status != HTTPStatus.OK:
+        raise LostAnswerError(f"status {response.status}: {content[:200]}")
+    return content
