@@ -18,7 +18,6 @@ from typing import Any
 
 import hf_triton
 from hf_triton.engine.interface import Engine, Outcome, Sequence
-from hf_triton.errors import GenerationError
 from hf_triton.generation import SamplingPlan
 from hf_triton.reply import Call, Outlet
 from hf_triton.wire import PROMPT, TEXT, encode_texts
@@ -65,7 +64,5 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
             roll(self._task._engine, asked["requests"], asked["width"])
         except hf_triton.HfTritonError as error:
             call.refuse(error)
-        except Exception as error:
-            call.refuse(GenerationError("generation_failed", f"the engine could not run by itself: {error}"))
         else:
             call.answer({TEXT: encode_texts([str(time.perf_counter() - started_s)], (1,))})
