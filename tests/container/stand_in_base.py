@@ -5,8 +5,8 @@ NVIDIA's image is 20 GB and lies in a registry that a test machine may not reach
 tritonserver of the nvidia-pytriton wheel, laid out as in NVIDIA's image: /opt/tritonserver on PATH, the user
 triton-server with number 1000 and no home, an entrypoint that executes its arguments, a Python that pip may change.
 
-It also carries this machine's pip settings and, where pip is told of a folder of wheels, the torch wheel in it: a
-machine without a GPU keeps the CPU build there.
+It also carries this machine's pip settings with the constraints that they name and, where pip is told of a folder of
+wheels, the torch wheel in it: a machine without a GPU keeps the CPU build there.
 
     python tests/container/stand_in_base.py     prints {"engine": ..., "environment": ..., "image": ...}
 
@@ -33,6 +33,7 @@ SUITE, PYTHON = "bookworm", "3.11"  # Debian's suite, and the version of its pyt
 PACKAGES = ["ca-certificates", "curl", f"libpython{PYTHON}", "python3", "python3-pip"]
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 WHEELS = "/opt/wheels"
+CONSTRAINTS = "/etc/pip_constraints.txt"
 NO_ENGINE = 3
 
 ENTRYPOINT = """\
@@ -50,6 +51,7 @@ COPY tritonserver /opt/tritonserver
 COPY wheels {WHEELS}
 COPY entrypoint.sh /opt/nvidia/nvidia_entrypoint.sh
 COPY pip.conf /etc/pip.conf
+COPY constraints.txt {CONSTRAINTS}
 COPY certificates.crt {CERTIFICATES}
 RUN useradd --uid 1000 --no-create-home triton-server
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
@@ -104,12 +106,20 @@ def torch_wheels(settings: Mapping[str, str]) -> list[Path]:
     return sorted(wheel for folder in folders for wheel in folder.glob(f"torch-*cp{tag}-*.whl"))
 
 
+def constraints(settings: Mapping[str, str]) -> str:
+    """What the constraints files of pip's settings say, together; one at a URL is named, as a file may name others."""
+    words = settings.get("constraint", "").split()
+    return "\n".join(f"-c {word}" if "://" in word else Path(word).read_text() for word in words)
+
+
 def settings_inside(settings: Mapping[str, str]) -> dict[str, str]:
-    """The settings as they hold in the image, where this machine's folders do not exist."""
-    inside = {name: value for name, value in settings.items() if name not in ("find-links", "cert", "cache-dir")}
+    """The settings as they hold in the image, where this machine's files do not exist."""
+    elsewhere = ("find-links", "cert", "cache-dir", "constraint")
+    inside = {name: value for name, value in settings.items() if name not in elsewhere}
     for name in ("index-url", "extra-index-url"):
         inside[name] = " ".join(word for word in inside.get(name, "").split() if not word.startswith("file:"))
-    return {name: value for name, value in inside.items() if value} | {"cert": CERTIFICATES, "find-links": WHEELS}
+    given = {name: value for name, value in inside.items() if value}
+    return given | {"cert": CERTIFICATES, "find-links": WHEELS, "constraint": CONSTRAINTS}
 
 
 def certificates(settings: Mapping[str, str]) -> Path:
@@ -123,6 +133,7 @@ def image_tag(settings: Mapping[str, str]) -> str:
         Path(__file__).read_bytes(),
         importlib.metadata.version("nvidia-pytriton").encode(),
         json.dumps(settings, sort_keys=True).encode(),
+        constraints(settings).encode(),
         *(wheel.name.encode() for wheel in torch_wheels(settings)),
         certificates(settings).read_bytes(),
     ]
@@ -140,6 +151,7 @@ def lay_out_context(context: Path, settings: Mapping[str, str]) -> None:
     configuration["global"] = settings_inside(settings)
     with (context / "pip.conf").open("w") as file:
         configuration.write(file)
+    (context / "constraints.txt").write_text(constraints(settings))
     shutil.copy(certificates(settings), context / "certificates.crt")
     (context / "entrypoint.sh").write_text(ENTRYPOINT)
     (context / "entrypoint.sh").chmod(0o755)
