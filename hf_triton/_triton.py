@@ -37,6 +37,10 @@ SERVER_POLL_S = 1.0
 CANCEL_POLL_S = 0.05
 CANCEL_REST = 4
 """Between two rounds of asking, times what a round has taken. With a hundred calls open, one may take 50 ms."""
+SHARED_MEMORY: Final = "/dev/shm"
+"""Where Triton and its processes have what they pass to each other."""
+AMPLE_BYTES: Final = 32 * 2**20
+"""Free of it, beside what an answer takes, from which on nobody doubts that it fits."""
 
 
 class Call:
@@ -58,6 +62,10 @@ class Call:
         self.request_id = _request_id(request)
         """What the client calls it; empty where it does not."""
         _cancel_watch.add(self)
+
+    def let_go(self) -> None:
+        """Give the request's tensors back to the server's shared memory: all has been read, and only answers follow."""
+        del self._request
 
     def inputs(self) -> dict[str, npt.NDArray[Any]]:
         """The request's tensors by name; copies, which may outlive `execute`."""
@@ -111,7 +119,7 @@ class Call:
                 return
             try:
                 self._sender.send(_response(outputs))
-            except Exception as error:  # as in `_send`
+            except Exception as error:  # as in `_has_sent`
                 logger.error("a part of an answer could not be sent: %s", where(error))
                 self._was_cancelled = True
                 self._finish(_too_large(), "out_of_memory")
@@ -123,7 +131,7 @@ class Call:
             outputs: Tensors by name.
             parameters: The response's own, where the server takes any (`takes_response_parameters`).
         """
-        self._send(_response(outputs, parameters), OK)
+        self._send(_response(outputs, parameters), OK, sum(map(_num_bytes, outputs.values())))
 
     def refuse(self, error: HfTritonError) -> None:
         """Send an error as the one answer."""
@@ -131,22 +139,34 @@ class Call:
         message = str(error).encode(errors="replace").decode()  # a folder's own words may be no UTF-8
         self._send(pb_utils.InferenceResponse([], error=pb_utils.TritonError(message, code)), error.code)
 
-    def _send(self, response: pb_utils.InferenceResponse, outcome: str) -> None:
+    def _send(self, response: pb_utils.InferenceResponse, outcome: str, num_bytes: int = 0) -> None:
         with self._lock:
             if not self._is_answered:
-                self._finish(response, outcome)
+                self._finish(response, outcome, num_bytes)
 
-    def _finish(self, response: pb_utils.InferenceResponse, outcome: str) -> None:
-        """Send the last response; the lock is held."""
+    def _finish(self, response: pb_utils.InferenceResponse, outcome: str, num_bytes: int = 0) -> None:
+        """Send the last response; the lock is held. Raises nothing.
+
+        A sender that fails to send a response that it was told is the last takes no other, and its client waits for
+        ever. So where the response may not fit the shared memory, its end is sent by itself: behind an error in a
+        decoupled folder; elsewhere, where only one response may be tried, Triton says that there was none (500).
+        """
         self._is_answered = True
-        try:
-            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        except Exception as error:  # the shared memory is full: a small answer may still fit
-            logger.error("an answer could not be sent: %s", where(error))
+        is_ample = _has_room(num_bytes)
+        if not self._has_sent(response, is_last=is_ample):
             outcome = "out_of_memory"
-            self._sender.send(_too_large(), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        finally:
-            self._on_answer(outcome)
+            self._has_sent(_too_large())
+        if not is_ample:
+            self._has_sent(is_last=True)
+        self._on_answer(outcome)
+
+    def _has_sent(self, *response: pb_utils.InferenceResponse, is_last: bool = False) -> bool:
+        try:
+            self._sender.send(*response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0)
+        except Exception as error:  # the shared memory is full
+            logger.error("an answer could not be sent: %s", where(error))
+            return False
+        return True
 
     def __del__(self) -> None:
         if not getattr(self, "_is_answered", True):
@@ -183,8 +203,16 @@ class _CancelWatch:
             self._open.add(weakref.ref(call))
             self._wake.notify()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="hf_triton-cancel-watch", daemon=True)
-                self._thread.start()
+                self._start()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._loop, name="hf_triton-cancel-watch", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # there is none to be had; the next call tries again
+            logger.error("nobody asks whether requests are cancelled: %s", where(error))
+        else:
+            self._thread = thread
 
     def open_calls(self) -> list[Call]:
         """The calls that were neither answered nor cancelled when last asked about."""
@@ -242,6 +270,20 @@ def _response(
     if not parameters:
         return pb_utils.InferenceResponse(tensors)
     return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
+
+
+def _num_bytes(array: npt.NDArray[Any]) -> int:
+    """What an output takes of the shared memory."""
+    return sum(4 + len(element) for element in array.flat) if array.dtype == np.object_ else array.nbytes
+
+
+def _has_room(num_bytes: int) -> bool:
+    """Whether the server's shared memory is sure to take so many bytes more."""
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return False
+    return found.f_bavail * found.f_frsize >= num_bytes + AMPLE_BYTES
 
 
 def _too_large() -> pb_utils.InferenceResponse:

@@ -137,7 +137,9 @@ class TritonPythonModel(Hooks):
         from hf_triton import _triton
 
         for request in requests:
-            self._take(_triton.Call(request, self._meter.begin_request()), self._outlet)
+            call = _triton.Call(request, self._meter.begin_request())
+            self._take(call, self._outlet)
+            call.let_go()
 
     def finalize(self) -> None:
         """Answer whoever is still waiting and let the model go. Triton calls this when nothing is in flight."""

@@ -114,6 +114,8 @@ class BatchEngine(EngineThread):
         others: list[Sequence] = []
         num_rows = 0
         with self._wake:
+            if self._waiting:
+                self._note_leaving(self._waiting[0])
             for sequence in self._waiting:
                 if not batch or (num_rows < self._max_rows and self._may_join(sequence, batch)):
                     batch.append(sequence)

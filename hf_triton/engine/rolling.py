@@ -195,6 +195,7 @@ class RollingEngine(EngineThread):
         with self._wake:
             while self._waiting and (self._waiting[0].plan.num_rows <= room or not (is_busy or self._admitting)):
                 sequence = self._waiting.pop(0)
+                self._note_leaving(sequence)
                 ending = ending_in_queue(sequence)
                 if ending is None:
                     self._admitting.append(sequence)

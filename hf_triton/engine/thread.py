@@ -31,8 +31,9 @@ REST_S: Final = 10.0
 class EngineThread:
     """Queues sequences and calls `_turn` in a thread of its own, until it is closed or fails.
 
-    A subclass writes `_turn`, `misfit`, `_rest`, `_is_busy` and `_unfinished`, takes sequences from `_waiting` under
-    the lock `_wake`, and starts `_thread` when it is ready to.
+    A subclass writes `_turn`, `_is_busy` and `_unfinished`, and of `misfit`, `_num_free_rows` and `_rest` what it needs.
+    It takes sequences from `_waiting` under the lock `_wake`, tells `_note_leaving` which was the first of them, and
+    starts `_thread` when it is ready to.
 
     Args:
         max_waiting: Sequences that may wait; beyond it, they are refused at once.
@@ -50,6 +51,7 @@ class EngineThread:
         self._device = device
         self._cores = SharedCores(device.type)
         self._waiting: list[Sequence] = []  # by `_rank`
+        self._turns_begun: dict[int, int] = {}  # the last of each priority, some of which has left
         self._wake = threading.Condition()
         self._closing = threading.Event()
         self._failed = threading.Event()
@@ -95,18 +97,24 @@ class EngineThread:
                 finish(sequence, refusal)
 
     def _with_turns(self, sequences: list[Sequence]) -> list[Sequence]:
-        """The sequences of one request, the first for the turn that is now, each other for one later.
+        """The sequences of one request, the first for the next turn to begin, each other for one later.
 
-        So requests that come after one of hundreds of prompts need not wait for all of them.
+        So requests that come after one of hundreds of prompts need not wait for all of them, and its prompts do not
+        wait for all that come later: nobody joins a turn of which some have left.
         """
-        turns = {each.priority: itertools.count(self._turn_now(each.priority)) for each in sequences}
+        turns = {each.priority: itertools.count(self._next_turn(each.priority)) for each in sequences}
         return [replace(each, turn=next(turns[each.priority])) for each in sequences]
 
-    def _turn_now(self, priority: int) -> int:
-        """That of the next to leave among those of a priority."""
-        place = bisect.bisect_left(self._waiting, (priority, 0), key=_rank)
+    def _next_turn(self, priority: int) -> int:
+        """The first turn of a priority of which nobody has left."""
+        next_turn = self._turns_begun.get(priority, -1) + 1
+        place = bisect.bisect_left(self._waiting, (priority, next_turn), key=_rank)
         is_there = place < len(self._waiting) and self._waiting[place].priority == priority
-        return self._waiting[place].turn if is_there else 0
+        return self._waiting[place].turn if is_there else next_turn
+
+    def _note_leaving(self, first: Sequence) -> None:
+        """The first of those that wait leaves the queue. Called under the lock."""
+        self._turns_begun[first.priority] = first.turn
 
     def is_healthy(self) -> bool:
         """Whether the engine can still run sequences."""
@@ -159,8 +167,10 @@ class EngineThread:
         with self._wake:
             if not self._has_work():
                 self._cores.leave()
-            if not self._wake.wait_for(self._has_work, REST_S):
-                self._rest()
+            has_work = self._wake.wait_for(self._has_work, REST_S)
+        if not has_work:
+            self._rest()  # without the lock: `submit` does not wait for it
+            with self._wake:
                 self._wake.wait_for(self._has_work)
         return not self._closing.is_set()
 

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
@@ -17,6 +17,9 @@ from hf_triton.runner.constants import IndexConstants
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.padding import pad
 from hf_triton.runner.states import cache_maker, keeps_keys, memory_of_text, reads_as_it_writes
+
+CACHE_NAMES: Final = ("cache", "past_key_values", "cache_params")
+"""What transformers' models call their cache: since 5.24, before, and those that keep a state instead of keys."""
 
 
 class Forward:
@@ -29,7 +32,7 @@ class Forward:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
-        self._cache_name = "past_key_values" if "past_key_values" in self._accepts else "cache_params"
+        self._cache_name = next((name for name in CACHE_NAMES if name in self._accepts), CACHE_NAMES[0])
         self.new_cache = cache_maker(model.config)
         """Makes what prompts are read into."""
         self.has_states = self.new_cache is not DynamicCache

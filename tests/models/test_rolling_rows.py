@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a row of the rolling engine may ask for: stops, deadlines, log probabilities, memory, shared prefixes."""
 
+import itertools
 import random
 import threading
 import time
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from hf_triton.engine import gathering, prefill, rolling, thread
+from hf_triton.engine.batch import BatchEngine
 from hf_triton.engine.interface import Completion, Observer, Outcome, Sequence
 from hf_triton.engine.prefill import Pieces, Reading, are_worth_one_batch, pieces_on
 from hf_triton.engine.rolling import RollingEngine
@@ -302,13 +304,40 @@ def test_requests_of_many_prompts_let_others_in_between(start: Callable[..., Rol
         request("a", 4)
         request("b", 2)
         request("c", 1)
+        engine._take_waiting()  # a0 leaves: nobody joins its turn any more
         request("urgent", 2, priority=-1)
-        del engine._waiting[2]  # a0 has left, and the turn is still b0's
         request("d", 2)
     deadline_s = time.monotonic() + 60
-    while len(order) < 10 and time.monotonic() < deadline_s:
+    while len(order) < 11 and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert order == ["urgent0", "urgent1", "b0", "c0", "d0", "a1", "b1", "d1", "a2", "a3"]
+    assert order == ["a0", "urgent0", "urgent1", "b0", "c0", "a1", "b1", "d0", "a2", "d1", "a3"]
+
+
+@pytest.mark.parametrize("make", [RollingEngine, BatchEngine])
+def test_a_request_of_many_prompts_is_not_kept_waiting_by_those_that_go_on_coming(
+    model: Any, make: Callable[..., RollingEngine | BatchEngine]
+) -> None:
+    done, is_done = list[Outcome](), threading.Event()
+    num_singles, most = itertools.count(), 1000
+    options: dict[str, Any] = {} if make is RollingEngine else {"context_length": 512, "sharing": "alone"}
+    engine = make(model, max_rows=2, **options)
+
+    def take(outcome: Outcome) -> None:
+        done.append(outcome)
+        if len(done) == 8:
+            is_done.set()
+
+    def come_again(outcome: Outcome) -> None:
+        if not is_done.is_set() and next(num_singles) < most:
+            engine.submit([Sequence(PROMPT, SamplingPlan(1), come_again)])
+
+    with engine._wake:  # it takes nobody meanwhile
+        for _ in range(6):
+            engine.submit([Sequence(PROMPT, SamplingPlan(1), come_again)])
+        engine.submit([Sequence(PROMPT, SamplingPlan(1), take) for _ in range(8)])
+    assert is_done.wait(120)
+    engine.close()
+    assert next(num_singles) < 8 * 8
 
 
 # --- several texts of one prompt -------------------------------------------------------------------------------------

@@ -342,29 +342,84 @@ def test_an_error_keeps_its_code_and_its_words(
     assert (sent.message, sent.code) == (str(error), code)
 
 
-def test_an_answer_that_does_not_fit_becomes_a_small_error(make_call: Callable[[Request], Any]) -> None:
-    class Full(Sender):
-        def send(self, response: Any, flags: int = 0) -> None:
-            if not hasattr(response, "message"):
-                raise RuntimeError("Failed to increase the shared memory pool size")
-            super().send(response, flags)
+class Full(Sender):
+    """One that cannot send what is not small, and no more than Triton's own what it has not been able to send once.
 
+    As src/response_sender.cc of the Python backend: what was to be the last closes it; outside decoupled folders one
+    response may be tried, and the end follows a response.
+    """
+
+    def __init__(self, *, is_decoupled: bool, fits: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self.num_tried = 0
+        self.is_closed = False
+        self._is_decoupled = is_decoupled
+        self._fits = fits
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        if self.is_closed:
+            raise RuntimeError("Response sender has been closed.")
+        if not self._is_decoupled and (response is None) == (self.num_tried == 0):
+            raise RuntimeError("Non-decoupled model cannot send more than one response.")
+        self.is_closed = flags == FINAL
+        self.num_tried += 1
+        if response is not None and not self._fits(response):
+            raise RuntimeError("Failed to increase the shared memory pool size")
+        super().send(response, flags)
+
+
+def has_message(response: Any) -> bool:
+    return hasattr(response, "message")
+
+
+@pytest.fixture
+def scarce_memory(make_call: Callable[[Request], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    door = sys.modules["hf_triton._triton"]
+    monkeypatch.setattr(door, "AMPLE_BYTES", 2**62)
+
+
+@pytest.mark.usefixtures("scarce_memory")
+def test_an_answer_that_does_not_fit_becomes_a_small_error(make_call: Callable[[Request], Any]) -> None:
+    outcomes = list[str]()
     request = Request()
-    request.sender = Full()
-    make_call(request).answer({"text_output": np.array([b"long"], dtype=np.object_)})
-    [error] = request.sender.sent
+    request.sender = Full(is_decoupled=True, fits=has_message)
+    make_call(request, outcomes.append).answer(text(b"long"))
+    [error] = request.sender.parts
     assert error.message.startswith("out_of_memory: ")
+    assert (request.sender.sent, outcomes) == ([None], ["out_of_memory"])
+
+
+@pytest.mark.usefixtures("scarce_memory")
+def test_an_answer_that_does_not_fit_ends_where_no_error_can_be_sent(make_call: Callable[[Request], Any]) -> None:
+    outcomes = list[str]()
+    request = Request()
+    request.sender = Full(is_decoupled=False, fits=has_message)
+    make_call(request, outcomes.append).answer(text(b"long"))
+    assert (request.sender.parts, request.sender.sent, outcomes) == ([], [None], ["out_of_memory"])
+
+
+@pytest.mark.usefixtures("scarce_memory")
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_an_answer_that_fits_scarce_memory_is_sent(make_call: Callable[[Request], Any], is_decoupled: bool) -> None:
+    request = Request()
+    request.sender = Full(is_decoupled=is_decoupled, fits=lambda response: True)
+    make_call(request).answer(text(b"long"))
+    assert (texts_of(request.sender.parts), request.sender.sent) == ([b"long"], [None])
+
+
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_nothing_is_raised_where_not_even_an_error_can_be_sent(
+    make_call: Callable[[Request], Any], is_decoupled: bool
+) -> None:
+    request = Request()
+    request.sender = Full(is_decoupled=is_decoupled, fits=lambda response: False)
+    make_call(request).refuse(RequestError("invalid_parameter", "x"))
+    assert request.sender.sent == []
 
 
 def test_a_part_that_does_not_fit_ends_the_answer_with_an_error(make_call: Callable[[Request], Any]) -> None:
-    class Full(Sender):
-        def send(self, response: Any, flags: int = 0) -> None:
-            if flags != FINAL and self.parts:
-                raise RuntimeError("Failed to increase the shared memory pool size")
-            super().send(response, flags)
-
     request = Request()
-    request.sender = Full()
+    request.sender = Full(is_decoupled=True, fits=lambda part: has_message(part) or not request.sender.parts)
     call = make_call(request)
     for part in (b"one", b"two", b"three"):
         call.add(text(part))
