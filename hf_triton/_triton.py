@@ -21,14 +21,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
-from hf_triton.errors import HfTritonError, RequestError, UnavailableError, clip, where
+from hf_triton.declare import each_once
+from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
 from hf_triton.metrics import METRICS, OK, Metric
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Call:
                 `parameters`.
         """
         try:
-            parsed: dict[str, object] = json.loads(self._request.parameters() or "{}", object_pairs_hook=_each_once)
+            parsed: dict[str, object] = json.loads(self._request.parameters() or "{}", object_pairs_hook=each_once)
         except UnicodeDecodeError:
             raise RequestError("invalid_parameter", "a parameter's name or value is not valid UTF-8") from None
         return parsed
@@ -153,16 +154,18 @@ class Call:
         """
         self._is_answered = True
         is_ample = _has_room(num_bytes)
-        if not self._has_sent(response, is_last=is_ample):
+        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        if not self._has_sent(partial(self._sender.send, response, flags=final if is_ample else 0)):
             outcome = "out_of_memory"
-            self._has_sent(_too_large())
+            self._has_sent(partial(self._sender.send, _too_large()))
         if not is_ample:
-            self._has_sent(is_last=True)
+            self._has_sent(partial(self._sender.send, flags=final))
         self._on_answer(outcome)
 
-    def _has_sent(self, *response: pb_utils.InferenceResponse, is_last: bool = False) -> bool:
+    @staticmethod
+    def _has_sent(send: Callable[[], None]) -> bool:
         try:
-            self._sender.send(*response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0)
+            send()
         except Exception as error:  # the shared memory is full
             logger.error("an answer could not be sent: %s", where(error))
             return False
@@ -171,15 +174,6 @@ class Call:
     def __del__(self) -> None:
         if not getattr(self, "_is_answered", True):
             self.refuse(HfTritonError("internal", "the request was dropped; the server's log may say why"))
-
-
-def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, value in pairs:
-        if name in found:
-            raise RequestError("invalid_parameter", f"{clip(name)} is given twice: give it once")
-        found[name] = value
-    return found
 
 
 def _request_id(request: pb_utils.InferenceRequest) -> str:

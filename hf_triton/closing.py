@@ -50,6 +50,10 @@ MAX_LINEAR: Final = 256
 MAX_PLACES: Final = 2048
 """Places that a search keeps, up to 0.2 MB each."""
 
+VISITS_AT_A_TIME: Final = 4
+"""Some 0.2 ms."""
+LEAST_SLEEP_S: Final = 1e-6
+"""Long enough for a thread that waits for the interpreter to take it."""
 FIRST_STRETCH: Final = 32
 LONGER_STRETCH: Final = 1.25
 """Steps of a walk at random before it begins anew, and how many times as many the next one may have."""
@@ -73,6 +77,14 @@ class Effort:
     max_visits_walking: int = 0
     """Of each walk. Where many parts cost the search something each (`minLength`), it has too many cheaper ways to
     write the first ones; where a part may come again and again (`(" AND " part)*`), that costs it nothing."""
+    lets_others: bool = False
+    """Whether other threads have the interpreter meanwhile, as the engine's must: it would wait 5 ms at each of its
+    operations."""
+
+    def let_others(self, num_visits: int) -> None:
+        """After every few visits, wait until other threads have had the interpreter."""
+        if self.lets_others and num_visits % VISITS_AT_A_TIME == 0:
+            time.sleep(LEAST_SLEEP_S)
 
 
 @dataclass(frozen=True)
@@ -139,6 +151,7 @@ class ClosingFinder:
         search = _Search(self, matcher, texts)
         while search.heap and num_visits < max_visits and time.thread_time() < deadline_s:
             num_visits += 1
+            effort.let_others(num_visits)
             place = search.visit(room)
             if place is None:
                 continue
@@ -300,6 +313,7 @@ class _Walk:
         begins_anew = self._manner == "tosses"
         num_steps, most = 0, float(FIRST_STRETCH) if begins_anew else math.inf
         while self._num_visits < effort.max_visits_walking and time.thread_time() < deadline_s:
+            effort.let_others(self._num_visits)
             if not self._go_on():
                 return None
             num_steps += 1

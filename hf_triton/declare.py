@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from hf_triton.errors import clip
+from hf_triton.errors import RequestError, clip
 
 MAX_NAME = 60  # characters of an unknown name to compare: a client's may have megabytes, and comparing takes seconds
 MAX_ENTRIES = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
@@ -192,6 +192,20 @@ def _read_json(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, thousands of brackets
         return text
+
+
+def each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The `object_pairs_hook` of parameters as JSON.
+
+    Raises:
+        RequestError: A name is there twice, and a dict would keep the last.
+    """
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise RequestError("invalid_parameter", f"{clip(name)} is given twice: give it once")
+        found[name] = value
+    return found
 
 
 def table(model: type[BaseModel], extra: Mapping[str, str] | None = None) -> str:

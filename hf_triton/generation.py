@@ -45,6 +45,11 @@ MEANT: Final[Mapping[str, str]] = {
     "runtime_top_k": "top_k",
     "runtime_top_p": "top_p",
     "json_schema": "guided_json",
+    "guided_decoding": "guided_json",
+    "structured_outputs": "guided_json",
+    "return_log_probs": "return_logprobs",
+    "text": "text_input",
+    "max_output_length": "max_new_tokens",
     "timeout": "max_time",
     "echo": "exclude_input_in_output",
     "return_full_text": "exclude_input_in_output",
@@ -69,6 +74,7 @@ DONE_ANYWAY: Final[Mapping[str, object]] = {
     "end_id": -1,
     "length_penalty": 1.0,
     "early_stopping": False,
+    **dict.fromkeys(("return_log_probs", "return_context_logits", "return_generation_logits"), False),
     **dict.fromkeys(("guided_decoding", "structured_outputs", "truncate_prompt_tokens", "logits_processors")),
     **dict.fromkeys(("allowed_token_ids", "extra_args")),
 }
@@ -156,7 +162,8 @@ class GenerationParameters(BaseModel):
     generation_config says."""
 
     temperature: Annotated[float, annotated_types.Ge(0), annotated_types.Le(100)] | None = None
-    """Flattens (> 1) or sharpens (< 1) the distribution that tokens are drawn from. 0 means greedy."""
+    """Flattens (> 1) or sharpens (< 1) the distribution that tokens are drawn from. 0, and what is below 0.001, means
+    greedy."""
 
     top_p: Annotated[float, annotated_types.Gt(0), annotated_types.Le(1)] | None = None
     """Draw from the likeliest tokens whose probabilities add up to this. 1 keeps all tokens."""
@@ -281,8 +288,10 @@ class GenerationParameters(BaseModel):
                 value = getattr(self, name)
                 if value is not None and value not in (NEUTRAL[name], 0, -1):
                     raise ValueError(f"{name} has no effect with do_sample false: leave one of them out")
-        if self.do_sample is True and self.temperature == 0:
-            raise ValueError("temperature 0 means greedy and contradicts do_sample true: leave one of them out")
+        if self.do_sample is True and self.temperature is not None and self.temperature < GREEDY_BELOW:
+            raise ValueError(
+                f"temperature {self.temperature:g} means greedy and contradicts do_sample true: leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

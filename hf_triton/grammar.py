@@ -48,7 +48,9 @@ LIMITS: Final = LLParserLimits(
     verbose_errors=False,  # they would show the whole grammar
 )
 JSON_SPACE: Final = r" ?|\n[ \t]{0,40}"  # endless white space would use up the tokens
-BEFORE: Final = Effort(max_visits=2_000, max_time_s=0.4, max_visits_for_less=1_000, max_visits_walking=6_000)
+BEFORE: Final = Effort(
+    max_visits=2_000, max_time_s=0.4, max_visits_for_less=1_000, max_visits_walking=6_000, lets_others=True
+)
 """To find a first ending, outside the engine."""
 DURING: Final = Effort(max_visits=200, max_time_s=0.25)
 """To find one behind a token, while the engine waits. A visit takes some 50 us: the time is for grammars with which it

@@ -259,7 +259,7 @@ class TritonPythonModel(Hooks):
             call.answer(answer)
 
         self._cancel_here(call.request_id)
-        self._outlet.outbox.put(tell_and_answer)
+        self._outlet.outbox.put_long(tell_and_answer)  # another process may let it wait
 
     def _cancel_here(self, request_id: str) -> None:
         """Give up the requests of an id in this process."""

@@ -13,10 +13,9 @@ from hf_triton.metrics import NoMeter
 from hf_triton.model import TritonPythonModel
 from hf_triton.reply import Call, Outlet
 from hf_triton.settings import DoorSettings
+from hf_triton.tasks.hooks import HOOKS
 
 SUFFIX: Final = "_stream"
-NOT_HERE: Final = ("load", "build_prompt", "is_complete", "postprocess")
-"""What a subclass may override where the model is."""
 
 
 class StreamDoor(TritonPythonModel):
@@ -47,7 +46,7 @@ class StreamDoor(TritonPythonModel):
         if not self._outlet.is_decoupled:
             raise SettingsError("a stream door needs model_transaction_policy { decoupled: true } in its config.pbtxt")
         other = _other_folder(args["model_name"], settings.stream_of)
-        for name in NOT_HERE:
+        for name in HOOKS:
             if getattr(type(self), name) is not getattr(TritonPythonModel, name):
                 raise SettingsError(f"{name} changes nothing in a stream door: move it to 1/model.py of '{other}'")
         self._engine_name = other  # a stop told there reaches the calls of all doors

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hf_triton.chat import MESSAGES, Chat, ChatOptions, parse_chat
-from hf_triton.declare import MAX_JSON, problems, suggest, why_no_json
+from hf_triton.declare import MAX_JSON, each_once, problems, suggest, why_no_json
 from hf_triton.errors import RequestError, SettingsError, clip
 from hf_triton.generation import (
     ALIASES,
@@ -76,8 +76,19 @@ DIALECT_TYPES: Final[Mapping[str, str]] = {
     "random_seed": "TYPE_UINT64",
     "end_id": "TYPE_INT32",
     "pad_id": "TYPE_INT32",
+    "num_return_sequences": "TYPE_INT32",
 }
 """The types that clients of TensorRT-LLM and LiteLLM send, where Triton would refuse ours."""
+DIALECT_INPUTS: Final[Mapping[str, str]] = {
+    "beam_width": "TYPE_INT32",
+    "length_penalty": "TYPE_FP32",
+    "early_stopping": "TYPE_BOOL",
+    "return_log_probs": "TYPE_BOOL",
+    "return_context_logits": "TYPE_BOOL",
+    "return_generation_logits": "TYPE_BOOL",
+}
+"""Tensors that clients of TensorRT-LLM send, of parameters that there are not: taken where they ask for what is done
+anyway."""
 
 Array = npt.NDArray[Any]
 Parsed = TypeVar("Parsed")
@@ -198,7 +209,7 @@ def missing_ports(
         inputs.append({"name": MESSAGES, "data_type": "TYPE_STRING", "dims": [-1], "optional": True})
         inputs += [
             {"name": name, "data_type": _triton_types(name)[0], "dims": [-1 if _is_many(name) else 1], "optional": True}
-            for name in (*PARAMETERS, *ALIASES)
+            for name in (*PARAMETERS, *ALIASES, *DIALECT_INPUTS)
         ]
     outputs = [
         {"name": name, "data_type": data_type, "dims": [-1]}
@@ -212,6 +223,8 @@ def missing_ports(
 
 def _triton_types(name: str) -> tuple[str, ...]:
     """The tensor types that hold a parameter's value, the one we declare first."""
+    if name in DIALECT_INPUTS:
+        return (DIALECT_INPUTS[name],)
     types = TENSOR_TYPES[_python_type(name)]
     if _is_many(name):
         types = tuple(dict.fromkeys([*types, "TYPE_STRING"]))  # or all of them as one JSON text
@@ -220,7 +233,7 @@ def _triton_types(name: str) -> tuple[str, ...]:
 
 def _is_many(name: str) -> bool:
     """Whether a parameter holds several texts or numbers."""
-    return typing.get_origin(_declared_type(name)) is tuple
+    return name not in DIALECT_INPUTS and typing.get_origin(_declared_type(name)) is tuple
 
 
 def _python_type(name: str) -> type:
@@ -273,7 +286,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 def _check_input(name: str, data_type: str) -> None:
     parameter = ALIASES.get(name, name)
-    if name not in (PROMPT, MESSAGES) and parameter not in PARAMETERS:
+    if name not in (PROMPT, MESSAGES, *DIALECT_INPUTS) and parameter not in PARAMETERS:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', and there is no such request parameter"
             f"{suggest(MEANT.get(name, name), [PROMPT, MESSAGES, *PARAMETERS, *ALIASES])}"
@@ -523,12 +536,14 @@ def _parse_rows(parse: Callable[[Mapping[str, object]], Parsed], rows: Sequence[
 
 
 def _parse_generation(row: Mapping[str, object]) -> GenerationParameters:
-    own = {name: value for name, value in row.items() if name not in OPTIONS and name not in CHAT_OPTIONS}
+    own = {name: _number(name, value) for name, value in row.items() if name not in OPTIONS | CHAT_OPTIONS}
     packed = _unpack(row.get("sampling_parameters"))
-    for name in packed.keys() & own.keys():
-        raise RequestError(
-            "invalid_parameter", f"{name} is given twice, in sampling_parameters and beside it: leave one out"
-        )
+    for name in packed.keys() & own.keys():  # the vLLM backend's own client says everything twice
+        if packed[name] != own[name]:
+            raise RequestError(
+                "invalid_parameter",
+                f"{name} is given twice, in sampling_parameters and beside it, with two values: leave one out",
+            )
     for name in packed:
         if name in NOT_SERVED:
             raise _unknown_parameter(name)
@@ -538,7 +553,7 @@ def _parse_generation(row: Mapping[str, object]) -> GenerationParameters:
 def _unpack(text: object) -> dict[str, object]:
     """The parameters in the vLLM backend's `sampling_parameters`.
 
-    genai-perf writes its numbers as texts, and Triton's OpenAI frontend says `"logprobs": false` where it wants none.
+    Triton's OpenAI frontend says `"logprobs": false` where it wants none.
     """
     if not isinstance(text, str) or not text.strip():
         return {}
@@ -547,7 +562,9 @@ def _unpack(text: object) -> dict[str, object]:
             "invalid_parameter", f"sampling_parameters must be JSON of up to {MAX_JSON} characters, got {len(text)}"
         )
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=each_once)
+    except RequestError:
+        raise
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
@@ -558,6 +575,7 @@ def _unpack(text: object) -> dict[str, object]:
 
 
 def _number(name: str, value: object) -> object:
+    """A number that comes as a text, as genai-perf and the vLLM backend's own client write it."""
     parameter = ALIASES.get(name, name)
     is_number = parameter in GenerationParameters.model_fields and _python_type(name) in (bool, int, float)
     if not is_number or not isinstance(value, str):

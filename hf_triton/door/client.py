@@ -132,6 +132,9 @@ class _Link:
                     f"the request has more than the {MAX_MESSAGE_BYTES} bytes that a stream door takes: split it",
                 ),
             )
+        except Exception as error:  # want of memory; the engine does not know this request
+            logger.error("forwarding a request failed: %s", where(error))
+            self._refuse(number, HfTritonError("internal", "the request could not be forwarded; see the server's log"))
 
     def _on_message(self, message: Message) -> None:
         number = message["id"]
@@ -290,7 +293,10 @@ def cancel_elsewhere(model_name: str, request_id: str) -> None:
 
 def _connect(address: Address) -> socket.socket | None:
     """A connection to an address, None where nobody of this user's listens."""
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    except OSError:  # no more files may be open
+        return None
     with contextlib.suppress(OSError):
         connected.settimeout(CONNECT_S)
         connected.connect(str(address.path))

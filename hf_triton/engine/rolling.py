@@ -231,10 +231,11 @@ class RollingEngine(EngineThread):
             if num_read and num_read + num_new > piece:
                 break
             num_read += num_new
+            # Its rows are known as those that wait until it is there.
+            self._prefills.append(Prefill(readings, self._forward, is_whole=self._reads_whole))
             for reading in readings:
                 self._ready.popleft()
                 self._observer.on_share(reading.num_shared)
-            self._prefills.append(Prefill(readings, self._forward, is_whole=self._reads_whole))
             self._read_piece(has_company=has_company)
             if gathers and not self._ready and self._may_others_join(num_read, piece):
                 self._await_others(self._gathering.rest_s())

@@ -31,7 +31,7 @@ REST_S: Final = 10.0
 class EngineThread:
     """Queues sequences and calls `_turn` in a thread of its own, until it is closed or fails.
 
-    A subclass writes `_turn`, `_is_busy` and `_unfinished`, and of `misfit`, `_num_free_rows` and `_rest` what it needs.
+    A subclass writes `_turn`, `_is_busy` and `_unfinished`, and `misfit`, `_num_free_rows` and `_rest` as it needs.
     It takes sequences from `_waiting` under the lock `_wake`, tells `_note_leaving` which was the first of them, and
     starts `_thread` when it is ready to.
 

@@ -144,7 +144,8 @@ class TextGeneration:
             HfTritonError: No such request could be answered.
         """
         task = settle_task(GenerationParameters(), *self._defaults)
-        plan = self._plan(0, 1, GenerationParameters())
+        asked = next((each.max_new_tokens for each in self._defaults if each.max_new_tokens is not None), None)
+        plan = self._plan(0, 1, GenerationParameters(max_new_tokens=asked))
         misfit = self._engine.misfit(Sequence([0], plan, lambda _: None))
         if misfit is not None:
             raise misfit
@@ -312,15 +313,16 @@ class TextGeneration:
                 f"text_input row {row} has {num_prompt_tokens} tokens, and the context of {self._context_length} must "
                 "hold the prompt and at least one new token",
             )
-        most = next((each.max_new_tokens for each in (parameters, *self._defaults) if each.max_new_tokens), None)
-        for name, asked in (("max_new_tokens", most), ("min_new_tokens", parameters.min_new_tokens)):
+        for name in ("max_new_tokens", "min_new_tokens"):
+            asked = getattr(parameters, name)
             if asked is not None and asked > room:
                 raise RequestError(
                     "context_exceeded",
                     f"text_input row {row} has {num_prompt_tokens} tokens, which leaves room for {name} <= {room} "
                     f"in the context of {self._context_length}, got {asked}",
                 )
-        plan = settle(parameters, *self._defaults, max_new_tokens=min(self._max_output_length, room))
+        plan = settle(parameters, *self._defaults, max_new_tokens=self._max_output_length)
+        plan = replace(plan, max_new_tokens=min(plan.max_new_tokens, room))
         if plan.num_rows > self._max_rows:
             name = "num_return_sequences" if plan.best_of is None else "best_of"
             raise RequestError(

@@ -2,6 +2,7 @@
 """Tensors and parameters in, a checked request out, and texts back into tensors."""
 
 import dataclasses
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hf_triton.errors import RequestError, SettingsError
 from hf_triton.generation import ALIASES, GenerationParameters
 from hf_triton.wire import (
+    DIALECT_INPUTS,
     MESSAGES,
     OUTPUTS,
     PARAMETERS,
@@ -94,7 +96,7 @@ def test_a_batched_prompt_is_one_text_a_row() -> None:
 def test_what_config_pbtxt_declares_is_left_alone() -> None:
     declared = config(port(PROMPT), port("seed", "TYPE_INT32"), outputs=[port(TEXT)])
     inputs, outputs = missing_ports(declared, parameters_as_inputs=True)
-    assert {each["name"] for each in inputs} == {MESSAGES, *PARAMETERS, *ALIASES} - {"seed"}
+    assert {each["name"] for each in inputs} == {MESSAGES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {"seed"}
     assert [each["name"] for each in outputs] == [*TOLD, PROMPT_LOGPROBS]
 
 
@@ -146,13 +148,19 @@ INPUT_TYPES = {
     "eos_token_id": "TYPE_INT64",
     "end_id": "TYPE_INT32",
     "pad_id": "TYPE_INT32",
-    "num_return_sequences": "TYPE_INT64",
+    "num_return_sequences": "TYPE_INT32",
     "n": "TYPE_INT64",
     "best_of": "TYPE_INT64",
     "logprobs": "TYPE_INT64",
     "prompt_logprobs": "TYPE_INT64",
     "max_time": "TYPE_FP32",
     "queue_priority": "TYPE_INT64",
+    "beam_width": "TYPE_INT32",
+    "length_penalty": "TYPE_FP32",
+    "early_stopping": "TYPE_BOOL",
+    "return_log_probs": "TYPE_BOOL",
+    "return_context_logits": "TYPE_BOOL",
+    "return_generation_logits": "TYPE_BOOL",
 }
 """Those that TensorRT-LLM's clients, LiteLLM and the vLLM backend's clients send are theirs."""
 LISTS = {"bad_words", "stop_strings", "stop", "stop_words", "eos_token_id", "end_id"}
@@ -160,7 +168,7 @@ LISTS = {"bad_words", "stop_strings", "stop", "stop_words", "eos_token_id", "end
 
 def test_parameters_as_inputs_are_optional_and_typed() -> None:
     inputs = {each["name"]: each for each in missing_ports(config(), parameters_as_inputs=True)[0]}
-    assert inputs.keys() == {PROMPT, MESSAGES, *PARAMETERS, *ALIASES}
+    assert inputs.keys() == {PROMPT, MESSAGES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS}
     assert {name: inputs[name]["data_type"] for name in INPUT_TYPES} == INPUT_TYPES
     assert {name: inputs[name]["dims"] for name in INPUT_TYPES} == {
         name: [-1 if name in LISTS else 1] for name in INPUT_TYPES
@@ -368,6 +376,13 @@ def test_numbers_in_sampling_parameters_may_be_texts() -> None:
     assert parse(b"x", sampling_parameters=text).parameters == expected.parameters
 
 
+def test_all_may_be_said_twice_and_in_texts_as_the_vllm_backends_client_does() -> None:
+    said: dict[str, Any] = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "100"}
+    expected = parse(b"x", temperature=0.1, top_p=0.95, max_tokens=100).parameters
+    assert parse(b"x", sampling_parameters=json.dumps(said), **said).parameters == expected
+    assert parse(b"x", **said).parameters == expected
+
+
 @pytest.mark.parametrize("text", ["", " ", "{}", '{"logprobs": false}'])
 def test_sampling_parameters_may_say_nothing(text: str) -> None:
     assert parse(b"x", sampling_parameters=text).parameters == [GenerationParameters()]
@@ -508,8 +523,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
     ),
     "a parameter in both places": (
         {PROMPT: texts(b"x")},
-        {"sampling_parameters": '{"seed": 1}', "seed": 1},
-        "invalid_parameter: seed is given twice, in sampling_parameters and beside it: leave one out",
+        {"sampling_parameters": '{"seed": 1}', "seed": 2},
+        "invalid_parameter: seed is given twice, in sampling_parameters and beside it, with two values: leave one out",
+    ),
+    "a parameter twice in one place": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": '{"seed": 1, "seed": 2}'},
+        "invalid_parameter: 'seed' is given twice: give it once",
     ),
     "a parameter and its alias in both places": (
         {PROMPT: texts(b"x")},
