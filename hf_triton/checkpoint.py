@@ -37,6 +37,15 @@ CONTEXT_NAMES: Final = (
 CHAT_TEMPLATE: Final = "chat_template.json"
 """Where older processors of images keep what tokenizers do not read."""
 DEFAULT_CONTEXT: Final = 32768
+OTHER_PURPOSES: Final = (
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForNextSentencePrediction",
+)
+"""How the classes of models end that write no text."""
 STALE_BUFFERS: Final = r"(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$"
 """Tensors that older transformers versions saved and newer ones compute; not part of a model's weights."""
 
@@ -248,6 +257,7 @@ def _read_chat_template(folder: Path) -> str | dict[str, str] | None:
 
 
 def _load_model(folder: Path, config: Any, settings: ModelSettings, placement: Placement) -> Any:
+    _check_purpose(settings, config)
     auto_class = auto_class_of(config)
     device_map = placement.device_map()
     placement.make_current()
@@ -275,6 +285,21 @@ def _load_model(folder: Path, config: Any, settings: ModelSettings, placement: P
     )
     check_weights(settings, info)
     return model
+
+
+def _check_purpose(settings: ModelSettings, config: Any) -> None:
+    """Refuse a checkpoint of a model that writes nothing; transformers would give it a head that nobody trained.
+
+    Raises:
+        CheckpointError: Its config.json says so.
+    """
+    for name in config.architectures or ():
+        if name.endswith(OTHER_PURPOSES):
+            raise CheckpointError(
+                "unsupported_model",
+                f"{settings.huggingface_model} is a {name} by its config.json, which writes no text: take a model that "
+                "does",
+            )
 
 
 def auto_class_of(config: Any) -> Any:

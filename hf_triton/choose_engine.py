@@ -110,13 +110,15 @@ def build_engine(
             on_fatal=on_fatal,
             observer=observer,
         )
+    has_failed = obstacle is None
     obstacle = obstacle or "its logits in rolling rows are not those of generate"
     if wanted == "rolling":
         raise CheckpointError(
             "unsupported_model", f"engine rolling cannot run this model ({obstacle}): set engine to auto"
         )
     sharing = _sharing(model, context_length)
-    logger.info("engine batch, because %s: up to %d rows, sharing a batch: %s", obstacle, max_rows, sharing)
+    level = logging.WARNING if has_failed else logging.INFO  # it costs many users their pace, and was not looked for
+    logger.log(level, "engine batch, because %s: up to %d rows, sharing a batch: %s", obstacle, max_rows, sharing)
     idle = {"max_cache_tokens": max_cache_tokens is not None, "decoding": decoding not in ("auto", "eager")}
     for name in (name for name, is_set in idle.items() if is_set):
         logger.warning("engine batch does nothing with the setting %s", name)

@@ -211,7 +211,7 @@ class GenerationParameters(BaseModel):
     stop_strings: (
         Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_STOP_STRINGS), BeforeValidator(read_texts)] | None
     ) = None
-    """Texts that end the text where one of them appears in it. A text that reads as a JSON array is taken for one, an
+    """Texts that end the text in front of the first of them. A text that reads as a JSON array is taken for one, an
     empty one for none."""
 
     ignore_eos: bool | None = None

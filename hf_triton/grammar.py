@@ -47,6 +47,9 @@ LIMITS: Final = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,  # they would show the whole grammar
 )
+BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MAX_INTEGER: Final = 2**53
+"""Beyond it the library's numbers are no longer those of the schema."""
 JSON_SPACE: Final = r" ?|\n[ \t]{0,40}"  # endless white space would use up the tokens
 BEFORE: Final = Effort(
     max_visits=2_000, max_time_s=0.4, max_visits_for_less=1_000, max_visits_walking=6_000, lets_others=True
@@ -332,11 +335,13 @@ def _source(grammar: Grammar) -> str:
     """A grammar in the library's own form.
 
     Raises:
-        ValueError: It is nested too deeply, or holds the library's own options.
+        ValueError: It is nested too deeply, holds the library's own options, or asks for what that does not keep.
     """
     if grammar.kind == "json_schema":
         if '"x-guidance"' in grammar.text and "x-guidance" in json.loads(grammar.text):
             raise ValueError("x-guidance is not taken: leave it out")
+        for part in _parts(json.loads(grammar.text)):
+            _check_part(part)
         return LLMatcher.grammar_from_json_schema(
             grammar.text, overrides={"whitespace_pattern": JSON_SPACE, "lenient": False, "coerce_one_of": False}
         )
@@ -379,22 +384,62 @@ def _expressions(grammar: Grammar) -> Iterator[tuple[str, bool]]:
 
 
 def _expressions_of_schema(schema: Any) -> Iterator[tuple[str, bool]]:
+    for part in _parts(schema):
+        pattern, form, named = part.get("pattern"), part.get("format"), part.get("patternProperties")
+        if isinstance(pattern, str):
+            yield pattern, True
+        if isinstance(form, str) and form in FORMATS:
+            yield FORMATS[form], False
+        if (number := _multiple(part)) is not None:
+            yield str(number), False
+        if isinstance(named, dict):
+            yield from ((each, True) for each in named)
+
+
+def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """The objects within a schema, but for those of values that it names."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict):
-            pattern, form, named = part.get("pattern"), part.get("format"), part.get("patternProperties")
-            if isinstance(pattern, str):
-                yield pattern, True
-            if isinstance(form, str) and form in FORMATS:
-                yield FORMATS[form], False
-            if (number := _multiple(part)) is not None:
-                yield str(number), False
-            if isinstance(named, dict):
-                yield from ((each, True) for each in named)
-            waiting += part.values()
+            yield part
+            waiting += [value for name, value in part.items() if name not in ("const", "enum", "default", "examples")]
         elif isinstance(part, list):
             waiting += part
+
+
+def _check_part(part: Mapping[str, Any]) -> None:
+    """Refuse what the library reads and does not keep.
+
+    Raises:
+        ValueError: A bound of numbers that it passes over, or of names, of which it takes one twice.
+    """
+    kinds = part.get("type", "number")
+    bounds = {name: part[name] for name in BOUNDS if type(part.get(name)) in (int, float)}
+    if kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds):
+        for name, bound in bounds.items():
+            if abs(bound) > MAX_INTEGER:
+                raise ValueError(f"{name} of integers must be within -2**53 and 2**53, got {bound}: leave it out")
+    elif kinds == "number" or (isinstance(kinds, list) and "number" in kinds):
+        for name in bounds.keys() & {"exclusiveMinimum", "exclusiveMaximum"}:
+            if any(_takes(bounds, text) for text in (json.dumps(bounds[name]), "0", "-0")):
+                instead = name.replace("exclusiveM", "m")
+                raise ValueError(f"{name} {bounds[name]} would not be kept here: give {instead}, a little off it")
+    least, named = part.get("minProperties"), part.get("required", ())
+    if type(least) is int and isinstance(named, list | tuple) and least > max(1, len(named)):
+        raise ValueError(f"minProperties {least} would not be kept, as a name may come twice: name them in required")
+
+
+def _takes(bounds: Mapping[str, float], text: str) -> bool:
+    """Whether the library lets a number be this text, and the bounds do not."""
+    number = float(text)
+    keeps_low = number >= bounds.get("minimum", -math.inf) and number > bounds.get("exclusiveMinimum", -math.inf)
+    keeps_high = number <= bounds.get("maximum", math.inf) and number < bounds.get("exclusiveMaximum", math.inf)
+    if keeps_low and keeps_high:
+        return False
+    source = LLMatcher.grammar_from_json_schema(json.dumps({"type": "number", **bounds}))
+    matcher = LLMatcher(LLTokenizer("byte"), source, log_level=0)
+    return bool(matcher.consume_tokens(list(text.encode()))) and matcher.is_accepting()
 
 
 def _multiple(part: Mapping[str, Any]) -> int | None:

@@ -92,7 +92,7 @@ def serve(
             _wait(server)
     was_cut_short = is_serving and server.process is not None and server.process.returncode != 0
     click.echo(
-        "Stopped with connections still open: a request that was in flight has no answer."
+        "Stopped with connections still open: if a request was in flight, it has no answer."
         if was_cut_short
         else "Stopped."
     )

@@ -40,7 +40,9 @@ class LoopbackHub:
 
         with LoopbackHub() as hub:
             hub.add("tiiuae/falcon-7b", folder)
-            subprocess.run(command, env=os.environ | hub.environment())
+            subprocess.run(command, env=os.environ | hub.environment() | {"HF_HOME": "/tmp/hub"})
+
+    Give the child a cache of its own, as here: what it downloads would stay in yours under the true names.
 
     Every method may be called at any time, from any thread. Faults add up; the oldest that matches a request is used
     first. A fault's `path` matches requests whose path contains it (`"model.safetensors"`, `"/api/"`); None matches

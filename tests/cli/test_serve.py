@@ -133,7 +133,7 @@ def test_a_second_ctrl_c_says_that_requests_were_cut_short(tmp_path: Path, make_
         os.kill(serving.process.pid, signal.SIGINT)
         assert serving.process.wait(timeout=STOP_LIMIT_S) == 0, serving.output()
         assert serving.output().endswith(
-            "Stopped with connections still open: a request that was in flight has no answer.\n"
+            "Stopped with connections still open: if a request was in flight, it has no answer.\n"
         )
         assert client.communicate(timeout=STOP_LIMIT_S)[0] == ""
 

@@ -101,6 +101,14 @@ def test_tensors_that_are_not_the_models_are_refused(
     assert words in refused.sentence
 
 
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "LlamaForSequenceClassification", "LlamaForTokenClassification"])
+def test_a_model_that_writes_nothing_is_refused_by_name(checkpoint: Path, kind: str) -> None:
+    edit(checkpoint / "config.json", architectures=[kind])
+    refused = reason(checkpoint)
+    assert refused.code == "unsupported_model"
+    assert f"is a {kind} by its config.json, which writes no text" in refused.sentence
+
+
 def test_extra_tensors_may_be_allowed_and_other_faults_may_not(checkpoint: Path) -> None:
     add_tensor(checkpoint, "vision.weight")
     load(checkpoint, allow_extra_weights=True)

@@ -216,6 +216,27 @@ def test_the_vllm_backends_tensors(ask: Callable[[Tensors], dict[str, list[Any]]
     check_vllm_outputs(found, whole)
 
 
+@pytest.mark.parametrize("has_tensor", [True, False])
+@pytest.mark.parametrize("model", [FLAT, STREAM])
+def test_the_vllm_backends_client(server: TritonServer, model: str, has_tensor: bool, whole: str) -> None:
+    said = {"temperature": "0", "top_p": "0.95", "max_tokens": str(NUM_TOKENS)}  # in both places, all of it texts
+    tensors: Tensors = {"text_input": ("BYTES", [PROMPT]), "stream": ("BOOL", [False])}
+    if has_tensor:
+        tensors["sampling_parameters"] = ("BYTES", [json.dumps(said)])
+    tensors["exclude_input_in_output"] = ("BOOL", [False])
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {"model_name": model, "inputs": tensors_of(grpcaio, tensors), "parameters": said}
+
+    async def ask() -> list[Any]:
+        async with grpcaio.InferenceServerClient(server.grpc_url) as client:
+            return [each async for each in client.stream_infer(requests())]
+
+    [(result, error)] = asyncio.run(ask())
+    assert error is None
+    assert outputs_of(result)["text_output"] == [PROMPT + whole]
+
+
 @pytest.mark.parametrize("model", [FLAT, STREAM, PLAIN, PLAIN_STREAM])
 @pytest.mark.parametrize("is_nested", [True, False], ids=["in parameters", "beside the text"])
 def test_the_vllm_backends_json(server: TritonServer, model: str, is_nested: bool, whole: str) -> None:
@@ -364,6 +385,23 @@ def test_tensorrt_llms_tensors(
     )
     assert found["text_output"] == [write(server, bad_words=bad, **drawn)]
     assert found["text_output"] != [write(server, **drawn)]
+
+
+def test_tensorrt_llms_end_to_end_client(ask: Callable[[Tensors], dict[str, list[Any]]], whole: str) -> None:
+    found = ask(
+        {
+            "text_input": ("BYTES", [[PROMPT]]),
+            "max_tokens": ("INT32", [[NUM_TOKENS]]),
+            "stream": ("BOOL", [[False]]),
+            "beam_width": ("INT32", [[1]]),
+            "num_return_sequences": ("INT32", [[1]]),
+            "temperature": ("FP32", [[0.0]]),
+            "exclude_input_in_output": ("BOOL", [[False]]),
+            "return_log_probs": ("BOOL", [[False]]),
+            "return_context_logits": ("BOOL", [[False]]),
+        }
+    )
+    assert found["text_output"] == [PROMPT + whole]
 
 
 def test_every_row_of_a_batch_has_its_own_words(server: TritonServer, whole: str) -> None:

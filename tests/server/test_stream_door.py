@@ -518,9 +518,9 @@ def test_a_door_that_cannot_stream_is_not_served(tmp_path: Path, make_folder: Ca
     add_door(tmp_path, "nameless")
     add_door(tmp_path, "self", stream_of="self")
     add_door(tmp_path, "a_stream", huggingface_model="tiiuae/falcon-7b")
-    hooked = add_door(tmp_path, "c_stream")
-    with (hooked / "1" / "model.py").open("a") as file:
-        file.write("\n    def postprocess(self, text):\n        return text.upper()\n")
+    for name, hook in (("c_stream", "postprocess(self, text)"), ("d_stream", "logits_processor(self)")):
+        with (add_door(tmp_path, name) / "1" / "model.py").open("a") as file:
+            file.write(f"\n    def {hook}:\n        return None\n")
     single = add_door(tmp_path, "b_stream")
     config = (single / "config.pbtxt").read_text()
     (single / "config.pbtxt").write_text(config.replace(DECOUPLED, ""))
@@ -531,3 +531,4 @@ def test_a_door_that_cannot_stream_is_not_served(tmp_path: Path, make_folder: Ca
     assert "there is no setting 'huggingface_model'" in sentences["a_stream"]
     assert "model_transaction_policy { decoupled: true }" in sentences["b_stream"]
     assert "postprocess changes nothing in a stream door: move it to 1/model.py of 'c'" in sentences["c_stream"]
+    assert "logits_processor changes nothing in a stream door: move it to 1/model.py of 'd'" in sentences["d_stream"]

@@ -538,6 +538,11 @@ def test_so_does_one_whose_endings_are_looked_for_in_vain(monkeypatch: pytest.Mo
         (regex("(" * 500 + "a" + ")" * 500), "cannot be read"),
         (json_schema({"type": "strin"}), "strin"),
         (json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (json_schema({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}), "exclusiveMinimum 0 would not be"),
+        (json_schema({"items": {"type": "number", "minimum": -0.001, "exclusiveMaximum": 0}}), "exclusiveMaximum 0"),
+        (json_schema({"type": "object", "minProperties": 2}), "minProperties 2 would not be kept"),
+        (json_schema({"type": "integer", "minimum": -(2**63)}), "minimum of integers must be within -2**53 and 2**53"),
+        (json_schema({"type": ["integer", "null"], "exclusiveMaximum": 10**400}), "exclusiveMaximum of integers must"),
         (json_schema({"$ref": "http://localhost/x"}), "cannot be read"),
         (json_schema({"$ref": "#"}), "allows no text"),
         (json_schema({"$ref": "#/$defs/none"}), "cannot be read"),
@@ -550,6 +555,26 @@ def test_so_does_one_whose_endings_are_looked_for_in_vain(monkeypatch: pytest.Mo
 )  # fmt: skip
 def test_a_grammar_that_cannot_be_is_refused_with_the_reason(grammar: Grammar, words: str) -> None:
     assert words in refusal(grammar)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "exclusiveMinimum": 0},
+        {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        {"type": "integer", "minimum": -(2**53), "exclusiveMaximum": 2**53},
+        {"type": "object", "minProperties": 1},
+        {"type": "object", "minProperties": 2, "required": ["a", "b"]},
+        {"type": "object", "minProperties": 1, "properties": {"a": {}, "b": {}}, "additionalProperties": False},
+        {"const": {"minProperties": 5}},
+    ],
+    ids=str,
+)
+def test_what_is_kept_is_not_refused(schema: dict[str, object]) -> None:
+    for seed in range(10):
+        constraint = constraint_of(KIND, json_schema(schema), 100)
+        text = read(KIND, draw(KIND, constraint, 100, random.Random(seed)))
+        jsonschema.validate(json.loads(text), schema)
 
 
 def nest(depth: int) -> str:

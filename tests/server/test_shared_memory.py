@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests take of the memory that Triton shares with a model's process, which a container has little of."""
+
+import os
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.client import generate
+
+MIB = 2**20
+NUM_REQUESTS = 24
+WAITING = """
+
+    def build_prompt(self, text):
+        while not (pathlib.Path(__file__).parent / "go").exists():
+            time.sleep(0.01)
+        return "x"
+"""
+
+
+def shared_bytes(server: TritonServer) -> int:
+    """What the server and its processes have taken of /dev/shm."""
+    files = Path("/dev/shm").glob(f"hf_triton_{os.getpid()}_{server.http_port}*")
+    return sum(file.stat().st_blocks * 512 for file in files)
+
+
+def num_in_flight(server: TritonServer) -> int:
+    with urllib.request.urlopen(server.metrics_url, timeout=10) as answer:
+        found = re.search(r"^hf_triton_requests_in_flight\{.*\} (\d+)$", answer.read().decode(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, make_folder: Callable[..., Path]) -> Path:
+    checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "falcon")
+    folder = make_folder(tmp_path / "models", "waiting", huggingface_model=checkpoint, max_prompt_bytes=2 * MIB)
+    model = folder / "1" / "model.py"
+    model.write_text("import pathlib\nimport time\n" + model.read_text() + WAITING)
+    return folder
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[TritonServer]:
+    with TritonServer(folder.parent) as server:
+        yield server
+
+
+def test_requests_that_wait_hold_none_of_it(server: TritonServer, folder: Path) -> None:
+    before = shared_bytes(server)
+    assert before > 0
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        replies = [pool.submit(generate, server, "waiting", "y" * MIB, max_new_tokens=1) for _ in range(NUM_REQUESTS)]
+        deadline_s = time.monotonic() + 60
+        while num_in_flight(server) < NUM_REQUESTS:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        taken = shared_bytes(server) - before
+        (folder / "1" / "go").touch()
+        assert [reply.result().status for reply in replies] == [200] * NUM_REQUESTS
+    assert taken < NUM_REQUESTS // 4 * MIB
