@@ -17,7 +17,7 @@ from textwrap import shorten
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
-from hf_triton.generation import NEUTRAL, WARPERS, GenerationParameters, parse_parameters
+from hf_triton.generation import GREEDY_BELOW, NEUTRAL, WARPERS, GenerationParameters, parse_parameters
 from hf_triton.hub import Hub
 from hf_triton.runner.cores import SharedCores
 from hf_triton.settings import ModelSettings
@@ -110,9 +110,11 @@ class Checkpoint:
         """What the checkpoint's generation_config says about the choice of tokens; neutral values say nothing.
 
         A checkpoint that does not say `do_sample` is greedy, as it is in transformers, whatever temperature it holds.
+        So is one with a temperature that leaves nothing to draw (Qwen2.5-VL's 0.000001).
         """
         config = self.model.generation_config
-        do_sample = bool(config.do_sample)
+        temperature = getattr(config, "temperature", None)
+        do_sample = bool(config.do_sample) and not (temperature is not None and 0 < temperature < GREEDY_BELOW)
         values = {name: getattr(config, name, None) for name in NEUTRAL if do_sample or name not in WARPERS}
         said = {name: value for name, value in values.items() if value is not None and value != NEUTRAL[name]}
         return parse_parameters({"do_sample": do_sample, **said})
@@ -437,5 +439,6 @@ def _unsupported(name: str, text: str) -> CheckpointError:
     return CheckpointError(
         "unsupported_model",
         f"transformers {transformers.__version__} has no text generation model of the kind of {name}{kind}: choose "
-        "another model, or build the image with a newer transformers (--build-arg TRANSFORMERS=...)",
+        "another model, or build the image with a newer transformers (--build-arg TRANSFORMERS=...); where there is no "
+        "image, install one",
     )

@@ -514,7 +514,7 @@ class RollingEngine(EngineThread):
             self._ready.extendleft([row] for row in reversed(group))
             return
         job, now = group[0].job, time.monotonic()
-        job.no_room_since_s = job.no_room_since_s or now
+        job.no_room_since_s = now if job.no_room_since_s is None else job.no_room_since_s
         if now - job.no_room_since_s < NO_ROOM_S:
             time.sleep(NO_ROOM_POLL_S)
             return

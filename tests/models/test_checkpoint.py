@@ -328,8 +328,9 @@ UNSAID |= {"no_repeat_ngram_size": 0, "min_new_tokens": None}
         ({"do_sample": True, **UNSAID}, {"do_sample": True}),
         (UNSAID, {"do_sample": False}),
         ({}, {"do_sample": False}),
+        ({"do_sample": True, "temperature": 1e-6, "top_k": 5, **ALWAYS}, {"do_sample": False, **ALWAYS}),
     ],
-    ids=["sampling", "greedy", "sampling, neutral", "greedy, neutral", "nothing"],
+    ids=["sampling", "greedy", "sampling, neutral", "greedy, neutral", "nothing", "as cold as greedy"],
 )
 def test_what_a_generation_config_says(
     checkpoint: Path, written: dict[str, object], expected: dict[str, object]

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_triton.choose_engine import build_engine
-from hf_triton.engine import prefill, thread
+from hf_triton.engine import prefill, rolling, thread
 from hf_triton.engine.interface import Completion, Outcome, Sequence
 from hf_triton.engine.prefill import Pieces
 from hf_triton.engine.rolling import RollingEngine
@@ -289,6 +289,37 @@ def test_faults_at_random_change_nobodys_text(
     for item, outcome in zip(items, outcomes, strict=True):
         assert token_ids(calm.ask(*item)) == token_ids(outcome)
     assert engine.is_healthy()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("boom")], ids=str)
+def test_a_failure_before_contexts_are_read_loses_nobody(
+    error: Exception,
+    load: Callable[[str], Any],
+    start: Callable[..., RollingEngine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, source = load("llama"), random.Random(3)
+    engine = start(model)
+    make, num_failed = rolling.Prefill, 0
+
+    def make_or_fail(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_failed
+        if source.random() < 0.2 and num_failed < 5:
+            num_failed += 1
+            raise error
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(rolling, "Prefill", make_or_fail)
+    client = Client(engine)
+    items = [(prompt, SamplingPlan(4)) for prompt in prompts(12, seed=5)]
+    for item in items:
+        client.submit(*item)
+    outcomes = client.outcomes()
+    assert num_failed > 0
+    assert engine.is_healthy()
+    assert all(isinstance(outcome, (list, HfTritonError)) for outcome in outcomes)
+    found = [outcome for outcome in outcomes if isinstance(outcome, list)]
+    assert len(found) >= len(items) - num_failed
 
 
 def test_a_prompt_that_never_fits_is_refused_and_the_next_one_runs(

@@ -241,6 +241,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         {"do_sample": False, "typical_p": 0.9},
         {"ignore_eos": True, "eos_token_id": 5},
         {"do_sample": True, "temperature": 0},
+        {"do_sample": True, "temperature": 0.0005},
     ],
     ids=str,
 )

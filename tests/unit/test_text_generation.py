@@ -134,6 +134,7 @@ class Collector:
 def reply_to(
     *prompts: str,
     outcome: Callable[[Sequence], Outcome] = echo,
+    defaults: GenerationParameters | None = None,
     excludes_prompt: bool = False,
     is_encoder_decoder: bool = False,
     timeout_s: float | None = None,
@@ -142,7 +143,9 @@ def reply_to(
     **parameters: Any,
 ) -> Collector:
     """Everything that a request is told."""
-    task = build_task(outcome, excludes_prompt=excludes_prompt, is_encoder_decoder=is_encoder_decoder)
+    task = build_task(
+        outcome, defaults=defaults, excludes_prompt=excludes_prompt, is_encoder_decoder=is_encoder_decoder
+    )
     reply = Collector()
     task.submit(request_of(prompts, options, **parameters), reply, lambda: False, timeout_s=timeout_s, streams=streams)
     assert reply.is_finished.wait(10)
@@ -556,6 +559,17 @@ def test_what_does_not_fit_is_refused(prompt: str, parameters: dict[str, Any], p
 @pytest.mark.parametrize(("length", "expected"), [(1, 15), (10, 10), (19, 1)])
 def test_the_default_length_is_what_is_left_of_the_context(length: int, expected: int) -> None:
     assert [each.plan.max_new_tokens for each in sequences_of("x" * length)] == [expected]
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, 12), (10, 10), (19, 1)])
+def test_a_folder_s_default_length_is_cut_to_what_is_left_of_the_context(length: int, expected: int) -> None:
+    asked = sequences_of("x" * length, defaults=GenerationParameters(max_new_tokens=12))
+    assert [each.plan.max_new_tokens for each in asked] == [expected]
+
+
+def test_a_default_length_that_no_prompt_leaves_room_for_is_refused_at_load() -> None:
+    with pytest.raises(RequestError, match="leaves room for max_new_tokens <= 19 in the context of 20, got 20"):
+        build_task(defaults=GenerationParameters(max_new_tokens=20)).check_defaults()
 
 
 def test_after_a_failed_prompt_the_others_are_given_up_and_answer_nothing() -> None:
