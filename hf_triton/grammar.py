@@ -31,7 +31,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hf_triton.closing import ClosingFinder, Effort
-from hf_triton.errors import RequestError, where
+from hf_triton.errors import RequestError, clip, where
 from hf_triton.generation import Grammar, SamplingPlan
 from hf_triton.grammar_trial import MAX_TRIAL_S, MAX_WAIT_S, GrammarTrial, answer_trials
 from hf_triton.guide import build_guide
@@ -47,6 +47,9 @@ LIMITS: Final = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,  # they would show the whole grammar
 )
+BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
+VALUES: Final = ("const", "enum", "default", "examples")
+"""What in a schema holds schemas by names of their own, and what holds no schemas."""
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_INTEGER: Final = 2**53
 """Beyond it the library's numbers are no longer those of the schema."""
@@ -397,15 +400,19 @@ def _expressions_of_schema(schema: Any) -> Iterator[tuple[str, bool]]:
 
 
 def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """The objects within a schema, but for those of values that it names."""
+    """A schema and those within it; not the values that it names."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
-        if isinstance(part, dict):
-            yield part
-            waiting += [value for name, value in part.items() if name not in ("const", "enum", "default", "examples")]
-        elif isinstance(part, list):
+        if isinstance(part, list):
             waiting += part
+        elif isinstance(part, dict):
+            yield part
+            for name, value in part.items():
+                if name in BY_NAME and isinstance(value, dict):
+                    waiting += value.values()
+                elif name not in VALUES:
+                    waiting.append(value)
 
 
 def _check_part(part: Mapping[str, Any]) -> None:
@@ -419,7 +426,7 @@ def _check_part(part: Mapping[str, Any]) -> None:
     if kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds):
         for name, bound in bounds.items():
             if abs(bound) > MAX_INTEGER:
-                raise ValueError(f"{name} of integers must be within -2**53 and 2**53, got {bound}: leave it out")
+                raise ValueError(f"{name} of integers must be within -2**53 and 2**53, got {clip(bound)}: leave it out")
     elif kinds == "number" or (isinstance(kinds, list) and "number" in kinds):
         for name in bounds.keys() & {"exclusiveMinimum", "exclusiveMaximum"}:
             if any(_takes(bounds, text) for text in (json.dumps(bounds[name]), "0", "-0")):

@@ -540,6 +540,7 @@ def test_so_does_one_whose_endings_are_looked_for_in_vain(monkeypatch: pytest.Mo
         (json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (json_schema({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}), "exclusiveMinimum 0 would not be"),
         (json_schema({"items": {"type": "number", "minimum": -0.001, "exclusiveMaximum": 0}}), "exclusiveMaximum 0"),
+        (json_schema({"properties": {"default": {"type": "integer", "minimum": 2**60}}}), "minimum of integers must"),
         (json_schema({"type": "object", "minProperties": 2}), "minProperties 2 would not be kept"),
         (json_schema({"type": "integer", "minimum": -(2**63)}), "minimum of integers must be within -2**53 and 2**53"),
         (json_schema({"type": ["integer", "null"], "exclusiveMaximum": 10**400}), "exclusiveMaximum of integers must"),
@@ -567,6 +568,7 @@ def test_a_grammar_that_cannot_be_is_refused_with_the_reason(grammar: Grammar, w
         {"type": "object", "minProperties": 2, "required": ["a", "b"]},
         {"type": "object", "minProperties": 1, "properties": {"a": {}, "b": {}}, "additionalProperties": False},
         {"const": {"minProperties": 5}},
+        {"type": "object", "properties": {"minProperties": {"type": "integer"}}, "required": ["minProperties"]},
     ],
     ids=str,
 )
