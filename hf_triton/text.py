@@ -83,24 +83,22 @@ class TextCodec:
         spellings = {ids for word in words for ids in self._spellings(word)}
         return tuple(sorted(spellings))
 
-    def continuation(self, prompt_ids: list[int], token_ids: list[int], stop_strings: tuple[str, ...] = ()) -> str:
-        """The text that `token_ids` add to the prompt, up to the first of `stop_strings`.
+    def continuation(self, prompt_ids: list[int], token_ids: list[int]) -> str:
+        """The text that `token_ids` add to the prompt.
 
-        Joined, the pieces of `stream` are this text. A character that is not whole becomes U+FFFD.
+        Joined, the pieces of `stream` are this text, up to its first stop string. A character that is not whole becomes
+        U+FFFD.
 
         Args:
             prompt_ids: Empty where the text stands alone, such as an encoder-decoder's answer.
             token_ids: The new tokens.
-            stop_strings: None of them empty.
         """
         context = self.context(prompt_ids)
         before, whole = self.decode(context), self.decode(context + token_ids)
         if whole.startswith(before) and (self._joins_bytes or REPLACEMENT not in whole):
-            text = whole[len(before) :]
-        else:
-            stream = self.stream(prompt_ids)
-            text = "".join([stream.push(token_id) for token_id in token_ids]) + stream.finish()
-        return text[: min((place for stop in stop_strings if (place := text.find(stop)) >= 0), default=len(text))]
+            return whole[len(before) :]
+        stream = self.stream(prompt_ids)
+        return "".join([stream.push(token_id) for token_id in token_ids]) + stream.finish()
 
     def stream(self, prompt_ids: list[int], stop_strings: tuple[str, ...] = ()) -> TextStream:
         """The same text, token by token."""
@@ -244,6 +242,11 @@ class _Detokenizer:
         start = min(len(before) - self._num_held, num_common)
         self._context, self._num_held = window[-NUM_CONTEXT_TOKENS:], len(text) - max(start, end)
         return text[start:end]
+
+
+def up_to_stop(text: str, stop_strings: tuple[str, ...]) -> str:
+    """A whole text up to the first of its stop strings, none of which is empty."""
+    return text[: min((place for stop in stop_strings if (place := text.find(stop)) >= 0), default=len(text))]
 
 
 class _StopFinder:

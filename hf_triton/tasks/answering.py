@@ -20,7 +20,7 @@ from hf_triton.errors import CancelledError, HfTritonError, where
 from hf_triton.generation import SamplingPlan, TaskPlan
 from hf_triton.sampling.interface import Constraint, LogitsProcessor, TokenLogprobs
 from hf_triton.tasks.hooks import CheckedHooks
-from hf_triton.text import TextCodec, TextStream
+from hf_triton.text import TextCodec, TextStream, up_to_stop
 from hf_triton.wire import GeneratedText
 
 logger = logging.getLogger(__name__)
@@ -233,9 +233,10 @@ class Answering:
 
     def _text(self, writer: _Writer, copy: int, completion: Completion, prompt_logprobs: str | None) -> GeneratedText:
         logprobs = completion.logprobs
+        text, is_stopped = writer.finish(copy, completion)
         return GeneratedText(
-            text=writer.finish(copy, completion),
-            finish_reason=FINISH_REASONS[completion.finish_reason],
+            text=text,
+            finish_reason="stop" if is_stopped else FINISH_REASONS[completion.finish_reason],
             num_input_tokens=len(writer.prompt.ids),
             num_output_tokens=len(completion.token_ids),
             cumulative_logprob=sum(each.logprob for each in logprobs or ()),
@@ -287,14 +288,19 @@ class _Writer:
         self._texts[copy] += piece
         return self._hooks.is_complete(self._texts[copy])
 
-    def finish(self, copy: int, completion: Completion) -> str:
-        """The text; of a stream, what was not in its pieces."""
+    def finish(self, copy: int, completion: Completion) -> tuple[str, bool]:
+        """The text; of a stream, what was not in its pieces. And whether a stop string ended it.
+
+        That may be known only now: `bc` is not looked at within `abc` while that may become `abcd`.
+        """
         if self._reply is not None:
-            return self._fronts[copy] + self._streams[copy].finish()
+            rest = self._streams[copy].finish()
+            return self._fronts[copy] + rest, self._streams[copy].is_stopped
         # Not of the stream's own making: `best_of` has reordered the completions.
         prompt = self.prompt
-        text = self._codec.continuation(prompt.preceding_ids, completion.token_ids, prompt.task.stop_strings)
-        return prompt.front + self._hooks.postprocess(text)
+        whole = self._codec.continuation(prompt.preceding_ids, completion.token_ids)
+        text = up_to_stop(whole, prompt.task.stop_strings)
+        return prompt.front + self._hooks.postprocess(text), len(text) < len(whole)
 
 
 def _logprobs_json(codec: TextCodec, logprobs: Iterable[TokenLogprobs | None]) -> str:

@@ -61,10 +61,10 @@ class Codec(TextCodec):
             raise PanicError
         return super().encode(text, row, adds_special_tokens=adds_special_tokens)
 
-    def continuation(self, prompt_ids: list[int], token_ids: list[int], stop_strings: tuple[str, ...] = ()) -> str:
+    def continuation(self, prompt_ids: list[int], token_ids: list[int]) -> str:
         if raw_ids(KIND, "?")[0] in token_ids:
             raise PanicError
-        return super().continuation(prompt_ids, token_ids, stop_strings)
+        return super().continuation(prompt_ids, token_ids)
 
     def stream(self, prompt_ids: list[int], stop_strings: tuple[str, ...] = ()) -> TextStream:
         stream = super().stream(prompt_ids, stop_strings)
@@ -607,6 +607,20 @@ def test_a_text_ends_before_its_stop_string(text: str, stops: tuple[str, ...], e
     assert ask("go: ", outcome=write(text), stop_strings=stops) == [["go: " + expected]]
     assert ask("go: ", outcome=write(text), stop_strings=stops, excludes_prompt=True) == [[expected]]
     assert ask("go: ", outcome=write(text), stop_strings=stops, is_encoder_decoder=True) == [[expected]]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("text", "stops", "reason"),
+    [
+        ("one two", ("one two three", "two"), "stop"),  # it may go on to be the longer one, and does not
+        ("one two", ("one two three",), "length"),
+        ("one two three", ("two",), "stop"),
+    ],
+)
+def test_a_text_that_a_stop_string_ended_says_so(text: str, stops: tuple[str, ...], reason: str, streams: bool) -> None:
+    [[answer]] = reply_to("go: ", outcome=write(text), stop_strings=stops, streams=streams).results
+    assert answer.finish_reason == reason
 
 
 def test_every_copy_of_a_prompt_has_its_own_end() -> None:
