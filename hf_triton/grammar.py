@@ -51,6 +51,7 @@ BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
 VALUES: Final = ("const", "enum", "default", "examples")
 """What in a schema holds schemas by names of their own, and what holds no schemas."""
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+UNKNOWN_KEYS: Final = "Unimplemented keys: "
 MAX_INTEGER: Final = 2**53
 """Beyond it the library's numbers are no longer those of the schema."""
 JSON_SPACE: Final = r" ?|\n[ \t]{0,40}"  # endless white space would use up the tokens
@@ -472,6 +473,8 @@ def _reason(text: str) -> str:
     if "coerce_one_of" in words:  # an option that is not for those who send requests
         return "oneOf is taken only where it is clear which one a text is: write anyOf"
     line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(words.split()))
+    if line.startswith(UNKNOWN_KEYS):
+        line = f"{line.removeprefix(UNKNOWN_KEYS)} would not be kept: leave it out"
     return line if len(line) <= MAX_REASON else f"{line[: MAX_REASON - 3]}..."
 
 

@@ -537,7 +537,7 @@ def test_so_does_one_whose_endings_are_looked_for_in_vain(monkeypatch: pytest.Mo
         (regex("[^\\s\\S]"), "allows no text at all"),
         (regex("(" * 500 + "a" + ")" * 500), "cannot be read"),
         (json_schema({"type": "strin"}), "strin"),
-        (json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (json_schema({"type": "array", "uniqueItems": True}), '["uniqueItems"] would not be kept: leave it out'),
         (json_schema({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}), "exclusiveMinimum 0 would not be"),
         (json_schema({"items": {"type": "number", "minimum": -0.001, "exclusiveMaximum": 0}}), "exclusiveMaximum 0"),
         (json_schema({"properties": {"default": {"type": "integer", "minimum": 2**60}}}), "minimum of integers must"),
