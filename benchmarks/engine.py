@@ -35,6 +35,7 @@ from inside import Request, roll
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_triton.engine.rolling import RollingEngine
+from hf_triton.runner.forward import cache_name
 from hf_triton.runner.heap import keep_freed_memory
 from hf_triton.runner.packing import pack
 from hf_triton.runner.padding import pad
@@ -121,11 +122,11 @@ def bare_step_s(model: LlamaForCausalLM, rows: int, columns: int) -> float:
     """Seconds of one step of a bare loop."""
     cache = DynamicCache()
     start = max(1, columns - BARE_STEPS // 2)
-    model(input_ids=torch.zeros(rows, start, dtype=torch.int64), past_key_values=cache, logits_to_keep=1)
+    model(input_ids=torch.zeros(rows, start, dtype=torch.int64), **{cache_name(model): cache}, logits_to_keep=1)
     newest = torch.zeros(rows, 1, dtype=torch.int64)
     started = time.perf_counter()
     for _ in range(BARE_STEPS):
-        newest = model(input_ids=newest, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        newest = model(input_ids=newest, **{cache_name(model): cache}, logits_to_keep=1).logits[:, -1:].argmax(-1)
     return (time.perf_counter() - started) / BARE_STEPS
 
 
@@ -134,7 +135,7 @@ def reading_s(model: LlamaForCausalLM, requests: list[Request]) -> float:
     """Seconds of reading every prompt by itself."""
     started = time.perf_counter()
     for prompt, _ in requests:
-        model(input_ids=torch.tensor([prompt]), past_key_values=DynamicCache(), logits_to_keep=1)
+        model(input_ids=torch.tensor([prompt]), **{cache_name(model): DynamicCache()}, logits_to_keep=1)
     return time.perf_counter() - started
 
 

@@ -34,6 +34,7 @@ from hf_triton.engine.interface import Outcome, Sequence
 from hf_triton.engine.rolling import RollingEngine
 from hf_triton.errors import HfTritonError
 from hf_triton.generation import SamplingPlan
+from hf_triton.runner.forward import cache_name
 
 WIDTH = 8
 Texts = list[list[int]]
@@ -63,8 +64,8 @@ class PromptCounter:
         self.num_tokens = 0
         model.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def _count(self, _model: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if isinstance(kwargs["past_key_values"], DynamicCache):
+    def _count(self, model: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(kwargs[cache_name(model)], DynamicCache):
             self.num_tokens += kwargs["input_ids"].numel()
 
 

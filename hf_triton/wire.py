@@ -76,7 +76,6 @@ DIALECT_TYPES: Final[Mapping[str, str]] = {
     "random_seed": "TYPE_UINT64",
     "end_id": "TYPE_INT32",
     "pad_id": "TYPE_INT32",
-    "num_return_sequences": "TYPE_INT32",
 }
 """The types that clients of TensorRT-LLM and LiteLLM send, where Triton would refuse ours."""
 DIALECT_INPUTS: Final[Mapping[str, str]] = {
@@ -536,10 +535,10 @@ def _parse_rows(parse: Callable[[Mapping[str, object]], Parsed], rows: Sequence[
 
 
 def _parse_generation(row: Mapping[str, object]) -> GenerationParameters:
-    own = {name: _number(name, value) for name, value in row.items() if name not in OPTIONS | CHAT_OPTIONS}
+    own = {name: value for name, value in row.items() if name not in OPTIONS and name not in CHAT_OPTIONS}
     packed = _unpack(row.get("sampling_parameters"))
-    for name in packed.keys() & own.keys():  # the vLLM backend's own client says everything twice
-        if packed[name] != own[name]:
+    for name in packed.keys() & own.keys():  # the vLLM backend's own client says everything twice, in texts
+        if packed[name] != _number(name, own[name]):
             raise RequestError(
                 "invalid_parameter",
                 f"{name} is given twice, in sampling_parameters and beside it, with two values: leave one out",

@@ -32,7 +32,7 @@ class Forward:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
-        self._cache_name = next((name for name in CACHE_NAMES if name in self._accepts), CACHE_NAMES[0])
+        self._cache_name = cache_name(model)
         self.new_cache = cache_maker(model.config)
         """Makes what prompts are read into."""
         self.has_states = self.new_cache is not DynamicCache
@@ -107,6 +107,12 @@ class Forward:
         if self._constants and not self._constants.is_of_use:
             self._constants = None  # nor will it be
         return logits[:, -num_logits:]
+
+
+def cache_name(model: Any) -> str:
+    """By which name a model's forward takes its cache."""
+    accepts = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in accepts), CACHE_NAMES[0])
 
 
 def begin_anew(model: Any, num_rows: int, device: torch.device) -> None:

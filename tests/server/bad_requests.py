@@ -83,7 +83,7 @@ TENSORS: dict[str, Case] = {
     "rows that want unequal numbers of texts": (
         to_infer_inputs(
             tensor(shape=[2, 1], data=["x", "y"]),
-            tensor(name="num_return_sequences", datatype="INT32", shape=[2, 1], data=[2, 3]),
+            tensor(name="num_return_sequences", datatype="INT64", shape=[2, 1], data=[2, 3]),
             model=TYPED,
             parameters={"temperature": 1.0},
         ),

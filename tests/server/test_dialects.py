@@ -216,14 +216,15 @@ def test_the_vllm_backends_tensors(ask: Callable[[Tensors], dict[str, list[Any]]
     check_vllm_outputs(found, whole)
 
 
-@pytest.mark.parametrize("has_tensor", [True, False])
 @pytest.mark.parametrize("model", [FLAT, STREAM])
-def test_the_vllm_backends_client(server: TritonServer, model: str, has_tensor: bool, whole: str) -> None:
+def test_the_vllm_backends_client(server: TritonServer, model: str, whole: str) -> None:
     said = {"temperature": "0", "top_p": "0.95", "max_tokens": str(NUM_TOKENS)}  # in both places, all of it texts
-    tensors: Tensors = {"text_input": ("BYTES", [PROMPT]), "stream": ("BOOL", [False])}
-    if has_tensor:
-        tensors["sampling_parameters"] = ("BYTES", [json.dumps(said)])
-    tensors["exclude_input_in_output"] = ("BOOL", [False])
+    tensors: Tensors = {
+        "text_input": ("BYTES", [PROMPT]),
+        "stream": ("BOOL", [False]),
+        "sampling_parameters": ("BYTES", [json.dumps(said)]),
+        "exclude_input_in_output": ("BOOL", [False]),
+    }
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
         yield {"model_name": model, "inputs": tensors_of(grpcaio, tensors), "parameters": said}
@@ -394,7 +395,6 @@ def test_tensorrt_llms_end_to_end_client(ask: Callable[[Tensors], dict[str, list
             "max_tokens": ("INT32", [[NUM_TOKENS]]),
             "stream": ("BOOL", [[False]]),
             "beam_width": ("INT32", [[1]]),
-            "num_return_sequences": ("INT32", [[1]]),
             "temperature": ("FP32", [[0.0]]),
             "exclude_input_in_output": ("BOOL", [[False]]),
             "return_log_probs": ("BOOL", [[False]]),
