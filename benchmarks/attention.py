@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, PretrainedConfig
 
-from hf_triton.runner.cache import KeyValueRows
+from hf_triton.runner.cache import KVCache
 from hf_triton.runner.decode import Decoder
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.heap import keep_freed_memory
@@ -62,7 +62,7 @@ class Steps:
         if not is_fast:
             forward._attention = nullcontext()  # type: ignore[assignment]
         self._decoder = Decoder(forward, "eager")
-        self._memory = KeyValueRows(forward.device)
+        self._memory = KVCache(forward.device)
         prefilled, _ = forward.prefill([source.randrange(VOCABULARY) for _ in range(columns)])
         for row in range(rows):
             self._memory.add(prefilled, 0, source.randrange(columns // 10, columns) if row else columns)

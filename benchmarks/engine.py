@@ -34,7 +34,7 @@ import transformers
 from inside import Request, roll
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_triton.engine.rolling import RollingEngine
+from hf_triton.engine.rolling import ContinuousBatchingEngine
 from hf_triton.runner.forward import cache_name
 from hf_triton.runner.heap import keep_freed_memory
 from hf_triton.runner.packing import pack
@@ -105,7 +105,7 @@ def generate(model: LlamaForCausalLM, requests: list[Request], width: int) -> No
 class Widths:
     """How wide an engine's steps are."""
 
-    def __init__(self, engine: RollingEngine) -> None:
+    def __init__(self, engine: ContinuousBatchingEngine) -> None:
         self.rows: list[int] = []
         self.columns: list[int] = []
         self._step = engine._decoder.step
@@ -160,7 +160,7 @@ def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Req
         requests: In order of arrival.
         width: How many run at a time.
     """
-    engine = apart(lambda: RollingEngine(model, max_rows=width))
+    engine = apart(lambda: ContinuousBatchingEngine(model, max_rows=width))
     widths = Widths(engine)
     try:
         generate_s = seconds(lambda: generate(plain, requests, width))

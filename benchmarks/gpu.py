@@ -30,9 +30,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, FalconConfig, GenerationConfig, LlamaConfig, PretrainedConfig
 
-from hf_triton.engine.interface import Outcome, Sequence
-from hf_triton.engine.rolling import RollingEngine
-from hf_triton.generation import SamplingPlan
+from hf_triton.engine.interface import Outcome, SequenceGroup
+from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.generation import SamplingParams
 from hf_triton.runner.decode import DecodingMode
 
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
@@ -123,7 +123,7 @@ def weight_bytes(model: Any) -> int:
 class Steps:
     """Stands in for the engine's decoder: when full steps begin, and what they read of keys and values."""
 
-    def __init__(self, engine: RollingEngine) -> None:
+    def __init__(self, engine: ContinuousBatchingEngine) -> None:
         self._decoder = engine._decoder
         self.is_static = self._decoder.is_static
         self.full = 0
@@ -155,7 +155,7 @@ class Steps:
         self._decoder.release()
 
 
-def run_engine(engine: RollingEngine, prompts: list[list[int]], num_new: int) -> None:
+def run_engine(engine: ContinuousBatchingEngine, prompts: list[list[int]], num_new: int) -> None:
     done = threading.Semaphore(0)
     outcomes: list[Outcome] = []
 
@@ -163,7 +163,7 @@ def run_engine(engine: RollingEngine, prompts: list[list[int]], num_new: int) ->
         outcomes.append(outcome)
         done.release()
 
-    engine.submit([Sequence(prompt, SamplingPlan(num_new), on_finish) for prompt in prompts])
+    engine.submit([SequenceGroup(prompt, SamplingParams(num_new), on_finish) for prompt in prompts])
     for _ in prompts:
         done.acquire()
     for outcome in outcomes:
@@ -194,7 +194,7 @@ def measure_engine(
 ) -> dict[int, dict[str, float]]:
     """`engine`, `decode` and `bound` of every batch."""
     rows: dict[int, dict[str, float]] = {}
-    engine = RollingEngine(model, max_rows=max(batches), shares_prefixes=False, decoding=mode)
+    engine = ContinuousBatchingEngine(model, max_rows=max(batches), shares_prefixes=False, decoding=mode)
     steps, weights = Steps(engine), weight_bytes(model)
     print(f"steps have {'static' if steps.is_static else 'eager'} shapes")
     try:

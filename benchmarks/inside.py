@@ -17,9 +17,9 @@ import time
 from typing import Any
 
 import hf_triton
-from hf_triton.engine.interface import Engine, Outcome, Sequence
-from hf_triton.generation import SamplingPlan
-from hf_triton.reply import Call, Outlet
+from hf_triton.engine.interface import Engine, Outcome, SequenceGroup
+from hf_triton.generation import SamplingParams
+from hf_triton.reply import InferenceRequest, ResponseConfig
 from hf_triton.wire import PROMPT, TEXT, encode_texts
 
 INSIDE = "inside"
@@ -40,7 +40,7 @@ def roll(engine: Engine, requests: list[Request], width: int) -> None:
 
     for prompt, count in requests:
         room.acquire()
-        engine.submit([Sequence(prompt, SamplingPlan(count), finish)])
+        engine.submit([SequenceGroup(prompt, SamplingParams(count), finish)])
     for _ in requests:
         done.acquire()
     for outcome in outcomes:
@@ -51,13 +51,13 @@ def roll(engine: Engine, requests: list[Request], width: int) -> None:
 class TritonPythonModel(hf_triton.TritonPythonModel):
     """Serves, and runs its engine by itself for requests of the id `inside`."""
 
-    def _take(self, call: Call, outlet: Outlet) -> None:
+    def _take(self, call: InferenceRequest, outlet: ResponseConfig) -> None:
         if call.request_id == INSIDE:
             threading.Thread(target=self._roll, args=[call]).start()
         else:
             super()._take(call, outlet)
 
-    def _roll(self, call: Call) -> None:
+    def _roll(self, call: InferenceRequest) -> None:
         asked: dict[str, Any] = json.loads(call.inputs()[PROMPT].item())
         started_s = time.perf_counter()
         try:

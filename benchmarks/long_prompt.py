@@ -34,10 +34,10 @@ import transformers
 from engine import VOCABULARY, build_packed_model
 
 from hf_triton.engine import prefill
-from hf_triton.engine.interface import Outcome, Sequence
-from hf_triton.engine.rolling import RollingEngine
+from hf_triton.engine.interface import Outcome, SequenceGroup
+from hf_triton.engine.rolling import ContinuousBatchingEngine
 from hf_triton.errors import HfTritonError
-from hf_triton.generation import SamplingPlan
+from hf_triton.generation import SamplingParams
 
 NUM_ROWS = 4
 NUM_TOKENS = 300
@@ -67,7 +67,7 @@ class Text:
         self.cpu_times_s: list[float] = []
         self._came = threading.Condition()
         self._outcome: Outcome | None = None
-        self.sequence = Sequence(prompt, SamplingPlan(max_new_tokens), self._finish, on_token=self._note)
+        self.sequence = SequenceGroup(prompt, SamplingParams(max_new_tokens), self._finish, on_token=self._note)
 
     def _note(self, _copy: int, _token_id: int) -> bool:
         with self._came:
@@ -101,19 +101,19 @@ def random_prompt(source: random.Random, length: int) -> list[int]:
 @contextmanager
 def pieces_of(num_tokens: int) -> Iterator[None]:
     """Have the engine read so many tokens at a time, whoever waits."""
-    before = prefill.PIECES["cpu"]
-    prefill.PIECES["cpu"] = replace(before, alone=num_tokens, in_company=num_tokens, columns=math.inf)
+    before = prefill.CHUNK_SIZES["cpu"]
+    prefill.CHUNK_SIZES["cpu"] = replace(before, alone=num_tokens, in_company=num_tokens, columns=math.inf)
     try:
         yield
     finally:
-        prefill.PIECES["cpu"] = before
+        prefill.CHUNK_SIZES["cpu"] = before
 
 
 def measure(model: transformers.PreTrainedModel, pieces: str) -> Figures:
     source = random.Random(0)
     texts = [Text(random_prompt(source, 32), NUM_TOKENS) for _ in range(NUM_ROWS)]
     late = Text(random_prompt(source, PROMPT_TOKENS), 8)
-    engine = RollingEngine(model, max_rows=NUM_ROWS + 1)
+    engine = ContinuousBatchingEngine(model, max_rows=NUM_ROWS + 1)
     try:
         engine.submit([text.sequence for text in texts])
         for text in texts:

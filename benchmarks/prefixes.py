@@ -30,10 +30,10 @@ import transformers
 from engine import VOCABULARY, build_packed_model
 from transformers.cache_utils import DynamicCache
 
-from hf_triton.engine.interface import Outcome, Sequence
-from hf_triton.engine.rolling import RollingEngine
+from hf_triton.engine.interface import Outcome, SequenceGroup
+from hf_triton.engine.rolling import ContinuousBatchingEngine
 from hf_triton.errors import HfTritonError
-from hf_triton.generation import SamplingPlan
+from hf_triton.generation import SamplingParams
 from hf_triton.runner.forward import cache_name
 
 WIDTH = 8
@@ -73,7 +73,7 @@ def random_tokens(source: random.Random, length: int) -> list[int]:
     return [source.randrange(VOCABULARY) for _ in range(length)]
 
 
-def roll(engine: RollingEngine, prompts: Texts, num_new: int) -> Texts:
+def roll(engine: ContinuousBatchingEngine, prompts: Texts, num_new: int) -> Texts:
     """Complete the prompts, `WIDTH` of them in flight.
 
     Raises:
@@ -88,7 +88,7 @@ def roll(engine: RollingEngine, prompts: Texts, num_new: int) -> Texts:
 
     for number, prompt in enumerate(prompts):
         room.acquire()
-        engine.submit([Sequence(prompt, SamplingPlan(num_new), partial(finish, number))])
+        engine.submit([SequenceGroup(prompt, SamplingParams(num_new), partial(finish, number))])
     for _ in range(WIDTH):
         room.acquire()
     return [_text(outcomes[number]) for number in range(len(prompts))]
@@ -100,13 +100,13 @@ def _text(outcome: Outcome) -> list[int]:
     return outcome[0].token_ids
 
 
-def system(engine: RollingEngine) -> Texts:
+def system(engine: ContinuousBatchingEngine) -> Texts:
     source = random.Random(0)
     common = random_tokens(source, 512)
     return roll(engine, [common + random_tokens(source, 32) for _ in range(32)], 16)
 
 
-def conversation(engine: RollingEngine) -> Texts:
+def conversation(engine: ContinuousBatchingEngine) -> Texts:
     source = random.Random(0)
     history: list[int] = []
     answers: Texts = []
@@ -117,12 +117,12 @@ def conversation(engine: RollingEngine) -> Texts:
     return answers
 
 
-def distinct(engine: RollingEngine) -> Texts:
+def distinct(engine: ContinuousBatchingEngine) -> Texts:
     source = random.Random(0)
     return roll(engine, [random_tokens(source, 544) for _ in range(32)], 16)
 
 
-WORKLOADS: dict[str, Callable[[RollingEngine], Texts]] = {
+WORKLOADS: dict[str, Callable[[ContinuousBatchingEngine], Texts]] = {
     work.__name__: work for work in (system, conversation, distinct)
 }
 
@@ -130,7 +130,7 @@ WORKLOADS: dict[str, Callable[[RollingEngine], Texts]] = {
 def measure(model: transformers.PreTrainedModel, counter: PromptCounter, name: str) -> Figures:
     cpu_s, prompt_tokens, texts = [], [], []
     for shares_prefixes in (False, True):
-        engine = RollingEngine(model, max_rows=WIDTH, shares_prefixes=shares_prefixes)
+        engine = ContinuousBatchingEngine(model, max_rows=WIDTH, shares_prefixes=shares_prefixes)
         try:
             counter.num_tokens, started_s = 0, time.process_time()
             texts.append(WORKLOADS[name](engine))

@@ -2,7 +2,7 @@
 """The one door to Triton: requests in, answers out, log lines, the server's life. Imported inside Triton's stub alone.
 
 A request's sender is dangerous to touch twice: asking it whether the request was cancelled after its final answer takes
-the whole server down, and one that is never answered hangs its client and the server's exit. `Call` owns it, and asks
+the whole server down, and one that is never answered hangs its client and the server's exit. `TritonRequest` owns it, and asks
 from one thread for all calls, because asking is a round trip between processes.
 """
 
@@ -44,7 +44,7 @@ AMPLE_BYTES: Final = 32 * 2**20
 """Free of it, beside what an answer takes, from which on nobody doubts that it fits."""
 
 
-class Call:
+class TritonRequest:
     """One inference request and its one answer, which a decoupled folder may give in parts.
 
     Exactly one final answer is sent, whatever happens: a second one is ignored, and a call that is dropped without one
@@ -64,7 +64,7 @@ class Call:
         """What the client calls it; empty where it does not."""
         _cancel_watch.add(self)
 
-    def let_go(self) -> None:
+    def release_inputs(self) -> None:
         """Give the request's tensors back to the server's shared memory: all has been read, and only answers follow."""
         del self._request
 
@@ -187,11 +187,11 @@ class _CancelWatch:
     """Asks Triton about every open call in turn, in a thread that sleeps while there is none. Keeps no call alive."""
 
     def __init__(self) -> None:
-        self._open: set[weakref.ref[Call]] = set()
+        self._open: set[weakref.ref[TritonRequest]] = set()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def add(self, call: Call) -> None:
+    def add(self, call: TritonRequest) -> None:
         """Watch a call until it is answered, cancelled or gone."""
         with self._wake:
             self._open.add(weakref.ref(call))
@@ -208,7 +208,7 @@ class _CancelWatch:
         else:
             self._thread = thread
 
-    def open_calls(self) -> list[Call]:
+    def open_calls(self) -> list[TritonRequest]:
         """The calls that were neither answered nor cancelled when last asked about."""
         with self._wake:
             return [call for reference in self._open if (call := reference()) is not None]
@@ -228,7 +228,7 @@ class _CancelWatch:
             took_s = time.monotonic() - began_s
 
     @staticmethod
-    def _is_open(reference: weakref.ref[Call]) -> bool:
+    def _is_open(reference: weakref.ref[TritonRequest]) -> bool:
         call = reference()
         try:
             return call is not None and call.watch()
@@ -240,7 +240,7 @@ class _CancelWatch:
 _cancel_watch = _CancelWatch()
 
 
-def cancel_calls(request_id: str) -> None:
+def cancel_requests(request_id: str) -> None:
     """Give up the open calls of this process that have an id."""
     for call in _cancel_watch.open_calls():
         if call.request_id == request_id:

@@ -60,7 +60,7 @@ class ChatTemplate:
                 **chat.template_kwargs,
             )
         except Exception as error:  # a template is a program: it may fail with anything
-            raise _refusal(error) from None
+            raise _rejection(error) from None
         self._check_text(text)
         return text
 
@@ -93,7 +93,7 @@ class ChatTemplate:
         try:
             names = variables_of(template)
         except Exception as error:
-            raise _refusal(error) from None
+            raise _rejection(error) from None
         if chat.tools is not None and "tools" not in names:
             raise RequestError("invalid_parameter", "this model's chat template knows no tools: leave them out")
         open_names = names - RESERVED - set(self._tokenizer.special_tokens_map)
@@ -134,7 +134,7 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": [{"type": "text", "text": message["content"]}]} if "content" in message else message
 
 
-def _refusal(error: Exception) -> RequestError:
+def _rejection(error: Exception) -> RequestError:
     """A template's own words, or what went wrong in it."""
     from jinja2 import TemplateError
 

@@ -14,7 +14,7 @@ from hf_triton.errors import CheckpointError
 from hf_triton.runner.attention import FastAttention
 from hf_triton.runner.faults import described
 from hf_triton.runner.long_rope import has_long_rope
-from hf_triton.runner.probe import Sharing, asks_for, probe_rolling, probe_sharing
+from hf_triton.runner.probe import Sharing, asks_for, probe_batching, probe_continuous_batching
 
 if TYPE_CHECKING:
     from hf_triton.runner.decode import DecodingMode
@@ -92,20 +92,20 @@ def build_engine(
             "generation_config.json",
         )
     obstacle = _obstacle(model, context_length) if wanted != "batch" else "the setting engine says batch"
-    reading = probe_rolling(model) if obstacle is None else None
+    reading = probe_continuous_batching(model) if obstacle is None else None
     if reading is not None:
-        from hf_triton.engine.rolling import RollingEngine
+        from hf_triton.engine.rolling import ContinuousBatchingEngine
 
         _check_decoding(model, decoding)
         how = ", each prompt read at once, none shared" if reading == "whole" else ""
         logger.info("engine rolling: up to %d rows at a time%s", max_rows, how)
-        return RollingEngine(
+        return ContinuousBatchingEngine(
             model,
             max_rows=max_rows,
             max_waiting=max_waiting,
             max_cache_tokens=max_cache_tokens,
             shares_prefixes=shares_prefixes,
-            reads_whole=reading == "whole",
+            prefills_whole=reading == "whole",
             decoding=decoding,
             on_fatal=on_fatal,
             observer=observer,
@@ -150,7 +150,7 @@ def _sharing(model: Any, context_length: int) -> Sharing:
     """
     try:
         with FastAttention(asks_torch=False):  # as the engine has it: a kernel is compiled now
-            sharing = probe_sharing(model)
+            sharing = probe_batching(model)
     except Exception as error:
         raise CheckpointError(
             "unsupported_model",

@@ -2,7 +2,7 @@
 """What a prompt may ask of generation: every parameter declared once, with its range, its aliases and its meaning.
 
 Knows neither tensors nor models. `GenerationParameters` is what a request or a folder says (anything may be left out);
-of it, `SamplingPlan` is what the engine is told and `TaskPlan` what the task does itself (nothing is left out).
+of it, `SamplingParams` is what the engine is told and `RequestParams` what the task does itself (nothing is left out).
 """
 
 from __future__ import annotations
@@ -451,7 +451,7 @@ def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
 
 
 @dataclass(frozen=True)
-class SamplingPlan:
+class SamplingParams:
     """How the engine picks tokens for one prompt, every value settled."""
 
     max_new_tokens: int
@@ -495,12 +495,12 @@ class SamplingPlan:
 
 
 @dataclass(frozen=True)
-class TaskPlan:
+class RequestParams:
     """What the task, which has the tokenizer and the clock, does itself for one prompt, every value settled."""
 
     stop_strings: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
-    """To become `SamplingPlan.bad_words_ids`."""
+    """To become `SamplingParams.bad_words_ids`."""
     max_time_s: float | None = None
     """Waiting included; None: as long as it takes."""
     queue_priority: int = 0
@@ -509,7 +509,7 @@ class TaskPlan:
     """What the texts must follow; there are no stop strings then."""
 
 
-def settle(*layers: GenerationParameters, max_new_tokens: int = 1) -> SamplingPlan:
+def resolve_sampling_params(*layers: GenerationParameters, max_new_tokens: int = 1) -> SamplingParams:
     """Settle a prompt's plan from layers of parameters, the first that says something winning.
 
     Args:
@@ -523,12 +523,12 @@ def settle(*layers: GenerationParameters, max_new_tokens: int = 1) -> SamplingPl
     Raises:
         RequestError: Together they make no sense.
     """
-    said = _said(layers)
+    said = _merge(layers)
     do_sample = next((asked for layer in layers if (asked := layer.asks_to_sample) is not None), False)
     temperature = float(said.get("temperature", 1.0))
     if do_sample and temperature < GREEDY_BELOW:
         temperature = 1.0  # a lower layer is greedy, the layer above it asks to sample and names no temperature
-    plan = SamplingPlan(
+    plan = SamplingParams(
         max_new_tokens=int(said.get("max_new_tokens", max_new_tokens)),
         min_new_tokens=int(said.get("min_new_tokens", 0)),
         do_sample=do_sample,
@@ -553,14 +553,14 @@ def settle(*layers: GenerationParameters, max_new_tokens: int = 1) -> SamplingPl
     return plan
 
 
-def settle_task(*layers: GenerationParameters) -> TaskPlan:
+def resolve_request_params(*layers: GenerationParameters) -> RequestParams:
     """Settle what `settle` leaves to the task, from the same layers.
 
     Raises:
         RequestError: A layer would end texts where the grammar of a layer below does not let them.
     """
-    grammar, said = _grammar(layers), _said(layers)
-    return TaskPlan(
+    grammar, said = _grammar(layers), _merge(layers)
+    return RequestParams(
         stop_strings=said.get("stop_strings", ()) if grammar is None else (),
         bad_words=said.get("bad_words", ()),
         max_time_s=said.get("max_time"),
@@ -569,7 +569,7 @@ def settle_task(*layers: GenerationParameters) -> TaskPlan:
     )
 
 
-def check_token_ids(plan: SamplingPlan, vocabulary_size: int) -> None:
+def check_token_ids(plan: SamplingParams, vocabulary_size: int) -> None:
     """Refuse a plan that names tokens which the model does not have.
 
     Raises:
@@ -585,7 +585,7 @@ def check_token_ids(plan: SamplingPlan, vocabulary_size: int) -> None:
             )
 
 
-def _said(layers: Sequence[GenerationParameters]) -> dict[str, Any]:
+def _merge(layers: Sequence[GenerationParameters]) -> dict[str, Any]:
     """What the layers say, by name, the first that says something winning."""
     said: dict[str, Any] = {}
     for layer in reversed(layers):
@@ -618,7 +618,7 @@ def _eos_ids(layers: Sequence[GenerationParameters]) -> frozenset[int] | None:
     return None if token_ids is None else frozenset(token_ids)
 
 
-def _check_plan(plan: SamplingPlan, least_asked: int | None) -> None:
+def _check_plan(plan: SamplingParams, least_asked: int | None) -> None:
     """Refuse what only the layers together show.
 
     Args:

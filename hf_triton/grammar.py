@@ -32,7 +32,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hf_triton.closing import ClosingFinder, Effort
 from hf_triton.errors import RequestError, clip, where
-from hf_triton.generation import Grammar, SamplingPlan
+from hf_triton.generation import Grammar, SamplingParams
 from hf_triton.grammar_trial import MAX_TRIAL_S, MAX_WAIT_S, GrammarTrial, answer_trials
 from hf_triton.guide import build_guide
 from hf_triton.sample import sample
@@ -113,11 +113,11 @@ class GrammarCompiler:
         self._finder = lru_cache(NUM_FINDERS_KEPT)(self._build_finder)
         self._closings: dict[tuple[Grammar, frozenset[int]], tuple[int, ...] | None] = {}  # the latest last
 
-    def knows(self, grammar: Grammar, plan: SamplingPlan) -> bool:
+    def knows(self, grammar: Grammar, plan: SamplingParams) -> bool:
         """Whether a grammar has been read lately, and is read again in less than 0.1 s."""
         return (grammar, plan.eos_ids or self._eos_ids) in self._closings
 
-    def compile(self, grammar: Grammar, plan: SamplingPlan) -> tuple[SamplingPlan, Callable[[], TextConstraint]]:
+    def compile(self, grammar: Grammar, plan: SamplingParams) -> tuple[SamplingParams, Callable[[], GrammarConstraint]]:
         """Read a grammar for one prompt's texts.
 
         Args:
@@ -134,10 +134,10 @@ class GrammarCompiler:
         """
         end_ids = plan.eos_ids or self._eos_ids
         if not end_ids:
-            raise _refusal(grammar, "needs a token that ends the text, and this model has none: say eos_token_id")
+            raise _rejection(grammar, "needs a token that ends the text, and this model has none: say eos_token_id")
         guide = self._guide_of(grammar)
         if not (self.knows(grammar, plan) or _is_quick(grammar)):
-            raise _refusal(
+            raise _rejection(
                 grammar,
                 f"takes more than {MAX_TRIAL_S} s of a processor, or {MAX_WAIT_S:g} s in all, to read: "
                 "make it smaller, or its patterns simpler",
@@ -146,15 +146,15 @@ class GrammarCompiler:
         finder = self._finder(end_ids)
         closing = self._closing(grammar, end_ids)
         if closing is None:
-            raise _refusal(grammar, "allows no text that could be found: it contradicts itself, or is too large")
+            raise _rejection(grammar, "allows no text that could be found: it contradicts itself, or is too large")
         if len(closing) > plan.max_new_tokens:
-            raise _refusal(
+            raise _rejection(
                 grammar,
                 f"allows no text of max_new_tokens {plan.max_new_tokens} or less that could be found: "
                 f"ask for {len(closing)} or more",
             )
         start, words = _State(matcher, closing), _words(grammar)
-        return replace(plan, eos_ids=end_ids), lambda: TextConstraint(
+        return replace(plan, eos_ids=end_ids), lambda: GrammarConstraint(
             replace(start, matcher=matcher.deep_copy()), finder, end_ids, plan.max_new_tokens, words
         )
 
@@ -164,7 +164,9 @@ class GrammarCompiler:
             if self._guide is None:
                 self._guide = build_guide(self._tokenizer, self._vocabulary_size)
         if self._guide is None:
-            raise _refusal(grammar, "needs a tokenizer whose tokens are known by their bytes, and this model's is not")
+            raise _rejection(
+                grammar, "needs a tokenizer whose tokens are known by their bytes, and this model's is not"
+            )
         return self._guide
 
     def _build_finder(self, end_ids: frozenset[int]) -> ClosingFinder:
@@ -197,7 +199,7 @@ class _State:
     """Tokens that end it, without an end-of-sequence token."""
 
 
-class TextConstraint:
+class GrammarConstraint:
     """One text that follows a grammar: what the engine asks before each of its tokens.
 
     Args:
@@ -231,7 +233,7 @@ class TextConstraint:
         """Tokens that end the text, an end-of-sequence token the last."""
         return [*self._state.closing, self._end_ids[0]]
 
-    def settle(self, token_id: int) -> int:
+    def resolve_sampling_params(self, token_id: int) -> int:
         """The token where the text can be ended within its room behind it, else the next of `closing`."""
         return token_id if self._may_come(token_id) else self.closing()[0]
 
@@ -323,15 +325,15 @@ def _matcher(guide: LLTokenizer, grammar: Grammar) -> LLMatcher:
     try:
         source = _source(grammar)
     except ValueError as error:
-        raise _refusal(grammar, f"cannot be read: {_reason(str(error))}") from None
+        raise _rejection(grammar, f"cannot be read: {_reason(str(error))}") from None
     matcher = LLMatcher(guide, source, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.get_error().startswith("NoExtension"):
-        raise _refusal(grammar, "allows no text at all")
+        raise _rejection(grammar, "allows no text at all")
     if matcher.is_error():
         form = GBNF if grammar.kind == "lark" and "::=" in grammar.text else ""
-        raise _refusal(grammar, f"cannot be read: {_reason(matcher.get_error())}{form}")
+        raise _rejection(grammar, f"cannot be read: {_reason(matcher.get_error())}{form}")
     return matcher
 
 
@@ -462,7 +464,7 @@ def _multiple(part: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _refusal(grammar: Grammar, sentence: str) -> RequestError:
+def _rejection(grammar: Grammar, sentence: str) -> RequestError:
     return RequestError("invalid_parameter", f"{grammar.parameter} {sentence}")
 
 

@@ -21,7 +21,7 @@ from hf_triton.engine.interface import (
     EngineLoad,
     FinishReason,
     Observer,
-    Sequence,
+    SequenceGroup,
     SequenceObserver,
 )
 from hf_triton.errors import CODES, where
@@ -121,7 +121,7 @@ PREEMPTIONS: Final = Metric(
     "counter",
     "Running texts that were put back: for want of memory, after a failure, or to be read anew (LongRoPE).",
 )
-HELD_TOKENS: Final = Metric(
+USED_TOKENS: Final = Metric(
     "hf_triton_kv_cache_tokens",
     "gauge",
     "Tokens of key/value memory that the rolling engine holds, padding counted, and a state by the tokens it weighs.",
@@ -132,7 +132,7 @@ METRICS: Final = (
     *(REQUESTS, IN_FLIGHT, WAITING, RUNNING),
     *(QUEUE_TIME, TIME_TO_FIRST_TOKEN, TIME_PER_TOKEN, LATENCY),
     *(PROMPT_TOKENS, GENERATED_TOKENS, SHARED_TOKENS, COMPLETIONS),
-    *(STEPS, STEP_ROWS, PREEMPTIONS, HELD_TOKENS, MAX_TOKENS),
+    *(STEPS, STEP_ROWS, PREEMPTIONS, USED_TOKENS, MAX_TOKENS),
 )
 
 
@@ -156,7 +156,7 @@ class NoMeter(Observer):
         """A request has come; what is returned is to be told its outcome, `ok` or the error's code, once."""
         return lambda outcome: None
 
-    def on_admit(self, sequence: Sequence) -> SequenceObserver:
+    def on_admit(self, sequence: SequenceGroup) -> SequenceObserver:
         """The engine takes a sequence out of the queue."""
         sequence.times.note_admitted(time.monotonic())
         return _SequenceClock(sequence)
@@ -216,14 +216,14 @@ class Meter(NoMeter):
         if outcome == OK:
             self.note(LATENCY, time.monotonic() - arrival_s)
 
-    def on_admit(self, sequence: Sequence) -> SequenceObserver:
+    def on_admit(self, sequence: SequenceGroup) -> SequenceObserver:
         """The engine takes a sequence out of the queue."""
         now_s = time.monotonic()
         sequence.times.note_admitted(now_s)
         self.note(QUEUE_TIME, now_s - sequence.times.arrival_s)
         return _SequenceMeter(self, sequence)
 
-    def on_share(self, num_tokens: int) -> None:
+    def on_prefix_hit(self, num_tokens: int) -> None:
         """The engine takes over so many tokens of another text."""
         self.note(SHARED_TOKENS, num_tokens)
 
@@ -232,7 +232,7 @@ class Meter(NoMeter):
         self.note(STEPS, 1)
         self.note(STEP_ROWS, num_rows)
 
-    def on_put_back(self, num_rows: int) -> None:
+    def on_preempt(self, num_rows: int) -> None:
         """The engine makes so many running rows wait again."""
         self.note(PREEMPTIONS, num_rows)
 
@@ -266,8 +266,8 @@ class Meter(NoMeter):
         load = self._load()
         self._totals[WAITING, ""] = load.num_waiting
         self._totals[RUNNING, ""] = load.num_running
-        self._totals[HELD_TOKENS, ""] = load.num_held_tokens
-        self._totals[MAX_TOKENS, ""] = load.max_held_tokens
+        self._totals[USED_TOKENS, ""] = load.num_used_tokens
+        self._totals[MAX_TOKENS, ""] = load.max_used_tokens
 
     def _send(self, series: tuple[Metric, str], total: float) -> None:
         metric, value = series
@@ -287,10 +287,10 @@ class Meter(NoMeter):
 class _SequenceClock(SequenceObserver):
     """Notes when a sequence has its first token."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: SequenceGroup) -> None:
         self._times = sequence.times
 
-    def on_pick(self, copy: int, *, is_text: bool) -> None:
+    def on_token_sampled(self, copy: int, *, is_text: bool) -> None:
         """A text has its next token."""
         if self._times.first_token_s is None:
             self._times.note_token(time.monotonic())
@@ -299,7 +299,7 @@ class _SequenceClock(SequenceObserver):
 class _SequenceMeter(SequenceObserver):
     """Times the tokens of one sequence."""
 
-    def __init__(self, meter: Meter, sequence: Sequence) -> None:
+    def __init__(self, meter: Meter, sequence: SequenceGroup) -> None:
         self._meter = meter
         self._sequence = sequence
         self._has_begun = False
@@ -307,7 +307,7 @@ class _SequenceMeter(SequenceObserver):
         self._lasts_s = [0.0] * sequence.plan.num_rows
         self._num_picks = [0] * sequence.plan.num_rows
 
-    def on_pick(self, copy: int, *, is_text: bool) -> None:
+    def on_token_sampled(self, copy: int, *, is_text: bool) -> None:
         """A text has its next token."""
         now_s = time.monotonic()
         if not self._has_begun:

@@ -18,7 +18,7 @@ from hf_triton.door.server import DoorServer
 from hf_triton.engine.interface import RequestTimes
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, where
 from hf_triton.metrics import NoMeter, build_meter
-from hf_triton.reply import Call, CallReply, Outbox, Outlet
+from hf_triton.reply import InferenceRequest, ResponseConfig, ResponseSender, StreamReply
 from hf_triton.settings import DoorSettings, LoadedSettings, ModelSettings, load_settings
 from hf_triton.tasks.hooks import OWN_FILE, Hooks, check_hooks, checked_load
 
@@ -57,7 +57,7 @@ class TritonPythonModel(Hooks):
     settings: ModelSettings
 
     _task: TextGeneration
-    _outlet: Outlet
+    _outlet: ResponseConfig
     _door: DoorServer
     _engine_name: str  # of the model that writes the texts
     _sentinel: Sentinel
@@ -108,11 +108,11 @@ class TritonPythonModel(Hooks):
             is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
             if loaded.settings.stream and not is_decoupled:
                 logger.warning("the setting stream does nothing without model_transaction_policy { decoupled: true }")
-            self._outlet = Outlet(
+            self._outlet = ResponseConfig(
                 output_names=[port["name"] for port in config["output"]],
                 is_decoupled=is_decoupled,
                 streams=loaded.settings.stream,
-                outbox=Outbox(),
+                outbox=ResponseSender(),
             )
             # In a thread that ends, and takes its OpenMP threads along: beside a second set of them, the engine's would
             # sleep between any two operations, which makes a step on two cores a third slower.
@@ -137,9 +137,9 @@ class TritonPythonModel(Hooks):
         from hf_triton import _triton
 
         for request in requests:
-            call = _triton.Call(request, self._meter.begin_request())
+            call = _triton.TritonRequest(request, self._meter.begin_request())
             self._take(call, self._outlet)
-            call.let_go()
+            call.release_inputs()
 
     def finalize(self) -> None:
         """Answer whoever is still waiting and let the model go. Triton calls this when nothing is in flight."""
@@ -209,12 +209,12 @@ class TritonPythonModel(Hooks):
             int(args["model_version"]),
             take=self._take,
             begin_request=self._meter.begin_request,
-            cancel_own_calls=_triton.cancel_calls,
+            cancel_own_requests=_triton.cancel_requests,
         )
         self._door.open()
         keep_objects()
 
-    def _take(self, call: Call, outlet: Outlet) -> None:
+    def _take(self, call: InferenceRequest, outlet: ResponseConfig) -> None:
         """Start on a call, or refuse it; nothing is raised."""
         try:
             self._submit(call, outlet)
@@ -224,7 +224,7 @@ class TritonPythonModel(Hooks):
             logger.error("taking a request failed: %s", where(error))
             call.refuse(HfTritonError("internal", "the request could not be taken; the server's log says why"))
 
-    def _submit(self, call: Call, outlet: Outlet) -> None:
+    def _submit(self, call: InferenceRequest, outlet: ResponseConfig) -> None:
         times = RequestTimes()
         parameters: Mapping[str, object] = call.parameters()
         if wire.asks_to_cancel(parameters):
@@ -238,14 +238,14 @@ class TritonPythonModel(Hooks):
         asks_to_stream = outlet.streams if request.options.stream is None else request.options.stream
         self._task.submit(
             request,
-            CallReply(call, request, outlet.output_names, outlet.outbox, times),
+            StreamReply(call, request, outlet.output_names, outlet.outbox, times),
             call.is_cancelled,
             timeout_s=call.timeout_s(),
             streams=asks_to_stream and outlet.is_decoupled,
             times=times,
         )
 
-    def _cancel(self, call: Call) -> None:
+    def _cancel(self, call: InferenceRequest) -> None:
         wire.check_names(call.parameters())
         if not call.request_id:
             raise RequestError("invalid_parameter", "stop true gives up the request of the same id: say which, by id")
@@ -263,7 +263,7 @@ class TritonPythonModel(Hooks):
 
     def _cancel_here(self, request_id: str) -> None:
         """Give up the requests of an id in this process."""
-        self._door.cancel_calls(request_id)
+        self._door.cancel_requests(request_id)
 
 
 def _check_timings() -> None:

@@ -2,7 +2,7 @@
 """From texts to responses: a thread that writes and sends, so that the engine waits neither for it nor for Triton.
 
 What a stream writes faster than it can be sent goes out together. Answers that take long to write or to send have a
-thread of their own, so that the streams do not wait for them. Knows Triton only by the `Call` that it is given.
+thread of their own, so that the streams do not wait for them. Knows Triton only by the `InferenceRequest` that it is given.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hf_triton.errors import HfTritonError, where
 logger = logging.getLogger(__name__)
 
 
-class Call(Protocol):
-    """A request to be answered once, Triton's own (`_triton.Call`) or one that came through a stream door."""
+class InferenceRequest(Protocol):
+    """A request to be answered once, Triton's own (`_triton.TritonRequest`) or one that came through a stream door."""
 
     request_id: str
 
@@ -48,7 +48,7 @@ class Call(Protocol):
     def refuse(self, error: HfTritonError) -> None: ...
 
 
-class _Lane:
+class SenderThread:
     """Does one thing after the other, in a thread of its own.
 
     It has no lock: the garbage collector may run, and put something, wherever a thread is.
@@ -104,13 +104,13 @@ class _Lane:
             logger.error("sending a response failed: %s", where(error))
 
 
-class Outbox:
+class ResponseSender:
     """Sends in a thread of its own, in order; what takes long in a second one, so that the streams go on meanwhile."""
 
     def __init__(self) -> None:
         self._is_closed = False
-        self._lane = _Lane("hf_triton-outbox")
-        self._long_lane: _Lane | None = None
+        self._lane = SenderThread("hf_triton-outbox")
+        self._long_lane: SenderThread | None = None
 
     def put(self, send: Callable[[], None]) -> None:
         """Have something sent."""
@@ -136,12 +136,12 @@ class Outbox:
             send()
             return
         if self._long_lane is None:
-            self._long_lane = _Lane("hf_triton-long-answers")
+            self._long_lane = SenderThread("hf_triton-long-answers")
         self._long_lane.put(send)
 
 
 @dataclass(frozen=True)
-class Outlet:
+class ResponseConfig:
     """How the calls of a folder are answered."""
 
     output_names: list[str]
@@ -150,11 +150,11 @@ class Outlet:
     """Whether an answer may come in parts."""
     streams: bool
     """Whether it does where the request does not say."""
-    outbox: Outbox
+    outbox: ResponseSender
     """What sends it."""
 
 
-class CallReply:
+class StreamReply:
     """The answer to one call.
 
     Args:
@@ -167,10 +167,10 @@ class CallReply:
 
     def __init__(
         self,
-        call: Call,
+        call: InferenceRequest,
         request: wire.GenerationRequest,
         output_names: Sequence[str],
-        outbox: Outbox,
+        outbox: ResponseSender,
         times: RequestTimes,
     ) -> None:
         self._call = call
@@ -194,7 +194,7 @@ class CallReply:
         if not was_due:
             self._outbox.put(self._send_pieces)
 
-    def finish(self, make_texts: Callable[[], list[wire.GeneratedText]], *, takes_long: bool) -> None:
+    def finish(self, make_texts: Callable[[], list[wire.GeneratedOutput]], *, takes_long: bool) -> None:
         """The texts, or what is left of them; made where they are sent."""
         put = self._outbox.put_long if takes_long else self._outbox.put
         put(partial(self._finish, make_texts))
@@ -213,7 +213,7 @@ class CallReply:
         if any(pieces):
             self._call.add(wire.encode_pieces(pieces, self._request, self._output_names))
 
-    def _finish(self, make_texts: Callable[[], list[wire.GeneratedText]]) -> None:
+    def _finish(self, make_texts: Callable[[], list[wire.GeneratedOutput]]) -> None:
         try:
             self._send_pieces()
             outputs = wire.encode_answer(make_texts(), self._request, self._output_names)

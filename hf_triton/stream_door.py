@@ -11,7 +11,7 @@ from hf_triton.door.client import Engines
 from hf_triton.errors import SettingsError
 from hf_triton.metrics import NoMeter
 from hf_triton.model import TritonPythonModel
-from hf_triton.reply import Call, Outlet
+from hf_triton.reply import InferenceRequest, ResponseConfig
 from hf_triton.settings import DoorSettings
 from hf_triton.tasks.hooks import HOOKS
 
@@ -53,7 +53,7 @@ class StreamDoor(TritonPythonModel):
         self._meter = NoMeter()  # the model that writes the text counts
         self._engines = Engines(other)
 
-    def _submit(self, call: Call, outlet: Outlet) -> None:
+    def _submit(self, call: InferenceRequest, outlet: ResponseConfig) -> None:
         if wire.asks_to_cancel(call.parameters()):
             self._cancel(call)
         else:
@@ -62,7 +62,7 @@ class StreamDoor(TritonPythonModel):
     def _cancel_here(self, request_id: str) -> None:
         from hf_triton import _triton
 
-        _triton.cancel_calls(request_id)
+        _triton.cancel_requests(request_id)
 
 
 def _other_folder(own_name: str, stream_of: str | None) -> str:

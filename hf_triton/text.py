@@ -212,7 +212,7 @@ class _Detokenizer:
     def __init__(self, codec: TextCodec, prompt_ids: list[int]) -> None:
         self._codec = codec
         self._context = codec.context(prompt_ids)
-        self._num_held = 0  # characters at the end of the context's text that were not given out
+        self._num_used = 0  # characters at the end of the context's text that were not given out
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
@@ -223,14 +223,14 @@ class _Detokenizer:
             return self._utf8.decode(b"", final=True) + self._decode_behind_context(token_id)
         # sentencepiece's decoders spoil a whole run of byte tokens where one character in it is not whole
         text = self._held() + self._utf8.decode(bytes([byte]))
-        self._context, self._num_held = [*self._context, token_id][-NUM_CONTEXT_TOKENS:], 0
+        self._context, self._num_used = [*self._context, token_id][-NUM_CONTEXT_TOKENS:], 0
         return text
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True) + self._held()
 
     def _held(self) -> str:
-        return self._codec.decode(self._context)[-self._num_held :] if self._num_held else ""
+        return self._codec.decode(self._context)[-self._num_used :] if self._num_used else ""
 
     def _decode_behind_context(self, token_id: int) -> str:
         window = [*self._context, token_id]
@@ -239,8 +239,8 @@ class _Detokenizer:
         end = num_common if self._codec.revises else len(text)
         if text.endswith(REPLACEMENT, 0, end):
             end -= 1  # perhaps the beginning of a character
-        start = min(len(before) - self._num_held, num_common)
-        self._context, self._num_held = window[-NUM_CONTEXT_TOKENS:], len(text) - max(start, end)
+        start = min(len(before) - self._num_used, num_common)
+        self._context, self._num_used = window[-NUM_CONTEXT_TOKENS:], len(text) - max(start, end)
         return text[start:end]
 
 

@@ -172,7 +172,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True)
-class GeneratedText:
+class GeneratedOutput:
     """One text of an answer."""
 
     text: str
@@ -597,7 +597,7 @@ def _parse_options(row: Mapping[str, object]) -> RequestOptions:
 
 
 def encode_answer(
-    texts: Sequence[GeneratedText], request: GenerationRequest, output_names: Iterable[str]
+    texts: Sequence[GeneratedOutput], request: GenerationRequest, output_names: Iterable[str]
 ) -> dict[str, Array]:
     """An answer's outputs: the text, and what else the request asks for.
 

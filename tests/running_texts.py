@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_triton.runner.cache import KeyValueRows
+from hf_triton.runner.cache import KVCache
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.transfer import to_device
@@ -19,7 +19,7 @@ class Texts:
     def __init__(self, model: Any, mode: DecodingMode) -> None:
         self.forward = Forward(model)
         self.decoder = Decoder(self.forward, mode)
-        self.memory = KeyValueRows(self.forward.device)
+        self.memory = KVCache(self.forward.device)
         self.rows: list[tuple[int, list[int]]] = []  # number and tokens, in the order of the memory's rows
         self.tokens: dict[int, list[int]] = {}
 

@@ -17,7 +17,7 @@ from hf_triton.door.address import Address, find_addresses
 from hf_triton.door.connection import MAX_MESSAGE_BYTES, Connection, MessageTooLargeError, frame, is_same_user
 from hf_triton.door.messages import DoorRequest, Message, pack_request, read_error, read_parameters, read_tensors
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
-from hf_triton.reply import Call
+from hf_triton.reply import InferenceRequest
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class _Forwarded:
         RequestError: The request's parameters cannot be read.
     """
 
-    def __init__(self, call: Call, output_names: list[str], streams: bool) -> None:
+    def __init__(self, call: InferenceRequest, output_names: list[str], streams: bool) -> None:
         timeout_s = call.timeout_s()
         self.call = call
         self.has_begun = False
@@ -212,7 +212,7 @@ class Engines:
         self._watch = threading.Thread(target=self._watch_cancels, name="hf_triton-door-cancel", daemon=True)
         self._watch.start()
 
-    def submit(self, call: Call, output_names: list[str], *, streams: bool) -> None:
+    def submit(self, call: InferenceRequest, output_names: list[str], *, streams: bool) -> None:
         """Pass a request on and return at once; it is answered in another thread.
 
         Args:

@@ -17,7 +17,7 @@ from typing import Final
 
 from hf_triton.door.messages import Message, ProtocolError
 from hf_triton.errors import where
-from hf_triton.reply import Outbox
+from hf_triton.reply import ResponseSender
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Connection:
         self._on_close = on_close
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="hf_triton-door-reader", daemon=True)
-        self.outbox = Outbox()
+        self.outbox = ResponseSender()
         """What is to be sent, so that whoever has it need not wait for the other side."""
 
     def start(self) -> None:

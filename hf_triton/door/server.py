@@ -27,7 +27,7 @@ from hf_triton.door.messages import (
     read_request,
 )
 from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError, UnavailableError, where
-from hf_triton.reply import Outlet
+from hf_triton.reply import ResponseConfig
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,11 @@ DRAIN_S: Final = 30.0
 DRAIN_POLL_S: Final = 0.05
 RETRY_S: Final = 0.5
 
-Take = Callable[["RemoteCall", Outlet], None]
+Take = Callable[["RemoteRequest", ResponseConfig], None]
 
 
-class RemoteCall:
-    """One request of a door, to be answered as a `Call` of Triton's is. Safe from any thread."""
+class RemoteRequest:
+    """One request of a door, to be answered as a `TritonRequest` is. Safe from any thread."""
 
     def __init__(self, number: int, request: DoorRequest, peer: _Peer, on_answer: Callable[[str], None]) -> None:
         self._number = number
@@ -133,7 +133,7 @@ class _Peer:
 
     def __init__(self, connected: socket.socket, server: DoorServer) -> None:
         self._server = server
-        self._calls: dict[int, weakref.ref[RemoteCall]] = {}  # each of its operations is one step of the interpreter
+        self._calls: dict[int, weakref.ref[RemoteRequest]] = {}  # each of its operations is one step of the interpreter
         self.connection = Connection(connected, self._on_message, self._on_close)
 
     @property
@@ -157,19 +157,19 @@ class _Peer:
             case {"id": int() as number, "cancel": True}:
                 self._cancel(number)
             case {"cancel_all": str() as request_id}:
-                self._server.cancel_calls(request_id)
+                self._server.cancel_requests(request_id)
             case _:
                 raise ProtocolError("the message is neither a request nor its end")
 
     def _begin(self, number: int, request: DoorRequest) -> None:
         if number in self._calls:
             raise ProtocolError("two requests have one id")
-        call = RemoteCall(number, request, self, self._server.begin_request())
+        call = RemoteRequest(number, request, self, self._server.begin_request())
         self._calls[number] = weakref.ref(call)
         if self._server.is_draining:
             call.refuse(ShuttingDownError())
         else:
-            outlet = Outlet(
+            outlet = ResponseConfig(
                 request.output_names, is_decoupled=True, streams=request.streams, outbox=self.connection.outbox
             )
             self._server.take(call, outlet)
@@ -180,7 +180,7 @@ class _Peer:
         if call is not None:  # it may be answered by now
             call.cancel()
 
-    def cancel_calls(self, request_id: str) -> None:
+    def cancel_requests(self, request_id: str) -> None:
         """Give up the requests of an id."""
         for reference in list(self._calls.values()):
             call = reference()
@@ -203,7 +203,7 @@ class DoorServer:
         version: Its version.
         take: Starts on a request; must answer it, and raise nothing.
         begin_request: Counts a request; what it returns is told the outcome.
-        cancel_own_calls: Gives up the requests of an id that Triton has brought to this instance.
+        cancel_own_requests: Gives up the requests of an id that Triton has brought to this instance.
     """
 
     def __init__(
@@ -213,12 +213,12 @@ class DoorServer:
         *,
         take: Take,
         begin_request: Callable[[], Callable[[str], None]],
-        cancel_own_calls: Callable[[str], None],
+        cancel_own_requests: Callable[[str], None],
     ) -> None:
         self.take = take
         self.begin_request = begin_request
         self.is_draining = False
-        self._cancel_own_calls = cancel_own_calls
+        self._cancel_own_calls = cancel_own_requests
         self._model_name = model_name
         self._version = version
         self._peers: set[_Peer] = set()
@@ -257,11 +257,11 @@ class DoorServer:
         if self._listener is not None:
             self._listener.close()
 
-    def cancel_calls(self, request_id: str) -> None:
+    def cancel_requests(self, request_id: str) -> None:
         """Give up the requests of an id, whether Triton or a door has brought them."""
         self._cancel_own_calls(request_id)
         for peer in self._all_peers():
-            peer.cancel_calls(request_id)
+            peer.cancel_requests(request_id)
 
     def forget(self, peer: _Peer) -> None:
         """A connection has ended."""

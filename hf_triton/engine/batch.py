@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from hf_triton.engine.interface import EngineLoad, Observer, Sequence, eos_ids
-from hf_triton.engine.row import Job, Row
+from hf_triton.engine.interface import EngineLoad, Observer, SequenceGroup, eos_ids
+from hf_triton.engine.row import GroupState, Sequence
 from hf_triton.engine.thread import EngineThread, finish
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.attention import FastAttention
@@ -25,7 +25,7 @@ from hf_triton.runner.forward import begin_anew
 from hf_triton.runner.padding import pad
 from hf_triton.runner.probe import PLAIN, Sharing, asks_for
 from hf_triton.sampling.logprobs import token_logprobs
-from hf_triton.sampling.picks import pick_tokens
+from hf_triton.sampling.picks import sample_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class BatchEngine(EngineThread):
         max_waiting: The most sequences that wait.
         context_length: Tokens that a padded prompt and the longest continuation of its batch may have together.
         sharing: Which prompts may share a batch with this model: `padded` ones of any length, those of `equal_length`,
-            or none, each row `alone` (see `probe_sharing`).
+            or none, each row `alone` (see `probe_batching`).
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
         observer: Is told what the engine does.
     """
@@ -75,7 +75,7 @@ class BatchEngine(EngineThread):
         self._asks = _Asks(model)
         self._pad_id = _pad_id(model)
         self._attention = FastAttention(asks_torch=False)
-        self._jobs: list[Job] = []
+        self._jobs: list[GroupState] = []
         self._thread.start()
 
     @torch.inference_mode()
@@ -93,10 +93,10 @@ class BatchEngine(EngineThread):
     def _is_busy(self) -> bool:
         return bool(self._unfinished())
 
-    def _unfinished(self) -> list[Sequence]:
+    def _unfinished(self) -> list[SequenceGroup]:
         return [job.sequence for job in self._jobs if not job.is_finished]
 
-    def misfit(self, sequence: Sequence) -> HfTritonError | None:
+    def admission_error(self, sequence: SequenceGroup) -> HfTritonError | None:
         """Why a sequence can never run here; None where it can."""
         if sequence.plan.prompt_logprobs is None or not self._is_encoder_decoder:
             return None
@@ -110,8 +110,8 @@ class BatchEngine(EngineThread):
 
     def _take_batch(self) -> None:
         """Make jobs of the first sequence that waits, and of those behind it that may share its batch."""
-        batch: list[Sequence] = []
-        others: list[Sequence] = []
+        batch: list[SequenceGroup] = []
+        others: list[SequenceGroup] = []
         num_rows = 0
         with self._wake:
             if self._waiting:
@@ -125,15 +125,15 @@ class BatchEngine(EngineThread):
             self._waiting = others
         self._jobs = self._jobs_of(batch)
 
-    def _may_join(self, sequence: Sequence, batch: list[Sequence]) -> bool:
+    def _may_join(self, sequence: SequenceGroup, batch: list[SequenceGroup]) -> bool:
         return self._batch_key(sequence) == self._batch_key(batch[0]) and self._fits([*batch, sequence])
 
-    def _job(self, sequence: Sequence) -> Job:
+    def _job(self, sequence: SequenceGroup) -> GroupState:
         # Penalties look at what the decoder has read, which is not the prompt of an encoder-decoder.
         context_ids = [_start_id(self._model)] if self._is_encoder_decoder else None
-        return Job(sequence, self._eos_ids, self._observer.on_admit(sequence), context_ids=context_ids)
+        return GroupState(sequence, self._eos_ids, self._observer.on_admit(sequence), context_ids=context_ids)
 
-    def _jobs_of(self, sequences: list[Sequence]) -> list[Job]:
+    def _jobs_of(self, sequences: list[SequenceGroup]) -> list[GroupState]:
         jobs = []
         for sequence in sequences:
             try:
@@ -142,7 +142,7 @@ class BatchEngine(EngineThread):
                 finish(sequence, error_outcome(error))
         return jobs
 
-    def _batch_key(self, sequence: Sequence) -> Hashable:
+    def _batch_key(self, sequence: SequenceGroup) -> Hashable:
         """Equal keys may share a batch."""
         plan, asks = sequence.plan, self._asks
         by_length = self._sharing == "equal_length" or asks.looks_back
@@ -153,7 +153,7 @@ class BatchEngine(EngineThread):
             plan.eos_ids if asks.knows_ends else None,
         )
 
-    def _fits(self, batch: list[Sequence]) -> bool:
+    def _fits(self, batch: list[SequenceGroup]) -> bool:
         """Whether the batch has rows to spare, and none of its rows leaves the context while the longest is written."""
         longest = max(len(sequence.prompt_ids) for sequence in batch)
         steps = max(sequence.plan.max_new_tokens for sequence in batch)
@@ -163,7 +163,7 @@ class BatchEngine(EngineThread):
 
     # --- one batch ---------------------------------------------------------------------------------------------------
 
-    def _run(self, rows: list[Row]) -> None:
+    def _run(self, rows: list[Sequence]) -> None:
         """Write the rows; where a part of them fails, smaller ones, so that only the guilty are refused.
 
         The parts grow again as they succeed, but not beyond what the memory had no room for.
@@ -186,16 +186,16 @@ class BatchEngine(EngineThread):
             else:
                 size = min(2 * size, most)
 
-    def _is_over(self, rows: list[Row]) -> bool:
+    def _is_over(self, rows: list[Sequence]) -> bool:
         """Whether nobody waits for these rows any more, or the engine is closing. Answers those who need not wait."""
         self._cores.take()
         self._sweep_queue()
         for job in self._jobs:
             if not job.is_finished:
                 job.drop_if_ended()
-        return self.refusal() is not None or all(row.is_done for row in rows)
+        return self.rejection() is not None or all(row.is_done for row in rows)
 
-    def _generate(self, rows: list[Row]) -> None:
+    def _generate(self, rows: list[Sequence]) -> None:
         """Write these rows to their ends.
 
         Rows that have tokens already, from a batch that failed, are given the same tokens again: that way `generate`
@@ -214,11 +214,11 @@ class BatchEngine(EngineThread):
                 stopping_criteria=StoppingCriteriaList([_Ending(rows, self._is_over)]),
                 **self._asks.arguments(rows[0].job.eos_ids),
             )
-        if self.refusal() is None:
+        if self.rejection() is None:
             for row in rows:
                 _end(row)
 
-    def _score_prompt(self, job: Job) -> None:
+    def _score_prompt(self, job: GroupState) -> None:
         """Find the log probabilities of the prompt's tokens, where the plan asks for them."""
         num_top, prompt = job.sequence.plan.prompt_logprobs, job.sequence.prompt_ids
         if num_top is None or self._is_over(job.rows):
@@ -261,7 +261,7 @@ class _Asks:
 class _Picker(LogitsProcessor):
     """The last of `generate`'s processors: takes the scores, and leaves of each row only the token that comes next."""
 
-    def __init__(self, rows: list[Row], idle_id: int, observer: Observer) -> None:
+    def __init__(self, rows: list[Sequence], idle_id: int, observer: Observer) -> None:
         self._rows = rows
         self._idle_id = idle_id
         self._observer = observer
@@ -273,7 +273,7 @@ class _Picker(LogitsProcessor):
         picking = [index for index, token_id in enumerate(tokens) if token_id is None]
         if picking:
             logits = scores if len(picking) == len(tokens) else scores[torch.tensor(picking, device=scores.device)]
-            picks = pick_tokens(logits, [self._rows[index].sampler for index in picking])
+            picks = sample_tokens(logits, [self._rows[index].sampler for index in picking])
             self._observer.on_step(len(picking))
             for index, pick in zip(picking, picks, strict=True):
                 tokens[index] = pick.token_id
@@ -283,7 +283,7 @@ class _Picker(LogitsProcessor):
         chosen = torch.tensor(tokens, device=scores.device).unsqueeze(1)
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)  # type: ignore[return-value]
 
-    def _settled(self, row: Row) -> int | None:
+    def _settled(self, row: Sequence) -> int | None:
         """The next token of a row that has it already, or needs none; None where it is to be picked."""
         if row.is_done:
             return self._idle_id
@@ -293,7 +293,7 @@ class _Picker(LogitsProcessor):
 class _Ending(StoppingCriteria):
     """`generate`'s stopping rule: asked after every step."""
 
-    def __init__(self, rows: list[Row], is_over: Callable[[list[Row]], bool]) -> None:
+    def __init__(self, rows: list[Sequence], is_over: Callable[[list[Sequence]], bool]) -> None:
         self._rows = rows
         self._is_over = is_over
 
@@ -304,7 +304,7 @@ class _Ending(StoppingCriteria):
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
 
 
-def _end(row: Row) -> None:
+def _end(row: Sequence) -> None:
     """End a row that `generate` left unfinished: the checkpoint's `max_time` was up."""
     if not row.is_done:
         row.expire()

@@ -25,7 +25,7 @@ SOON_STEPS: Final = 3
 SOON_S: Final = 0.05
 
 
-class Gathering:
+class PrefillDelay:
     """Tells how long to wait for others before prompts are read."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Gathering:
         self._came_s = 0.0
         self._step_s = 0.0
         self._until_s: float | None = None
-        self._num_held = 0  # steps
+        self._num_used = 0  # steps
 
     def on_step(self, step_s: float) -> None:
         """A step has taken so many seconds, the delivery of its texts not counted."""
@@ -54,7 +54,7 @@ class Gathering:
 
     def on_read(self) -> None:
         """Those who were there are read: the next ones may wait anew."""
-        self._until_s, self._num_held = None, 0
+        self._until_s, self._num_used = None, 0
 
     def waits(self, num_waiting: int, nums_left: list[int]) -> bool:
         """Whether those who are there wait for others; else they are to be read. To be asked once a step.
@@ -66,7 +66,7 @@ class Gathering:
         """
         self._forget()
         if self._leave_soon(nums_left) >= max(num_waiting, len(nums_left) // 2 + 1):
-            self._num_held += 1
+            self._num_used += 1
             return self._step_s > 0
         if self._until_s is None:
             self._until_s = time.monotonic() + min(WAIT_STEPS * self._step_s, MAX_WAIT_S)
@@ -86,7 +86,7 @@ class Gathering:
 
     def _leave_soon(self, nums_left: list[int]) -> int:
         """How many rows end while reading may still wait."""
-        num_steps = min(SOON_STEPS, int(SOON_S / max(self._step_s, 1e-9))) - self._num_held
+        num_steps = min(SOON_STEPS, int(SOON_S / max(self._step_s, 1e-9))) - self._num_used
         return sum(num_left <= num_steps for num_left in nums_left)
 
     def _forget(self) -> None:

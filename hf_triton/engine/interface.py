@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from hf_triton.errors import HfTritonError
-from hf_triton.generation import SamplingPlan
+from hf_triton.generation import SamplingParams
 from hf_triton.sampling.interface import Constraint, LogitsProcessor, TokenLogprobs
 
 FinishReason = Literal["eos", "stop_string", "length", "deadline"]
@@ -57,12 +57,12 @@ class RequestTimes:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SequenceGroup:
     """One prompt on its way through an engine."""
 
     prompt_ids: list[int]
     """At least one."""
-    plan: SamplingPlan
+    plan: SamplingParams
     on_finish: Callable[[Outcome], None]
     """Called exactly once, in the engine's thread or in that of `submit`; what it raises is logged and goes no
     further."""
@@ -93,16 +93,16 @@ class EngineLoad:
     """Prompts in the queue, and texts that were put back."""
     num_running: int = 0
     """Texts that are being written, or whose prompts are being read."""
-    num_held_tokens: int = 0
+    num_used_tokens: int = 0
     """Tokens of key/value memory, padding counted; 0 where the engine does not manage it."""
-    max_held_tokens: int = 0
+    max_used_tokens: int = 0
     """How many it may hold now."""
 
 
 class SequenceObserver:
     """Is told what becomes of one sequence, see `Observer`."""
 
-    def on_pick(self, copy: int, *, is_text: bool) -> None:
+    def on_token_sampled(self, copy: int, *, is_text: bool) -> None:
         """A text has its next token; `is_text` unless that is an end-of-sequence token."""
 
     def on_complete(self, completions: list[Completion]) -> None:
@@ -112,17 +112,17 @@ class SequenceObserver:
 class Observer:
     """Is told what an engine does, in the engine's thread: must be quick, and must not raise. This one looks away."""
 
-    def on_admit(self, sequence: Sequence) -> SequenceObserver:
+    def on_admit(self, sequence: SequenceGroup) -> SequenceObserver:
         """A sequence leaves the queue."""
         return SequenceObserver()
 
-    def on_share(self, num_tokens: int) -> None:
+    def on_prefix_hit(self, num_tokens: int) -> None:
         """So many first tokens of a context are known from another text and are not computed."""
 
     def on_step(self, num_rows: int) -> None:
         """A step has given so many rows their next token."""
 
-    def on_put_back(self, num_rows: int) -> None:
+    def on_preempt(self, num_rows: int) -> None:
         """So many running rows are made to wait again."""
 
 
@@ -135,13 +135,13 @@ def eos_ids(model: Any) -> frozenset[int]:
 class Engine(Protocol):
     """Runs many sequences at a time in a thread of its own."""
 
-    def submit(self, sequences: list[Sequence]) -> None:
+    def submit(self, sequences: list[SequenceGroup]) -> None:
         """Queue the sequences of one request and return at once; all of them, or none.
 
         An engine that cannot take them finishes each with an error instead.
         """
 
-    def misfit(self, sequence: Sequence) -> HfTritonError | None:
+    def admission_error(self, sequence: SequenceGroup) -> HfTritonError | None:
         """Why a sequence could never run here; None where it could."""
 
     def is_healthy(self) -> bool:

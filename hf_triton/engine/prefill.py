@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from hf_triton.engine.prefixes import LayerContents, Prefix
-from hf_triton.engine.row import Row
+from hf_triton.engine.row import Sequence
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.padding import pad
 from hf_triton.runner.states import TextStates, go_on_from, text_states
@@ -20,7 +20,7 @@ from hf_triton.sampling.logprobs import token_logprobs
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ChunkSizes:
     """How many tokens to read at a time on one kind of device, padding counted."""
 
     alone: int
@@ -41,24 +41,26 @@ class Pieces:
         return int(min(self.alone, self.in_company // (1 + num_columns // self.columns))) if has_company else self.alone
 
 
-PIECES: Final = {
-    "cpu": Pieces(512, 256, per_weights=16, columns=2048),
-    "cuda": Pieces(1024, 512, per_weights=512),  # in company: Sarathi-Serve (Agrawal 2024), where gaps are to be short
+CHUNK_SIZES: Final = {
+    "cpu": ChunkSizes(512, 256, per_weights=16, columns=2048),
+    "cuda": ChunkSizes(
+        1024, 512, per_weights=512
+    ),  # in company: Sarathi-Serve (Agrawal 2024), where gaps are to be short
 }
 
 
-def pieces_on(device: torch.device) -> Pieces:
+def chunk_sizes_for(device: torch.device) -> ChunkSizes:
     """Those of a device."""
-    return PIECES.get(device.type, PIECES["cuda"])
+    return CHUNK_SIZES.get(device.type, CHUNK_SIZES["cuda"])
 
 
 @dataclass(frozen=True)
-class Reading:
+class PrefillRequest:
     """One context to read, the rows that go on from it (`num_return_sequences`), and the part of it that is known."""
 
-    rows: list[Row]
+    rows: list[Sequence]
     context: list[int]
-    num_shared: int = 0
+    num_cached: int = 0
     """Its first tokens, whose keys and values are those of `prefix`."""
     prefix: Prefix | None = None
     pause: int | None = None
@@ -81,59 +83,61 @@ class Reading:
         return None if job.prompt_logprobs is not None else job.sequence.plan.prompt_logprobs
 
 
-def num_padded(readings: list[Reading]) -> int:
+def num_padded(prefill_requests: list[PrefillRequest]) -> int:
     """Tokens to compute for these contexts in one batch, padding counted."""
-    longest = max(reading.length for reading in readings)
-    return len(readings) * (longest - _num_known_columns(readings, longest))
+    longest = max(reading.length for reading in prefill_requests)
+    return len(prefill_requests) * (longest - _num_known_columns(prefill_requests, longest))
 
 
-def are_worth_one_batch(readings: list[Reading], device: torch.device, switch_length: float = math.inf) -> bool:
+def are_worth_one_batch(
+    prefill_requests: list[PrefillRequest], device: torch.device, switch_length: float = math.inf
+) -> bool:
     """Whether to read contexts together.
 
     They must be on one side of `switch_length` and fit one piece, and their padding cost less than a read for each.
     """
-    if len(readings) > 1 and any(reading.is_alone for reading in readings):
+    if len(prefill_requests) > 1 and any(reading.is_alone for reading in prefill_requests):
         return False
-    if len({reading.length > switch_length for reading in readings}) > 1:
+    if len({reading.length > switch_length for reading in prefill_requests}) > 1:
         return False
-    num_new = sum(reading.length - reading.num_shared for reading in readings)
-    pieces = pieces_on(device)
-    return num_padded(readings) <= min(pieces.alone, num_new + pieces.per_weights * (len(readings) - 1))
+    num_new = sum(reading.length - reading.num_cached for reading in prefill_requests)
+    pieces = chunk_sizes_for(device)
+    return num_padded(prefill_requests) <= min(pieces.alone, num_new + pieces.per_weights * (len(prefill_requests) - 1))
 
 
-def _num_known_columns(readings: list[Reading], longest: int) -> int:
+def _num_known_columns(prefill_requests: list[PrefillRequest], longest: int) -> int:
     """The first columns of a left-padded batch that hold nothing but padding and shared tokens."""
-    return min(longest - reading.length + reading.num_shared for reading in readings)
+    return min(longest - reading.length + reading.num_cached for reading in prefill_requests)
 
 
 class Prefill:
     """A batch of contexts being read.
 
     Args:
-        readings: At least one.
+        prefill_requests: At least one.
         forward: The model's.
         is_whole: Whether they are read in one piece, however long they are.
     """
 
-    def __init__(self, readings: list[Reading], forward: Forward, *, is_whole: bool) -> None:
-        self.readings = readings
+    def __init__(self, prefill_requests: list[PrefillRequest], forward: Forward, *, is_whole: bool) -> None:
+        self.prefill_requests = prefill_requests
         self._is_whole = is_whole
         self.cache = forward.new_cache()
         self._forward = forward
-        self.longest = max(reading.length for reading in readings)
+        self.longest = max(reading.length for reading in prefill_requests)
         """Tokens of the longest context."""
-        self.is_long = num_padded(readings) > pieces_on(forward.device).alone
+        self.is_long = num_padded(prefill_requests) > chunk_sizes_for(forward.device).alone
         """Whether it takes several pieces even where nobody waits for them."""
         self.num_read = 0
         """Columns that have been read."""
         self._input_ids: torch.Tensor | None = None  # [contexts, longest], from the first piece on
         self._attention_mask: torch.Tensor
-        self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in readings]
+        self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in prefill_requests]
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Sequence]:
         """All rows that wait for this."""
-        return [row for reading in self.readings for row in reading.rows]
+        return [row for reading in self.prefill_requests for row in reading.rows]
 
     def advance(self, *, has_company: bool) -> torch.Tensor | None:
         """Read one more piece; the logits that follow the contexts, `[contexts, vocabulary]`, after the last.
@@ -142,10 +146,10 @@ class Prefill:
             has_company: Whether rows are running, which a long piece would hold up.
         """
         input_ids = self._begin() if self._input_ids is None else self._input_ids
-        piece = pieces_on(self._forward.device).size(has_company=has_company, num_columns=self.num_read)
+        piece = chunk_sizes_for(self._forward.device).size(has_company=has_company, num_columns=self.num_read)
         start = self.num_read
-        end = self.longest if self._is_whole else self._end_of_piece(piece // len(self.readings))
-        is_scored = any(reading.num_top_logprobs is not None for reading in self.readings)
+        end = self.longest if self._is_whole else self._end_of_chunk(piece // len(self.prefill_requests))
+        is_scored = any(reading.num_top_logprobs is not None for reading in self.prefill_requests)
         num_logits = end - start if is_scored else 1
         mask = self._attention_mask[:, :end]
         logits = self._forward(
@@ -156,25 +160,25 @@ class Prefill:
         self.num_read = end
         if end < self.longest:
             return None
-        for reading, found in zip(self.readings, self._prompt_logprobs, strict=True):
+        for reading, found in zip(self.prefill_requests, self._prompt_logprobs, strict=True):
             if reading.num_top_logprobs is not None:
                 reading.rows[0].job.prompt_logprobs = found
         return logits[:, -1]
 
-    def _end_of_piece(self, num_columns: int) -> int:
+    def _end_of_chunk(self, num_columns: int) -> int:
         """Where the next piece of so many columns ends.
 
         None has a single one as long as there are two: layers with states take that for a step, which none of a
         prompt is in `generate`, and look for no padding in it.
         """
-        pause = self.readings[0].pause or 0
+        pause = self.prefill_requests[0].pause or 0
         last = pause if self.num_read < pause else self.longest
         end = self.num_read + max(2, num_columns)
         return last if end >= last - 1 else end
 
     def read(self, index: int, length: int) -> LayerContents:
         """The keys and values of a context's first `length` tokens, `[heads, length, head_dim]` of every layer."""
-        first = self.longest - self.readings[index].length
+        first = self.longest - self.prefill_requests[index].length
         columns = slice(first, first + length)
         layers = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]
         return [(layer.keys[index, :, columns], layer.values[index, :, columns]) for layer in layers]  # type: ignore[index]
@@ -185,11 +189,11 @@ class Prefill:
 
     def _begin(self) -> torch.Tensor:
         """The input ids, once; shared prefixes are laid into the columns that need not be computed."""
-        contexts = [reading.context for reading in self.readings]
+        contexts = [reading.context for reading in self.prefill_requests]
         input_ids, self._attention_mask = pad(contexts, 0, self._forward.device, at_left=True)
-        self.num_read = _num_known_columns(self.readings, self.longest)
+        self.num_read = _num_known_columns(self.prefill_requests, self.longest)
         filled: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, reading in enumerate(self.readings):
+        for index, reading in enumerate(self.prefill_requests):
             gap = self.longest - reading.length
             if reading.prefix is None or gap >= self.num_read:
                 continue
@@ -198,19 +202,21 @@ class Prefill:
                     filled.append((self._columns(keys), self._columns(values)))
                 filled[number][0][index, :, gap:] = keys
                 filled[number][1][index, :, gap:] = values
-        first = self.readings[0].prefix
+        first = self.prefill_requests[0].prefix
         go_on_from(self.cache, filled, first.states if first else ())
-        self.readings = [replace(reading, prefix=None) for reading in self.readings]  # its memory may go
+        self.prefill_requests = [
+            replace(reading, prefix=None) for reading in self.prefill_requests
+        ]  # its memory may go
         self._input_ids = input_ids
         return input_ids
 
     def _columns(self, like: torch.Tensor) -> torch.Tensor:
         """Zeros `[contexts, heads, known columns, head_dim]` for contents `[heads, tokens, head_dim]`."""
-        return like.new_zeros(len(self.readings), like.shape[0], self.num_read, like.shape[2])
+        return like.new_zeros(len(self.prefill_requests), like.shape[0], self.num_read, like.shape[2])
 
     def _score(self, input_ids: torch.Tensor, logits: torch.Tensor) -> None:
         """Note how likely this piece's prompt tokens are, by the logits `[contexts, new, vocabulary]` before each."""
-        for index, reading in enumerate(self.readings):
+        for index, reading in enumerate(self.prefill_requests):
             if reading.num_top_logprobs is None:
                 continue
             start = max(self.num_read, self.longest - reading.length)

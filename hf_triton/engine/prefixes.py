@@ -41,7 +41,7 @@ class Prefix:
     """Of each layer that keeps some, as they are at its end."""
 
 
-class PrefixStore:
+class PrefixCache:
     """Keeps texts with their keys and values, and finds the one that a new text begins like.
 
     The texts are in lexicographic order, where the longest common prefix of a text with any of them is the one with a
@@ -112,19 +112,19 @@ class PrefixStore:
         tokens = np.array(context[:-1], dtype=np.int64)
         stored = self._neighbours(tokens)
         counted = [(_num_common(prefix.token_ids, tokens), prefix) for prefix in (*stored, *running)]
-        num_shared, prefix = max(counted, key=lambda each: each[0], default=(0, None))
-        if prefix is None or num_shared < self.least:
+        num_cached, prefix = max(counted, key=lambda each: each[0], default=(0, None))
+        if prefix is None or num_cached < self.least:
             return None
         if prefix in stored:
             self._prefixes.move_to_end(_key(prefix.token_ids))
-        return num_shared, prefix
+        return num_cached, prefix
 
-    def branch(self, context: list[int], num_shared: int) -> int | None:
+    def branch(self, context: list[int], num_cached: int) -> int | None:
         """Where reading a context pauses for what is computed up to there to be kept; None: nowhere.
 
         Args:
             context: A text that is to be computed.
-            num_shared: How many of its first tokens are found.
+            num_cached: How many of its first tokens are found.
         """
         return None
 
@@ -153,7 +153,7 @@ class PrefixStore:
         self._keys.pop(bisect.bisect_left(self._keys, key))
 
 
-class WholePrefixStore(PrefixStore):
+class HybridPrefixCache(PrefixCache):
     """The same for a model with states, which cannot go back: a text is gone on from at its end alone.
 
     So texts are kept at the end of a prompt, at the end of what was written, and where one parts from another that is
@@ -192,11 +192,11 @@ class WholePrefixStore(PrefixStore):
         prefix = self._prefixes[whole]
         return len(prefix.token_ids), prefix
 
-    def branch(self, context: list[int], num_shared: int) -> int | None:
+    def branch(self, context: list[int], num_cached: int) -> int | None:
         """Where it parts from another text, if that is far enough behind what is found."""
         tokens = np.array(context[:-2], dtype=np.int64)
         num_common = max((_num_common(each.token_ids, tokens) for each in self._neighbours(tokens)), default=0)
-        return num_common if num_common - num_shared >= self.least else None
+        return num_common if num_common - num_cached >= self.least else None
 
     def _replace(self, key: bytes) -> None:
         """All texts stay: each has states of its own."""

@@ -13,23 +13,23 @@ from hf_triton.engine.interface import (
     Completion,
     FinishReason,
     Outcome,
-    Sequence,
+    SequenceGroup,
     SequenceObserver,
 )
 from hf_triton.engine.thread import cancellation, finish, is_late, too_late
 from hf_triton.errors import HfTritonError, where
-from hf_triton.generation import SamplingPlan
+from hf_triton.generation import SamplingParams
 from hf_triton.runner.transfer import to_device
 from hf_triton.sampling.interface import TokenLogprobs
-from hf_triton.sampling.picks import Pick, Picks, RowSampler
+from hf_triton.sampling.picks import SampledToken, SampledTokens, SequenceSampler
 
 logger = logging.getLogger(__name__)
 
-IDLE: Final = RowSampler(SamplingPlan(1), 0, [], frozenset(), None, None)
-"""Picks for a text that needs none."""
+IDLE: Final = SequenceSampler(SamplingParams(1), 0, [], frozenset(), None, None)
+"""SampledTokens for a text that needs none."""
 
 
-class Job:
+class GroupState:
     """A sequence on its way: the texts it wants, and those it has.
 
     Args:
@@ -42,7 +42,7 @@ class Job:
 
     def __init__(
         self,
-        sequence: Sequence,
+        sequence: SequenceGroup,
         eos_ids: frozenset[int],
         observer: SequenceObserver,
         number: int = 0,
@@ -54,19 +54,19 @@ class Job:
         self.observer = observer
         self.eos_ids = eos_ids if plan.eos_ids is None else plan.eos_ids
         self.prompt_logprobs: list[TokenLogprobs] | None = None
-        self.num_shared: int | None = None
+        self.num_cached: int | None = None
         """Tokens that the prompt had in common with another text when that was looked up; None: not yet."""
         self.no_room_since_s: float | None = None
         """Since when it has waited for memory while nothing runs; None: it does not."""
         self.is_finished = False
         self._context_ids = sequence.prompt_ids if context_ids is None else context_ids
-        self.rows = [Row(self, copy, self._sampler(copy)) for copy in range(plan.num_rows)]
+        self.rows = [Sequence(self, copy, self._sampler(copy)) for copy in range(plan.num_rows)]
 
-    def _sampler(self, copy: int) -> RowSampler:
+    def _sampler(self, copy: int) -> SequenceSampler:
         sequence = self.sequence
         constraint = sequence.constraint() if sequence.constraint else None
         processor = sequence.logits_processor()
-        return RowSampler(sequence.plan, copy, self._context_ids, self.eos_ids, constraint, processor)
+        return SequenceSampler(sequence.plan, copy, self._context_ids, self.eos_ids, constraint, processor)
 
     def finish(self, outcome: Outcome) -> None:
         """Tell the listener, once."""
@@ -97,7 +97,7 @@ class Job:
             row.expire()
         self.finish_if_complete()
 
-    def _best(self) -> list[Row]:
+    def _best(self) -> list[Sequence]:
         """The `num_return_sequences` rows whose tokens are likeliest on average; all of them, as a rule."""
         plan = self.sequence.plan
         if plan.num_rows == plan.num_return_sequences:
@@ -107,18 +107,18 @@ class Job:
 
 
 @dataclass(eq=False)
-class Row:
+class Sequence:
     """One text being written."""
 
-    job: Job
+    job: GroupState
     copy: int
-    sampler: RowSampler
+    sampler: SequenceSampler
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     """None while it is being written."""
     again: list[int] = field(default_factory=list)
-    """The next tokens, where it has had them before: see `write_again`."""
+    """The next tokens, where it has had them before: see `regenerate`."""
     is_suspect: bool = False
     """It was in a batch that failed, and runs alone until its end."""
 
@@ -147,11 +147,11 @@ class Row:
         return self.job.sequence.plan.max_new_tokens - len(self.token_ids)
 
     @property
-    def picker(self) -> RowSampler:
+    def picker(self) -> SequenceSampler:
         """What picks its next token; of one that it has had before, anything."""
         return IDLE if self.again else self.sampler
 
-    def write_again(self) -> None:
+    def regenerate(self) -> None:
         """Have the tokens so far written once more, one by one, of which nobody is told."""
         self.token_ids, self.again = [], self.token_ids + self.again
 
@@ -160,7 +160,7 @@ class Row:
         prompt = self.job.sequence.prompt_ids[: len(head)]
         return prompt + self.token_ids[: len(head) - len(prompt)] == head
 
-    def take(self, pick: Pick) -> bool:
+    def take(self, pick: SampledToken) -> bool:
         """Take the next token; whether the text is complete with it. The job is finished with its last row."""
         if self.is_done:
             return True
@@ -168,7 +168,7 @@ class Row:
             self.token_ids.append(self.again.pop(0))
             return False
         self.sampler.note(pick.token_id)
-        self.job.observer.on_pick(self.copy, is_text=pick.token_id not in self.job.eos_ids)
+        self.job.observer.on_token_sampled(self.copy, is_text=pick.token_id not in self.job.eos_ids)
         self.finish_reason = self._appended(pick)
         if self.finish_reason:
             self.job.finish_if_complete()
@@ -181,11 +181,11 @@ class Row:
         self.token_ids, self.again = self.token_ids + self.again, []
         for token_id in self.sampler.closing():
             self.sampler.note(token_id)
-            if self._appended(Pick(token_id, TokenLogprobs(token_id, 0.0))):  # nothing else could have come
+            if self._appended(SampledToken(token_id, TokenLogprobs(token_id, 0.0))):  # nothing else could have come
                 break
         self.finish_reason = "deadline"
 
-    def _appended(self, pick: Pick) -> FinishReason | None:
+    def _appended(self, pick: SampledToken) -> FinishReason | None:
         if pick.token_id in self.job.eos_ids:
             return "eos"
         self.token_ids.append(pick.token_id)
@@ -221,10 +221,10 @@ class Row:
 class Step:
     """A step of running rows whose tokens they do not have yet."""
 
-    rows: list[Row]
-    picks: Picks
+    rows: list[Sequence]
+    picks: SampledTokens
 
-    def tokens_of(self, rows: list[Row]) -> torch.Tensor:
+    def tokens_of(self, rows: list[Sequence]) -> torch.Tensor:
         """The tokens of some of the rows, `[rows]` int64 on the device."""
         tokens = self.picks.tokens
         if rows == self.rows:
@@ -232,6 +232,6 @@ class Step:
         places = {row: place for place, row in enumerate(self.rows)}
         return tokens[to_device([places[row] for row in rows], torch.int64, tokens.device)]
 
-    def read(self) -> dict[Row, Pick]:
+    def read(self) -> dict[Sequence, SampledToken]:
         """Every row's, once they are on the host."""
         return dict(zip(self.rows, self.picks.read(), strict=True))

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from hf_triton.engine.interface import Observer, Outcome, Sequence
+from hf_triton.engine.interface import Observer, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError, UnavailableError, where
 from hf_triton.runner.cores import SharedCores
 from hf_triton.runner.faults import loggable
@@ -50,7 +50,7 @@ class EngineThread:
         self._observer = observer or Observer()
         self._device = device
         self._cores = SharedCores(device.type)
-        self._waiting: list[Sequence] = []  # by `_rank`
+        self._waiting: list[SequenceGroup] = []  # by `_rank`
         self._turns_begun: dict[int, int] = {}  # the last of each priority, some of which has left
         self._wake = threading.Condition()
         self._closing = threading.Event()
@@ -62,7 +62,7 @@ class EngineThread:
         """Do a piece of work. Called when a sequence waits, or the engine is busy."""
         raise NotImplementedError
 
-    def misfit(self, sequence: Sequence) -> HfTritonError | None:
+    def admission_error(self, sequence: SequenceGroup) -> HfTritonError | None:
         """Why a sequence could never run here; None where it could. From any thread."""
         return None
 
@@ -77,26 +77,26 @@ class EngineThread:
         """Whether sequences were taken from the queue and have no outcome yet."""
         raise NotImplementedError
 
-    def _unfinished(self) -> list[Sequence]:
+    def _unfinished(self) -> list[SequenceGroup]:
         """Those sequences."""
         raise NotImplementedError
 
     # --- the interface -----------------------------------------------------------------------------------------------
 
-    def submit(self, sequences: list[Sequence]) -> None:
+    def submit(self, sequences: list[SequenceGroup]) -> None:
         """Queue the sequences of one request and return at once; all of them, or none."""
-        misfit = next((error for sequence in sequences if (error := self.misfit(sequence))), None)
+        admission_error = next((error for sequence in sequences if (error := self.admission_error(sequence))), None)
         with self._wake:
-            refusal = misfit or self.refusal() or self._refusal_of_queue(len(sequences))
-            if refusal is None:
+            rejection = admission_error or self.rejection() or self._queue_rejection(len(sequences))
+            if rejection is None:
                 for sequence in self._with_turns(sequences):
                     bisect.insort(self._waiting, sequence, key=_rank)
                 self._wake.notify()
-        if refusal is not None:
+        if rejection is not None:
             for sequence in sequences:
-                finish(sequence, refusal)
+                finish(sequence, rejection)
 
-    def _with_turns(self, sequences: list[Sequence]) -> list[Sequence]:
+    def _with_turns(self, sequences: list[SequenceGroup]) -> list[SequenceGroup]:
         """The sequences of one request, the first for the next turn to begin, each other for one later.
 
         So requests that come after one of hundreds of prompts need not wait for all of them, and its prompts do not
@@ -112,13 +112,13 @@ class EngineThread:
         is_there = place < len(self._waiting) and self._waiting[place].priority == priority
         return self._waiting[place].turn if is_there else next_turn
 
-    def _note_leaving(self, first: Sequence) -> None:
+    def _note_leaving(self, first: SequenceGroup) -> None:
         """The first of those that wait leaves the queue. Called under the lock."""
         self._turns_begun[first.priority] = first.turn
 
     def is_healthy(self) -> bool:
         """Whether the engine can still run sequences."""
-        return self.refusal() is None and self._thread.is_alive()
+        return self.rejection() is None and self._thread.is_alive()
 
     def close(self) -> None:
         """Finish everything with an error and end the thread."""
@@ -128,7 +128,7 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def refusal(self) -> HfTritonError | None:
+    def rejection(self) -> HfTritonError | None:
         """Why the engine takes nothing more; None while it does."""
         if self._failed.is_set():
             return UnavailableError(
@@ -138,7 +138,7 @@ class EngineThread:
             return ShuttingDownError()
         return None
 
-    def _refusal_of_queue(self, num_new: int) -> HfTritonError | None:
+    def _queue_rejection(self, num_new: int) -> HfTritonError | None:
         num_waiting = len(self._waiting) - self._num_free_rows()  # the others only wait for the next step
         if num_waiting <= 0 or num_waiting + num_new <= self._max_waiting:
             return None  # one request alone may be of any size
@@ -194,23 +194,23 @@ class EngineThread:
         with self._wake:
             everyone = [*self._unfinished(), *self._waiting]
             self._waiting.clear()
-        refusal = self.refusal()
-        assert refusal is not None  # the loop ends for no other reason
+        rejection = self.rejection()
+        assert rejection is not None  # the loop ends for no other reason
         for sequence in everyone:
-            finish(sequence, refusal)
+            finish(sequence, rejection)
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
+def _rank(sequence: SequenceGroup) -> tuple[int, int]:
     """Where a sequence has its place in the queue; equals are in order of arrival."""
     return sequence.priority, sequence.turn
 
 
-def ending_in_queue(sequence: Sequence) -> HfTritonError | None:
+def ending_in_queue(sequence: SequenceGroup) -> HfTritonError | None:
     """Why a sequence waits in vain: its client has gone, or its time is up; None while it does not."""
     return cancellation(sequence) or (too_late() if is_late(sequence) else None)
 
 
-def cancellation(sequence: Sequence) -> HfTritonError | None:
+def cancellation(sequence: SequenceGroup) -> HfTritonError | None:
     """Why nobody wants a sequence any more; None while somebody does."""
     try:
         return CancelledError() if sequence.is_cancelled() else None
@@ -219,7 +219,7 @@ def cancellation(sequence: Sequence) -> HfTritonError | None:
         return HfTritonError("internal", "the request could not be followed; the server's log says why")
 
 
-def is_late(sequence: Sequence) -> bool:
+def is_late(sequence: SequenceGroup) -> bool:
     """Whether a sequence is past its deadline."""
     return sequence.deadline_s is not None and time.monotonic() >= sequence.deadline_s
 
@@ -241,7 +241,7 @@ def queue_full(num_waiting: int, max_waiting: int) -> UnavailableError:
     )
 
 
-def finish(sequence: Sequence, outcome: Outcome) -> None:
+def finish(sequence: SequenceGroup, outcome: Outcome) -> None:
     """Tell a sequence's listener its outcome."""
     try:
         sequence.on_finish(outcome)

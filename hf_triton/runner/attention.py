@@ -60,7 +60,7 @@ class FastAttention:
         _thread.is_fast = False
         if self._torch:
             self._torch.__exit__(error_type, error, traceback)  # type: ignore[no-untyped-call]
-            if not self._torch.is_of_use and error is None:
+            if not self._torch.is_usable and error is None:
                 self._torch = None  # nor will it be
 
 
@@ -100,7 +100,7 @@ class FastTorch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_of_use = False
+        self.is_usable = False
         """Whether there has been attention that it is for; entering it costs each call of torch two microseconds."""
 
     def __torch_function__(
@@ -129,7 +129,7 @@ class FastTorch(TorchFunctionMode):
             return None
         broadcasts = _broadcasts(query, key, value, **others)
         if broadcasts or (query.device.type == "cpu" and query.dtype in SIXTEEN_BITS):
-            self.is_of_use = True
+            self.is_usable = True
             are_told_apart = broadcasts or others.get("enable_gqa") or query.shape[1] == key.shape[1]
             if are_told_apart and not is_causal and not dropout_p:
                 found = attend(query, key, value, attn_mask, others.get("scale"))

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from transformers.cache_utils import Cache
 
-from hf_triton.runner.cache_layer import RowsLayer
+from hf_triton.runner.cache_layer import KVCacheLayer
 from hf_triton.runner.states import (
     AnyLayer,
     StatesLayer,
@@ -31,7 +31,7 @@ CUDA_SHAPE: Final = (8, 512)
 """Rows and columns that buffers on a CUDA device begin with: those that grow throw captured graphs away."""
 
 
-class KeyValueRows:
+class KVCache:
     """Buffers `[rows, heads, columns, head_dim]` for keys and for values of every layer.
 
     Rows `[:num_rows]` and columns `[first:clock]` are in use; row i has its tokens in the columns `[starts[i]:clock]`.
@@ -51,7 +51,7 @@ class KeyValueRows:
         """As `num_tokens`: what growing ahead of need respects; None: no limit."""
         self.cache = Cache(layers=[])
         """What the model's forward is given; it appends to the rows in use, at the clock."""
-        self.is_torn = False
+        self.is_corrupt = False
         """A move of the rows broke off in the middle: what they hold is lost."""
         self.bucket: tuple[int, int] | None = None
         """Rows and columns that the forward sees, see `padded_to`."""
@@ -123,23 +123,23 @@ class KeyValueRows:
         start = self.clock - length
         for layer, read in zip(self._layers(), kept_layers(prefilled), strict=True):
             layer.put(self.num_rows, slice(start, self.clock), read, row)
-        self.is_torn = True
+        self.is_corrupt = True
         self._starts.append(start)
         self.num_rows += 1
         self.first = min(self._starts)
         self._mark(self.num_rows - 1)
-        self.is_torn = False
+        self.is_corrupt = False
 
     def remove(self, row: int) -> None:
         """Free a row; the last one takes its place."""
         last = self.num_rows - 1
         if row != last:
-            self.is_torn = True
+            self.is_corrupt = True
             for layer in self._layers():
                 layer.replace(row, last)
             self._starts[row] = self._starts[last]
             self._mark(row)
-            self.is_torn = False
+            self.is_corrupt = False
         self._starts.pop()
         self.num_rows = last
         self._mask[last] = 0
@@ -153,7 +153,7 @@ class KeyValueRows:
     def read(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values `[heads, length, head_dim]` of a row's first tokens, layer by layer; views of the buffers."""
         columns = slice(self._starts[row], self._starts[row] + length)
-        layers = [layer for layer in self._layers() if isinstance(layer, RowsLayer)]
+        layers = [layer for layer in self._layers() if isinstance(layer, KVCacheLayer)]
         return [(layer.key_rows[row, :, columns], layer.value_rows[row, :, columns]) for layer in layers]
 
     def states(self, row: int) -> list[TextStates]:
@@ -166,14 +166,14 @@ class KeyValueRows:
             self._lay_out(self.shape, -self.first)
         self._make_room(self.num_rows, 0)
         self._mask[:, self.clock] = 1
-        self.is_torn = self._has_states()  # until the column is whole: no other forward can run it again
+        self.is_corrupt = self._has_states()  # until the column is whole: no other forward can run it again
 
     def advance(self) -> None:
         """The column made has a token of every row now."""
         self.clock += 1
         self.clock_index += 1
         self._positions[: self.num_rows] += 1
-        self.is_torn = False
+        self.is_corrupt = False
 
     def widen(self, columns: int) -> None:
         """Have so many columns at least."""
@@ -257,17 +257,17 @@ class KeyValueRows:
             self.allocation = object()
         # Where it breaks off, layers with larger buffers and the same contents in place go with those not reached.
         is_larger = shape[0] >= self.shape[0] and shape[1] >= self.shape[1]
-        self.is_torn = bool(by) or not is_larger
+        self.is_corrupt = bool(by) or not is_larger
         used = slice(self.first, self.clock)
         for layer in self._layers():
             layer.move(shape, used, by)
-        self.is_torn = True
+        self.is_corrupt = True
         self._mask, self._positions = mask, positions
         self._starts = [start + by for start in self._starts]
         self._set_clock(self.first + by, self.clock + by)
         for row in range(self.num_rows):
             self._mark(row)
-        self.is_torn = False
+        self.is_corrupt = False
 
     def _mark(self, row: int) -> None:
         start = self._starts[row]

@@ -9,10 +9,10 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 if TYPE_CHECKING:
-    from hf_triton.runner.cache import KeyValueRows
+    from hf_triton.runner.cache import KVCache
 
 
-class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+class KVCacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Buffers `[rows, heads, columns, head_dim]` of one layer, which begin without any rows and columns.
 
     Args:
@@ -20,7 +20,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         read: What the model's layer has written, of which heads, size, dtype and device are taken.
     """
 
-    def __init__(self, rows: KeyValueRows, read: DynamicLayer) -> None:
+    def __init__(self, rows: KVCache, read: DynamicLayer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rows = rows
         keys, values = read.keys, read.values

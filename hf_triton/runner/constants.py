@@ -22,7 +22,7 @@ class IndexConstants(TorchFunctionMode):
         self._constants: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
 
     @property
-    def is_of_use(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether there has been a list; entering it costs each call of torch a microsecond."""
         return bool(self._constants)
 

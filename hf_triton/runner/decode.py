@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 import torch
 
-from hf_triton.runner.cache import COLUMN_STEP, KeyValueRows
+from hf_triton.runner.cache import COLUMN_STEP, KVCache
 from hf_triton.runner.faults import is_memory, kind
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.rounding import agree
@@ -74,7 +74,7 @@ class Decoder:
         self._is_on_trial = False
 
     @torch.inference_mode()
-    def step(self, memory: KeyValueRows, newest: torch.Tensor) -> torch.Tensor:
+    def step(self, memory: KVCache, newest: torch.Tensor) -> torch.Tensor:
         """Run one token for every row and advance the clock.
 
         Args:
@@ -99,13 +99,13 @@ class Decoder:
         if self._forward.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run(self, memory: KeyValueRows, input_ids: torch.Tensor) -> torch.Tensor:
+    def _run(self, memory: KVCache, input_ids: torch.Tensor) -> torch.Tensor:
         mask, position_ids = memory.attention_mask(), memory.position_ids()
         return self._forward(input_ids, mask, memory.cache, position_ids=position_ids)[:, -1]
 
     # --- static shapes -----------------------------------------------------------------------------------------------
 
-    def _static(self, memory: KeyValueRows, input_ids: torch.Tensor) -> torch.Tensor | None:
+    def _static(self, memory: KVCache, input_ids: torch.Tensor) -> torch.Tensor | None:
         """The logits by a bucket; None where there is no way but an eager step."""
         if memory.allocation is not self._allocation:
             self._drop_graphs(memory)
@@ -121,11 +121,11 @@ class Decoder:
         graph.replay()
         return self._logits[: memory.num_rows]
 
-    def _run_bucket(self, memory: KeyValueRows, bucket: tuple[int, int]) -> torch.Tensor:
+    def _run_bucket(self, memory: KVCache, bucket: tuple[int, int]) -> torch.Tensor:
         with memory.padded_to(*bucket):
             return self._run(memory, self._input_ids[: bucket[0]])
 
-    def _try_capture(self, memory: KeyValueRows, bucket: tuple[int, int]) -> torch.cuda.CUDAGraph | None:
+    def _try_capture(self, memory: KVCache, bucket: tuple[int, int]) -> torch.cuda.CUDAGraph | None:
         """A bucket's graph; None where the device has no memory for it, or the model none at all."""
         try:
             with memory.states_kept():
@@ -135,7 +135,7 @@ class Decoder:
                 self._fall_back(kind(error))
             return None
 
-    def _capture(self, memory: KeyValueRows, bucket: tuple[int, int]) -> torch.cuda.CUDAGraph:
+    def _capture(self, memory: KVCache, bucket: tuple[int, int]) -> torch.cuda.CUDAGraph:
         """After one run on the stream, as torch asks for; both write what the step itself is going to write.
 
         Graphs share one pool of memory: they never run at a time, and none needs what another has left there.
@@ -159,7 +159,7 @@ class Decoder:
             current.wait_stream(stream)
         return graph
 
-    def _drop_graphs(self, memory: KeyValueRows | None) -> None:
+    def _drop_graphs(self, memory: KVCache | None) -> None:
         """Begin anew, for the buffers that this memory has now."""
         device = self._forward.device
         self._graphs = {}
@@ -188,7 +188,7 @@ class Decoder:
 
     def _agrees_with_eager(self) -> bool:
         """Whether static logits are the eager ones while texts join."""
-        memory = KeyValueRows(self._forward.device)
+        memory = KVCache(self._forward.device)
         memory.max_tokens = 0  # no more than needed
         newest: list[int] = []
         for length in TRIAL_PROMPTS:
@@ -208,7 +208,7 @@ class Decoder:
 
     def _agrees_when_wide(self) -> bool:
         """Whether they are in a bucket of `TRIAL_COLUMNS`; so they are taken to be where a model has none so wide."""
-        memory = KeyValueRows(self._forward.device)
+        memory = KVCache(self._forward.device)
         memory.max_tokens = 0
         newest = self._add_prompt(memory, TRIAL_PROMPTS[0]).argmax(-1).unsqueeze(1)
         memory.widen(TRIAL_COLUMNS)
@@ -224,7 +224,7 @@ class Decoder:
             return True  # a table of positions ends before
         return agree(eager, static, eager.dtype)
 
-    def _add_prompt(self, memory: KeyValueRows, length: int) -> torch.Tensor:
+    def _add_prompt(self, memory: KVCache, length: int) -> torch.Tensor:
         """Lay a prompt to try into the rows; the logits that follow it, `[1, vocabulary]`."""
         prefilled, logits = self._forward.prefill([7 * place % TRIAL_TOKENS for place in range(length)])
         memory.add(prefilled, 0, length)
@@ -246,7 +246,7 @@ def _waiting_refused() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _bucket(memory: KeyValueRows) -> tuple[int, int]:
+def _bucket(memory: KVCache) -> tuple[int, int]:
     """Rows (1, 2, 4, 8, 16, 24, 32, ...) and columns (128, 256, ..., 1024, 1280, ...) that hold what is in use."""
     rows, columns = memory.num_rows, memory.clock + 1
     rows = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8

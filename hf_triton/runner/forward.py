@@ -104,7 +104,7 @@ class Forward:
         length = self._long_rope.reading(num_context) if self._long_rope else nullcontext()
         with self._attention, self._constants or nullcontext(), length:
             logits: torch.Tensor = self._model(input_ids=input_ids, **arguments).logits
-        if self._constants and not self._constants.is_of_use:
+        if self._constants and not self._constants.is_usable:
             self._constants = None  # nor will it be
         return logits[:, -num_logits:]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key/value memory of all running rows: in lanes, so that a short text is not as wide as a long one beside it.
 
-A lane is a rectangle of rows (`KeyValueRows`), and a step runs the model once for each. That reads the weights once
+A lane is a rectangle of rows (`KVCache`), and a step runs the model once for each. That reads the weights once
 more and spares the attention the padding: a row gets a lane of its own where its padding in any other weighs more.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from transformers.cache_utils import Cache
 
-from hf_triton.runner.cache import KeyValueRows, buffer_tokens
+from hf_triton.runner.cache import KVCache, buffer_tokens
 from hf_triton.runner.states import TextStates
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Shape(NamedTuple):
     columns: int
 
 
-class Lanes:
+class KVCacheLanes:
     """All running rows, numbered through, lane after lane.
 
     Args:
@@ -43,7 +43,7 @@ class Lanes:
         self._max_padding = max_padding
         self._tokens_of_states = tokens_of_states
         self._lanes = [self._new_lane()]
-        self._is_torn = False
+        self._is_corrupt = False
 
     @property
     def num_tokens(self) -> int:
@@ -56,13 +56,13 @@ class Lanes:
         return max(lane.width for lane in self._lanes)
 
     @property
-    def is_torn(self) -> bool:
+    def is_corrupt(self) -> bool:
         """What the rows hold is lost: a move broke off, or a step in the middle of the lanes."""
-        return self._is_torn or any(lane.is_torn for lane in self._lanes)
+        return self._is_corrupt or any(lane.is_corrupt for lane in self._lanes)
 
-    @is_torn.setter
-    def is_torn(self, value: bool) -> None:
-        self._is_torn = value
+    @is_corrupt.setter
+    def is_corrupt(self, value: bool) -> None:
+        self._is_corrupt = value
 
     def tokens_with(self, lengths: list[int]) -> int:
         """Rows x columns of the smallest buffers for what is in use, new rows of these lengths, and a step of all."""
@@ -125,9 +125,9 @@ class Lanes:
         for lane in self._lanes:
             logits.append(decoder.step(lane, newest[start : start + lane.num_rows]))
             start += lane.num_rows
-            self._is_torn = True
+            self._is_corrupt = True
         all_logits = torch.cat(logits)
-        self._is_torn = False
+        self._is_corrupt = False
         return all_logits
 
     def trim(self) -> None:
@@ -139,8 +139,8 @@ class Lanes:
         """Give all memory back; there must be no row in use."""
         self._lanes[0].release()
 
-    def _new_lane(self) -> KeyValueRows:
-        return KeyValueRows(self._device, self._tokens_of_states)
+    def _new_lane(self) -> KVCache:
+        return KVCache(self._device, self._tokens_of_states)
 
     def _needs(self, lengths: list[int]) -> list[int]:
         """Rows x columns of the smallest buffers, lane by lane, those included that new rows of these lengths get."""
@@ -160,7 +160,7 @@ class Lanes:
     def _shapes(self) -> list[Shape]:
         return [Shape(lane.num_rows, lane.width) for lane in self._lanes]
 
-    def _find(self, row: int) -> tuple[KeyValueRows, int]:
+    def _find(self, row: int) -> tuple[KVCache, int]:
         for lane in self._lanes:
             if row < lane.num_rows:
                 return lane, row

@@ -26,7 +26,7 @@ def runs_numba() -> bool:
     return False
 
 
-def is_of_use(what: str, otherwise: str, try_out: Callable[[], bool | None]) -> bool:
+def is_usable(what: str, otherwise: str, try_out: Callable[[], bool | None]) -> bool:
     """Whether a kernel can be made and computes what it should; a line in the log where it does not.
 
     Args:

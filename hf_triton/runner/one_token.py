@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from hf_triton.runner.numba_here import is_of_use, runs_numba
+from hf_triton.runner.numba_here import is_usable, runs_numba
 from hf_triton.runner.rounding import agree
 
 LEAST_WIDTH: Final = 256
@@ -96,7 +96,7 @@ def _kernel(dtype: torch.dtype, size: int, value_size: int) -> ModuleType | None
 
         return _is_right(kernel, dtype, size, value_size) if dtype in kernel.READERS else None
 
-    if not runs_numba() or not is_of_use("attention", "torch computes it", try_out):
+    if not runs_numba() or not is_usable("attention", "torch computes it", try_out):
         return None
     from hf_triton.runner import attention_kernel
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Sharing = Literal["padded", "equal_length", "alone"]
-ReadingMode = Literal["in_pieces", "whole"]
+PrefillMode = Literal["in_pieces", "whole"]
 """How contexts may be read: a piece of any length at a time, which goes on from the last one, or in one forward."""
 
 PLAIN: Final[dict[str, Any]] = {
@@ -56,7 +56,7 @@ def asks_for(model: Any, name: str) -> bool:
     return value != NEUTRAL.get(name) if is_number else bool(value)
 
 
-def probe_sharing(model: Any) -> Sharing:
+def probe_batching(model: Any) -> Sharing:
     """What may share a batch: how a row's logits alone compare with its logits beside another row.
 
     Compares the first `NUM_STEPS` greedy steps. Recurrent models that ignore the attention mask fail with padding, and
@@ -74,16 +74,16 @@ def probe_sharing(model: Any) -> Sharing:
         return "alone"
 
 
-def probe_rolling(model: Any) -> ReadingMode | None:
+def probe_continuous_batching(model: Any) -> PrefillMode | None:
     """How a prompt is to be read to have, once it joins a running row, the logits that it has alone in `generate`.
 
     None where they are others however it is read.
     """
     try:
         alone = sample_logits(model)
-        if not same_logits(model, alone, _rolling_logits(model)):
+        if not same_logits(model, alone, _continuous_logits(model)):
             return None
-        if same_logits(model, alone[:1], _logits_in_pieces(model)):
+        if same_logits(model, alone[:1], _logits_in_chunks(model)):
             return "in_pieces"
         return "whole" if same_logits(model, alone[-1:], _logits_read_again(model, alone)) else None
     except Exception as error:  # no cache, or one of another kind
@@ -91,7 +91,7 @@ def probe_rolling(model: Any) -> ReadingMode | None:
         return None
 
 
-def _rolling_logits(model: Any) -> torch.Tensor:
+def _continuous_logits(model: Any) -> torch.Tensor:
     """The logits of a short prompt's first tokens beside a longer one, `[NUM_STEPS, 1, vocabulary]` float32 on the CPU.
 
     As the rolling engine does it: a prompt is read apart, joins the running row after a step of its own, and both go
@@ -99,13 +99,13 @@ def _rolling_logits(model: Any) -> torch.Tensor:
     """
     import torch
 
-    from hf_triton.runner.cache import KeyValueRows
+    from hf_triton.runner.cache import KVCache
     from hf_triton.runner.decode import Decoder
     from hf_triton.runner.forward import Forward
 
     short, _, long = (_prompt(model, *place) for place in PROMPTS)
     forward = Forward(model)
-    decoder, rows = Decoder(forward, "eager"), KeyValueRows(forward.device)
+    decoder, rows = Decoder(forward, "eager"), KVCache(forward.device)
 
     def join(prompt: list[int]) -> torch.Tensor:
         prefilled, logits = forward.prefill(prompt)
@@ -122,7 +122,7 @@ def _rolling_logits(model: Any) -> torch.Tensor:
     return torch.stack(found).float().cpu()
 
 
-def _logits_in_pieces(model: Any) -> torch.Tensor:
+def _logits_in_chunks(model: Any) -> torch.Tensor:
     """The first logits of a short prompt that is read beside a longer one, `[1, 2, vocabulary]` float32 on the CPU.
 
     In pieces, as the rolling engine reads: the first holds nothing but padding of the short prompt, the second a part

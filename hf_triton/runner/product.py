@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from hf_triton.runner.numba_here import is_of_use, runs_numba
+from hf_triton.runner.numba_here import is_usable, runs_numba
 from hf_triton.runner.rounding import agree
 
 MOST_VECTORS: Final = 64
@@ -126,7 +126,7 @@ def _has_kernel(dtype: torch.dtype) -> bool:
 
         return _is_right(dtype) if can_run(dtype) else None
 
-    return runs_numba() and is_of_use("linear layers", "oneDNN computes them", try_out)
+    return runs_numba() and is_usable("linear layers", "oneDNN computes them", try_out)
 
 
 @torch.inference_mode()

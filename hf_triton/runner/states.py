@@ -24,10 +24,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from hf_triton.runner.cache_layer import RowsLayer
+from hf_triton.runner.cache_layer import KVCacheLayer
 
 if TYPE_CHECKING:
-    from hf_triton.runner.cache import KeyValueRows
+    from hf_triton.runner.cache import KVCache
 
 EMPTY: Final[type] = getattr(cache_utils, "DummyLayer", type(None))
 """A layer that keeps nothing; 5.18 of transformers has none yet."""
@@ -36,7 +36,7 @@ EMPTY: Final[type] = getattr(cache_utils, "DummyLayer", type(None))
 class _InUse(dict[int, torch.Tensor | None]):
     """Buffers by their number; who asks for one is given the rows that the forward sees."""
 
-    def __init__(self, rows: KeyValueRows, read: Mapping[int, torch.Tensor | None]) -> None:
+    def __init__(self, rows: KVCache, read: Mapping[int, torch.Tensor | None]) -> None:
         super().__init__((at, states if states is None else states[:0].clone()) for at, states in read.items())
         self._rows = rows
 
@@ -62,7 +62,7 @@ class StatesLayer(LinearAttentionLayer):
     conv_states: _InUse
     recurrent_states: _InUse
 
-    def __init__(self, rows: KeyValueRows, read: LinearAttentionLayer) -> None:
+    def __init__(self, rows: KVCache, read: LinearAttentionLayer) -> None:
         super().__init__(number_of_states=read.number_of_states)
         self.conv_states = _InUse(rows, read.conv_states)
         self.recurrent_states = _InUse(rows, read.recurrent_states)
@@ -86,46 +86,46 @@ class StatesLayer(LinearAttentionLayer):
         self.recurrent_states.resize(shape[0])
 
 
-class RowsAndStatesLayer(StatesLayer, RowsLayer):  # type: ignore[misc, override, no-untyped-call]
+class KVCacheAndStatesLayer(StatesLayer, KVCacheLayer):  # type: ignore[misc, override, no-untyped-call]
     """A layer that has both. The arguments are those of either."""
 
-    is_compileable = RowsLayer.is_compileable
+    is_compileable = KVCacheLayer.is_compileable
 
-    def __init__(self, rows: KeyValueRows, read: LinearAttentionAndFullAttentionLayer) -> None:
+    def __init__(self, rows: KVCache, read: LinearAttentionAndFullAttentionLayer) -> None:
         StatesLayer.__init__(self, rows, read)
-        RowsLayer.__init__(self, rows, read)
+        KVCacheLayer.__init__(self, rows, read)
 
     def put(self, row: int, columns: slice, read: Any, place: int) -> None:
         """Lay one place of a batch that has been read into a row."""
-        RowsLayer.put(self, row, columns, read, place)
+        KVCacheLayer.put(self, row, columns, read, place)
         StatesLayer.put(self, row, columns, read, place)
 
     def replace(self, row: int, by: int) -> None:
         """Lay one row into another."""
-        RowsLayer.replace(self, row, by)
+        KVCacheLayer.replace(self, row, by)
         StatesLayer.replace(self, row, by)
 
     def move(self, shape: tuple[int, int], used: slice, by: int) -> None:
         """Give the buffers a shape, rows and columns, and move the columns in use `by` to the right."""
-        RowsLayer.move(self, shape, used, by)
+        KVCacheLayer.move(self, shape, used, by)
         StatesLayer.move(self, shape, used, by)
 
 
-AnyLayer = RowsLayer | StatesLayer
+AnyLayer = KVCacheLayer | StatesLayer
 TextStates = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
 """What a layer keeps of one text: states of convolutions and others by their numbers, each `[1, ...]`."""
 
 
-def layer_of_rows(rows: KeyValueRows, read: Any) -> Any:
+def layer_of_rows(rows: KVCache, read: Any) -> Any:
     """The rows' layer for one of a cache that has been read into.
 
     Raises:
         TypeError: It keeps something else: the model is not one for rows.
     """
-    makers: dict[type, Callable[[KeyValueRows, Any], Any]] = {
-        DynamicLayer: RowsLayer,
+    makers: dict[type, Callable[[KVCache, Any], Any]] = {
+        DynamicLayer: KVCacheLayer,
         LinearAttentionLayer: StatesLayer,
-        LinearAttentionAndFullAttentionLayer: RowsAndStatesLayer,
+        LinearAttentionAndFullAttentionLayer: KVCacheAndStatesLayer,
         EMPTY: lambda *_: EMPTY(),
     }
     if type(read) not in makers:

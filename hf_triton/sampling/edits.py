@@ -18,10 +18,10 @@ from hf_triton.runner.transfer import array_to_device, to_column, to_device, to_
 from hf_triton.sampling.history import Array
 
 if TYPE_CHECKING:
-    from hf_triton.sampling.picks import RowSampler
+    from hf_triton.sampling.picks import SequenceSampler
 
 
-def edit_scores(logits: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
+def edit_scores(logits: torch.Tensor, rows: Sequence[SequenceSampler]) -> torch.Tensor:
     """The scores after biases, penalties and bans, `[rows, vocabulary]`.
 
     Returns:
@@ -65,7 +65,7 @@ def _flattened(parts: Sequence[tuple[Array, ...]], size: int, device: torch.devi
     return tuple(array_to_device(column[is_written], device) for column in (places, *columns))
 
 
-def _apply_masks(scores: torch.Tensor, rows: Sequence[RowSampler]) -> bool:
+def _apply_masks(scores: torch.Tensor, rows: Sequence[SequenceSampler]) -> bool:
     """Leave of each row only what its constraint allows; whether there is any constraint."""
     masks = {index: row.constraint.mask() for index, row in enumerate(rows) if row.constraint}
     if not masks:
@@ -81,8 +81,8 @@ def _apply_masks(scores: torch.Tensor, rows: Sequence[RowSampler]) -> bool:
     return True
 
 
-def _leave_a_way_out(scores: torch.Tensor, logits: torch.Tensor, rows: Sequence[RowSampler]) -> None:
-    """Give a row in which every token is banned its only one: see `Picks`."""
+def _leave_a_way_out(scores: torch.Tensor, logits: torch.Tensor, rows: Sequence[SequenceSampler]) -> None:
+    """Give a row in which every token is banned its only one: see `SampledTokens`."""
     ends = [row.way_out(scores.shape[1]) for row in rows]
     ways_out = to_column([-1 if end is None else end for end in ends], scores.device, torch.int64)
     if None in ends:

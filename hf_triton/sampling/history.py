@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hf_triton.generation import SamplingPlan
+from hf_triton.generation import SamplingParams
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float32]
 FIRST_ROOM: Final = 64
 
 
-class TextHistory:
+class TokenHistory:
     """Biases, penalties and bans of one text's next token. It remembers only what its plan asks for.
 
     Args:
@@ -28,7 +28,7 @@ class TextHistory:
         eos_ids: The tokens that end the text.
     """
 
-    def __init__(self, plan: SamplingPlan, prompt_ids: Sequence[int], eos_ids: frozenset[int]) -> None:
+    def __init__(self, plan: SamplingParams, prompt_ids: Sequence[int], eos_ids: frozenset[int]) -> None:
         self._plan = plan
         self._prompt_ids = prompt_ids
         self._eos = eos_ids

@@ -37,7 +37,7 @@ class Constraint(Protocol):
         An end-of-sequence token may come exactly where the text may end.
         """
 
-    def settle(self, token_id: int) -> int:
+    def resolve_sampling_params(self, token_id: int) -> int:
         """The token itself where it may come and the text can still be ended behind it, else the first of `closing`.
 
         It changes nothing.

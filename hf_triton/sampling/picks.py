@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The next token of every row in one go, a different setting in each: edited, warped where a row draws, and picked.
 
-Picking changes nothing, `RowSampler.note` does: a step that failed after its picks is simply picked again, and a row
-that depends on its scores alone is picked for before the host has seen its last token.
+Sampling changes no state, `SequenceSampler.note` does: a step that fails after sampling is sampled again, and a row
+that depends on its scores alone is sampled before the host has seen its last token.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from hf_triton.generation import SamplingPlan
+from hf_triton.generation import SamplingParams
 from hf_triton.runner.transfer import ToHost, array_to_device, to_index
 from hf_triton.sampling.edits import edit_scores
-from hf_triton.sampling.history import TextHistory
+from hf_triton.sampling.history import TokenHistory
 from hf_triton.sampling.interface import Constraint, LogitsProcessor, TokenLogprobs
 from hf_triton.sampling.logprobs import table_of_logprobs
 from hf_triton.sampling.warp import warp_scores
 
 
 @dataclass(frozen=True)
-class Pick:
+class SampledToken:
     """A row's next token."""
 
     token_id: int
@@ -33,7 +33,7 @@ class Pick:
     """Where the row's plan wants them (`num_top_logprobs`)."""
 
 
-class RowSampler:
+class SequenceSampler:
     """How one row picks its tokens: its settings, what it has seen, and a random stream of its own.
 
     Args:
@@ -47,7 +47,7 @@ class RowSampler:
 
     def __init__(
         self,
-        plan: SamplingPlan,
+        plan: SamplingParams,
         copy: int,
         prompt_ids: Sequence[int],
         eos_ids: frozenset[int] = frozenset(),
@@ -58,7 +58,7 @@ class RowSampler:
         self.constraint = constraint
         self.processor = processor
         self._token_ids = list(prompt_ids) if processor else []
-        self.history = TextHistory(plan, prompt_ids, eos_ids)
+        self.history = TokenHistory(plan, prompt_ids, eos_ids)
         self.is_plain = not (plan.do_sample or self.edits_scores or plan.num_top_logprobs is not None)
         """Whether it takes the model's likeliest token and nothing else is wanted."""
         self._copy = copy
@@ -84,7 +84,7 @@ class RowSampler:
         """Decides a draw; 64 bits. One for each token, so the stream keeps step with the text.
 
         Args:
-            num_ahead: Picks before this one that were not noted yet.
+            num_ahead: SampledTokens before this one that were not noted yet.
         """
         while len(self._keys) <= num_ahead:
             self._keys.append(int(self._stream.integers(2**64, dtype=np.uint64)))
@@ -98,9 +98,9 @@ class RowSampler:
         """What the text needs to be whole, end-of-sequence included; nothing where it may hold anything."""
         return self.constraint.closing() if self.constraint else []
 
-    def settle(self, token_id: int) -> int:
+    def resolve_sampling_params(self, token_id: int) -> int:
         """The token, or another one where the row's constraint wants it."""
-        return self.constraint.settle(token_id) if self.constraint else token_id
+        return self.constraint.resolve_sampling_params(token_id) if self.constraint else token_id
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores `[vocabulary]` float32 by the row's own processor."""
@@ -118,7 +118,7 @@ class RowSampler:
             self._keys.popleft()
 
 
-class Picks:
+class SampledTokens:
     """The next token of every row, on the device and on its way to the host.
 
     A row in which every token is banned takes its end-of-sequence token (the lowest id of several), were it banned
@@ -130,10 +130,10 @@ class Picks:
         logits: `[rows, vocabulary]`, any float dtype and device; must stay as they are until `read` where a row wants
             log probabilities.
         rows: One for each row of `logits`.
-        num_ahead: Picks of these rows before this one that were not noted yet; 0 where any of them needs the host.
+        num_ahead: Tokens of these rows sampled before this one and not yet noted; 0 if any row needs the host.
     """
 
-    def __init__(self, logits: torch.Tensor, rows: Sequence[RowSampler], num_ahead: int = 0) -> None:
+    def __init__(self, logits: torch.Tensor, rows: Sequence[SequenceSampler], num_ahead: int = 0) -> None:
         self._rows = rows
         self._logits = logits if any(row.plan.num_top_logprobs is not None for row in rows) else None
         if all(row.is_plain for row in rows):
@@ -143,19 +143,21 @@ class Picks:
         """`[rows]` int64, as constraints find them."""
         self._copy = ToHost(self.tokens)
 
-    def read(self) -> list[Pick]:
+    def read(self) -> list[SampledToken]:
         """As constraints settle them; the one place where the host waits for the device."""
-        token_ids = [row.settle(token_id) for row, token_id in zip(self._rows, self._copy.tolist(), strict=True)]
+        token_ids = [
+            row.resolve_sampling_params(token_id) for row, token_id in zip(self._rows, self._copy.tolist(), strict=True)
+        ]
         logprobs = {} if self._logits is None else _logprobs_of_rows(self._logits, token_ids, self._rows)
-        return [Pick(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)]
+        return [SampledToken(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)]
 
 
-def pick_tokens(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[Pick]:
-    """The next token of every row, once it is on the host; see `Picks`."""
-    return Picks(logits, rows).read()
+def sample_tokens(logits: torch.Tensor, rows: Sequence[SequenceSampler]) -> list[SampledToken]:
+    """The next token of every row, once it is on the host; see `SampledTokens`."""
+    return SampledTokens(logits, rows).read()
 
 
-def _choose(scores: torch.Tensor, rows: Sequence[RowSampler], num_ahead: int) -> torch.Tensor:
+def _choose(scores: torch.Tensor, rows: Sequence[SequenceSampler], num_ahead: int) -> torch.Tensor:
     """The token id of each row of edited scores, on their device."""
     drawing = [index for index, row in enumerate(rows) if row.plan.do_sample]
     if len(drawing) == len(rows):
@@ -167,7 +169,7 @@ def _choose(scores: torch.Tensor, rows: Sequence[RowSampler], num_ahead: int) ->
     return tokens
 
 
-def _draw(scores: torch.Tensor, rows: Sequence[RowSampler], num_ahead: int) -> torch.Tensor:
+def _draw(scores: torch.Tensor, rows: Sequence[SequenceSampler], num_ahead: int) -> torch.Tensor:
     """Draw a token id for each row of `scores`, `[rows, vocabulary]` float32, by the Gumbel-max trick (Gumbel 1954).
 
     The highest of score and noise is a draw from the softmax. Noise is each token's own: where rounding moves scores by
@@ -198,7 +200,7 @@ def _gumbel(keys: Sequence[int], size: int, device: torch.device) -> torch.Tenso
 
 
 def _logprobs_of_rows(
-    logits: torch.Tensor, token_ids: Sequence[int], rows: Sequence[RowSampler]
+    logits: torch.Tensor, token_ids: Sequence[int], rows: Sequence[SequenceSampler]
 ) -> dict[int, TokenLogprobs]:
     """Those of the rows that want them, by row."""
     wanted = {index: num for index, row in enumerate(rows) if (num := row.plan.num_top_logprobs) is not None}

@@ -11,14 +11,14 @@ from typing import Final
 
 import torch
 
-from hf_triton.generation import SamplingPlan
+from hf_triton.generation import SamplingParams
 from hf_triton.runner.transfer import to_column, to_index
 
 FIRST_CANDIDATES: Final = 128  # a language model's nucleus is rarely larger; sorting a vocabulary on a CPU takes long
 CANDIDATES_GROWTH: Final = 8
 
 
-def warp_scores(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor:
+def warp_scores(scores: torch.Tensor, plans: Sequence[SamplingParams]) -> torch.Tensor:
     """The scores that rows draw from, minus infinity for what they may not draw.
 
     Args:
@@ -37,7 +37,7 @@ def warp_scores(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Te
     return scores
 
 
-def _floors(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor:
+def _floors(scores: torch.Tensor, plans: Sequence[SamplingParams]) -> torch.Tensor:
     """The lowest score that top_k, top_p and min_p leave each row, `[rows, 1]`."""
     size = scores.shape[1]
     floors = torch.full_like(scores[:, :1], -torch.inf)
@@ -53,7 +53,7 @@ def _floors(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor
     return floors
 
 
-def _top_k_floors(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor:
+def _top_k_floors(scores: torch.Tensor, plans: Sequence[SamplingParams]) -> torch.Tensor:
     """The lowest score of top_k, and of top_p among what that leaves."""
     sizes = to_column([plan.top_k for plan in plans], scores.device, torch.int64)
     ordered = scores.topk(max(plan.top_k for plan in plans)).values
@@ -65,7 +65,7 @@ def _top_k_floors(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.
     return floors.maximum(_nucleus_floors(ordered, normalisers, top_p))
 
 
-def _top_p_floors(scores: torch.Tensor, plans: Sequence[SamplingPlan]) -> torch.Tensor:
+def _top_p_floors(scores: torch.Tensor, plans: Sequence[SamplingParams]) -> torch.Tensor:
     """The lowest score of top_p among all tokens."""
     normalisers = scores.logsumexp(-1, keepdim=True)
     top_p = to_column([plan.top_p for plan in plans], scores.device, torch.float64)

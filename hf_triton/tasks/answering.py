@@ -17,11 +17,11 @@ from typing import Any, Final, Protocol
 
 from hf_triton.engine.interface import Completion, FinishReason, Outcome
 from hf_triton.errors import CancelledError, HfTritonError, where
-from hf_triton.generation import SamplingPlan, TaskPlan
+from hf_triton.generation import RequestParams, SamplingParams
 from hf_triton.sampling.interface import Constraint, LogitsProcessor, TokenLogprobs
 from hf_triton.tasks.hooks import CheckedHooks
 from hf_triton.text import TextCodec, TextStream, up_to_stop
-from hf_triton.wire import GeneratedText
+from hf_triton.wire import GeneratedOutput
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Reply(Protocol):
             piece: Joined, a text's pieces and what `finish` has of it are the text.
         """
 
-    def finish(self, make_texts: Callable[[], list[GeneratedText]], *, takes_long: bool) -> None:
+    def finish(self, make_texts: Callable[[], list[GeneratedOutput]], *, takes_long: bool) -> None:
         """There is an answer: the texts of all prompts in order.
 
         Args:
@@ -77,13 +77,13 @@ class Prompt:
     ids: list[int]
     preceding_ids: list[int]
     """The tokens that its texts follow: its own, or none where the model writes apart (T5)."""
-    plan: SamplingPlan
-    task: TaskPlan
+    plan: SamplingParams
+    task: RequestParams
     constraint: Callable[[], Constraint] | None = None
     """Makes what each of its texts may hold; None: anything."""
 
 
-class Answering:
+class ResponseBuilder:
     """Collects what becomes of a request's prompts and gives its one answer: with the last of them, or the first error.
 
     Args:
@@ -114,7 +114,7 @@ class Answering:
         self._hooks = hooks
         self._run_aside = run_aside
         listener = reply if streams and not hooks.overrides("postprocess") else None
-        self._writers = [_Writer(codec, prompt, hooks, listener, row) for row, prompt in enumerate(prompts)]
+        self._writers = [PromptOutputs(codec, prompt, hooks, listener, row) for row, prompt in enumerate(prompts)]
         if streams:
             reply.start(sum(prompt.plan.num_rows for prompt in prompts))
         self._completions: dict[int, list[Completion]] = {}
@@ -216,13 +216,13 @@ class Answering:
         num_logprobs = sum(len(each.logprobs or ()) + len(each.prompt_logprobs or ()) for each in completions)
         return num_tokens > MAX_QUICK_TOKENS or num_logprobs > MAX_QUICK_LOGPROBS
 
-    def _all_texts(self) -> list[GeneratedText]:
+    def _all_texts(self) -> list[GeneratedOutput]:
         try:
             return [text for row in range(len(self._prompts)) for text in self._texts(row)]
         except BaseException as error:  # as above
             raise fault("putting the answer together", error) from None
 
-    def _texts(self, row: int) -> list[GeneratedText]:
+    def _texts(self, row: int) -> list[GeneratedOutput]:
         """The texts of one prompt."""
         if self._is_cancelled():
             raise CancelledError
@@ -231,10 +231,12 @@ class Answering:
         prompt_logprobs = None if found is None else _logprobs_json(self._codec, [None, *found])
         return [self._text(writer, copy, each, prompt_logprobs) for copy, each in enumerate(completions)]
 
-    def _text(self, writer: _Writer, copy: int, completion: Completion, prompt_logprobs: str | None) -> GeneratedText:
+    def _text(
+        self, writer: PromptOutputs, copy: int, completion: Completion, prompt_logprobs: str | None
+    ) -> GeneratedOutput:
         logprobs = completion.logprobs
         text, is_stopped = writer.finish(copy, completion)
-        return GeneratedText(
+        return GeneratedOutput(
             text=text,
             finish_reason="stop" if is_stopped else FINISH_REASONS[completion.finish_reason],
             num_input_tokens=len(writer.prompt.ids),
@@ -245,7 +247,7 @@ class Answering:
         )
 
 
-class _Writer:
+class PromptOutputs:
     """Writes the texts of one prompt.
 
     Args:

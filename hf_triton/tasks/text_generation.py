@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 
 from hf_triton.chat import Chat
 from hf_triton.chat_template import ChatTemplate
-from hf_triton.engine.interface import Engine, EngineLoad, Observer, RequestTimes, Sequence, eos_ids
+from hf_triton.engine.interface import Engine, EngineLoad, Observer, RequestTimes, SequenceGroup, eos_ids
 from hf_triton.errors import HfTritonError, RequestError, SettingsError
 from hf_triton.generation import (
     GenerationParameters,
-    SamplingPlan,
-    TaskPlan,
+    RequestParams,
+    SamplingParams,
     check_token_ids,
     parse_parameters,
-    settle,
-    settle_task,
+    resolve_request_params,
+    resolve_sampling_params,
 )
 from hf_triton.grammar import GrammarCompiler
 from hf_triton.settings import ModelSettings
-from hf_triton.tasks.answering import Answering, Prompt, Reply, fault
+from hf_triton.tasks.answering import Prompt, Reply, ResponseBuilder, fault
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
 from hf_triton.tasks.preparing import Preparation, Preparations, least_max_time_s
 from hf_triton.text import TextCodec
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 NUM_TOKENIZER_THREADS = 2  # tokenizers run outside the interpreter's lock: a long prompt does not hold up a short one
 NUM_HOOK_THREADS = 16  # `build_prompt` and `postprocess` may wait for other services
 MAX_TURN_S = 0.05  # of a request with many prompts, then others have their turn
-MAX_QUICK_CHARACTERS = 1000  # of a prompt that is tokenized at once, in some 0.2 ms: less than another thread costs
+MAX_INLINE_CHARACTERS = 1000  # of a prompt that is tokenized at once, in some 0.2 ms: less than another thread costs
 NUM_BAD_WORDS_KEPT = 32  # the prompts of a request, and often the requests of a client, have the same ones
 
 Steps = Iterator[ThreadPoolExecutor]
@@ -143,12 +143,12 @@ class TextGeneration:
         Raises:
             HfTritonError: No such request could be answered.
         """
-        task = settle_task(GenerationParameters(), *self._defaults)
+        task = resolve_request_params(GenerationParameters(), *self._defaults)
         asked = next((each.max_new_tokens for each in self._defaults if each.max_new_tokens is not None), None)
         plan = self._plan(0, 1, GenerationParameters(max_new_tokens=asked))
-        misfit = self._engine.misfit(Sequence([0], plan, lambda _: None))
-        if misfit is not None:
-            raise misfit
+        admission_error = self._engine.admission_error(SequenceGroup([0], plan, lambda _: None))
+        if admission_error is not None:
+            raise admission_error
         if task.grammar:
             self._grammars.compile(task.grammar, plan)
 
@@ -175,7 +175,7 @@ class TextGeneration:
         return (
             isinstance(prompt, str)
             and not others
-            and len(prompt) <= MAX_QUICK_CHARACTERS
+            and len(prompt) <= MAX_INLINE_CHARACTERS
             and not (self._has_slow_defaults or parameters.bad_words is not None or self._follows_grammar(parameters))
             and self._codec.is_fast
             and not self._hooks.overrides("build_prompt")
@@ -241,7 +241,7 @@ class TextGeneration:
         prompts = preparation.prompts
         for row, parameters in enumerate(preparation.request.parameters):
             yield self._tokenizers
-            prompts.append(self._read_prompt(preparation, row, settle_task(parameters, *self._defaults)))
+            prompts.append(self._read_prompt(preparation, row, resolve_request_params(parameters, *self._defaults)))
         for row, prompt in enumerate(prompts):
             if prompt.task.grammar:
                 is_known = self._grammars.knows(prompt.task.grammar, prompt.plan)
@@ -249,8 +249,8 @@ class TextGeneration:
                 plan, constraint = self._grammars.compile(prompt.task.grammar, prompt.plan)
                 prompts[row] = replace(prompt, plan=plan, constraint=constraint)
 
-    def _sequences(self, preparation: Preparation) -> list[Sequence]:
-        answering = Answering(
+    def _sequences(self, preparation: Preparation) -> list[SequenceGroup]:
+        answering = ResponseBuilder(
             preparation.prompts,
             self._codec,
             preparation.reply,
@@ -260,7 +260,7 @@ class TextGeneration:
             run_aside=self._finishers.submit,
         )
         return [
-            Sequence(
+            SequenceGroup(
                 prompt.ids,
                 prompt.plan,
                 on_finish=partial(answering.put, row),
@@ -275,7 +275,7 @@ class TextGeneration:
             for row, prompt in enumerate(preparation.prompts)
         ]
 
-    def _read_prompt(self, preparation: Preparation, row: int, task: TaskPlan) -> Prompt:
+    def _read_prompt(self, preparation: Preparation, row: int, task: RequestParams) -> Prompt:
         """All of a prompt but what it must follow."""
         request, streams = preparation.request, preparation.streams
         options, parameters, given = request.options, request.parameters[row], request.prompts[row]
@@ -299,7 +299,7 @@ class TextGeneration:
             task=task,
         )
 
-    def _plan(self, row: int, num_prompt_tokens: int, parameters: GenerationParameters) -> SamplingPlan:
+    def _plan(self, row: int, num_prompt_tokens: int, parameters: GenerationParameters) -> SamplingParams:
         """The settled plan of one prompt, checked against the context and the vocabulary.
 
         Raises:
@@ -321,7 +321,7 @@ class TextGeneration:
                     f"text_input row {row} has {num_prompt_tokens} tokens, which leaves room for {name} <= {room} "
                     f"in the context of {self._context_length}, got {asked}",
                 )
-        plan = settle(parameters, *self._defaults, max_new_tokens=self._max_output_length)
+        plan = resolve_sampling_params(parameters, *self._defaults, max_new_tokens=self._max_output_length)
         plan = replace(plan, max_new_tokens=min(plan.max_new_tokens, room))
         if plan.num_rows > self._max_rows:
             name = "num_return_sequences" if plan.best_of is None else "best_of"

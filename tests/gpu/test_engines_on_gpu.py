@@ -15,12 +15,12 @@ from accelerate import dispatch_model
 
 from hf_triton.checkpoint import Checkpoint, Placement, load_checkpoint
 from hf_triton.engine import prefill
-from hf_triton.engine.prefill import Pieces
-from hf_triton.engine.rolling import RollingEngine
-from hf_triton.generation import SamplingPlan
+from hf_triton.engine.prefill import ChunkSizes
+from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.generation import SamplingParams
 from hf_triton.hub import Hub
 from hf_triton.runner.decode import DecodingMode
-from hf_triton.sampling.picks import RowSampler, pick_tokens
+from hf_triton.sampling.picks import SequenceSampler, sample_tokens
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import build_tiny_checkpoint
 from tests.architectures import BATCH, ROLLING, WHOLE, build
@@ -32,9 +32,9 @@ from tests.running_texts import prompts
 from tests.simulated_gpu import CAPTURE, HAS_GPU, Device
 
 PLANS = {
-    "greedy": SamplingPlan(40),
-    "drawn": SamplingPlan(40, do_sample=True, temperature=0.8, top_k=20, top_p=0.9, seed=3),
-    "penalised": SamplingPlan(40, repetition_penalty=1.2),
+    "greedy": SamplingParams(40),
+    "drawn": SamplingParams(40, do_sample=True, temperature=0.8, top_k=20, top_p=0.9, seed=3),
+    "penalised": SamplingParams(40, repetition_penalty=1.2),
 }
 
 
@@ -43,7 +43,7 @@ def check(engine: Any, reference: Any, count: int = 12) -> None:
     client, source = Client(engine), random.Random(1)
     contexts = prompts(count, longest=40)
     contexts += [[*source.choice(contexts), 5, number + 6] for number in range(count)]
-    items = [(prompt, SamplingPlan(1 + number % 23)) for number, prompt in enumerate(contexts)]
+    items = [(prompt, SamplingParams(1 + number % 23)) for number, prompt in enumerate(contexts)]
     for item in items:
         client.submit(*item)
     for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
@@ -55,7 +55,7 @@ def check(engine: Any, reference: Any, count: int = 12) -> None:
 def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: DecodingMode) -> None:
     plain = build(*ROLLING[name])
     model = copy.deepcopy(plain).to("cuda")
-    with closing(RollingEngine(model, max_rows=5, decoding=decoding)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=5, decoding=decoding)) as engine:
         check(engine, model if HAS_GPU else plain)
 
 
@@ -64,10 +64,10 @@ def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: Dec
 def test_states_on_a_device_are_gone_on_from(
     name: str, decoding: DecodingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prefill.PIECES, "cuda", Pieces(64, 32, per_weights=4))
+    monkeypatch.setitem(prefill.CHUNK_SIZES, "cuda", ChunkSizes(64, 32, per_weights=4))
     plain, shares = build(*ROLLING[name]), Shares()
     model = copy.deepcopy(plain).to("cuda")
-    with closing(RollingEngine(model, max_rows=5, decoding=decoding, observer=shares)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=5, decoding=decoding, observer=shares)) as engine:
         check(engine, model if HAS_GPU else plain)
     assert sum(count > 0 for count in shares.counts) > 5
 
@@ -78,7 +78,7 @@ def test_prompts_that_are_read_whole(name: str, decoding: DecodingMode) -> None:
     plain = build(*WHOLE[name])
     model = copy.deepcopy(plain).to("cuda")
     with closing(start_engine(model, max_rows=5, context_length=128, decoding=decoding)) as engine:
-        assert isinstance(engine, RollingEngine)
+        assert isinstance(engine, ContinuousBatchingEngine)
         check(engine, model if HAS_GPU else plain)
 
 
@@ -87,7 +87,7 @@ def test_the_batch_engine_writes_what_generate_writes(name: str) -> None:
     plain = build(*BATCH[name])
     model = copy.deepcopy(plain).to("cuda")
     with closing(start_engine(model, max_rows=4, context_length=128)) as engine:
-        assert not isinstance(engine, RollingEngine)
+        assert not isinstance(engine, ContinuousBatchingEngine)
         check(engine, model if HAS_GPU else plain, count=6)
 
 
@@ -99,7 +99,7 @@ def test_a_model_on_several_devices(name: str) -> None:
         pytest.skip("there is one device")
     plain = build(*ROLLING[name])
     model = copy.deepcopy(plain)
-    with closing(RollingEngine(dispatch_model(model, in_two(model)), max_rows=5)) as engine:
+    with closing(ContinuousBatchingEngine(dispatch_model(model, in_two(model)), max_rows=5)) as engine:
         assert engine._device == torch.device("cuda", 0)
         check(engine, plain)
 
@@ -124,23 +124,23 @@ def in_two(model: torch.nn.Module) -> dict[str, str]:
 
 @pytest.mark.skipif(HAS_GPU, reason="a real device does not say who waited for it")
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_running_rows_wait_for_nothing_but_their_tokens(plan: SamplingPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_rows_wait_for_nothing_but_their_tokens(plan: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
     reads = threading.local()
-    wait, advance = Device.wait, RollingEngine._advance_prefill
+    wait, advance = Device.wait, ContinuousBatchingEngine._advance_prefill
 
     def note(device: Device, operation: object) -> None:
         wait(device, operation)
         if threading.current_thread().name == "hf_triton-engine" and not getattr(reads, "now", False):
             waits.append(str(operation))
 
-    def read(engine: RollingEngine) -> None:
+    def read(engine: ContinuousBatchingEngine) -> None:
         reads.now = True
         advance(engine)
         reads.now = False
 
-    monkeypatch.setattr(RollingEngine, "_advance_prefill", read)
-    with closing(RollingEngine(build(*ROLLING["granite"]).to("cuda"), max_rows=8)) as engine:
+    monkeypatch.setattr(ContinuousBatchingEngine, "_advance_prefill", read)
+    with closing(ContinuousBatchingEngine(build(*ROLLING["granite"]).to("cuda"), max_rows=8)) as engine:
         monkeypatch.setattr(Device, "wait", note)
         client = Client(engine)
         for prompt in prompts(12):
@@ -156,15 +156,15 @@ def test_a_device_picks_what_the_host_picks() -> None:
     source = random.Random(0)
     logits = torch.randn(4 * len(ONE_BY_ONE), VOCABULARY, generator=torch.Generator().manual_seed(0)) * 4
 
-    def samplers() -> list[RowSampler]:
+    def samplers() -> list[SequenceSampler]:
         source.seed(1)
         rows = []
         for number, arguments in enumerate([*ONE_BY_ONE.values()] * 4):
-            plan = SamplingPlan(99, do_sample=number % 2 == 0, seed=number, **arguments)
+            plan = SamplingParams(99, do_sample=number % 2 == 0, seed=number, **arguments)
             rows.append(Text(source).sampler(dataclasses.replace(plan, logprobs=number % 3 or None)))
         return rows
 
-    on_host, on_device = pick_tokens(logits, samplers()), pick_tokens(logits.to("cuda"), samplers())
+    on_host, on_device = sample_tokens(logits, samplers()), sample_tokens(logits.to("cuda"), samplers())
     assert [pick.token_id for pick in on_device] == [pick.token_id for pick in on_host]
     for found, wanted in zip(on_device, on_host, strict=True):
         assert (found.logprobs is None) is (wanted.logprobs is None)
@@ -187,7 +187,7 @@ def test_a_checkpoint_is_served_from_its_device(name: str, is_rolling: bool, tmp
     model = load(tmp_path, Placement("GPU", last)).model
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cuda", last)}
     with closing(start_engine(model, max_rows=5, context_length=128)) as engine:
-        assert isinstance(engine, RollingEngine) is is_rolling
+        assert isinstance(engine, ContinuousBatchingEngine) is is_rolling
         check(engine, model if HAS_GPU else load_reference(tmp_path).model)
 
 

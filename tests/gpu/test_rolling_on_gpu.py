@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_triton.generation import SamplingPlan
+from hf_triton.generation import SamplingParams
 from hf_triton.runner import cache, decode
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
-from hf_triton.sampling.picks import Picks, RowSampler
+from hf_triton.sampling.picks import SampledTokens, SequenceSampler
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.architectures import ROLLING, WHOLE, build
 from tests.models.test_rolling_engine import NOT_ROLLING
@@ -141,22 +141,22 @@ def test_a_graph_that_cannot_be_had_leaves_the_states_to_an_eager_step(
     assert len(captured) > 5
 
 
-PLANS = (SamplingPlan(9), SamplingPlan(9, do_sample=True, top_p=0.9, top_k=5, temperature=0.7, seed=1))
+PLANS = (SamplingParams(9), SamplingParams(9, do_sample=True, top_p=0.9, top_k=5, temperature=0.7, seed=1))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("plans", [PLANS[:1] * 3, PLANS[1:] * 3, [*PLANS, PLANS[0]]], ids=["greedy", "drawn", "mixed"])
-def test_a_step_waits_for_the_device_nowhere(plans: list[SamplingPlan]) -> None:
-    samplers = [RowSampler(plan, 0, []) for plan in plans]
+def test_a_step_waits_for_the_device_nowhere(plans: list[SamplingParams]) -> None:
+    samplers = [SequenceSampler(plan, 0, []) for plan in plans]
     texts = Texts(load("llama"), "cuda_graphs")
     for number, prompt in enumerate(prompts(3, longest=8)):
         texts.join(number, prompt)
     texts.step()
-    Picks(texts.step(), samplers).read()  # what is allocated at the first time
-    picks = Picks(texts.decoder.step(texts.memory, texts.newest()), samplers)
+    SampledTokens(texts.step(), samplers).read()  # what is allocated at the first time
+    picks = SampledTokens(texts.decoder.step(texts.memory, texts.newest()), samplers)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        ahead = Picks(texts.decoder.step(texts.memory, picks.tokens), samplers, 1)
+        ahead = SampledTokens(texts.decoder.step(texts.memory, picks.tokens), samplers, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(picks.read()) == len(ahead.read()) == 3

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_triton.generation import SamplingPlan
+from hf_triton.generation import SamplingParams
 from hf_triton.runner import attention, one_token
 from hf_triton.runner.attention import FastAttention, FastTorch
 from hf_triton.runner.decode import DecodingMode
@@ -84,7 +84,7 @@ def test_attention_is_what_torch_broadcasts(mask: str, new: int, dtype: torch.dt
         in_order = scaled_dot_product_attention(query, key, value, attn_mask, 0.0, False, scale=0.3)
     torch.testing.assert_close(by_name, wanted)
     torch.testing.assert_close(in_order, wanted)
-    assert mode.is_of_use
+    assert mode.is_usable
     assert all(queries == keys for queries, keys in calls.heads)
     assert calls.keys == [(torch.float32, COLUMNS)] * 2
 
@@ -117,7 +117,7 @@ def test_other_attention_is_left_alone() -> None:
         scaled_dot_product_attention(query, key, value, enable_gqa=True)
         scaled_dot_product_attention(query, query, query)
         scaled_dot_product_attention(key, key, value)
-    assert not mode.is_of_use
+    assert not mode.is_usable
 
 
 def sixteen_bits(heads: int, key_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -137,7 +137,7 @@ def test_one_token_in_16_bits_is_no_call_of_torch(key_heads: int, options: dict[
     with calls, mode:
         found = scaled_dot_product_attention(query, key, value, **options)
     torch.testing.assert_close(found, wanted)
-    assert mode.is_of_use
+    assert mode.is_usable
     assert not calls.heads
 
 
@@ -160,7 +160,7 @@ def test_a_device_of_its_own_and_three_dimensions_are_left_to_torch(device: str)
         assert scaled_dot_product_attention(query[0], key[0], value[0]).shape == query[0].shape
         if device != "cpu":
             assert scaled_dot_product_attention(query, key, value).shape == query.shape
-    assert not mode.is_of_use
+    assert not mode.is_usable
 
 
 @pytest.mark.usefixtures("however_small")
@@ -287,7 +287,7 @@ def test_a_batch_of_generate_has_it_too(monkeypatch: pytest.MonkeyPatch, tmp_pat
     engine = start_engine(model, max_rows=2, context_length=64)
     try:
         client = Client(engine)
-        client.submit([3, 4, 5], SamplingPlan(4))
+        client.submit([3, 4, 5], SamplingParams(4))
         client.outcomes()
     finally:
         engine.close()

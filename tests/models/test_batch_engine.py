@@ -17,8 +17,8 @@ from transformers import WatermarkingConfig
 from hf_triton.checkpoint import Checkpoint
 from hf_triton.choose_engine import NOWHERE, build_engine
 from hf_triton.engine.batch import BatchEngine
-from hf_triton.engine.interface import Completion, Outcome, Sequence
-from hf_triton.engine.rolling import RollingEngine
+from hf_triton.engine.interface import Completion, Outcome, SequenceGroup
+from hf_triton.engine.rolling import ContinuousBatchingEngine
 from hf_triton.errors import (
     CancelledError,
     CheckpointError,
@@ -27,8 +27,8 @@ from hf_triton.errors import (
     RequestError,
     UnavailableError,
 )
-from hf_triton.generation import SamplingPlan, parse_parameters, settle
-from hf_triton.runner.probe import Sharing, probe_sharing
+from hf_triton.generation import SamplingParams, parse_parameters, resolve_sampling_params
+from hf_triton.runner.probe import Sharing, probe_batching
 from hf_triton.sampling.interface import TokenLogprobs
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
@@ -90,7 +90,7 @@ class Asked:
     """One sequence given to an engine, and what came back: a list, so that a second answer would be seen."""
 
     prompt_ids: list[int]
-    plan: SamplingPlan
+    plan: SamplingParams
     on_token: Callable[["Asked"], bool] = lambda asked: False
     """Called after a token was taken down in `told`."""
     told: list[tuple[int, int]] = field(default_factory=list)
@@ -102,8 +102,8 @@ class Asked:
         self.outcomes.append(outcome)
         self.is_done.set()
 
-    def sequence(self, is_cancelled: Callable[[], bool] = lambda: False, **arguments: Any) -> Sequence:
-        return Sequence(self.prompt_ids, self.plan, self.finish, is_cancelled, self._tell, **arguments)
+    def sequence(self, is_cancelled: Callable[[], bool] = lambda: False, **arguments: Any) -> SequenceGroup:
+        return SequenceGroup(self.prompt_ids, self.plan, self.finish, is_cancelled, self._tell, **arguments)
 
     def _tell(self, copy: int, token_id: int) -> bool:
         self.told.append((copy, token_id))
@@ -162,7 +162,7 @@ def mixed(count: int, seed: int = 0) -> list[Asked]:
     """Prompts and lengths of all kinds, some with a repetition penalty."""
     source = random.Random(seed)
     return [
-        Asked(ids, SamplingPlan(source.randint(1, 16), repetition_penalty=(1.0, 0.2, 1.3, 1.0)[place % 4]))
+        Asked(ids, SamplingParams(source.randint(1, 16), repetition_penalty=(1.0, 0.2, 1.3, 1.0)[place % 4]))
         for place, ids in enumerate(draw_prompts(count, seed))
     ]
 
@@ -182,7 +182,7 @@ def test_greedy_text_is_transformers_own_whatever_the_company(
     model = model_of(architecture)
     asked = mixed(12)
     wanted = [expected(model, each) for each in asked]
-    sharing = probe_sharing(model)
+    sharing = probe_batching(model)
     assert sharing == SHARED_BY.get(architecture, "padded")
     spy = Spy(model)
     with Bench(spy, sharing) as bench:
@@ -194,7 +194,7 @@ def test_greedy_text_is_transformers_own_whatever_the_company(
 @pytest.mark.parametrize("sharing", ["padded", "equal_length", "alone"])
 def test_every_kind_of_sharing_gives_the_same_text(sharing: Sharing, llama: Any) -> None:
     prompts = [*draw_prompts(6, longest=3), *([[7, 8, 9]] * 2)]
-    asked = [Asked(ids, SamplingPlan(8)) for ids in prompts]
+    asked = [Asked(ids, SamplingParams(8)) for ids in prompts]
     spy = Spy(llama)
     with Bench(spy, sharing) as bench:
         bench.run(asked)
@@ -207,7 +207,7 @@ def test_every_kind_of_sharing_gives_the_same_text(sharing: Sharing, llama: Any)
 @pytest.mark.parametrize("penalty", [0.1, 1.5])
 def test_a_repetition_penalty_does_not_see_the_padding(penalty: float, llama: Any) -> None:
     """Below 1 it draws in what a row holds already: in short prompts beside a long one that would be the padding."""
-    plan = SamplingPlan(6, repetition_penalty=penalty)
+    plan = SamplingParams(6, repetition_penalty=penalty)
     asked = [Asked(ids, plan) for ids in [*draw_prompts(1), *([token] for token in range(10, 40))]]
     wanted = [[expected(llama, each)] for each in asked]
     with Bench(llama) as bench:
@@ -216,7 +216,7 @@ def test_a_repetition_penalty_does_not_see_the_padding(penalty: float, llama: An
 
 
 def test_max_rows_bounds_every_batch(llama: Any) -> None:
-    asked = [Asked(ids, SamplingPlan(4)) for ids in draw_prompts(11)]
+    asked = [Asked(ids, SamplingParams(4)) for ids in draw_prompts(11)]
     spy = Spy(llama)
     with Bench(spy, max_rows=4) as bench:
         bench.run(asked)
@@ -263,7 +263,7 @@ def test_what_the_checkpoint_asks_of_generate_holds_for_each_row_alone(
         monkeypatch.setattr(model.generation_config, key, value)
     own = Checkpoint(None, model, 4096).generation_defaults()
     asked = [
-        Asked(ids, settle(parse_parameters({"max_new_tokens": length, "do_sample": False}), own))
+        Asked(ids, resolve_sampling_params(parse_parameters({"max_new_tokens": length, "do_sample": False}), own))
         for ids, length in [*((each.prompt_ids, each.plan.max_new_tokens) for each in mixed(10)), ([7], 8)]
     ]
     wanted = [solo_ids(model, each.prompt_ids, each.plan.max_new_tokens) for each in asked]
@@ -279,7 +279,7 @@ def test_a_request_can_switch_off_what_the_checkpoint_asks_for(llama: Any, monke
     for name, value in {"repetition_penalty": 3.0, "no_repeat_ngram_size": 1, "min_new_tokens": 11}.items():
         monkeypatch.setattr(llama.generation_config, name, value)
     own = Checkpoint(None, llama, 4096).generation_defaults()
-    plans = [settle(parse_parameters({"max_new_tokens": 12, **off}), own) for off in (neutral, {})]
+    plans = [resolve_sampling_params(parse_parameters({"max_new_tokens": 12, **off}), own) for off in (neutral, {})]
     asked = [Asked(ids, plan) for plan in plans for ids in prompts]
     with Bench(llama) as bench:
         bench.run(asked)
@@ -291,11 +291,11 @@ def test_a_request_can_switch_off_what_the_checkpoint_asks_for(llama: Any, monke
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
-def random_plans(count: int) -> list[SamplingPlan]:
+def random_plans(count: int) -> list[SamplingParams]:
     """Greedy and drawn, short and long, seeded where drawn."""
     source = random.Random(count)
     drawn = [
-        SamplingPlan(
+        SamplingParams(
             source.randint(1, 14),
             do_sample=True,
             temperature=source.choice([0.7, 1.5, 5.0]),
@@ -307,7 +307,7 @@ def random_plans(count: int) -> list[SamplingPlan]:
         )
         for _ in range(count)
     ]
-    greedy = [SamplingPlan(source.randint(1, 14), repetition_penalty=source.choice([1.0, 0.5])) for _ in range(count)]
+    greedy = [SamplingParams(source.randint(1, 14), repetition_penalty=source.choice([1.0, 0.5])) for _ in range(count)]
     return [plan for pair in zip(drawn, greedy, strict=True) for plan in pair]
 
 
@@ -316,7 +316,7 @@ def test_settings_and_a_seed_decide_the_text_whatever_the_company(
     architecture: str, model_of: Callable[[str], Any]
 ) -> None:
     model = model_of(architecture)
-    sharing = probe_sharing(model)
+    sharing = probe_batching(model)
     plans = random_plans(5)
     together = [Asked(ids, plan) for ids, plan in zip(draw_prompts(10), plans, strict=True)]
     alone = [Asked(each.prompt_ids, each.plan) for each in together]
@@ -339,14 +339,14 @@ def test_both_engines_write_the_same(architecture: str, model_of: Callable[[str]
     asked, again = ([Asked(ids, plan) for ids, plan in zip(draw_prompts(10), plans, strict=True)] for _ in range(2))
     with Bench(model) as bench:
         bench.run(asked)
-    rolling = RollingEngine(model, max_rows=8)
+    rolling = ContinuousBatchingEngine(model, max_rows=8)
     rolling.submit([each.sequence() for each in again])
     assert [each.completions for each in asked] == [each.completions for each in again]
     rolling.close()
 
 
 def test_unseeded_texts_differ(llama: Any) -> None:
-    asked = [Asked([5, 6], SamplingPlan(12, do_sample=True, temperature=5.0)) for _ in range(2)]
+    asked = [Asked([5, 6], SamplingParams(12, do_sample=True, temperature=5.0)) for _ in range(2)]
     with Bench(llama) as bench:
         bench.run(asked)
     assert asked[0].token_ids != asked[1].token_ids  # equal once in 10^20 times
@@ -362,8 +362,8 @@ SHARP: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SHARP)
 def test_rows_sample_with_their_own_settings(name: str, llama: Any) -> None:
     """A row that is greedy in all but name, among rows that take any of 384 tokens: each keeps to its own."""
-    sharp = SamplingPlan(12, do_sample=True, **({"temperature": 100.0} | SHARP[name]))
-    hot = SamplingPlan(12, do_sample=True, temperature=100.0)
+    sharp = SamplingParams(12, do_sample=True, **({"temperature": 100.0} | SHARP[name]))
+    hot = SamplingParams(12, do_sample=True, temperature=100.0)
     prompts = draw_prompts(8)
     asked = [Asked(ids, plan) for ids in prompts for plan in (hot, sharp)]
     with Bench(llama) as bench:
@@ -375,7 +375,7 @@ def test_rows_sample_with_their_own_settings(name: str, llama: Any) -> None:
 
 @pytest.mark.parametrize("sharing", ["padded", "alone"])
 def test_sequences_of_one_prompt_differ_and_repeat_with_their_seed(sharing: Sharing, llama: Any) -> None:
-    plan = SamplingPlan(8, do_sample=True, temperature=2.0, seed=5, num_return_sequences=4)
+    plan = SamplingParams(8, do_sample=True, temperature=2.0, seed=5, num_return_sequences=4)
     first, second = Asked([9, 10, 11], plan), Asked([9, 10, 11], plan)
     spy = Spy(llama)
     with Bench(spy, sharing, max_rows=3) as bench:  # more sequences than rows: one prompt is never refused for it
@@ -387,8 +387,8 @@ def test_sequences_of_one_prompt_differ_and_repeat_with_their_seed(sharing: Shar
 
 def test_of_the_best_the_likeliest_are_kept(llama: Any) -> None:
     drawn = {"do_sample": True, "temperature": 3.0, "seed": 1, "logprobs": 0}
-    every = Asked([9, 10, 11], SamplingPlan(6, num_return_sequences=5, **drawn))
-    best = Asked([9, 10, 11], SamplingPlan(6, num_return_sequences=2, best_of=5, **drawn))
+    every = Asked([9, 10, 11], SamplingParams(6, num_return_sequences=5, **drawn))
+    best = Asked([9, 10, 11], SamplingParams(6, num_return_sequences=2, best_of=5, **drawn))
     with Bench(llama) as bench:
         bench.run([every, best])
 
@@ -410,7 +410,7 @@ def test_listeners_hear_every_token_of_every_text_once(llama: Any) -> None:
 
 def test_a_listener_ends_its_text_and_no_other(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.generation_config, "eos_token_id", None)
-    plan = SamplingPlan(9, do_sample=True, seed=4, num_return_sequences=3)
+    plan = SamplingParams(9, do_sample=True, seed=4, num_return_sequences=3)
     stopped = Asked([5, 6, 7], plan, on_token=lambda asked: asked.told[-1][0] == 1 and len(asked.told_ids[1]) == 4)
     free = Asked([5, 6, 7], plan)
     with Bench(llama) as bench:
@@ -429,7 +429,7 @@ def test_rows_have_their_own_ends(llama: Any, monkeypatch: pytest.MonkeyPatch) -
     for setting in (None, [[300, 301]]):
         monkeypatch.setattr(llama.generation_config, "bad_words_ids", setting)
         ends = [None, frozenset([other]), frozenset[int](), frozenset([own, other])]
-        asked = [Asked([5, 6, 7], SamplingPlan(12, eos_ids=each)) for each in ends]
+        asked = [Asked([5, 6, 7], SamplingParams(12, eos_ids=each)) for each in ends]
         spy = Spy(llama)
         with Bench(spy) as bench:
             bench.run(asked)
@@ -464,12 +464,12 @@ def check_logprobs(found: list[TokenLogprobs] | None, wanted: torch.Tensor, toke
 def test_logprobs_are_those_of_the_model_alone(architecture: str, model_of: Callable[[str], Any]) -> None:
     model = model_of(architecture)
     reads_apart = model.config.is_encoder_decoder
-    plan = SamplingPlan(7, do_sample=True, seed=3, temperature=2.0, top_k=9, repetition_penalty=1.3, logprobs=3)
+    plan = SamplingParams(7, do_sample=True, seed=3, temperature=2.0, top_k=9, repetition_penalty=1.3, logprobs=3)
     asked = [
         Asked(ids, replace(plan, prompt_logprobs=None if reads_apart or place % 2 else 2))
         for place, ids in enumerate(draw_prompts(4))
     ]
-    with Bench(model, probe_sharing(model)) as bench:
+    with Bench(model, probe_batching(model)) as bench:
         bench.run([*asked, *(quiet := mixed(3))])
     for each in asked:
         (completion,) = each.completions
@@ -486,7 +486,7 @@ def test_logprobs_are_those_of_the_model_alone(architecture: str, model_of: Call
 
 def test_an_encoder_decoder_has_no_logprobs_of_its_prompt(model_of: Callable[[str], Any]) -> None:
     with Bench(model_of("t5")) as bench:
-        bench.run([asked := Asked([5, 6], SamplingPlan(4, prompt_logprobs=0))])
+        bench.run([asked := Asked([5, 6], SamplingParams(4, prompt_logprobs=0))])
     assert isinstance(asked.outcome, RequestError)
     assert asked.outcome.code == "invalid_parameter"
 
@@ -520,7 +520,10 @@ def test_a_deadline_ends_a_text_with_what_it_has(llama: Any, monkeypatch: pytest
         assert len(others[0].told) < 4 or late.is_done.is_set(), "answered at once, not with the batch"
         return False
 
-    late, others = Asked([5, 6, 7], SamplingPlan(500), hear), [Asked(ids, SamplingPlan(8)) for ids in draw_prompts(3)]
+    late, others = (
+        Asked([5, 6, 7], SamplingParams(500), hear),
+        [Asked(ids, SamplingParams(8)) for ids in draw_prompts(3)],
+    )
     others[0].on_token = hear
     with Bench(llama) as bench:
         with bench.engine._wake:
@@ -542,7 +545,7 @@ def test_whoever_waits_too_long_is_told_while_others_run(llama: Any, monkeypatch
         answered.append(waiting.is_done.is_set())
         return False
 
-    running, waiting = Asked([5, 6, 7], SamplingPlan(5), hear), Asked([5, 6], SamplingPlan(5))
+    running, waiting = Asked([5, 6, 7], SamplingParams(5), hear), Asked([5, 6], SamplingParams(5))
     with Bench(llama, max_rows=1) as bench:
         with bench.engine._wake:
             bench.engine.submit([running.sequence()])
@@ -564,7 +567,7 @@ def test_a_cancel_is_seen_within_one_step(
             raise failure
         return len(asked.told) >= 4
 
-    asked, other = Asked([5, 6, 7], SamplingPlan(100_000)), Asked([5, 6], SamplingPlan(20))
+    asked, other = Asked([5, 6, 7], SamplingParams(100_000)), Asked([5, 6], SamplingParams(20))
     with Bench(llama, context_length=200_000) as bench:
         with bench.engine._wake:
             bench.engine.submit([asked.sequence(is_cancelled)])
@@ -575,7 +578,7 @@ def test_a_cancel_is_seen_within_one_step(
 
 
 def test_a_full_queue_refuses_at_once(llama: Any) -> None:
-    first, second, third = (Asked([5, 6], SamplingPlan(2)) for _ in range(3))
+    first, second, third = (Asked([5, 6], SamplingParams(2)) for _ in range(3))
     with Bench(llama, max_waiting=2) as bench:
         with bench.engine._wake:
             for each in (first, second, third):
@@ -590,7 +593,7 @@ def test_a_full_queue_refuses_at_once(llama: Any) -> None:
 def test_the_lower_priority_number_goes_first(llama: Any) -> None:
     order: list[int] = []
     places = [5, 0, 5, -1, 0]
-    asked = [Asked([5, 6], SamplingPlan(1), lambda _, place=place: bool(order.append(place))) for place in range(5)]
+    asked = [Asked([5, 6], SamplingParams(1), lambda _, place=place: bool(order.append(place))) for place in range(5)]
     with Bench(llama, max_rows=1) as bench:
         with bench.engine._wake:
             for each, priority in zip(asked, places, strict=True):
@@ -603,7 +606,7 @@ def test_the_lower_priority_number_goes_first(llama: Any) -> None:
 def test_a_checkpoint_that_limits_the_time_ends_texts_with_it(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.generation_config, "eos_token_id", None)
     monkeypatch.setattr(llama.generation_config, "max_time", 1e-9)
-    asked = [Asked(ids, SamplingPlan(8)) for ids in draw_prompts(3)]
+    asked = [Asked(ids, SamplingParams(8)) for ids in draw_prompts(3)]
     with Bench(llama) as bench:
         bench.run(asked)
     assert [each.completions[0].finish_reason for each in asked] == ["deadline"] * 3
@@ -626,10 +629,10 @@ CHOICE = {
 @pytest.mark.parametrize(
     ("name", "value", "engine"),
     [
-        ("min_new_tokens", 5, RollingEngine),
-        ("min_p", 0.1, RollingEngine),
-        ("prompt_lookup_num_tokens", 3, RollingEngine),
-        ("repetition_penalty", 0.01, RollingEngine),
+        ("min_new_tokens", 5, ContinuousBatchingEngine),
+        ("min_p", 0.1, ContinuousBatchingEngine),
+        ("prompt_lookup_num_tokens", 3, ContinuousBatchingEngine),
+        ("repetition_penalty", 0.01, ContinuousBatchingEngine),
         ("suppress_tokens", [9], BatchEngine),
         ("encoder_repetition_penalty", 2.0, BatchEngine),
         ("min_length", 50, BatchEngine),
@@ -664,7 +667,7 @@ def test_graphs_without_a_gpu_are_refused_at_load(llama: Any) -> None:
 def test_cancelled_rows_are_given_up_and_nobody_else_notices(llama: Any) -> None:
     others = mixed(6)
     wanted = [expected(llama, each) for each in others]
-    given_up = Asked([5, 6, 7], SamplingPlan(200))
+    given_up = Asked([5, 6, 7], SamplingParams(200))
     with Bench(llama) as bench:
         with bench.engine._wake:
             bench.engine.submit([given_up.sequence(lambda: True)])
@@ -736,7 +739,7 @@ def test_a_text_that_makes_the_model_raise_later_is_refused_alone(
         for token in ids[2:8]
         if not any(token in other for at, other in enumerate(texts) if at != place) and token not in ids[:2]
     )
-    asked = [Asked(ids, SamplingPlan(10)) for ids in prompts]
+    asked = [Asked(ids, SamplingParams(10)) for ids in prompts]
     is_wrong: Callable[[torch.Tensor], bool] = lambda ids: ids.shape[1] == 1 and bool((ids == poison).any())  # noqa: E731
     with Failing(llama, is_wrong, ValueError("secret")), Bench(llama) as bench:
         bench.run(asked)
@@ -747,7 +750,7 @@ def test_a_text_that_makes_the_model_raise_later_is_refused_alone(
 
 
 def test_parts_grow_again_after_a_failure_unless_the_memory_was_short(llama: Any) -> None:
-    asked = [Asked([5, 2] if place == 0 else [5, 6], SamplingPlan(2)) for place in range(12)]
+    asked = [Asked([5, 2] if place == 0 else [5, 6], SamplingParams(2)) for place in range(12)]
 
     def raise_on_poison(input_ids: torch.Tensor) -> None:
         if (input_ids[:, -1] == 2).any():
@@ -798,7 +801,7 @@ def test_a_row_too_large_by_itself_is_refused_as_out_of_memory(kind: str, llama:
         if input_ids.shape[1] > 40:
             raise OUT_OF_MEMORY[kind]
 
-    large, small = Asked([5] * 41, SamplingPlan(4)), Asked([5, 6], SamplingPlan(4))
+    large, small = Asked([5] * 41, SamplingParams(4)), Asked([5, 6], SamplingParams(4))
     with Bench(Spy(llama, look)) as bench:
         bench.run([large, small])
     assert isinstance(large.outcome, UnavailableError)
@@ -810,7 +813,7 @@ def test_a_real_allocation_that_cannot_be_had_is_out_of_memory(llama: Any) -> No
     def look(input_ids: torch.Tensor) -> None:
         torch.empty(1 << 52)
 
-    asked = Asked([5, 6], SamplingPlan(4))
+    asked = Asked([5, 6], SamplingParams(4))
     with Bench(Spy(llama, look)) as bench:
         bench.run([asked])
     assert isinstance(asked.outcome, UnavailableError)
@@ -845,7 +848,7 @@ def test_a_listener_that_raises_does_not_end_the_loop(llama: Any) -> None:
     with Bench(llama) as bench:
         with bench.engine._wake:
             for each in asked:
-                bench.engine.submit([Sequence(each.prompt_ids, each.plan, listen)])
+                bench.engine.submit([SequenceGroup(each.prompt_ids, each.plan, listen)])
         bench.run(later := mixed(3))
         assert bench.engine.is_healthy()
     assert all(isinstance(each.outcome, list) for each in later)
@@ -868,7 +871,7 @@ def test_a_fatal_error_answers_everyone_and_is_told_once(kind: str, llama: Any) 
             raise FATAL[kind]
 
     told: list[int] = []
-    before, running, waiting = mixed(4), [Asked([5, 2], SamplingPlan(4)), *mixed(3)], mixed(8)
+    before, running, waiting = mixed(4), [Asked([5, 2], SamplingParams(4)), *mixed(3)], mixed(8)
     with Bench(Spy(llama, look), max_rows=4, on_fatal=lambda: told.append(len(done()))) as bench:
 
         def done() -> list[Asked]:
@@ -877,7 +880,7 @@ def test_a_fatal_error_answers_everyone_and_is_told_once(kind: str, llama: Any) 
         bench.run(before)
         bench.run([*running, *waiting])
         assert not bench.engine.is_healthy()
-        bench.run([late := Asked([5], SamplingPlan(1))])
+        bench.run([late := Asked([5], SamplingParams(1))])
     assert all(isinstance(each.outcome, list) for each in before)
     refused = [each.outcome for each in [*running, *waiting, late]]
     assert [each.code for each in refused if isinstance(each, UnavailableError)] == ["engine_failed"] * len(refused)
@@ -886,14 +889,14 @@ def test_a_fatal_error_answers_everyone_and_is_told_once(kind: str, llama: Any) 
 
 def test_close_answers_everyone_and_whoever_comes_later(llama: Any) -> None:
     told: list[int] = []
-    asked = [Asked(ids, SamplingPlan(200)) for ids in draw_prompts(20)]
+    asked = [Asked(ids, SamplingParams(200)) for ids in draw_prompts(20)]
     with Bench(llama, max_rows=4, on_fatal=lambda: told.append(1)) as bench:
         for each in asked:
             bench.engine.submit([each.sequence()])
         bench.engine.close()
         assert all(each.is_done.is_set() for each in asked)
         assert not bench.engine.is_healthy()
-        bench.engine.submit([(late := Asked([5], SamplingPlan(1))).sequence()])
+        bench.engine.submit([(late := Asked([5], SamplingParams(1))).sequence()])
         bench.engine.close()
     for each in [*asked, late]:
         assert isinstance(each.outcome, UnavailableError)
@@ -909,7 +912,7 @@ def test_a_running_text_does_not_hold_up_the_close(llama: Any, monkeypatch: pyte
             bench.engine.close()
         return False
 
-    running, waiting = Asked([5, 6, 7], SamplingPlan(500), hear), Asked([5, 6], SamplingPlan(5))
+    running, waiting = Asked([5, 6, 7], SamplingParams(500), hear), Asked([5, 6], SamplingParams(5))
     with Bench(llama, max_rows=1) as bench:
         bench.run([running, waiting])
     for each in (running, waiting):
@@ -942,7 +945,7 @@ def test_a_finished_row_says_why_it_ended(llama: Any, monkeypatch: pytest.Monkey
     ids = solo_ids(llama, [5, 6, 7], 6)
     end = max(ids.index(each) for each in ids)  # the last token that is new
     monkeypatch.setattr(llama.generation_config, "eos_token_id", [ids[end]])
-    stopped, cut = Asked([5, 6, 7], SamplingPlan(6)), Asked([5, 6, 7], SamplingPlan(end))
+    stopped, cut = Asked([5, 6, 7], SamplingParams(6)), Asked([5, 6, 7], SamplingParams(end))
     with Bench(llama) as bench:
         bench.run([stopped, cut])
     assert stopped.outcome == [Completion(ids[:end], "eos")]
@@ -952,7 +955,11 @@ def test_a_finished_row_says_why_it_ended(llama: Any, monkeypatch: pytest.Monkey
 def test_no_row_leaves_the_context_while_the_longest_is_written(tmp_path: Path) -> None:
     spy = Spy(load_reference(build_tiny_checkpoint(tmp_path, "gpt2", n_positions=64)).model)
     with Bench(spy, context_length=64) as bench:
-        asked = [Asked([5] * 60, SamplingPlan(4)), Asked([6] * 4, SamplingPlan(60)), Asked([7] * 50, SamplingPlan(4))]
+        asked = [
+            Asked([5] * 60, SamplingParams(4)),
+            Asked([6] * 4, SamplingParams(60)),
+            Asked([7] * 50, SamplingParams(4)),
+        ]
         bench.run(asked)
     assert spy.widths == [2, 1]  # the two long prompts together, the long text alone; nobody twice
     assert all(isinstance(each.outcome, list) for each in asked)
@@ -961,9 +968,9 @@ def test_no_row_leaves_the_context_while_the_longest_is_written(tmp_path: Path) 
 def test_a_prompt_of_one_token_goes_on_from_nobody_s_text() -> None:
     sizes = {"lru_width": 32, "attention_window_size": 16, "num_hidden_layers": 3}
     model = build("RecurrentGemmaConfig", BASE | sizes)
-    one, other = [Asked([5], SamplingPlan(8)) for _ in range(2)]
+    one, other = [Asked([5], SamplingParams(8)) for _ in range(2)]
     with Bench(model, "equal_length") as bench:
         bench.run([one])
-        bench.run([Asked([7, 90, 30, 41] * 9, SamplingPlan(20))])
+        bench.run([Asked([7, 90, 30, 41] * 9, SamplingParams(20))])
         bench.run([other])
     assert one.token_ids == other.token_ids

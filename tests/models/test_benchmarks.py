@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hf_triton.engine.rolling import RollingEngine
+from hf_triton.engine.rolling import ContinuousBatchingEngine
 from hf_triton.errors import HfTritonError
 from hf_triton.runner import product_kernel
 from hf_triton.runner.attention import FastAttention
@@ -39,7 +39,7 @@ def test_the_engine_is_measured_beside_generate_and_a_bare_loop(benchmark: Modul
 
 @pytest.mark.parametrize("benchmark", ["engine"], indirect=True)
 def test_a_text_that_fails_is_no_figure(benchmark: ModuleType) -> None:
-    engine = RollingEngine(benchmark.build_model(), max_rows=2, max_cache_tokens=128)
+    engine = ContinuousBatchingEngine(benchmark.build_model(), max_rows=2, max_cache_tokens=128)
     try:
         with pytest.raises(HfTritonError, match="max_cache_tokens"):
             benchmark.roll(engine, [([1, 2, 3], 4), ([1] * 300, 4)], 2)

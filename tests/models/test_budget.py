@@ -225,14 +225,14 @@ def test_memory_that_others_take_is_asked_back() -> None:
 
 def test_a_reading_holds_for_a_while_whatever_is_taken_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "READ_INTERVAL_S", 3600.0)
-    readings = iter([1_000_000, 500_000])
-    allowed = TokenBudget({CPU: 100}, None, lambda _: next(readings))
+    prefill_requests = iter([1_000_000, 500_000])
+    allowed = TokenBudget({CPU: 100}, None, lambda _: next(prefill_requests))
     assert [allowed.tokens(held) for held in (0, 1000, 3000)] == [4000, 4000, 4000]
 
 
 def test_a_reading_ends() -> None:
-    readings = iter([1_000_000, 500_000, 200_000])
-    allowed = TokenBudget({CPU: 100}, None, lambda _: next(readings))
+    prefill_requests = iter([1_000_000, 500_000, 200_000])
+    allowed = TokenBudget({CPU: 100}, None, lambda _: next(prefill_requests))
     assert allowed.tokens(0) == 4000
     time.sleep(2 * budget.READ_INTERVAL_S)
     assert allowed.tokens(0) == 1600

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_triton.runner import cache, cache_layer
-from hf_triton.runner.cache import COLUMN_STEP, KeyValueRows, buffer_tokens
+from hf_triton.runner.cache import COLUMN_STEP, KVCache, buffer_tokens
 
 NUM_LAYERS, HEADS, KEY_DIM, VALUE_DIM = 3, 2, 4, 6
 
@@ -31,13 +31,13 @@ def prefilled(texts: list[list[int]]) -> DynamicCache:
     return made
 
 
-def put_newest(rows: KeyValueRows, tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def put_newest(rows: KVCache, tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What a forward does; what every layer gives to its attention."""
     new = contents(torch.tensor(tokens)[:, None])
     return [rows.cache.update(*pair, layer) for layer, pair in enumerate(new)]
 
 
-def check(rows: KeyValueRows, texts: list[list[int]]) -> None:
+def check(rows: KVCache, texts: list[list[int]]) -> None:
     """Every row holds its text and nothing else is seen."""
     assert rows.num_rows == len(texts)
     assert rows.position_ids().flatten().tolist() == [len(each) for each in texts]
@@ -54,7 +54,7 @@ def check(rows: KeyValueRows, texts: list[list[int]]) -> None:
                 torch.testing.assert_close(values, its_values[0, :, :part])
 
 
-def check_step(rows: KeyValueRows, texts: list[list[int]], new: list[int]) -> None:
+def check_step(rows: KVCache, texts: list[list[int]], new: list[int]) -> None:
     rows.make_column()
     mask = rows.attention_mask()
     assert mask.tolist() == [[0] * (rows.width - len(each)) + [1] * (len(each) + 1) for each in texts]
@@ -79,7 +79,7 @@ def test_rows_hold_their_texts_whoever_joins_and_leaves(
 ) -> None:
     monkeypatch.setattr(cache, "COLUMN_STEP", 8)
     source = random.Random(seed)
-    rows, texts = KeyValueRows(torch.device("cpu")), list[list[int]]()
+    rows, texts = KVCache(torch.device("cpu")), list[list[int]]()
     rows.max_tokens = max_tokens
     held = 0
     for _ in range(200):
@@ -109,7 +109,7 @@ def test_rows_hold_their_texts_whoever_joins_and_leaves(
 
 
 def test_buffers_grow_ahead_as_far_as_the_limit_lets_them() -> None:
-    rows, text = KeyValueRows(torch.device("cpu")), list(range(10))
+    rows, text = KVCache(torch.device("cpu")), list(range(10))
     for _ in range(3):
         rows.add(prefilled([text]), 0, 10)
     assert rows.shape == (4, COLUMN_STEP)
@@ -122,7 +122,7 @@ def test_buffers_grow_ahead_as_far_as_the_limit_lets_them() -> None:
 
 
 def test_a_growth_that_fits_only_without_what_nobody_uses_gives_that_up() -> None:
-    rows, text = KeyValueRows(torch.device("cpu")), list(range(10))
+    rows, text = KVCache(torch.device("cpu")), list(range(10))
     for _ in range(5):
         rows.add(prefilled([text]), 0, 10)
     for _ in range(4):
@@ -134,7 +134,7 @@ def test_a_growth_that_fits_only_without_what_nobody_uses_gives_that_up() -> Non
 
 
 def test_columns_that_no_row_needs_are_dropped() -> None:
-    rows, text = KeyValueRows(torch.device("cpu")), list(range(3))
+    rows, text = KVCache(torch.device("cpu")), list(range(3))
     rows.add(prefilled([list(range(COLUMN_STEP + 3))]), 0, COLUMN_STEP + 3)
     rows.add(prefilled([text]), 0, 3)
     rows.remove(0)
@@ -145,7 +145,7 @@ def test_columns_that_no_row_needs_are_dropped() -> None:
 
 
 def test_rows_are_moved_rather_than_the_buffers_enlarged() -> None:
-    rows, texts = KeyValueRows(torch.device("cpu")), [list(range(90)), [7] * 40]
+    rows, texts = KVCache(torch.device("cpu")), [list(range(90)), [7] * 40]
     for text in texts:
         rows.add(prefilled([text]), 0, len(text))
     for token in range(COLUMN_STEP - 90):
@@ -160,7 +160,7 @@ def test_rows_are_moved_rather_than_the_buffers_enlarged() -> None:
 
 
 def test_released_rows_hold_nothing_and_can_be_used_again() -> None:
-    rows, text = KeyValueRows(torch.device("cpu")), list(range(10))
+    rows, text = KVCache(torch.device("cpu")), list(range(10))
     rows.add(prefilled([text]), 0, 10)
     before = rows.allocation
     rows.remove(0)
@@ -172,7 +172,7 @@ def test_released_rows_hold_nothing_and_can_be_used_again() -> None:
 
 
 def test_the_allocation_tells_whether_addresses_are_the_same() -> None:
-    rows, text = KeyValueRows(torch.device("cpu")), list(range(10))
+    rows, text = KVCache(torch.device("cpu")), list(range(10))
     rows.add(prefilled([text]), 0, 10)
 
     def addresses() -> list[int]:
@@ -207,7 +207,7 @@ class Failing:
 def test_memory_that_runs_out_in_the_middle_leaves_whole_rows_or_says_they_are_torn(
     num_moves: int, grows_in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = KeyValueRows(torch.device("cpu"))
+    rows = KVCache(torch.device("cpu"))
     texts = [list(range(COLUMN_STEP - 20)), [1, 2, 3]]
     for text in texts:
         rows.add(prefilled([text]), 0, len(text))
@@ -223,7 +223,7 @@ def test_memory_that_runs_out_in_the_middle_leaves_whole_rows_or_says_they_are_t
         with pytest.raises(torch.OutOfMemoryError):
             rows.add(prefilled([joining]), 0, len(joining))
     assert rows.allocation is not allocation
-    assert rows.is_torn is not grows_in_place
+    assert rows.is_corrupt is not grows_in_place
     if grows_in_place:
         check_step(rows, texts, [9] * len(texts))
         check(rows, [[*text, 9] for text in texts])

@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 
 from hf_triton.engine.batch import BatchEngine
-from hf_triton.engine.interface import Completion, Engine, Outcome, Sequence, eos_ids
-from hf_triton.engine.rolling import RollingEngine
-from hf_triton.generation import Grammar, SamplingPlan
+from hf_triton.engine.interface import Completion, Engine, Outcome, SequenceGroup, eos_ids
+from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.generation import Grammar, SamplingParams
 from hf_triton.grammar import GrammarCompiler
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
@@ -51,7 +51,7 @@ def start() -> Iterator[Callable[..., Engine]]:
 
     def start(model: Any, name: str) -> Engine:
         if name == "rolling":
-            engines.append(RollingEngine(model, max_rows=8))
+            engines.append(ContinuousBatchingEngine(model, max_rows=8))
         else:
             engines.append(BatchEngine(model, max_rows=8, context_length=256, sharing="padded"))
         return engines[-1]
@@ -71,7 +71,7 @@ class Writer:
         self.preceding = [] if reference.model.config.is_encoder_decoder else self.prompt_ids
         self._compiler = GrammarCompiler(reference.tokenizer, VOCAB_SIZE, eos_ids(reference.model))
 
-    def submit(self, plan: SamplingPlan, grammar: Grammar | None, **options: Any) -> Callable[[], list[Completion]]:
+    def submit(self, plan: SamplingParams, grammar: Grammar | None, **options: Any) -> Callable[[], list[Completion]]:
         constraint = None
         if grammar:
             plan, constraint = self._compiler.compile(grammar, plan)
@@ -82,7 +82,7 @@ class Writer:
             outcomes.append(outcome)
             is_done.set()
 
-        self.engine.submit([Sequence(self.prompt_ids, plan, on_finish, constraint=constraint, **options)])
+        self.engine.submit([SequenceGroup(self.prompt_ids, plan, on_finish, constraint=constraint, **options)])
 
         def wait() -> list[Completion]:
             assert is_done.wait(WAIT_S)
@@ -107,15 +107,15 @@ def test_every_text_is_whole_whatever_its_settings_and_company(
     writer = Writer(start(reference.model, engine), reference)
     drawn = {"do_sample": True, "temperature": 1.5}
     plans = [
-        SamplingPlan(30),
-        SamplingPlan(30, repetition_penalty=1.5, min_new_tokens=30),
-        SamplingPlan(30, bad_words_ids=tuple((token_id,) for token_id in range(3, 60))),
-        SamplingPlan(60, **drawn, seed=1, num_return_sequences=3),
-        SamplingPlan(40, **drawn, seed=2, num_return_sequences=1, best_of=3),
-        SamplingPlan(90, **drawn, top_k=5, logprobs=2),
+        SamplingParams(30),
+        SamplingParams(30, repetition_penalty=1.5, min_new_tokens=30),
+        SamplingParams(30, bad_words_ids=tuple((token_id,) for token_id in range(3, 60))),
+        SamplingParams(60, **drawn, seed=1, num_return_sequences=3),
+        SamplingParams(40, **drawn, seed=2, num_return_sequences=1, best_of=3),
+        SamplingParams(90, **drawn, top_k=5, logprobs=2),
     ]
     waits = [writer.submit(plan, GRAMMAR) for plan in plans]
-    free = writer.submit(SamplingPlan(20), None)
+    free = writer.submit(SamplingParams(20), None)
     for plan, wait in zip(plans, waits, strict=True):
         completions = wait()
         assert len(completions) == plan.num_return_sequences
@@ -132,7 +132,7 @@ def test_a_seed_gives_the_same_text_in_both_engines(
     reference, texts = load("llama"), []
     for name in ("rolling", "batch"):
         writer = Writer(start(reference.model, name), reference)
-        waits = [writer.submit(SamplingPlan(60, do_sample=True, seed=seed), GRAMMAR) for seed in range(4)]
+        waits = [writer.submit(SamplingParams(60, do_sample=True, seed=seed), GRAMMAR) for seed in range(4)]
         texts.append([wait()[0].token_ids for wait in waits])
     assert texts[0] == texts[1]
     assert len({tuple(token_ids) for token_ids in texts[0]}) > 1
@@ -156,7 +156,7 @@ def test_a_text_whose_time_is_up_is_whole_too(
         return False
 
     deadline_s = time.monotonic() + 0.5
-    wait = writer.submit(SamplingPlan(200, logprobs=0), grammar, on_token=listen, deadline_s=deadline_s)
+    wait = writer.submit(SamplingParams(200, logprobs=0), grammar, on_token=listen, deadline_s=deadline_s)
     (completion,) = wait()
     assert completion.finish_reason == "deadline"
     assert heard == completion.token_ids

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_triton.runner import cache, decode
-from hf_triton.runner.cache import KeyValueRows
+from hf_triton.runner.cache import KVCache
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
@@ -150,7 +150,7 @@ def test_cuda_graphs_need_a_cuda_device(tmp_path: Path) -> None:
     ],
 )
 def test_buckets(num_rows: int, clock: int, bucket: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = KeyValueRows(torch.device("cpu"))
+    memory = KVCache(torch.device("cpu"))
     memory.num_rows, memory.clock = num_rows, clock
-    monkeypatch.setattr(KeyValueRows, "shape", (70, 4224))
+    monkeypatch.setattr(KVCache, "shape", (70, 4224))
     assert decode._bucket(memory) == bucket

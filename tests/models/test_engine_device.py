@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from hf_triton.engine.interface import Sequence
+from hf_triton.engine.interface import SequenceGroup
 from hf_triton.engine.thread import EngineThread
 
 
@@ -20,7 +20,7 @@ class Idle(EngineThread):
     def _is_busy(self) -> bool:
         return False
 
-    def _unfinished(self) -> list[Sequence]:
+    def _unfinished(self) -> list[SequenceGroup]:
         return []
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lanes of rows: a text is as wide as those beside it in its lane, and every row is found by its number."""
+"""KVCacheLanes of rows: a text is as wide as those beside it in its lane, and every row is found by its number."""
 
 import math
 import random
@@ -9,13 +9,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from hf_triton.engine.rolling import RollingEngine
-from hf_triton.generation import SamplingPlan
+from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.generation import SamplingParams
 from hf_triton.runner import lanes
-from hf_triton.runner.cache import COLUMN_STEP, KeyValueRows, buffer_tokens
+from hf_triton.runner.cache import COLUMN_STEP, KVCache, buffer_tokens
 from hf_triton.runner.decode import Decoder
 from hf_triton.runner.forward import Forward
-from hf_triton.runner.lanes import Lanes
+from hf_triton.runner.lanes import KVCacheLanes
 from tests.architectures import BASE, build
 from tests.models.test_rolling_engine import Client, token_ids
 from tests.reference import solo_ids
@@ -39,7 +39,7 @@ class Running:
     def __init__(self, model: Any, max_padding: float = MAX_PADDING) -> None:
         self.forward = Forward(model)
         self.decoder = Decoder(self.forward, "eager")
-        self.lanes = Lanes(self.forward.device, max_padding)
+        self.lanes = KVCacheLanes(self.forward.device, max_padding)
         self.texts: list[list[int]] = []
 
     @property
@@ -79,7 +79,7 @@ def test_a_new_lane_for_which_there_is_no_memory_is_not_there(model: Any, monkey
     running = Running(model)
     running.join(prompt(20))
     with monkeypatch.context() as patch:
-        patch.setattr(KeyValueRows, "add", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+        patch.setattr(KVCache, "add", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
         with pytest.raises(torch.OutOfMemoryError):
             running.join(prompt(200))
     assert running.widths == [(1, 20)]
@@ -163,7 +163,7 @@ def test_a_step_that_breaks_off_between_two_lanes_tears_the_rows(model: Any, mon
     monkeypatch.setattr(Decoder, "step", fail)
     with pytest.raises(RuntimeError, match="boom"):
         running.step()
-    assert running.lanes.is_torn
+    assert running.lanes.is_corrupt
 
 
 def test_a_step_that_has_no_memory_for_the_logits_of_all_lanes_tears_the_rows(
@@ -184,12 +184,12 @@ def test_a_step_that_has_no_memory_for_the_logits_of_all_lanes_tears_the_rows(
     monkeypatch.setattr(lanes, "torch", Torch())
     with pytest.raises(torch.OutOfMemoryError):
         running.step()
-    assert running.lanes.is_torn
+    assert running.lanes.is_corrupt
 
 
 @pytest.mark.parametrize("failing", [1, 2, 5])
 def test_the_engine_goes_on_after_such_a_step(failing: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, step, count = RollingEngine(model, max_rows=8), Decoder.step, [0]
+    engine, step, count = ContinuousBatchingEngine(model, max_rows=8), Decoder.step, [0]
     items = [(prompt(length, seed=length), 12) for length in (5, 300, 9, 280, 14, 100)]
 
     def fail(self: Decoder, memory: Any, newest: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def test_the_engine_goes_on_after_such_a_step(failing: int, model: Any, monkeypa
     client = Client(engine)
     try:
         for ids, max_new_tokens in items:
-            client.submit(ids, SamplingPlan(max_new_tokens))
+            client.submit(ids, SamplingParams(max_new_tokens))
         outcomes = client.outcomes()
     finally:
         engine.close()
@@ -213,18 +213,18 @@ def test_the_engine_goes_on_after_such_a_step(failing: int, model: Any, monkeypa
 
 def test_a_budget_is_kept_with_lanes(model: Any) -> None:
     most, allowed = 0, 1536
-    engine = RollingEngine(model, max_rows=8, max_cache_tokens=allowed)
+    engine = ContinuousBatchingEngine(model, max_rows=8, max_cache_tokens=allowed)
     items = [(prompt(length, seed=length), 10) for length in (5, 300, 9, 280, 14, 100, 310, 6, 290)]
 
     def watch(_copy: int, _token_id: int) -> bool:
         nonlocal most
-        most = max(most, engine._num_held())
+        most = max(most, engine._num_used())
         return False
 
     client = Client(engine)
     try:
         for ids, max_new_tokens in items:
-            client.submit(ids, SamplingPlan(max_new_tokens), on_token=watch)
+            client.submit(ids, SamplingParams(max_new_tokens), on_token=watch)
         outcomes = client.outcomes()
     finally:
         engine.close()

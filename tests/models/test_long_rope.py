@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_triton.choose_engine import build_engine
 from hf_triton.engine import prefill
-from hf_triton.engine.interface import Observer, Sequence
-from hf_triton.engine.prefill import Pieces
-from hf_triton.engine.rolling import RollingEngine
-from hf_triton.generation import SamplingPlan
+from hf_triton.engine.interface import Observer, SequenceGroup
+from hf_triton.engine.prefill import ChunkSizes
+from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.generation import SamplingParams
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.testing import build_tiny_checkpoint
@@ -38,10 +38,10 @@ class Watcher(Observer):
         self.shared: list[int] = []
         self.num_put_back = 0
 
-    def on_share(self, num_tokens: int) -> None:
+    def on_prefix_hit(self, num_tokens: int) -> None:
         self.shared.append(num_tokens)
 
-    def on_put_back(self, num_rows: int) -> None:
+    def on_preempt(self, num_rows: int) -> None:
         self.num_put_back += num_rows
 
 
@@ -92,10 +92,10 @@ def test_hooks_around_the_module_stay() -> None:
 def test_long_texts_are_read_in_pieces_beside_running_ones(
     decoding: DecodingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(16, 8, per_weights=16))
-    items = [(text(length, seed=length), SamplingPlan(30)) for length in (12, 100, 30, 41, 70, 39, 40, 5, 120)]
+    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=16))
+    items = [(text(length, seed=length), SamplingParams(30)) for length in (12, 100, 30, 41, 70, 39, 40, 5, 120)]
     model = phi3()
-    with closing(RollingEngine(model, max_rows=4, decoding=decoding)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=4, decoding=decoding)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -106,14 +106,14 @@ def test_long_texts_are_read_in_pieces_beside_running_ones(
 
 def test_long_and_short_texts_are_not_read_together() -> None:
     prompts, outcomes = [text(SWITCH - 3 + number, seed=number) for number in range(8)], queue.SimpleQueue[Any]()
-    with closing(RollingEngine(phi3(), max_rows=8)) as engine:
-        engine.submit([Sequence(prompt, SamplingPlan(1), outcomes.put) for prompt in prompts])
+    with closing(ContinuousBatchingEngine(phi3(), max_rows=8)) as engine:
+        engine.submit([SequenceGroup(prompt, SamplingParams(1), outcomes.put) for prompt in prompts])
         found = sorted(outcomes.get(timeout=60)[0].token_ids for _ in prompts)
     assert found == sorted(solo_ids(phi3(), prompt, 1) for prompt in prompts)
 
 
 def test_the_batch_engine_runs_each_text_alone() -> None:
-    model, items = phi3(), [(text(length, seed=length), SamplingPlan(20)) for length in (30, 38, 5, 60, 25)]
+    model, items = phi3(), [(text(length, seed=length), SamplingParams(20)) for length in (30, 38, 5, 60, 25)]
     options: dict[str, Any] = {"max_waiting": 99, "max_cache_tokens": None, "shares_prefixes": True}
     with closing(
         build_engine(model, "batch", max_rows=4, context_length=256, decoding="auto", on_fatal=lambda: None, **options)
@@ -127,41 +127,41 @@ def test_the_batch_engine_runs_each_text_alone() -> None:
 
 def test_a_text_that_outgrows_the_first_frequencies_is_read_anew_once() -> None:
     watcher = Watcher()
-    with closing(RollingEngine(phi3(), max_rows=4, observer=watcher)) as engine:
-        found = Client(engine).ask(text(30), SamplingPlan(50))
+    with closing(ContinuousBatchingEngine(phi3(), max_rows=4, observer=watcher)) as engine:
+        found = Client(engine).ask(text(30), SamplingParams(50))
     assert token_ids(found) == [solo_ids(phi3(), text(30), 50)]
     assert watcher.num_put_back == 1
 
 
 def test_long_texts_share_with_long_ones_and_short_with_short() -> None:
     watcher, start = Watcher(), text(32)
-    with closing(RollingEngine(phi3(), max_rows=1, observer=watcher)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), max_rows=1, observer=watcher)) as engine:
         client = Client(engine)
         for tail in (3, 30, 4, 31):
             prompt = [*start, *text(tail, seed=tail)]
-            assert token_ids(client.ask(prompt, SamplingPlan(2))) == [solo_ids(phi3(), prompt, 2)]
+            assert token_ids(client.ask(prompt, SamplingParams(2))) == [solo_ids(phi3(), prompt, 2)]
     assert watcher.shared == [0, 0, len(start), len(start)]
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
 def test_a_text_that_ends_where_it_outgrows_them_is_kept_as_a_short_one(decoding: DecodingMode) -> None:
     first, shorter, longer = text(SWITCH - 6), [*text(25), *text(3, seed=1)], [*text(25), *text(40, seed=2)]
-    with closing(RollingEngine(phi3(), max_rows=4, decoding=decoding)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), max_rows=4, decoding=decoding)) as engine:
         client = Client(engine)
-        client.submit(text(5, seed=3), SamplingPlan(60))  # beside it, a static step runs ahead
-        client.submit(first, SamplingPlan(7))
+        client.submit(text(5, seed=3), SamplingParams(60))  # beside it, a static step runs ahead
+        client.submit(first, SamplingParams(7))
         client.outcomes()
         for prompt in (longer, shorter):
-            assert token_ids(client.ask(prompt, SamplingPlan(10))) == [solo_ids(phi3(), prompt, 10)]
+            assert token_ids(client.ask(prompt, SamplingParams(10))) == [solo_ids(phi3(), prompt, 10)]
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
 def test_a_drawn_text_is_the_same_in_company(decoding: DecodingMode) -> None:
-    plans = [SamplingPlan(40, do_sample=True, temperature=0.9, seed=seed) for seed in range(6)]
+    plans = [SamplingParams(40, do_sample=True, temperature=0.9, seed=seed) for seed in range(6)]
     items = [(text(10 + 5 * seed, seed), plan) for seed, plan in enumerate(plans)]
     found = []
     for max_rows in (1, 6):
-        with closing(RollingEngine(phi3(), max_rows=max_rows, decoding=decoding)) as engine:
+        with closing(ContinuousBatchingEngine(phi3(), max_rows=max_rows, decoding=decoding)) as engine:
             client = Client(engine)
             for item in items:
                 client.submit(*item)
@@ -170,12 +170,12 @@ def test_a_drawn_text_is_the_same_in_company(decoding: DecodingMode) -> None:
 
 
 def test_log_probabilities_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(16, 8, per_weights=16))
+    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=16))
     model, prompt = phi3(), text(60)
     with torch.inference_mode():
         logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    with closing(RollingEngine(phi3(), max_rows=2)) as engine:
-        [completion] = Client(engine).ask(prompt, SamplingPlan(1, prompt_logprobs=0))  # type: ignore[misc]
+    with closing(ContinuousBatchingEngine(phi3(), max_rows=2)) as engine:
+        [completion] = Client(engine).ask(prompt, SamplingParams(1, prompt_logprobs=0))  # type: ignore[misc]
     assert completion.prompt_logprobs is not None
     found = torch.tensor([each.logprob for each in completion.prompt_logprobs])
     wanted = logprobs[:-1].gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).flatten()
@@ -188,9 +188,9 @@ def test_a_model_that_goes_on_with_keys_of_both_is_not_of_this_kind() -> None:
     assert not has_long_rope(model)
     assert not has_long_rope(build(*ROLLING["phi3"]))
     with closing(start_engine(model, max_rows=4, context_length=SWITCH + 1)) as engine:
-        assert not isinstance(engine, RollingEngine)
+        assert not isinstance(engine, ContinuousBatchingEngine)
     with closing(start_engine(model, max_rows=4, context_length=SWITCH)) as engine:
-        assert isinstance(engine, RollingEngine)
+        assert isinstance(engine, ContinuousBatchingEngine)
 
 
 @pytest.mark.parametrize("context_length", [32, 33])
@@ -199,11 +199,11 @@ def test_dynamic_frequencies_matter_beyond_the_first_length_alone(context_length
     build_tiny_checkpoint(tmp_path, "llama", eos_token_id=None, rope_parameters=rope, max_position_embeddings=32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     with closing(start_engine(model, max_rows=8, context_length=context_length)) as engine:
-        assert isinstance(engine, RollingEngine) is (context_length == 32)
+        assert isinstance(engine, ContinuousBatchingEngine) is (context_length == 32)
         client = Client(engine)
         prompts = [text(length, seed=length) for length in (3, 20, 9, 22)]
         for prompt in prompts:
-            client.submit(prompt, SamplingPlan(10))
+            client.submit(prompt, SamplingParams(10))
         for prompt, outcome in zip(prompts, client.outcomes(), strict=True):
             assert token_ids(outcome) == [solo_ids(model, prompt, 10)]
 
@@ -218,4 +218,4 @@ def test_dynamic_frequencies_are_not_those_of_a_text_before() -> None:
     with closing(start_engine(dynamic(), max_rows=8, context_length=128)) as engine:
         client = Client(engine)
         for prompt in prompts:
-            assert token_ids(client.ask(prompt, SamplingPlan(12))) == [solo_ids(dynamic(), prompt, 12)]
+            assert token_ids(client.ask(prompt, SamplingParams(12))) == [solo_ids(dynamic(), prompt, 12)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_triton.engine.prefixes import MIN_SHARED, LayerContents, Prefix, PrefixStore, WholePrefixStore
+from hf_triton.engine.prefixes import MIN_SHARED, HybridPrefixCache, LayerContents, Prefix, PrefixCache
 
 
 def contents_of(token_ids: list[int]) -> LayerContents:
@@ -34,7 +34,7 @@ def has_same_contents(found: LayerContents, wanted: LayerContents) -> bool:
     return all(torch.equal(*each) for one, other in pairs for each in zip(one, other, strict=True))
 
 
-def held_texts(texts: list[list[int]], store: PrefixStore) -> list[list[int]]:
+def held_texts(texts: list[list[int]], store: PrefixCache) -> list[list[int]]:
     """Those of `texts` that are held in full, by what can be found. Each lookup counts as a use."""
     found = [(text, store.find([*text, 2**40], [])) for text in texts]
     return [text for text, match in found if match is not None and match[0] == len(text)]
@@ -45,8 +45,8 @@ def text(number: int, length: int = MIN_SHARED) -> list[int]:
     return [number] * length
 
 
-def filled(*numbers: int, length: int = MIN_SHARED) -> PrefixStore:
-    store = PrefixStore()
+def filled(*numbers: int, length: int = MIN_SHARED) -> PrefixCache:
+    store = PrefixCache()
     for number in numbers:
         store.add(text(number, length), contents_of(text(number, length)))
     return store
@@ -63,7 +63,7 @@ def test_the_longest_common_prefix_is_found_and_its_contents_are_its_tokens(seed
         stem = source.choice(stems)[: source.randrange(61)]
         return [*stem, *(source.choice(alphabet) for _ in range(source.randrange(1, 30)))]
 
-    store, added = PrefixStore(), []
+    store, added = PrefixCache(), []
     for _ in range(80):
         added.append(random_text())
         store.add(added[-1], contents_of(added[-1]))
@@ -78,10 +78,10 @@ def test_the_longest_common_prefix_is_found_and_its_contents_are_its_tokens(seed
             assert found is None
             continue
         assert found is not None
-        num_shared, prefix = found
-        assert num_shared == longest
-        assert prefix.token_ids[:num_shared].tolist() == context[:num_shared]
-        assert has_same_contents(prefix.read(num_shared), contents_of(context[:num_shared]))
+        num_cached, prefix = found
+        assert num_cached == longest
+        assert prefix.token_ids[:num_cached].tolist() == context[:num_cached]
+        assert has_same_contents(prefix.read(num_cached), contents_of(context[:num_cached]))
 
 
 def test_one_token_is_left_to_compute() -> None:
@@ -95,7 +95,7 @@ def test_one_token_is_left_to_compute() -> None:
 
 @pytest.mark.parametrize("context", [[], [1], [1] * 100])
 def test_an_empty_store_finds_nothing(context: list[int]) -> None:
-    assert PrefixStore().find(context, []) is None
+    assert PrefixCache().find(context, []) is None
 
 
 def test_a_beginning_that_differs_is_not_shared_whatever_follows() -> None:
@@ -133,7 +133,7 @@ def test_a_text_that_another_goes_on_from_is_not_kept_twice() -> None:
 
 
 def test_texts_that_part_are_kept_both() -> None:
-    store = PrefixStore()
+    store = PrefixCache()
     texts = [[*text(1), 2], [*text(1), 3], [*text(1), 256], [*text(1), 2**31]]
     for each in texts:
         store.add(each, contents_of(each))
@@ -186,7 +186,7 @@ def test_a_text_that_was_found_can_be_read_after_it_was_dropped() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_the_count_of_tokens_is_that_of_the_texts_held(seed: int) -> None:
     source = random.Random(seed)
-    store, stem = PrefixStore(), text(5, 80)
+    store, stem = PrefixCache(), text(5, 80)
     texts: list[list[int]] = []
     for _ in range(200):
         end = [source.randrange(3) for _ in range(source.randrange(4))]
@@ -201,7 +201,7 @@ def test_the_count_of_tokens_is_that_of_the_texts_held(seed: int) -> None:
 
 def test_contents_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="of the 20 tokens"):
-        PrefixStore().add(text(7, 20), contents_of(text(7, 19)))
+        PrefixCache().add(text(7, 20), contents_of(text(7, 19)))
 
 
 # --- whole texts -----------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_the_longest_whole_text_is_found_with_its_own_states(seed: int) -> None:
             *(source.randrange(2) for _ in range(source.randrange(4))),
         ]
 
-    store, added = WholePrefixStore(LEAST, WEIGHT), list[list[int]]()
+    store, added = HybridPrefixCache(LEAST, WEIGHT), list[list[int]]()
     for _ in range(60):
         new, context = random_text(), [*random_text(), 1, 0]
         store.add(new, contents_of(new), states_of(new))
@@ -246,7 +246,7 @@ def test_the_longest_whole_text_is_found_with_its_own_states(seed: int) -> None:
 
 
 def test_the_least_recently_used_whole_texts_are_dropped_first() -> None:
-    store = WholePrefixStore(LEAST, WEIGHT)
+    store = HybridPrefixCache(LEAST, WEIGHT)
     for number in (1, 2, 3):
         store.add(text(number, 10), contents_of(text(number, 10)), states_of(text(number, 10)))
     store.add(text(1, 10), contents_of(text(1, 10)), states_of(text(1, 10)))  # known, and used by that
@@ -258,7 +258,7 @@ def test_the_least_recently_used_whole_texts_are_dropped_first() -> None:
 
 
 def test_what_texts_have_in_common_outlives_them() -> None:
-    store, common = WholePrefixStore(LEAST, WEIGHT), text(1, 10)
+    store, common = HybridPrefixCache(LEAST, WEIGHT), text(1, 10)
     for last in (2, 3, 4):
         for each in ([*common, last], common):
             if not store.touch(each):

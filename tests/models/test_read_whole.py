@@ -10,12 +10,12 @@ import torch
 
 from hf_triton.engine import prefill
 from hf_triton.engine.batch import BatchEngine
-from hf_triton.engine.prefill import Pieces
-from hf_triton.engine.rolling import RollingEngine
-from hf_triton.generation import SamplingPlan
+from hf_triton.engine.prefill import ChunkSizes
+from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.generation import SamplingParams
 from hf_triton.runner import cache
 from hf_triton.runner.forward import Forward
-from hf_triton.runner.probe import probe_rolling
+from hf_triton.runner.probe import probe_continuous_batching
 from tests.architectures import BASE, HEADS, ROLLING, WHOLE, build
 from tests.models.test_rolling_architectures import check, requests
 from tests.models.test_rolling_engine import Client, start_engine, token_ids
@@ -44,13 +44,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_it_is_found_out_by_trying(model: Any) -> None:
-    assert probe_rolling(model) == "whole"
-    assert probe_rolling(build(*ROLLING["granite4"])) == "in_pieces"
+    assert probe_continuous_batching(model) == "whole"
+    assert probe_continuous_batching(build(*ROLLING["granite4"])) == "in_pieces"
 
 
 def test_tokens_that_see_those_behind_them_are_not_for_rows() -> None:
     model = build("Gemma3TextConfig", BASE | HEADS | {"use_bidirectional_attention": True})
-    assert probe_rolling(model) is None
+    assert probe_continuous_batching(model) is None
     engine = start_engine(model, max_rows=4, context_length=128)
     try:
         assert isinstance(engine, BatchEngine)
@@ -61,10 +61,10 @@ def test_tokens_that_see_those_behind_them_are_not_for_rows() -> None:
 def test_a_long_prompt_is_read_at_once_beside_running_texts(
     model: Any, reads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(16, 8, per_weights=4))
+    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=4))
     source = random.Random(1)
     items = [
-        ([source.randrange(3, 300) for _ in range(length)], SamplingPlan(num_new))
+        ([source.randrange(3, 300) for _ in range(length)], SamplingParams(num_new))
         for length, num_new in ((5, 60), (100, 20), (90, 5), (3, 30))
     ]
     engine = start_engine(model, max_rows=4, context_length=256)
@@ -84,7 +84,7 @@ def test_nothing_is_shared_and_the_log_says_so(model: Any, caplog: pytest.LogCap
     try:
         client = Client(engine)
         for _ in range(3):
-            assert token_ids(client.ask(prompt, SamplingPlan(9))) == [solo_ids(model, prompt, 9)]
+            assert token_ids(client.ask(prompt, SamplingParams(9))) == [solo_ids(model, prompt, 9)]
     finally:
         engine.close()
     assert not any(shares.counts)
@@ -96,9 +96,9 @@ def test_texts_that_are_put_back_go_on_as_they_were(monkeypatch: pytest.MonkeyPa
     source, put_back = random.Random(3), PutBack()
     engine = start_engine(model, max_rows=6, context_length=256, max_cache_tokens=300, observer=put_back)
     try:
-        items = [(prompt[:40], SamplingPlan(60)) for prompt, _ in requests(12, source)]
+        items = [(prompt[:40], SamplingParams(60)) for prompt, _ in requests(12, source)]
         check(model, Client(engine), items, pause=lambda: None)
-        assert isinstance(engine, RollingEngine)
+        assert isinstance(engine, ContinuousBatchingEngine)
     finally:
         engine.close()
     assert put_back.num_rows > 0
@@ -106,7 +106,7 @@ def test_texts_that_are_put_back_go_on_as_they_were(monkeypatch: pytest.MonkeyPa
 
 def test_prompts_are_scored_and_texts_drawn_from_one_reading(model: Any) -> None:
     prompt = list(range(3, 40))
-    plan = SamplingPlan(12, do_sample=True, seed=5, num_return_sequences=3, prompt_logprobs=1)
+    plan = SamplingParams(12, do_sample=True, seed=5, num_return_sequences=3, prompt_logprobs=1)
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float().log_softmax(-1)
     wanted = [float(logits[place, token]) for place, token in enumerate(prompt[1:])]

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.batch import BatchEngine
-from hf_triton.engine.rolling import RollingEngine
-from hf_triton.generation import SamplingPlan
+from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.generation import SamplingParams
 from hf_triton.runner import attention, one_token
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.architectures import BATCH, ROLLING, WHOLE, build
@@ -32,19 +32,19 @@ def load(name: str, folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-def requests(count: int, source: random.Random) -> list[tuple[list[int], SamplingPlan]]:
+def requests(count: int, source: random.Random) -> list[tuple[list[int], SamplingParams]]:
     """Prompts of all lengths, some of which begin as another does; most texts short, because `generate` is slow."""
-    items: list[tuple[list[int], SamplingPlan]] = []
+    items: list[tuple[list[int], SamplingParams]] = []
     for _ in range(count):
         start = source.choice(items)[0][: source.randrange(60)] if items and source.random() < 0.3 else []
         prompt = [*start, *(source.randrange(3, 300) for _ in range(source.randrange(1, 50)))]
         penalty = source.choice([1.0, 1.0, 1.0, 1.3])
-        plan = SamplingPlan(source.choice([1, 2, 3, 5, 8, 20]), repetition_penalty=penalty)
+        plan = SamplingParams(source.choice([1, 2, 3, 5, 8, 20]), repetition_penalty=penalty)
         items.append((prompt, plan))
     return items
 
 
-def check(model: Any, client: Client, items: list[tuple[list[int], SamplingPlan]], pause: Callable[[], None]) -> None:
+def check(model: Any, client: Client, items: list[tuple[list[int], SamplingParams]], pause: Callable[[], None]) -> None:
     wanted = [  # before: Reformer's hashes are drawn from torch's generator, which all threads share
         solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
         for prompt, plan in items
@@ -61,7 +61,7 @@ def check(model: Any, client: Client, items: list[tuple[list[int], SamplingPlan]
 def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: str, tmp_path: Path) -> None:
     model, source = load(name, tmp_path), random.Random(name + decoding)
     engine = start_engine(model, max_rows=source.choice([3, 5, 8]), context_length=256, decoding=decoding)
-    assert isinstance(engine, RollingEngine)
+    assert isinstance(engine, ContinuousBatchingEngine)
     try:
         check(
             model,

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from hf_triton.choose_engine import build_engine
 from hf_triton.engine import prefill, rolling, thread
-from hf_triton.engine.interface import Completion, Outcome, Sequence
-from hf_triton.engine.prefill import Pieces
-from hf_triton.engine.rolling import RollingEngine
+from hf_triton.engine.interface import Completion, Outcome, SequenceGroup
+from hf_triton.engine.prefill import ChunkSizes
+from hf_triton.engine.rolling import ContinuousBatchingEngine
 from hf_triton.errors import CancelledError, CheckpointError, GenerationError, HfTritonError, UnavailableError
-from hf_triton.generation import SamplingPlan
-from hf_triton.runner.cache import KeyValueRows
-from hf_triton.runner.lanes import Lanes
+from hf_triton.generation import SamplingParams
+from hf_triton.runner.cache import KVCache
+from hf_triton.runner.lanes import KVCacheLanes
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.architectures import BASE, HEADS, ROLLING, WINDOWS, build
 from tests.reference import load_reference, solo_ids
@@ -56,7 +56,7 @@ class Client:
         self._count = 0
 
     def submit(
-        self, prompt: list[int], plan: SamplingPlan, is_cancelled: Callable[[], bool] = lambda: False, **options: Any
+        self, prompt: list[int], plan: SamplingParams, is_cancelled: Callable[[], bool] = lambda: False, **options: Any
     ) -> int:
         number = self._count
         self._count += 1
@@ -67,7 +67,7 @@ class Client:
                 self._outcomes[number] = outcome
                 self._lock.notify_all()
 
-        self._engine.submit([Sequence(prompt, plan, finish, is_cancelled, **options)])
+        self._engine.submit([SequenceGroup(prompt, plan, finish, is_cancelled, **options)])
         return number
 
     def outcomes(self) -> list[Outcome]:
@@ -75,17 +75,17 @@ class Client:
             assert self._lock.wait_for(lambda: len(self._outcomes) == self._count, WAIT_S), "somebody was not answered"
             return [self._outcomes[number] for number in range(self._count)]
 
-    def ask(self, prompt: list[int], plan: SamplingPlan, **options: Any) -> Outcome:
+    def ask(self, prompt: list[int], plan: SamplingParams, **options: Any) -> Outcome:
         self.submit(prompt, plan, **options)
         return self.outcomes()[-1]
 
 
 @pytest.fixture(params=["eager", "static"])
-def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., RollingEngine]]:
-    engines: list[RollingEngine] = []
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., ContinuousBatchingEngine]]:
+    engines: list[ContinuousBatchingEngine] = []
 
-    def start(model: Any, **options: Any) -> RollingEngine:
-        engines.append(RollingEngine(model, **{"max_rows": 7, "decoding": request.param, **options}))
+    def start(model: Any, **options: Any) -> ContinuousBatchingEngine:
+        engines.append(ContinuousBatchingEngine(model, **{"max_rows": 7, "decoding": request.param, **options}))
         return engines[-1]
 
     yield start
@@ -109,20 +109,20 @@ def token_ids(outcome: Outcome) -> list[list[int]]:
     return [completion.token_ids for completion in outcome]
 
 
-def reference(model: Any, prompt: list[int], plan: SamplingPlan) -> list[int]:
+def reference(model: Any, prompt: list[int], plan: SamplingParams) -> list[int]:
     """What transformers writes, greedy and alone."""
     return solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
 
 
 def test_a_seed_gives_the_same_texts_alone_and_in_company(
-    load: Callable[[str], Any], start: Callable[..., RollingEngine]
+    load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     model, source = load("llama"), random.Random(6)
     company, alone = Client(start(model)), Client(start(model))
     items = [
         (
             prompt,
-            SamplingPlan(
+            SamplingParams(
                 source.randrange(1, 30),
                 do_sample=True,
                 temperature=source.choice([0.5, 1.0, 2.0]),
@@ -145,21 +145,23 @@ def test_a_seed_gives_the_same_texts_alone_and_in_company(
 
 
 def test_long_prompts_are_read_in_pieces_and_running_texts_go_on(
-    load: Callable[[str], Any], start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+    load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(16, 16, per_weights=16))
+    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(16, 16, per_weights=16))
     model = load("llama")
     client = Client(start(model))
-    items = [(prompt, SamplingPlan(20)) for prompt in prompts(20, seed=3, longest=100)]
+    items = [(prompt, SamplingParams(20)) for prompt in prompts(20, seed=3, longest=100)]
     for item in items:
         client.submit(*item)
     for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
         assert token_ids(outcome) == [reference(model, prompt, plan)]
 
 
-def test_eos_ends_a_text_and_is_not_part_of_it(load: Callable[[str], Any], start: Callable[..., RollingEngine]) -> None:
+def test_eos_ends_a_text_and_is_not_part_of_it(
+    load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
+) -> None:
     model = load("llama")
-    prompt, plan = [5, 6, 7], SamplingPlan(20)
+    prompt, plan = [5, 6, 7], SamplingParams(20)
     whole = reference(model, prompt, plan)
     engine = start(model)
     engine._eos_ids = frozenset([whole[4]])
@@ -170,7 +172,9 @@ def test_eos_ends_a_text_and_is_not_part_of_it(load: Callable[[str], Any], start
 class Faulty:
     """The engine's model, which fails when `is_hit`, asked with the number of rows and the new tokens, says so."""
 
-    def __init__(self, engine: RollingEngine, is_hit: Callable[[int, list[int]], bool], error: Exception) -> None:
+    def __init__(
+        self, engine: ContinuousBatchingEngine, is_hit: Callable[[int, list[int]], bool], error: Exception
+    ) -> None:
         self._model, self._is_hit, self._error = engine._forward._model, is_hit, error
         self.num_hits = 0
         engine._forward._model = self
@@ -182,7 +186,7 @@ class Faulty:
         return self._model(input_ids=input_ids, **arguments)
 
 
-def slow_down(engine: RollingEngine, pause_s: float = 0.005) -> None:
+def slow_down(engine: ContinuousBatchingEngine, pause_s: float = 0.005) -> None:
     """Give every forward of a tiny model the time that a real one takes."""
 
     def pause(*_: object) -> bool:
@@ -195,13 +199,13 @@ def slow_down(engine: RollingEngine, pause_s: float = 0.005) -> None:
 POISON = 377
 
 
-def test_only_the_guilty_is_refused(load: Callable[[str], Any], start: Callable[..., RollingEngine]) -> None:
+def test_only_the_guilty_is_refused(load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]) -> None:
     model = load("llama")
     engine = start(model)
     faulty = Faulty(engine, lambda _, ids: POISON in ids, RuntimeError("boom"))
     client = Client(engine)
     clean = [[each for each in prompt if each != POISON] + [4] for prompt in prompts(12, seed=4)]
-    plans = [SamplingPlan(1 + index) for index in range(12)]
+    plans = [SamplingParams(1 + index) for index in range(12)]
     for index, (prompt, plan) in enumerate(zip(clean, plans, strict=True)):
         client.submit([POISON, *prompt] if index == 6 else prompt, plan)
     outcomes = client.outcomes()
@@ -217,13 +221,13 @@ def test_only_the_guilty_is_refused(load: Callable[[str], Any], start: Callable[
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_out_of_memory_changes_nobodys_text(
-    limit: int, load: Callable[[str], Any], start: Callable[..., RollingEngine]
+    limit: int, load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     model = load("falcon")
     engine = start(model)
     faulty = Faulty(engine, lambda num_rows, _: num_rows > limit, torch.OutOfMemoryError("CUDA out of memory"))
     client = Client(engine)
-    items = [(prompt, SamplingPlan(1 + index % 17)) for index, prompt in enumerate(prompts(20, seed=5))]
+    items = [(prompt, SamplingParams(1 + index % 17)) for index, prompt in enumerate(prompts(20, seed=5))]
     for item in items:
         client.submit(*item)
     for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
@@ -234,25 +238,25 @@ def test_out_of_memory_changes_nobodys_text(
 @pytest.mark.parametrize("place", ["add", "_lay_out"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")], ids=str)
 def test_a_failure_while_rows_are_laid_in_loses_nobody(
-    place: str, error: Exception, load: Callable[[str], Any], start: Callable[..., RollingEngine]
+    place: str, error: Exception, load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     model = load("llama")
     engine = start(model)
     failures = [error] * 3
 
-    class Failing(KeyValueRows):
+    class Failing(KVCache):
         """Fails now and then in the middle of its work, as an allocation does."""
 
-    def fail(self: KeyValueRows, *arguments: Any) -> None:
+    def fail(self: KVCache, *arguments: Any) -> None:
         if self.num_rows and failures:
-            self.is_torn = place == "_lay_out"
+            self.is_corrupt = place == "_lay_out"
             raise failures.pop()
-        getattr(KeyValueRows, place)(self, *arguments)
+        getattr(KVCache, place)(self, *arguments)
 
     setattr(Failing, place, fail)
     engine._memory._lanes = [Failing(engine._forward.device)]
     client = Client(engine)
-    items = [(prompt, SamplingPlan(5 + index)) for index, prompt in enumerate(prompts(20, seed=12))]
+    items = [(prompt, SamplingParams(5 + index)) for index, prompt in enumerate(prompts(20, seed=12))]
     for item in items:
         client.submit(*item)
     for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
@@ -266,18 +270,21 @@ def test_faults_at_random_change_nobodys_text(
     seed: int,
     piece: int,
     load: Callable[[str], Any],
-    start: Callable[..., RollingEngine],
+    start: Callable[..., ContinuousBatchingEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every failure of many rows together is survived by each of them; a row alone never fails here."""
-    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(piece, piece // 2, per_weights=16))
+    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(piece, piece // 2, per_weights=16))
     model, source = load("falcon"), random.Random(seed)
     engine = start(model)
     kinds = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")]
     faulty = Faulty(engine, lambda num_rows, _: num_rows > 1 and source.random() < 0.08, kinds[seed % 2])
     client = Client(engine)
     items = [
-        (prompt, SamplingPlan(source.randrange(1, 25), do_sample=True, seed=index, num_return_sequences=1 + index % 3))
+        (
+            prompt,
+            SamplingParams(source.randrange(1, 25), do_sample=True, seed=index, num_return_sequences=1 + index % 3),
+        )
         for index, prompt in enumerate(prompts(30, seed=13))
     ]
     for item in items:
@@ -295,7 +302,7 @@ def test_faults_at_random_change_nobodys_text(
 def test_a_failure_before_contexts_are_read_loses_nobody(
     error: Exception,
     load: Callable[[str], Any],
-    start: Callable[..., RollingEngine],
+    start: Callable[..., ContinuousBatchingEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, source = load("llama"), random.Random(3)
@@ -311,7 +318,7 @@ def test_a_failure_before_contexts_are_read_loses_nobody(
 
     monkeypatch.setattr(rolling, "Prefill", make_or_fail)
     client = Client(engine)
-    items = [(prompt, SamplingPlan(4)) for prompt in prompts(12, seed=5)]
+    items = [(prompt, SamplingParams(4)) for prompt in prompts(12, seed=5)]
     for item in items:
         client.submit(*item)
     outcomes = client.outcomes()
@@ -323,34 +330,34 @@ def test_a_failure_before_contexts_are_read_loses_nobody(
 
 
 def test_a_prompt_that_never_fits_is_refused_and_the_next_one_runs(
-    load: Callable[[str], Any], start: Callable[..., RollingEngine]
+    load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     model = load("llama")
     engine = start(model)
     Faulty(engine, lambda _, ids: len(ids) > 50, torch.OutOfMemoryError("CUDA out of memory"))
     client = Client(engine)
-    refused = client.ask(list(range(3, 70)), SamplingPlan(4))
+    refused = client.ask(list(range(3, 70)), SamplingParams(4))
     assert isinstance(refused, UnavailableError)
     assert refused.code == "out_of_memory"
-    assert token_ids(client.ask([5, 6], SamplingPlan(4))) == [reference(model, [5, 6], SamplingPlan(4))]
+    assert token_ids(client.ask([5, 6], SamplingParams(4))) == [reference(model, [5, 6], SamplingParams(4))]
 
 
 def test_a_fatal_error_answers_everyone(load: Callable[[str], Any]) -> None:
     ended = threading.Event()
-    engine = RollingEngine(load("llama"), max_rows=3, on_fatal=ended.set)
+    engine = ContinuousBatchingEngine(load("llama"), max_rows=3, on_fatal=ended.set)
     Faulty(engine, lambda num_rows, _: num_rows == 3, RuntimeError("CUDA error: device-side assert triggered"))
     client = Client(engine)
     for prompt in prompts(9, seed=6):
-        client.submit(prompt, SamplingPlan(30))
+        client.submit(prompt, SamplingParams(30))
     assert {getattr(outcome, "code", outcome) for outcome in client.outcomes()} == {"engine_failed"}
     assert ended.wait(WAIT_S)
     assert not engine.is_healthy()
-    late = client.ask([5], SamplingPlan(1))
+    late = client.ask([5], SamplingParams(1))
     assert isinstance(late, UnavailableError)
 
 
 def test_cancelled_texts_leave_and_the_others_go_on(
-    load: Callable[[str], Any], start: Callable[..., RollingEngine]
+    load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     model = load("llama")
     engine = start(model, max_rows=4)
@@ -358,8 +365,8 @@ def test_cancelled_texts_leave_and_the_others_go_on(
     client = Client(engine)
     given_up = threading.Event()
     for prompt in prompts(6, seed=7):
-        client.submit(prompt, SamplingPlan(190), given_up.is_set)
-    kept = [(prompt, SamplingPlan(150)) for prompt in prompts(3, seed=8)]
+        client.submit(prompt, SamplingParams(190), given_up.is_set)
+    kept = [(prompt, SamplingParams(150)) for prompt in prompts(3, seed=8)]
     for item in kept:
         client.submit(*item)
     time.sleep(0.15)
@@ -371,7 +378,7 @@ def test_cancelled_texts_leave_and_the_others_go_on(
 
 
 def test_a_cancel_check_that_raises_refuses_its_own_text_only(
-    load: Callable[[str], Any], start: Callable[..., RollingEngine]
+    load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     def is_cancelled() -> bool:
         raise RuntimeError("no answer from Triton")
@@ -380,20 +387,20 @@ def test_a_cancel_check_that_raises_refuses_its_own_text_only(
     engine = start(model)
     slow_down(engine)
     client = Client(engine)
-    client.submit([5, 6], SamplingPlan(190), is_cancelled)
-    client.submit([5, 6], SamplingPlan(150))
+    client.submit([5, 6], SamplingParams(190), is_cancelled)
+    client.submit([5, 6], SamplingParams(150))
     refused, kept = client.outcomes()
     assert isinstance(refused, HfTritonError)
     assert refused.code == "internal"
-    assert token_ids(kept) == [reference(model, [5, 6], SamplingPlan(150))]
+    assert token_ids(kept) == [reference(model, [5, 6], SamplingParams(150))]
 
 
 def test_closing_answers_everyone(load: Callable[[str], Any]) -> None:
-    engine = RollingEngine(load("llama"), max_rows=2)
+    engine = ContinuousBatchingEngine(load("llama"), max_rows=2)
     slow_down(engine)
     client = Client(engine)
     for prompt in prompts(8, seed=9):
-        client.submit(prompt, SamplingPlan(190))
+        client.submit(prompt, SamplingParams(190))
     engine.close()
     codes = {getattr(outcome, "code", "done") for outcome in client.outcomes()}
     assert "shutting_down" in codes
@@ -401,11 +408,11 @@ def test_closing_answers_everyone(load: Callable[[str], Any]) -> None:
 
 
 def test_an_idle_engine_holds_no_rows(
-    load: Callable[[str], Any], start: Callable[..., RollingEngine], monkeypatch: pytest.MonkeyPatch
+    load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread, "REST_S", 0.01)
     engine = start(load("llama"))
-    Client(engine).ask([5, 6, 7], SamplingPlan(30))
+    Client(engine).ask([5, 6, 7], SamplingParams(30))
     deadline = time.monotonic() + WAIT_S
     while engine._memory.num_tokens:
         assert time.monotonic() < deadline
@@ -416,7 +423,7 @@ def test_an_idle_engine_holds_no_rows(
 def test_the_engine_is_chosen_by_trying(architecture: str, load: Callable[[str], Any]) -> None:
     engine = start_engine(load(architecture), max_rows=4, context_length=256)
     engine.close()
-    assert isinstance(engine, RollingEngine) is (architecture not in NOT_ROLLING)
+    assert isinstance(engine, ContinuousBatchingEngine) is (architecture not in NOT_ROLLING)
 
 
 def test_a_model_whose_positions_depend_on_its_company_runs_alone(tmp_path: Path) -> None:
@@ -425,7 +432,7 @@ def test_a_model_whose_positions_depend_on_its_company_runs_alone(tmp_path: Path
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     engine = start_engine(model, max_rows=8, context_length=128)
     client = Client(engine)
-    items = [(prompt, SamplingPlan(30)) for prompt in prompts(6, seed=11, longest=50)]
+    items = [(prompt, SamplingParams(30)) for prompt in prompts(6, seed=11, longest=50)]
     for item in items:
         client.submit(*item)
     for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
@@ -443,7 +450,7 @@ def test_a_model_that_cannot_generate_is_refused_at_load(tmp_path: Path, setting
 
 
 def test_a_panic_in_a_listener_ends_nobody_elses_text(
-    load: Callable[[str], Any], start: Callable[..., RollingEngine]
+    load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     class PanicError(BaseException):
         """As the tokenizer's Rust code raises."""
@@ -452,8 +459,8 @@ def test_a_panic_in_a_listener_ends_nobody_elses_text(
         raise PanicError
 
     engine = start(load("llama"))
-    engine.submit([Sequence([5, 6], SamplingPlan(3), panic)])
-    assert token_ids(Client(engine).ask([5, 6], SamplingPlan(3)))
+    engine.submit([SequenceGroup([5, 6], SamplingParams(3), panic)])
+    assert token_ids(Client(engine).ask([5, 6], SamplingParams(3)))
     assert engine.is_healthy()
 
 
@@ -468,7 +475,7 @@ def test_what_only_generate_does_is_done_by_generate(settings: dict[str, object]
     model.generation_config.update(**settings)
     engine = start_engine(model, max_rows=4, context_length=128)
     engine.close()
-    assert not isinstance(engine, RollingEngine)
+    assert not isinstance(engine, ContinuousBatchingEngine)
 
 
 INKLING = (
@@ -513,27 +520,27 @@ MOSHI = BASE | HEADS | {"ffn_dim": 64, "audio_vocab_size": 300}
 def test_rows_that_would_feel_each_other_are_not_rolled(name: Any, context_length: int, is_rolling: bool) -> None:
     engine = start_engine(build(*name), max_rows=4, context_length=context_length)
     engine.close()
-    assert isinstance(engine, RollingEngine) is is_rolling
+    assert isinstance(engine, ContinuousBatchingEngine) is is_rolling
 
 
 def test_whoever_is_put_back_when_the_device_is_lost_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, add, num_added = RollingEngine(build("LlamaConfig", BASE), max_rows=4), Lanes.add, [0]
+    engine, add, num_added = ContinuousBatchingEngine(build("LlamaConfig", BASE), max_rows=4), KVCacheLanes.add, [0]
 
-    def fail_at_the_second(self: Lanes, *arguments: Any) -> int:
+    def fail_at_the_second(self: KVCacheLanes, *arguments: Any) -> int:
         num_added[0] += 1
         if num_added[0] == 2:
             raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
         return add(self, *arguments)
 
-    def fail(self: Lanes, row: int) -> int:
+    def fail(self: KVCacheLanes, row: int) -> int:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(Lanes, "add", fail_at_the_second)
-    monkeypatch.setattr(Lanes, "remove", fail)
+    monkeypatch.setattr(KVCacheLanes, "add", fail_at_the_second)
+    monkeypatch.setattr(KVCacheLanes, "remove", fail)
     outcomes: dict[str, Any] = {}
-    plan = SamplingPlan(30)
+    plan = SamplingParams(30)
     try:
-        engine.submit([Sequence([5] * 6, plan, partial(outcomes.__setitem__, name)) for name in "ab"])
+        engine.submit([SequenceGroup([5] * 6, plan, partial(outcomes.__setitem__, name)) for name in "ab"])
         deadline_s = time.monotonic() + 20
         while len(outcomes) < 2 and time.monotonic() < deadline_s:
             time.sleep(0.01)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hf_triton.engine.interface import Completion
-from hf_triton.engine.rolling import RollingEngine
-from hf_triton.generation import SamplingPlan
+from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.generation import SamplingParams
 from hf_triton.runner.padding import pad
 from hf_triton.testing import build_tiny_checkpoint
 from tests.models.test_rolling_engine import Client, prompts
@@ -52,10 +52,10 @@ def run(model: Any, batch: list[list[int]]) -> list[Text]:
 
 
 def roll(model: Any) -> list[Text]:
-    engine = RollingEngine(model, max_rows=8)
+    engine = ContinuousBatchingEngine(model, max_rows=8)
     client = Client(engine)
     for prompt in ITEMS:
-        client.submit(prompt, SamplingPlan(NUM_NEW, logprobs=0))
+        client.submit(prompt, SamplingParams(NUM_NEW, logprobs=0))
     completions = [outcome[0] for outcome in client.outcomes() if isinstance(outcome, list)]
     engine.close()
     return [plain(each) for each in completions]

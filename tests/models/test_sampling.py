@@ -14,18 +14,18 @@ import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_triton.generation import SamplingPlan
+from hf_triton.generation import SamplingParams
 from hf_triton.sampling import logprobs, picks
 from hf_triton.sampling.edits import edit_scores
 from hf_triton.sampling.interface import TokenLogprobs
 from hf_triton.sampling.logprobs import token_logprobs
-from hf_triton.sampling.picks import Pick, RowSampler, pick_tokens
+from hf_triton.sampling.picks import SampledToken, SequenceSampler, sample_tokens
 from hf_triton.sampling.warp import warp_scores
 
 VOCABULARY = 200
 EOS_IDS = frozenset([7, 11])
 NUM_DRAWS = 4000
-GREEDY = SamplingPlan(8)
+GREEDY = SamplingParams(8)
 
 ONE_BY_ONE: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.6},
@@ -60,15 +60,15 @@ class Text:
         self.prompt = [source.randrange(vocabulary) for _ in range(source.randrange(1, 40))]
         self.new = [source.randrange(vocabulary) for _ in range(source.randrange(4, 30))]
 
-    def sampler(self, plan: SamplingPlan) -> RowSampler:
-        row = RowSampler(plan, 0, self.prompt, EOS_IDS)
+    def sampler(self, plan: SamplingParams) -> SequenceSampler:
+        row = SequenceSampler(plan, 0, self.prompt, EOS_IDS)
         for token_id in self.new:
             row.note(token_id)
         return row
 
 
-def random_plan(source: random.Random, **fixed: Any) -> SamplingPlan:
-    plan = SamplingPlan(
+def random_plan(source: random.Random, **fixed: Any) -> SamplingParams:
+    plan = SamplingParams(
         8,
         min_new_tokens=source.choice([0, 0, 1000]),
         do_sample=True,
@@ -92,7 +92,7 @@ def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def transformers_scores(logits: torch.Tensor, plan: SamplingPlan, text: Text) -> torch.Tensor:
+def transformers_scores(logits: torch.Tensor, plan: SamplingParams, text: Text) -> torch.Tensor:
     """What transformers would draw from, `[vocabulary]`; processors that it has are its own, in its own order."""
     config = GenerationConfig(
         do_sample=plan.do_sample,
@@ -124,7 +124,7 @@ def transformers_scores(logits: torch.Tensor, plan: SamplingPlan, text: Text) ->
 class CountPenalties:
     """Presence and frequency penalties as OpenAI's API writes them down."""
 
-    def __init__(self, plan: SamplingPlan, new: list[int]) -> None:
+    def __init__(self, plan: SamplingParams, new: list[int]) -> None:
         self.plan, self.counts = plan, Counter(new)
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -133,12 +133,12 @@ class CountPenalties:
         return scores
 
 
-def our_scores(logits: torch.Tensor, rows: list[RowSampler]) -> torch.Tensor:
+def our_scores(logits: torch.Tensor, rows: list[SequenceSampler]) -> torch.Tensor:
     return warp_scores(edit_scores(logits, rows), [row.plan for row in rows])
 
 
-def picked(logits: torch.Tensor, rows: list[RowSampler]) -> list[int]:
-    return [pick.token_id for pick in pick_tokens(logits, rows)]
+def picked(logits: torch.Tensor, rows: list[SequenceSampler]) -> list[int]:
+    return [pick.token_id for pick in sample_tokens(logits, rows)]
 
 
 # --- distributions ---------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_one_setting_gives_transformers_scores(name: str) -> None:
     source = random.Random(name)
     for seed in range(20):
         plan, text, logits = (
-            SamplingPlan(8, do_sample=True, **ONE_BY_ONE[name]),
+            SamplingParams(8, do_sample=True, **ONE_BY_ONE[name]),
             Text(source),
             random_logits(VOCABULARY),
         )
@@ -159,14 +159,14 @@ def test_one_setting_gives_transformers_scores(name: str) -> None:
 
 def test_every_setting_is_tried_alone_and_changes_something() -> None:
     tried = {setting for settings in ONE_BY_ONE.values() for setting in settings}
-    shaping = {field.name for field in dataclasses.fields(SamplingPlan)}
+    shaping = {field.name for field in dataclasses.fields(SamplingParams)}
     shaping -= {"max_new_tokens", "do_sample", "seed", "eos_ids", "num_return_sequences", "best_of"}
     assert tried == shaping - {"logprobs", "prompt_logprobs"}
     without_effect = {"top_k of all", "min_new_tokens reached", "no_repeat_ngram_size beyond the text"}
     text, logits = Text(random.Random(0)), random_logits(1, VOCABULARY)
     text.prompt, text.new = [0, 1, 2, 0, 1], [4, 0, 1]
     for name, settings in ONE_BY_ONE.items():
-        scores = our_scores(logits, [text.sampler(SamplingPlan(8, do_sample=True, **settings))])
+        scores = our_scores(logits, [text.sampler(SamplingParams(8, do_sample=True, **settings))])
         assert torch.equal(scores, logits) == (name in without_effect), name
 
 
@@ -188,7 +188,7 @@ def test_rows_of_all_settings_at_once_have_transformers_distributions(seed: int)
 @pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
 def test_a_nucleus_of_any_size_is_found(top_p: float, spread: float) -> None:
     logits = random_logits(4, 20_000) * spread
-    plan = SamplingPlan(8, do_sample=True, top_p=top_p)
+    plan = SamplingParams(8, do_sample=True, top_p=top_p)
     ours = warp_scores(logits, [plan] * 4)
     sizes = (ours > -torch.inf).sum(-1)
     mass = logits.double().softmax(-1).where(ours > -torch.inf, 0).sum(-1)
@@ -200,13 +200,13 @@ def test_a_nucleus_of_any_size_is_found(top_p: float, spread: float) -> None:
 def test_tokens_of_the_lowest_kept_score_are_all_kept() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
     for settings in ({"top_k": 2}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 2, "top_p": 0.7}):
-        kept = warp_scores(logits, [SamplingPlan(8, do_sample=True, **settings)])[0] > -torch.inf
+        kept = warp_scores(logits, [SamplingParams(8, do_sample=True, **settings)])[0] > -torch.inf
         assert kept.tolist() == [True, False, True, True, True, False], settings
 
 
 def test_a_prompt_may_hold_tokens_that_the_model_cannot_write() -> None:
-    plan = SamplingPlan(8, repetition_penalty=2.0, no_repeat_ngram_size=1, logit_bias=((9, 1.0),), min_new_tokens=9)
-    row = RowSampler(plan, 0, [0, 5, 4], frozenset([3, 8]))
+    plan = SamplingParams(8, repetition_penalty=2.0, no_repeat_ngram_size=1, logit_bias=((9, 1.0),), min_new_tokens=9)
+    row = SequenceSampler(plan, 0, [0, 5, 4], frozenset([3, 8]))
     scores = edit_scores(torch.ones(1, 5), [row])
     assert scores.tolist() == [[-math.inf, 1.0, 1.0, -math.inf, -math.inf]]
 
@@ -215,7 +215,7 @@ def test_the_models_logits_stay_as_they_are() -> None:
     source = random.Random(0)
     logits = random_logits(8, VOCABULARY)
     before = logits.clone()
-    pick_tokens(logits, [Text(source).sampler(random_plan(source, logprobs=2)) for _ in range(8)])
+    sample_tokens(logits, [Text(source).sampler(random_plan(source, logprobs=2)) for _ in range(8)])
     assert torch.equal(logits, before)
 
 
@@ -242,7 +242,7 @@ def test_draws_follow_the_distribution(seed: int) -> None:
 
 def test_no_key_draws_a_token_of_probability_zero() -> None:
     logits = torch.tensor([[-math.inf, 1.0, -math.inf, 1.0, -200.0, -math.inf]]).expand(NUM_DRAWS, -1)
-    rows = [RowSampler(SamplingPlan(8, do_sample=True, seed=seed), 0, []) for seed in range(NUM_DRAWS)]
+    rows = [SequenceSampler(SamplingParams(8, do_sample=True, seed=seed), 0, []) for seed in range(NUM_DRAWS)]
     drawn = Counter(picked(logits, rows))
     assert set(drawn) == {1, 3}
     assert abs(drawn[1] - NUM_DRAWS / 2) < 5 * math.sqrt(NUM_DRAWS) / 2
@@ -271,7 +271,7 @@ def test_rounding_changes_few_draws(error: float, most: float) -> None:
     rounded = scores + error * torch.randn(scores.shape, generator=generator)
 
     def drawn(logits: torch.Tensor) -> torch.Tensor:
-        rows = [RowSampler(SamplingPlan(8, do_sample=True, seed=seed), 0, []) for seed in range(len(logits))]
+        rows = [SequenceSampler(SamplingParams(8, do_sample=True, seed=seed), 0, []) for seed in range(len(logits))]
         return torch.tensor(picked(logits, rows))
 
     assert (drawn(scores) != drawn(rounded)).float().mean() <= most
@@ -280,14 +280,14 @@ def test_rounding_changes_few_draws(error: float, most: float) -> None:
 def test_a_rows_text_does_not_depend_on_the_other_rows() -> None:
     source = random.Random(0)
     rows = [(random_plan(source, logprobs=source.choice([None, 0, 4])), Text(source)) for _ in range(39)]
-    rows.append((SamplingPlan(8), Text(source)))
+    rows.append((SamplingParams(8), Text(source)))
     together = [text.sampler(plan) for plan, text in rows]
     alone = [text.sampler(plan) for plan, text in rows]
     for step in range(12):
         logits = random_logits(len(rows), VOCABULARY, seed=step)
-        picks = pick_tokens(logits, together)
+        picks = sample_tokens(logits, together)
         for index, row in enumerate(alone):
-            (pick,) = pick_tokens(logits[index : index + 1], [row])
+            (pick,) = sample_tokens(logits[index : index + 1], [row])
             assert pick.token_id == picks[index].token_id
             row.note(pick.token_id)
             together[index].note(pick.token_id)
@@ -302,10 +302,10 @@ def test_picking_changes_nothing_so_that_a_failed_step_can_be_picked_again() -> 
 
 def test_a_stream_keeps_step_with_the_text() -> None:
     """A row that is made anew and told its text goes on as the first would have."""
-    plan = SamplingPlan(99, do_sample=True, seed=5)
-    row, logits, new = RowSampler(plan, 0, [1]), random_logits(20, VOCABULARY), []
+    plan = SamplingParams(99, do_sample=True, seed=5)
+    row, logits, new = SequenceSampler(plan, 0, [1]), random_logits(20, VOCABULARY), []
     for step in range(20):
-        again = RowSampler(plan, 0, [1])
+        again = SequenceSampler(plan, 0, [1])
         for token_id in new:
             again.note(token_id)
         assert picked(logits[step : step + 1], [again]) == picked(logits[step : step + 1], [row])
@@ -316,17 +316,17 @@ def test_a_stream_keeps_step_with_the_text() -> None:
 
 def test_copies_of_one_seed_have_streams_of_their_own() -> None:
     logits = torch.zeros(1, VOCABULARY)
-    plan = SamplingPlan(1, do_sample=True, seed=3)
-    picks = [picked(logits, [RowSampler(plan, copy, [])]) for copy in range(8)]
+    plan = SamplingParams(1, do_sample=True, seed=3)
+    picks = [picked(logits, [SequenceSampler(plan, copy, [])]) for copy in range(8)]
     assert len({pick for (pick,) in picks}) > 4
-    assert picks == [picked(logits, [RowSampler(plan, copy, [])]) for copy in range(8)]
+    assert picks == [picked(logits, [SequenceSampler(plan, copy, [])]) for copy in range(8)]
 
 
 @pytest.mark.parametrize(
     ("seed", "key"), [(0, 15023647771317767168), (1, 5705853004827290377), (2**63 - 1, 15586116291310964194)]
 )
 def test_a_seed_gives_the_same_stream_after_a_restart(seed: int, key: int) -> None:
-    assert RowSampler(SamplingPlan(1, do_sample=True, seed=seed), 2, []).key() == key
+    assert SequenceSampler(SamplingParams(1, do_sample=True, seed=seed), 2, []).key() == key
 
 
 def test_a_key_gives_the_same_noise_on_every_machine() -> None:
@@ -338,8 +338,8 @@ def test_a_key_gives_the_same_noise_on_every_machine() -> None:
 
 
 def test_without_a_seed_texts_differ() -> None:
-    logits, plan = torch.zeros(1, VOCABULARY), SamplingPlan(1, do_sample=True)
-    assert len({picked(logits, [RowSampler(plan, 0, [])])[0] for _ in range(40)}) > 4
+    logits, plan = torch.zeros(1, VOCABULARY), SamplingParams(1, do_sample=True)
+    assert len({picked(logits, [SequenceSampler(plan, 0, [])])[0] for _ in range(40)}) > 4
 
 
 # --- greedy rows, bans, and what cannot be ---------------------------------------------------------------------------
@@ -348,23 +348,23 @@ def test_without_a_seed_texts_differ() -> None:
 def test_greedy_rows_take_the_likeliest_token_after_the_penalty() -> None:
     logits = torch.tensor([[1.0, 4.0, 3.0], [1.0, 4.0, 3.0], [-1.0, -4.0, -0.9]])
     rows = [
-        RowSampler(SamplingPlan(1), 0, []),
-        RowSampler(SamplingPlan(1, repetition_penalty=2.0), 0, [1]),
-        RowSampler(SamplingPlan(1, repetition_penalty=2.0), 0, [2]),
+        SequenceSampler(SamplingParams(1), 0, []),
+        SequenceSampler(SamplingParams(1, repetition_penalty=2.0), 0, [1]),
+        SequenceSampler(SamplingParams(1, repetition_penalty=2.0), 0, [2]),
     ]
     assert picked(logits, rows) == [1, 2, 0]
 
 
 def test_greedy_rows_are_not_shaped() -> None:
-    plan = SamplingPlan(1, typical_p=0.2, top_p=0.1, temperature=0.5)
+    plan = SamplingParams(1, typical_p=0.2, top_p=0.1, temperature=0.5)
     logits = random_logits(1, VOCABULARY)
-    assert picked(logits, [RowSampler(plan, 0, [])]) == [int(logits.argmax())]
+    assert picked(logits, [SequenceSampler(plan, 0, [])]) == [int(logits.argmax())]
 
 
 def test_the_end_may_come_after_the_shortest_length() -> None:
     logits = torch.zeros(1, 5)
     logits[0, 3] = 9.0
-    row = RowSampler(SamplingPlan(9, min_new_tokens=2), 0, [1], frozenset([3]))
+    row = SequenceSampler(SamplingParams(9, min_new_tokens=2), 0, [1], frozenset([3]))
     found = []
     for _ in range(3):
         found += picked(logits, [row])
@@ -376,13 +376,15 @@ def test_the_end_may_come_after_the_shortest_length() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_in_which_all_is_banned_ends_or_takes_the_likeliest(do_sample: bool, dtype: torch.dtype) -> None:
     everything = tuple((token_id,) for token_id in range(6))
-    plan = SamplingPlan(9, do_sample=do_sample, bad_words_ids=everything, min_new_tokens=5, top_p=0.5, top_k=3, seed=1)
+    plan = SamplingParams(
+        9, do_sample=do_sample, bad_words_ids=everything, min_new_tokens=5, top_p=0.5, top_k=3, seed=1
+    )
     logits = torch.tensor([[0.0, 1, 2, 3, 4, 5]] * 4, dtype=dtype)
     rows = [
-        RowSampler(plan, 0, [1], frozenset([4, 2])),
-        RowSampler(plan, 0, [1]),
-        RowSampler(plan, 0, [1], frozenset([600])),
-        RowSampler(SamplingPlan(9), 0, [1]),
+        SequenceSampler(plan, 0, [1], frozenset([4, 2])),
+        SequenceSampler(plan, 0, [1]),
+        SequenceSampler(plan, 0, [1], frozenset([600])),
+        SequenceSampler(SamplingParams(9), 0, [1]),
     ]
     assert picked(logits, rows) == [2, 5, 5, 5]
 
@@ -391,7 +393,7 @@ def test_a_row_in_which_all_is_banned_ends_or_takes_the_likeliest(do_sample: boo
 def test_logits_that_are_no_numbers_give_some_token(value: float) -> None:
     source = random.Random(0)
     rows = [Text(source).sampler(random_plan(source, logprobs=3)) for _ in range(30)] + [
-        RowSampler(SamplingPlan(1), 0, [])
+        SequenceSampler(SamplingParams(1), 0, [])
     ]
     assert all(0 <= token_id < VOCABULARY for token_id in picked(torch.full((31, VOCABULARY), value), rows))
     mixed = random_logits(31, VOCABULARY)
@@ -411,7 +413,7 @@ def test_logits_may_be_a_slice() -> None:
     source = random.Random(0)
     rows = [Text(source).sampler(random_plan(source, logprobs=1)) for _ in range(5)]
     block = random_logits(5, 3, VOCABULARY)
-    assert pick_tokens(block[:, -1], rows) == pick_tokens(block[:, -1].contiguous(), rows)
+    assert sample_tokens(block[:, -1], rows) == sample_tokens(block[:, -1].contiguous(), rows)
 
 
 # --- log probabilities -----------------------------------------------------------------------------------------------
@@ -420,9 +422,9 @@ def test_logits_may_be_a_slice() -> None:
 def test_logprobs_are_those_of_the_models_own_logits() -> None:
     logits = random_logits(3, VOCABULARY)
     wanted = logits.log_softmax(-1)
-    plan = SamplingPlan(8, do_sample=True, temperature=0.1, repetition_penalty=9.0, logit_bias=((4, 100.0),))
+    plan = SamplingParams(8, do_sample=True, temperature=0.1, repetition_penalty=9.0, logit_bias=((4, 100.0),))
     plans = [dataclasses.replace(plan, logprobs=3), dataclasses.replace(plan, num_return_sequences=2, best_of=4), plan]
-    picks = pick_tokens(logits, [RowSampler(each, 0, [1, 2]) for each in plans])
+    picks = sample_tokens(logits, [SequenceSampler(each, 0, [1, 2]) for each in plans])
     assert [pick.token_id for pick in picks] == [4, 4, 4]
     for row, (pick, num_top) in enumerate(zip(picks[:2], (3, 0), strict=True)):
         assert pick.logprobs is not None
@@ -431,12 +433,12 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
         values, ids = wanted[row].topk(num_top)
         assert [token_id for token_id, _ in pick.logprobs.top] == ids.tolist()
         assert [logprob for _, logprob in pick.logprobs.top] == pytest.approx(values.tolist())
-    assert picks[2] == Pick(4)
+    assert picks[2] == SampledToken(4)
 
 
 def test_logprobs_of_a_greedy_row_leave_its_token_alone() -> None:
     logits = random_logits(1, VOCABULARY)
-    (pick,) = pick_tokens(logits, [RowSampler(SamplingPlan(8, logprobs=1), 0, [])])
+    (pick,) = sample_tokens(logits, [SequenceSampler(SamplingParams(8, logprobs=1), 0, [])])
     assert pick.logprobs is not None
     assert pick.logprobs.top == ((pick.token_id, pick.logprobs.logprob),)
 
@@ -473,7 +475,7 @@ class Fenced:
         bits[sorted(self.allowed)] = 1
         return np.packbits(bits, bitorder="little")
 
-    def settle(self, token_id: int) -> int:
+    def resolve_sampling_params(self, token_id: int) -> int:
         return token_id if token_id in self.allowed - self.never else self.ending[0]
 
     def closing(self) -> list[int]:
@@ -483,8 +485,8 @@ class Fenced:
         self.accepted.append(token_id)
 
 
-def fenced(allowed: set[int], plan: SamplingPlan = GREEDY, never: frozenset[int] = frozenset()) -> RowSampler:
-    return RowSampler(plan, 0, [1], EOS_IDS, Fenced(allowed, [3, 7], never))
+def fenced(allowed: set[int], plan: SamplingParams = GREEDY, never: frozenset[int] = frozenset()) -> SequenceSampler:
+    return SequenceSampler(plan, 0, [1], EOS_IDS, Fenced(allowed, [3, 7], never))
 
 
 def test_a_row_takes_the_likeliest_of_the_tokens_that_its_constraint_allows() -> None:
@@ -514,7 +516,7 @@ def test_a_constraint_leaves_the_other_rows_alone() -> None:
 
 def test_draws_are_those_of_the_allowed_tokens_alone() -> None:
     logits, allowed = random_logits(VOCABULARY), [2, 50, 51, 120]
-    rows = [fenced(set(allowed), SamplingPlan(8, do_sample=True, seed=seed)) for seed in range(NUM_DRAWS)]
+    rows = [fenced(set(allowed), SamplingParams(8, do_sample=True, seed=seed)) for seed in range(NUM_DRAWS)]
     counts = Counter(picked(logits.expand(NUM_DRAWS, -1), rows))
     for token_id, probability in zip(allowed, logits[allowed].softmax(-1).tolist(), strict=True):
         deviation = math.sqrt(NUM_DRAWS * probability * (1 - probability))
@@ -525,13 +527,13 @@ def test_draws_are_those_of_the_allowed_tokens_alone() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        fenced({4, 5}, SamplingPlan(8, bad_words_ids=((4,), (5,)))),
-        fenced({7}, SamplingPlan(8, min_new_tokens=5)),
+        fenced({4, 5}, SamplingParams(8, bad_words_ids=((4,), (5,)))),
+        fenced({7}, SamplingParams(8, min_new_tokens=5)),
         fenced({4, 5}, never=frozenset([4, 5])),
     ],
     ids=["bans leave nothing", "the end is banned", "none can be ended behind"],
 )
-def test_where_nothing_is_left_the_constraint_ends_the_text(row: RowSampler) -> None:
+def test_where_nothing_is_left_the_constraint_ends_the_text(row: SequenceSampler) -> None:
     assert picked(random_logits(1, VOCABULARY), [row]) == [3]
 
 

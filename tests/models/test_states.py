@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from hf_triton.engine import prefill
-from hf_triton.engine.interface import Completion, Observer, Outcome, Sequence, SequenceObserver
-from hf_triton.engine.prefill import Pieces, Prefill
-from hf_triton.engine.rolling import RollingEngine
-from hf_triton.engine.row import Job
+from hf_triton.engine.interface import Completion, Observer, Outcome, SequenceGroup, SequenceObserver
+from hf_triton.engine.prefill import ChunkSizes, Prefill
+from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.engine.row import GroupState
 from hf_triton.errors import RequestError
-from hf_triton.generation import SamplingPlan
+from hf_triton.generation import SamplingParams
 from hf_triton.runner.budget import TokenBudget
-from hf_triton.runner.cache import COLUMN_STEP, KeyValueRows
+from hf_triton.runner.cache import COLUMN_STEP, KVCache
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.states import states_of
-from hf_triton.sampling.picks import Pick
+from hf_triton.sampling.picks import SampledToken
 from tests.architectures import STATES, build
 from tests.models.test_rolling_architectures import requests
 from tests.models.test_rolling_engine import Client, token_ids
@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return build(*STATES[request.param])
 
 
-def check(model: Any, client: Client, items: list[tuple[list[int], SamplingPlan]]) -> None:
+def check(model: Any, client: Client, items: list[tuple[list[int], SamplingParams]]) -> None:
     wanted = [
         solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
         for prompt, plan in items
@@ -58,9 +58,9 @@ def check(model: Any, client: Client, items: list[tuple[list[int], SamplingPlan]
 def test_prompts_are_read_in_pieces_beside_running_texts(
     piece: int, model: Any, mode: DecodingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(64, piece, per_weights=16))
+    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(64, piece, per_weights=16))
     items = requests(40, random.Random(piece))
-    with closing(RollingEngine(model, max_rows=7, decoding=mode)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=7, decoding=mode)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -71,9 +71,9 @@ def test_many_short_prompts_at_once_have_pieces_of_more_than_their_padding(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single column is taken to hold a token of every row, which padding is not."""
-    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(64, 1, per_weights=16))
-    items = [(prompt, SamplingPlan(1 + index % 7)) for index, prompt in enumerate(prompts(60, longest=4))]
-    with closing(RollingEngine(model, max_rows=20)) as engine:
+    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(64, 1, per_weights=16))
+    items = [(prompt, SamplingParams(1 + index % 7)) for index, prompt in enumerate(prompts(60, longest=4))]
+    with closing(ContinuousBatchingEngine(model, max_rows=20)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -83,12 +83,12 @@ def test_many_short_prompts_at_once_have_pieces_of_more_than_their_padding(
 @pytest.mark.parametrize("name", ["mamba2", "granite4"])
 def test_no_token_of_a_prompt_is_read_as_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the time step is limited, transformers limits it while it reads a prompt and not in a step."""
-    monkeypatch.setitem(prefill.PIECES, "cpu", Pieces(16, 16, per_weights=8))
+    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(16, 16, per_weights=8))
     config_name, arguments = STATES[name]
     model = build(config_name, arguments | {"time_step_limit": (0.0, 0.1)})
-    items = [(random_tokens(length, length), SamplingPlan(12)) for length in (1, 2, 16, 17, 18, 33, 49, 50)]
+    items = [(random_tokens(length, length), SamplingParams(12)) for length in (1, 2, 16, 17, 18, 33, 49, 50)]
     items += [([*prompt, *random_tokens(extra, extra)], plan) for prompt, plan in items[4:] for extra in (1, 2)]
-    with closing(RollingEngine(model, max_rows=3)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=3)) as engine:
         for prompt, plan in items:
             (answer,) = token_ids(Client(engine).ask(prompt, plan))
             assert answer == solo_ids(model, prompt, plan.max_new_tokens)
@@ -119,10 +119,10 @@ class Breaking:
 def test_a_step_that_fails_half_way_changes_nobodys_text(error: Exception, model: Any, mode: DecodingMode) -> None:
     source = random.Random(3)
     items = [
-        (prompt, SamplingPlan(1 + index % 17, do_sample=True, seed=index, num_return_sequences=1 + index % 3))
+        (prompt, SamplingParams(1 + index % 17, do_sample=True, seed=index, num_return_sequences=1 + index % 3))
         for index, prompt in enumerate(prompts(30))
     ]
-    with closing(RollingEngine(model, max_rows=7, decoding=mode)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=7, decoding=mode)) as engine:
         calm = Client(engine)
         for item in items:
             calm.submit(*item)
@@ -162,7 +162,7 @@ LIMITED = [("nemotron-h", {}), ("zamba2", {}), ("granite4", {"time_step_limit": 
 class PutBack(Observer):
     num_rows = 0
 
-    def on_put_back(self, num_rows: int) -> None:
+    def on_preempt(self, num_rows: int) -> None:
         self.num_rows += num_rows
 
 
@@ -171,8 +171,10 @@ def test_texts_that_are_put_back_are_written_again_where_reading_is_another_thin
     name: str, options: dict[str, Any], mode: DecodingMode
 ) -> None:
     model, source, put_back = limited(name, **options), random.Random(5), PutBack()
-    items = [(random_tokens(20, source.randrange(99)), SamplingPlan(120)) for _ in range(5)]
-    with closing(RollingEngine(model, max_rows=5, decoding=mode, max_cache_tokens=700, observer=put_back)) as engine:
+    items = [(random_tokens(20, source.randrange(99)), SamplingParams(120)) for _ in range(5)]
+    with closing(
+        ContinuousBatchingEngine(model, max_rows=5, decoding=mode, max_cache_tokens=700, observer=put_back)
+    ) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -185,7 +187,7 @@ def test_so_are_those_of_a_step_that_failed_and_nobody_is_told_twice(error: Exce
     model, source = limited("nemotron-h"), random.Random(6)
     drawn = {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2, "logprobs": 1}
     items = [
-        (random_tokens(1 + number % 20, number), SamplingPlan(40, seed=number, num_return_sequences=2, **drawn))
+        (random_tokens(1 + number % 20, number), SamplingParams(40, seed=number, num_return_sequences=2, **drawn))
         for number in range(8)
     ]
 
@@ -209,7 +211,7 @@ def test_so_are_those_of_a_step_that_failed_and_nobody_is_told_twice(error: Exce
         found = [each for outcome in outcomes for each in (outcome if isinstance(outcome, list) else [outcome])]
         return found, heard, asked
 
-    with closing(RollingEngine(model, max_rows=6, decoding=mode)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=6, decoding=mode)) as engine:
         wanted, heard, asked = run(Client(engine))
         assert heard == [each.token_ids for each in wanted]
         breaking = Breaking(model, error, lambda rows, new: rows > 1 and new == 1 and source.random() < 0.05)
@@ -227,23 +229,23 @@ def test_so_are_those_of_a_step_that_failed_and_nobody_is_told_twice(error: Exce
 @pytest.mark.parametrize("num_again", [0, 1, 2, 3])
 def test_a_deadline_while_tokens_are_written_again_ends_with_all_of_them(num_again: int) -> None:
     outcomes: list[Outcome] = []
-    job = Job(Sequence([5], SamplingPlan(10), outcomes.append), frozenset(), SequenceObserver())
+    job = GroupState(SequenceGroup([5], SamplingParams(10), outcomes.append), frozenset(), SequenceObserver())
     (row,) = job.rows
     for token_id in (7, 8, 9):
-        row.take(Pick(token_id))
-    row.write_again()
+        row.take(SampledToken(token_id))
+    row.regenerate()
     for _ in range(num_again):
         assert row.num_tokens == 4
-        assert not row.take(Pick(1))
-    row.write_again()
+        assert not row.take(SampledToken(1))
+    row.regenerate()
     job.expire()
     assert outcomes == [[Completion([7, 8, 9], "deadline")]]
 
 
 def test_a_seed_gives_the_same_texts_alone_and_in_company(model: Any, mode: DecodingMode) -> None:
-    plans = [SamplingPlan(12, do_sample=True, top_k=20, seed=seed, num_return_sequences=2) for seed in range(12)]
+    plans = [SamplingParams(12, do_sample=True, top_k=20, seed=seed, num_return_sequences=2) for seed in range(12)]
     items = list(zip(prompts(12), plans, strict=True))
-    with closing(RollingEngine(model, max_rows=7, decoding=mode)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=7, decoding=mode)) as engine:
         company = Client(engine)
         for item in items:
             company.submit(*item)
@@ -255,7 +257,7 @@ def test_a_seed_gives_the_same_texts_alone_and_in_company(model: Any, mode: Deco
 def test_what_states_take_is_counted(model: Any) -> None:
     bytes_per_token, of_states = Forward(model).memory_of_text()
     texts = Texts(model, "eager")
-    texts.memory = KeyValueRows(torch.device("cpu"), of_states)
+    texts.memory = KVCache(torch.device("cpu"), of_states)
     for number, prompt in enumerate(prompts(5)):
         texts.join(number, prompt)
     buffers = [
@@ -281,17 +283,17 @@ def test_rows_wait_where_there_is_no_memory_for_their_states(model: Any, monkeyp
     def counted(reading: Prefill, *, has_company: bool) -> Any:
         widths.append(len(engine._rows) + len(reading.rows))
         rows = max(engine._memory.num_tokens, widths[-1] * of_row)
-        held.append(rows + len(reading.readings) * (reading.longest + of_states))
+        held.append(rows + len(reading.prefill_requests) * (reading.longest + of_states))
         return advance(reading, has_company=has_company)
 
     monkeypatch.setattr(Prefill, "advance", counted)
-    items = [(prompt, SamplingPlan(5 + index)) for index, prompt in enumerate(prompts(12))]
-    with closing(RollingEngine(model, max_rows=7)) as engine:
+    items = [(prompt, SamplingParams(5 + index)) for index, prompt in enumerate(prompts(12))]
+    with closing(ContinuousBatchingEngine(model, max_rows=7)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
         check(model, client, items)
-        refused = client.ask([5, 6], SamplingPlan(room))
+        refused = client.ask([5, 6], SamplingParams(room))
     assert 3 < max(widths) < 7
     assert max(held) <= room
     assert isinstance(refused, RequestError)
@@ -301,14 +303,14 @@ def test_rows_wait_where_there_is_no_memory_for_their_states(model: Any, monkeyp
 def test_a_limit_of_keys_and_values_says_nothing_to_a_model_without_them(caplog: pytest.LogCaptureFixture) -> None:
     model = build(*STATES["mamba2"])
     prompt = random_tokens(2 * COLUMN_STEP, 0)
-    with closing(RollingEngine(model, max_rows=3, max_cache_tokens=COLUMN_STEP)) as engine:
-        assert token_ids(Client(engine).ask(prompt, SamplingPlan(4))) == [solo_ids(model, prompt, 4)]
+    with closing(ContinuousBatchingEngine(model, max_rows=3, max_cache_tokens=COLUMN_STEP)) as engine:
+        assert token_ids(Client(engine).ask(prompt, SamplingParams(4))) == [solo_ids(model, prompt, 4)]
     assert "max_cache_tokens does nothing for a model without keys and values" in caplog.text
 
 
 def test_a_limit_of_keys_and_values_does_not_count_states(model: Any) -> None:
-    items = [(prompt, SamplingPlan(9)) for prompt in prompts(6)]
-    with closing(RollingEngine(model, max_rows=7, max_cache_tokens=2 * COLUMN_STEP)) as engine:
+    items = [(prompt, SamplingParams(9)) for prompt in prompts(6)]
+    with closing(ContinuousBatchingEngine(model, max_rows=7, max_cache_tokens=2 * COLUMN_STEP)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -337,7 +339,7 @@ class Shares(Observer):
     def __init__(self) -> None:
         self.counts: list[int] = []
 
-    def on_share(self, num_tokens: int) -> None:
+    def on_prefix_hit(self, num_tokens: int) -> None:
         self.counts.append(num_tokens)
 
 
@@ -348,10 +350,10 @@ def random_tokens(length: int, seed: int) -> list[int]:
 
 def test_a_conversation_is_gone_on_from_its_last_turn(model: Any, mode: DecodingMode) -> None:
     shares, history, lengths = Shares(), list[int](), list[int]()
-    with closing(RollingEngine(model, max_rows=3, decoding=mode, observer=shares)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=3, decoding=mode, observer=shares)) as engine:
         for turn in range(4):
             history += random_tokens(40, turn)
-            (answer,) = token_ids(Client(engine).ask(history, SamplingPlan(10)))
+            (answer,) = token_ids(Client(engine).ask(history, SamplingParams(10)))
             assert answer == solo_ids(model, history, 10)
             lengths.append(len(history))
             history += answer
@@ -367,21 +369,21 @@ def test_a_state_that_has_read_the_end_of_its_text_is_not_gone_on_from(model: An
     prompt = random_tokens(40, 7)
     whole = solo_ids(model, prompt, 20)
     end = next(place for place, token in enumerate(whole) if place > 3 and token not in whole[:place])
-    with closing(RollingEngine(model, max_rows=3, decoding=mode)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=3, decoding=mode)) as engine:
         engine._eos_ids = frozenset([whole[end]])
-        (answer,) = token_ids(Client(engine).ask(prompt, SamplingPlan(20)))
+        (answer,) = token_ids(Client(engine).ask(prompt, SamplingParams(20)))
         assert answer == whole[:end]
         engine._eos_ids = frozenset()
         again = [*prompt, *answer, *random_tokens(3, 8)]
-        assert token_ids(Client(engine).ask(again, SamplingPlan(8))) == [solo_ids(model, again, 8)]
+        assert token_ids(Client(engine).ask(again, SamplingParams(8))) == [solo_ids(model, again, 8)]
 
 
 def test_what_prompts_have_in_common_is_kept_where_they_part(model: Any) -> None:
     shares, common = Shares(), random_tokens(50, 0)
     contexts = [[*common, *random_tokens(30 + number, number + 1)] for number in range(4)]
-    with closing(RollingEngine(model, max_rows=3, observer=shares)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=3, observer=shares)) as engine:
         for context in contexts:
-            assert token_ids(Client(engine).ask(context, SamplingPlan(8))) == [solo_ids(model, context, 8)]
+            assert token_ids(Client(engine).ask(context, SamplingParams(8))) == [solo_ids(model, context, 8)]
     assert shares.counts == [0, 0, 50, 50]
 
 
@@ -390,12 +392,12 @@ def test_prompts_that_share_are_right_in_any_company(model: Any, mode: DecodingM
     items = [
         (
             [*source.choice(stems)[: source.randrange(20, 90)], *random_tokens(source.randrange(1, 40), index)],
-            SamplingPlan(source.randrange(1, 12)),
+            SamplingParams(source.randrange(1, 12)),
         )
         for index in range(50)
     ]
     shares = Shares()
-    with closing(RollingEngine(model, max_rows=7, decoding=mode, observer=shares)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=7, decoding=mode, observer=shares)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -406,9 +408,9 @@ def test_prompts_that_share_are_right_in_any_company(model: Any, mode: DecodingM
 
 def test_without_sharing_nothing_is_kept(model: Any) -> None:
     shares, context = Shares(), random_tokens(60, 0)
-    with closing(RollingEngine(model, max_rows=3, observer=shares, shares_prefixes=False)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=3, observer=shares, shares_prefixes=False)) as engine:
         for _ in range(2):
-            Client(engine).ask(context, SamplingPlan(8))
+            Client(engine).ask(context, SamplingParams(8))
         assert engine._prefixes.num_tokens == 0
     assert shares.counts == [0, 0]
 
@@ -416,15 +418,15 @@ def test_without_sharing_nothing_is_kept(model: Any) -> None:
 @torch.inference_mode()
 def test_states_that_came_to_nan_are_not_gone_on_from(model: Any) -> None:
     shares, context = Shares(), random_tokens(60, 0)
-    with closing(RollingEngine(model, max_rows=3, observer=shares)) as engine:
-        Client(engine).ask(context, SamplingPlan(8))
+    with closing(ContinuousBatchingEngine(model, max_rows=3, observer=shares)) as engine:
+        Client(engine).ask(context, SamplingParams(8))
         for prefix in engine._prefixes._prefixes.values():
             for states in prefix.states:
                 for each in states:
                     for state in each.values():
                         state.fill_(torch.nan)
         again = [*context, 5, 6]
-        assert token_ids(Client(engine).ask(again, SamplingPlan(8))) == [solo_ids(model, again, 8)]
+        assert token_ids(Client(engine).ask(again, SamplingParams(8))) == [solo_ids(model, again, 8)]
     assert shares.counts == [0, 0]
 
 
@@ -433,9 +435,9 @@ def test_a_text_that_is_kept_already_drops_no_other(model: Any, monkeypatch: pyt
     room = 4 * 4 * (of_states + 62)  # a fourth of it for four texts of 60 tokens
     monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
     contexts = [random_tokens(60, seed) for seed in range(3)]
-    with closing(RollingEngine(model, max_rows=3)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=3)) as engine:
         for context in (*contexts, contexts[0], contexts[0], contexts[0]):
-            Client(engine).ask(context, SamplingPlan(1))
+            Client(engine).ask(context, SamplingParams(1))
         kept = [prefix.token_ids.tolist() for prefix in engine._prefixes._prefixes.values()]
     assert all(context in kept for context in contexts)
 
@@ -447,18 +449,18 @@ def test_a_common_beginning_is_shared_where_there_is_room_for_two_texts(
     room = 2 * 4 * (of_states + 70)
     monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
     shares, common = Shares(), random_tokens(60, 0)
-    with closing(RollingEngine(model, max_rows=3, observer=shares)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=3, observer=shares)) as engine:
         for seed in range(5):
-            Client(engine).ask([*common, *random_tokens(4, seed + 1)], SamplingPlan(5))
+            Client(engine).ask([*common, *random_tokens(4, seed + 1)], SamplingParams(5))
     assert shares.counts == [0, 0, 60, 60, 60]
 
 
 def test_a_store_too_small_for_states_is_said(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     _, of_states = Forward(model).memory_of_text()
-    with closing(RollingEngine(model, max_rows=3, max_cache_tokens=4 * (of_states + 32))) as engine:
+    with closing(ContinuousBatchingEngine(model, max_rows=3, max_cache_tokens=4 * (of_states + 32))) as engine:
         has_keys = engine._forward.has_keys
     assert "no prefixes are shared" not in caplog.text
-    RollingEngine(model, max_rows=3, max_cache_tokens=4 * (of_states + 32) - 1).close()
+    ContinuousBatchingEngine(model, max_rows=3, max_cache_tokens=4 * (of_states + 32) - 1).close()
     assert ("no prefixes are shared" in caplog.text) is has_keys
 
 
@@ -468,15 +470,15 @@ def test_kept_texts_give_way_to_running_ones(model: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
     monkeypatch.setattr(TokenBudget, "most", lambda _: room)
     held: list[int] = []
-    launch = RollingEngine._launch
+    launch = ContinuousBatchingEngine._launch
 
-    def noted(engine: RollingEngine) -> Any:
-        held.append(engine._num_held())
+    def noted(engine: ContinuousBatchingEngine) -> Any:
+        held.append(engine._num_used())
         return launch(engine)
 
-    monkeypatch.setattr(RollingEngine, "_launch", noted)
-    items = [(random_tokens(60, index), SamplingPlan(9)) for index in range(20)]
-    with closing(RollingEngine(model, max_rows=7)) as engine:
+    monkeypatch.setattr(ContinuousBatchingEngine, "_launch", noted)
+    items = [(random_tokens(60, index), SamplingParams(9)) for index in range(20)]
+    with closing(ContinuousBatchingEngine(model, max_rows=7)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)

@@ -26,7 +26,7 @@ from hf_triton.engine.interface import EngineLoad
 from hf_triton.hub import Hub
 from hf_triton.metrics import LATENCY, QUEUE_TIME, TIME_TO_FIRST_TOKEN, Meter, Metric, NoMeter
 from hf_triton.model import TritonPythonModel
-from hf_triton.reply import Outbox, Outlet
+from hf_triton.reply import ResponseConfig, ResponseSender
 from hf_triton.sampling.interface import LogitsProcessor
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.text_generation import build_text_generation
@@ -137,7 +137,9 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
         model.settings = settings
         model._meter = meter
         model._limits = wire.Limits(8, 1000)
-        model._outlet = Outlet(["text_output"], is_decoupled=is_decoupled, streams=False, outbox=Outbox())
+        model._outlet = ResponseConfig(
+            ["text_output"], is_decoupled=is_decoupled, streams=False, outbox=ResponseSender()
+        )
         model._task = build_text_generation(
             loaded,
             ChatTemplate(loaded.tokenizer, None, 1000),
@@ -228,11 +230,11 @@ def test_they_pass_a_stream_door(
             1,
             take=model._take,
             begin_request=model._meter.begin_request,
-            cancel_own_calls=lambda _: None,
+            cancel_own_requests=lambda _: None,
         )
         server.open()
         engines = Engines("plain")
-        engines.submit(door.Call(request), ["text_output"], streams=True)
+        engines.submit(door.InferenceRequest(request), ["text_output"], streams=True)
         times_of(request.wait())
         engines.close()
         server.drain()

@@ -25,7 +25,17 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
         kinds = Counter(type(each).__name__ for each in gc.get_objects())
         return json.dumps({"frozen": gc.get_freeze_count(), **kinds})
 """
-OF_A_REQUEST = ("Call", "CallReply", "Answering", "Prompt", "Sequence", "Job", "Row", "RowSampler", "GenerationRequest")
+OF_A_REQUEST = (
+    "TritonRequest",
+    "StreamReply",
+    "ResponseBuilder",
+    "Prompt",
+    "SequenceGroup",
+    "GroupState",
+    "Sequence",
+    "SequenceSampler",
+    "GenerationRequest",
+)
 REQUESTS: dict[str, dict[str, object]] = {
     "plain": {},
     "stopped": {"stop_strings": '["e", "a"]'},

@@ -218,8 +218,8 @@ def test_tokens_of_a_shared_beginning_are_counted(server: TritonServer, num_toke
     for _ in range(2):
         assert generate(server, "rolling", text, max_new_tokens=4).status == 200
     found = settled(server, "rolling", int(outcomes(before).total()) + 2)
-    num_shared = found["prefix_cache_hits_total", ""] - before["prefix_cache_hits_total", ""]
-    assert 16 <= num_shared < num_tokens(text)
+    num_cached = found["prefix_cache_hits_total", ""] - before["prefix_cache_hits_total", ""]
+    assert 16 <= num_cached < num_tokens(text)
     num_read = found["prompt_tokens_total", ""] - before["prompt_tokens_total", ""]
     assert num_read == 2 * num_tokens(text)
 

@@ -14,21 +14,21 @@ import torch
 
 from hf_triton.engine.interface import Completion, FinishReason
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
-from hf_triton.generation import SamplingPlan, TaskPlan
+from hf_triton.generation import RequestParams, SamplingParams
 from hf_triton.sampling.interface import TokenLogprobs
-from hf_triton.tasks.answering import FINISH_REASONS, LEAST_LOGPROB, Answering, Prompt
+from hf_triton.tasks.answering import FINISH_REASONS, LEAST_LOGPROB, Prompt, ResponseBuilder
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
-from hf_triton.wire import GeneratedText
+from hf_triton.wire import GeneratedOutput
 from tests.unit.test_text import codec_of, raw_ids
 from tests.unit.test_text_generation import Collector
 
 KIND = "byte_level"
-PLAN = SamplingPlan(max_new_tokens=20)
+PLAN = SamplingParams(max_new_tokens=20)
 
 
-def prompt_of(text: str, plan: SamplingPlan = PLAN, task: TaskPlan | None = None) -> Prompt:
+def prompt_of(text: str, plan: SamplingParams = PLAN, task: RequestParams | None = None) -> Prompt:
     ids = raw_ids(KIND, text)
-    return Prompt(front="", ids=ids, preceding_ids=ids, plan=plan, task=task or TaskPlan())
+    return Prompt(front="", ids=ids, preceding_ids=ids, plan=plan, task=task or RequestParams())
 
 
 def answering(
@@ -37,9 +37,9 @@ def answering(
     hooks: Hooks | None = None,
     was_cancelled: bool = False,
     run_aside: Callable[[Callable[[], None]], object] = lambda work: work(),
-) -> tuple[Answering, Collector]:
+) -> tuple[ResponseBuilder, Collector]:
     reply = Collector()
-    made = Answering(
+    made = ResponseBuilder(
         list(prompts),
         codec_of(KIND),
         reply,
@@ -55,7 +55,7 @@ def completion(text: str, reason: FinishReason = "length", logprobs: Any = None)
     return Completion(raw_ids(KIND, text), reason, logprobs)
 
 
-def texts_of(reply: Collector) -> list[GeneratedText]:
+def texts_of(reply: Collector) -> list[GeneratedOutput]:
     [result] = reply.results
     assert isinstance(result, list), result
     return result
@@ -242,7 +242,7 @@ def test_what_it_makes_of_a_long_text_takes_long_to_send() -> None:
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
-def write(made: Answering, row: int, copy: int, text: str) -> list[bool]:
+def write(made: ResponseBuilder, row: int, copy: int, text: str) -> list[bool]:
     on_token = made.listener(row)
     assert on_token is not None
     return [on_token(copy, token_id) for token_id in raw_ids(KIND, text)]
@@ -268,7 +268,7 @@ def test_a_piece_goes_out_as_soon_as_it_is_decided() -> None:
 
 
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
-    made, reply = answering(prompt_of("x", task=TaskPlan(stop_strings=("stop",))), streams=True)
+    made, reply = answering(prompt_of("x", task=RequestParams(stop_strings=("stop",))), streams=True)
     assert not any(write(made, 0, 0, "a st"))
     assert "".join(piece for _, piece in reply.pieces) == "a "
     made.put(0, [completion("a st")])
@@ -276,7 +276,7 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
 
 
 def test_a_stop_string_ends_a_stream_in_front_of_it() -> None:
-    made, reply = answering(prompt_of("x", task=TaskPlan(stop_strings=("stop",))), streams=True)
+    made, reply = answering(prompt_of("x", task=RequestParams(stop_strings=("stop",))), streams=True)
     ends = write(made, 0, 0, "a stop b")
     assert any(ends)
     made.put(0, [completion("a stop b", "stop_string")])

@@ -114,7 +114,7 @@ def stand_in(response: Callable[..., Any]) -> Iterator[types.ModuleType]:
 @pytest.fixture
 def make_call() -> Iterator[Callable[[Request], Any]]:
     with stand_in(response_before_25_02) as door:
-        yield door.Call
+        yield door.TritonRequest
 
 
 def test_only_the_first_answer_is_sent(make_call: Callable[[Request], Any]) -> None:
@@ -196,9 +196,9 @@ def test_calls_are_given_up_by_their_id(make_call: Callable[[Request], Any]) -> 
     from hf_triton import _triton
 
     calls = [make_call(Request(name)) for name in ("one", "two", "two", "")]
-    _triton.cancel_calls("two")
+    _triton.cancel_requests("two")
     assert [call.is_cancelled() for call in calls] == [False, True, True, False]
-    _triton.cancel_calls("nobody")
+    _triton.cancel_requests("nobody")
     assert [call.is_cancelled() for call in calls] == [False, True, True, False]
 
 
@@ -235,7 +235,7 @@ def test_a_call_that_is_answered_is_not_given_up(make_call: Callable[[Request], 
     request = Request("one")
     call = make_call(request)
     call.answer(text(b"done"))
-    _triton.cancel_calls("one")
+    _triton.cancel_requests("one")
     assert texts_of(request.sender.sent) == [b"done"]
 
 
@@ -450,7 +450,7 @@ def test_a_server_is_known_to_take_parameters_or_not() -> None:
 def test_parameters_go_with_the_last_response_alone() -> None:
     with stand_in(Response) as door:
         request = Request()
-        call = door.Call(request)
+        call = door.TritonRequest(request)
         call.add(text(b"one"))
         call.answer(text(b"two"), {"queue_time_us": 2**40})
         [part], [last] = request.sender.parts, request.sender.sent
@@ -462,7 +462,7 @@ def test_parameters_go_with_the_last_response_alone() -> None:
 def test_an_error_has_none_and_is_what_it_was() -> None:
     with stand_in(Response) as door:
         request = Request()
-        door.Call(request).refuse(UnavailableError("queue_full", "x"))
+        door.TritonRequest(request).refuse(UnavailableError("queue_full", "x"))
     [sent] = request.sender.sent
     assert (sent.error.message, sent.error.code, sent.parameters()) == ("queue_full: x", 1, "{}")
 

@@ -24,7 +24,7 @@ def parse(*messages: object, **options: object) -> Chat:
     return parse_chat(json.dumps(messages), options, MAX_BYTES)
 
 
-def refusal(*messages: object, **options: object) -> str:
+def rejection(*messages: object, **options: object) -> str:
     with pytest.raises(RequestError) as caught:
         parse(*messages, **options)
     return str(caught.value)
@@ -245,7 +245,7 @@ REFUSED_MESSAGES: dict[str, tuple[object, str]] = {
 @pytest.mark.parametrize("case", REFUSED_MESSAGES)
 def test_a_refusal_names_the_message_and_its_place(case: str) -> None:
     message, words = REFUSED_MESSAGES[case]
-    sentence = refusal(HI, message)
+    sentence = rejection(HI, message)
     assert sentence.startswith("invalid_input: messages[1]")
     assert words in sentence
 
@@ -282,13 +282,13 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
 @pytest.mark.parametrize("case", REFUSED_OPTIONS)
 def test_an_option_that_cannot_be_is_refused(case: str) -> None:
     options, words = REFUSED_OPTIONS[case]
-    assert words in refusal(HI, **options)
+    assert words in rejection(HI, **options)
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
 def test_template_arguments_cannot_set_what_is_reserved(name: str) -> None:
     expected = f"invalid_parameter: chat_template_kwargs cannot set {name}: take it out"
-    assert refusal(HI, chat_template_kwargs={name: "x"}) == expected
+    assert rejection(HI, chat_template_kwargs={name: "x"}) == expected
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_template_arguments_cannot_set_what_is_reserved(name: str) -> None:
     ids=["user", "tool", "reasoning", "calls"],
 )
 def test_only_the_assistants_text_can_go_on(last: dict[str, object], words: str) -> None:
-    sentence = refusal(HI, last, continue_final_message=True)
+    sentence = rejection(HI, last, continue_final_message=True)
     assert sentence.startswith("invalid_input: continue_final_message goes on with")
     assert words in sentence
 
@@ -327,7 +327,7 @@ def test_bytes_are_counted_over_all_that_is_given(where: str) -> None:
 def test_refusals_are_short_whatever_is_sent() -> None:
     long = "x" * 50_000
     for message in ({"role": "user", "content": [long]}, {"role": [long], "content": ""}, HI | {long: 1}, long):
-        assert len(refusal(message)) < 300
+        assert len(rejection(message)) < 300
 
 
 # --- documentation ---------------------------------------------------------------------------------------------------

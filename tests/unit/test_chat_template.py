@@ -121,7 +121,7 @@ def render(template: Any, *messages: object, text: str | None = None, **options:
     return ChatTemplate(build_tokenizer(template), text, MAX_BYTES).render(chat)
 
 
-def refusal(template: Any, *messages: object, **options: Any) -> str:
+def rejection(template: Any, *messages: object, **options: Any) -> str:
     with pytest.raises(RequestError) as caught:
         render(template, *messages, **options)
     return str(caught.value)
@@ -271,20 +271,20 @@ def test_chats_are_rendered_from_several_threads() -> None:
 
 @pytest.mark.parametrize("template", [None, ""])
 def test_a_model_without_a_template_says_how_to_give_one(template: Any) -> None:
-    sentence = refusal(template)
+    sentence = rejection(template)
     assert sentence.startswith("invalid_input: this model has no chat template, so it cannot take messages: send text_")
     assert sentence.endswith("name a Jinja file in the folder's setting chat_template")
 
 
 def test_several_templates_and_no_default_say_what_there_is() -> None:
-    assert "has the chat templates rag, tool_use and none that is the default" in refusal({"tool_use": "", "rag": ""})
+    assert "has the chat templates rag, tool_use and none that is the default" in rejection({"tool_use": "", "rag": ""})
 
 
 def test_the_templates_own_refusal_is_handed_on() -> None:
     expected = (
         "invalid_input: the model's chat template refuses this: The roles must alternate: user, assistant, user, ..."
     )
-    assert refusal(BRACKETS, HI, HI) == expected
+    assert rejection(BRACKETS, HI, HI) == expected
 
 
 CANNOT: dict[str, tuple[str, str]] = {
@@ -308,21 +308,21 @@ CANNOT: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("case", CANNOT)
 def test_a_template_that_fails_fails_the_request_alone(case: str) -> None:
     template, words = CANNOT[case]
-    sentence = refusal(template)
+    sentence = rejection(template)
     assert words in sentence
     assert len(sentence) < 500
 
 
 def test_a_message_that_the_template_drops_cannot_go_on() -> None:
     template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    sentence = refusal(template, HI, ANSWER, continue_final_message=True)
+    sentence = rejection(template, HI, ANSWER, continue_final_message=True)
     assert "continue_final_message is set but the final message does not appear" in sentence
 
 
 def test_tools_are_refused_where_the_template_does_not_read_them() -> None:
     expected = "invalid_parameter: this model's chat template knows no tools: leave them out"
-    assert refusal(CHATML, HI, tools=[TOOL]) == expected
-    assert refusal({"default": CHATML}, HI, tools=[TOOL]) == expected
+    assert rejection(CHATML, HI, tools=[TOOL]) == expected
+    assert rejection({"default": CHATML}, HI, tools=[TOOL]) == expected
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_tools_are_refused_where_the_template_does_not_read_them() -> None:
     ],
 )
 def test_an_argument_that_the_template_does_not_read_is_refused(template: str, name: str, words: str) -> None:
-    assert words in refusal(template, HI, chat_template_kwargs={name: False})
+    assert words in rejection(template, HI, chat_template_kwargs={name: False})
 
 
 def test_a_tokenizers_own_special_tokens_cannot_be_set() -> None:
@@ -366,7 +366,7 @@ def test_everything_that_is_not_the_templates_to_read_is_reserved() -> None:
 def test_documents_are_the_clients_to_give() -> None:
     template = "{% for each in documents %}{{ each.text }}{% endfor %}"
     assert render(template, HI, chat_template_kwargs={"documents": [{"text": "one"}]}) == "one"
-    assert "TypeError" in refusal(template, HI, chat_template_kwargs={"documents": [1]})
+    assert "TypeError" in rejection(template, HI, chat_template_kwargs={"documents": [1]})
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_tools_that_a_template_blows_up_are_refused() -> None:
     for _ in range(24):
         nested = [nested]
     tool = {"function": {"name": "f", "parameters": {"x": nested}}}
-    assert refusal(TOOLS, HI, tools=json.dumps([tool])).startswith("context_exceeded: the chat template makes ")
+    assert rejection(TOOLS, HI, tools=json.dumps([tool])).startswith("context_exceeded: the chat template makes ")
 
 
 # --- hostile templates -----------------------------------------------------------------------------------------------
@@ -462,7 +462,7 @@ def test_a_hostile_template_reaches_neither_files_nor_the_environment(
     "change", ["messages.append(messages[0])", "messages[0].update(role='system')", "messages[0].__setitem__(1, 2)"]
 )
 def test_a_template_cannot_change_what_it_is_given(change: str) -> None:
-    assert "cannot render this (SecurityError: " in refusal("{{ " + change + " }}")
+    assert "cannot render this (SecurityError: " in rejection("{{ " + change + " }}")
 
 
 # --- the setting -----------------------------------------------------------------------------------------------------

@@ -31,9 +31,9 @@ from hf_triton.door.messages import (
     read_request,
     read_tensors,
 )
-from hf_triton.door.server import DoorServer, RemoteCall
+from hf_triton.door.server import DoorServer, RemoteRequest
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError, UnavailableError
-from hf_triton.reply import Outlet
+from hf_triton.reply import ResponseConfig
 
 SOON_S = 20.0
 MODEL = "falcon7b"
@@ -108,9 +108,9 @@ class Engine:
     """An engine's side whose calls the test answers itself."""
 
     def __init__(self, version: int = 1, name: str = MODEL) -> None:
-        self.calls: list[RemoteCall] = []
-        self.held: list[RemoteCall] = []
-        self.outlets: list[Outlet] = []
+        self.calls: list[RemoteRequest] = []
+        self.held: list[RemoteRequest] = []
+        self.outlets: list[ResponseConfig] = []
         self.outcomes: list[str] = []
         self.cancelled: list[str] = []
         self.door = DoorServer(
@@ -118,15 +118,15 @@ class Engine:
             version,
             take=self._take,
             begin_request=lambda: self.outcomes.append,
-            cancel_own_calls=self.cancelled.append,
+            cancel_own_requests=self.cancelled.append,
         )
         self.door.open()
 
-    def _take(self, call: Any, outlet: Outlet) -> None:
+    def _take(self, call: Any, outlet: ResponseConfig) -> None:
         self.calls.append(call)
         self.outlets.append(outlet)
 
-    def next_call(self) -> RemoteCall:
+    def next_call(self) -> RemoteRequest:
         wait_for(lambda: self.calls)
         self.held.append(self.calls.pop(0))
         return self.held[-1]

@@ -4,7 +4,7 @@
 import pytest
 
 from hf_triton.engine import gathering
-from hf_triton.engine.gathering import MAX_GAP_S, MAX_WAIT_S, MEMORY_STEPS, SOON_STEPS, Gathering
+from hf_triton.engine.gathering import MAX_GAP_S, MAX_WAIT_S, MEMORY_STEPS, SOON_STEPS, PrefillDelay
 
 ALONE: list[int] = []
 COMPANY = [50, 60]  # far from their end
@@ -25,15 +25,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def after_step(step_s: float, num_left: int) -> Gathering:
-    gathering = Gathering()
+def after_step(step_s: float, num_left: int) -> PrefillDelay:
+    gathering = PrefillDelay()
     gathering.on_step(step_s)
     gathering.on_leave(num_left)
     return gathering
 
 
 def test_nobody_waits_before_anybody_has_left(clock: Clock) -> None:
-    first = Gathering()
+    first = PrefillDelay()
     first.on_come()
     assert not first.waits(1, ALONE)
     running = after_step(0.01, 0)

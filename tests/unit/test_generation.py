@@ -18,12 +18,12 @@ from hf_triton.generation import (
     NEUTRAL,
     GenerationParameters,
     Grammar,
-    SamplingPlan,
-    TaskPlan,
+    RequestParams,
+    SamplingParams,
     check_token_ids,
     parse_parameters,
-    settle,
-    settle_task,
+    resolve_request_params,
+    resolve_sampling_params,
     unknown_parameter,
 )
 
@@ -95,7 +95,7 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
 TOKENS = GenerationParameters(max_new_tokens=8)
 
 
-def refusal(**values: object) -> RequestError:
+def rejection(**values: object) -> RequestError:
     with pytest.raises(RequestError) as caught:
         parse_parameters(values)
     return caught.value
@@ -112,7 +112,7 @@ def test_a_value_in_range_is_taken_as_it_is(name: str, value: object) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, (_, bad) in BORDERS.items() for value in bad])
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> None:
-    error = refusal(**{name: value})
+    error = rejection(**{name: value})
     assert error.code == "invalid_parameter"
     assert error.sentence.startswith(f"{name} must be ")
     assert ", got " in error.sentence
@@ -122,18 +122,18 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> No
 def test_an_alias_is_the_parameter(alias: str, name: str) -> None:
     value = BORDERS[name][0][0]
     assert parse_parameters({alias: value}) == parse_parameters({name: value})
-    assert refusal(**{alias: object()}).sentence.startswith(f"{alias} must be ")
+    assert rejection(**{alias: object()}).sentence.startswith(f"{alias} must be ")
 
 
 def test_a_parameter_may_be_said_once() -> None:
-    error = refusal(max_tokens=5, max_new_tokens=5)
+    error = rejection(max_tokens=5, max_new_tokens=5)
     assert str(error) == "invalid_parameter: max_tokens and max_new_tokens mean the same: leave one out"
 
 
 def test_the_newer_of_openais_two_names_wins() -> None:
     """Its clients send `max_completion_tokens`, and proxies in front of us add a `max_tokens` of their own."""
     assert parse_parameters({"max_completion_tokens": 5, "max_tokens": 2000}).max_new_tokens == 5
-    error = refusal(max_completion_tokens=5, max_new_tokens=6)
+    error = rejection(max_completion_tokens=5, max_new_tokens=6)
     assert error.sentence == "max_completion_tokens and max_new_tokens mean the same: leave one out"
 
 
@@ -152,7 +152,7 @@ def test_the_newer_of_openais_two_names_wins() -> None:
     ],
 )
 def test_an_unknown_name_comes_with_a_hint(name: str, hint: str) -> None:
-    error = refusal(**{name: 2})
+    error = rejection(**{name: 2})
     assert error.code == "unknown_parameter"
     assert error.sentence.startswith(f"there is no parameter '{name}'")
     assert hint in error.sentence
@@ -160,7 +160,7 @@ def test_an_unknown_name_comes_with_a_hint(name: str, hint: str) -> None:
 
 def test_the_prompts_own_name_is_suggested_where_there_is_a_prompt() -> None:
     assert "did you mean 'text_input'?" in unknown_parameter("prompt", ("text_input",)).sentence
-    assert "text_input" not in refusal(prompt="x").sentence
+    assert "text_input" not in rejection(prompt="x").sentence
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_arrays_and_objects_come_as_they_are_or_as_json_text(name: str, value: o
 def test_a_json_text_that_does_not_fit_is_refused_with_the_part_that_does_not(
     name: str, value: object, shown: str
 ) -> None:
-    sentence = refusal(**{name: value}).sentence
+    sentence = rejection(**{name: value}).sentence
     assert sentence.startswith(f"{name} must be ")
     assert f", got {shown}" in sentence
     assert sentence.count(" must be ") == 1
@@ -218,17 +218,17 @@ def test_a_json_text_that_does_not_fit_is_refused_with_the_part_that_does_not(
 
 def test_too_many_entries_are_refused_as_a_whole_and_not_each() -> None:
     """Pydantic would word millions of errors, for half a minute."""
-    assert ", got ['', ''" in refusal(stop=[""] * 1025).sentence
-    assert ", got {'0x': 1, " in refusal(logit_bias={f"{number}x": 1 for number in range(1025)}).sentence
+    assert ", got ['', ''" in rejection(stop=[""] * 1025).sentence
+    assert ", got {'0x': 1, " in rejection(logit_bias={f"{number}x": 1 for number in range(1025)}).sentence
 
 
 def test_an_unknown_name_is_shown_short_and_on_one_line() -> None:
-    assert "\n" not in str(refusal(**{"a\nb": 1}))
-    assert len(str(refusal(**{"a" * 10_000: 1}))) < 600
+    assert "\n" not in str(rejection(**{"a\nb": 1}))
+    assert len(str(rejection(**{"a" * 10_000: 1}))) < 600
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    assert refusal(top_p=2, seed=-1).sentence.count(" must be ") == 2
+    assert rejection(top_p=2, seed=-1).sentence.count(" must be ") == 2
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_all_mistakes_are_told_at_once() -> None:
     ids=str,
 )
 def test_contradictions_are_refused(values: dict[str, object]) -> None:
-    assert refusal(**values).sentence.endswith("leave one of them out")
+    assert rejection(**values).sentence.endswith("leave one of them out")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_contradictions_are_refused(values: dict[str, object]) -> None:
     ids=str,
 )
 def test_greedy_may_be_said_with_values_that_change_nothing(values: dict[str, object]) -> None:
-    assert settle(parse_parameters({"do_sample": False, **values}), TOKENS) == SamplingPlan(8)
+    assert resolve_sampling_params(parse_parameters({"do_sample": False, **values}), TOKENS) == SamplingParams(8)
 
 
 @pytest.mark.parametrize(
@@ -298,12 +298,12 @@ def test_the_neutral_values_are_in_range() -> None:
 def test_the_first_layer_that_says_something_wins() -> None:
     request = GenerationParameters(temperature=0.5)
     folder = GenerationParameters(temperature=0.9, top_p=0.8, max_new_tokens=4)
-    plan = settle(request, folder, TOKENS)
+    plan = resolve_sampling_params(request, folder, TOKENS)
     assert (plan.temperature, plan.top_p, plan.max_new_tokens, plan.do_sample) == (0.5, 0.8, 4, True)
 
 
 def test_zero_is_said_and_not_left_out() -> None:
-    plan = settle(
+    plan = resolve_sampling_params(
         GenerationParameters(top_k=0, seed=0, temperature=1.0), GenerationParameters(top_k=50, seed=7), TOKENS
     )
     assert (plan.top_k, plan.seed) == (0, 0)
@@ -311,26 +311,29 @@ def test_zero_is_said_and_not_left_out() -> None:
 
 def test_a_greedy_request_takes_nothing_of_a_sampling_folder() -> None:
     folder = GenerationParameters(temperature=0.9, top_p=0.8, top_k=5, seed=3)
-    assert settle(GenerationParameters(temperature=0), folder, TOKENS) == SamplingPlan(8)
+    assert resolve_sampling_params(GenerationParameters(temperature=0), folder, TOKENS) == SamplingParams(8)
 
 
 def test_a_sampling_request_over_a_greedy_folder_has_temperature_one() -> None:
-    plan = settle(GenerationParameters(top_p=0.5), GenerationParameters(temperature=0), TOKENS)
+    plan = resolve_sampling_params(GenerationParameters(top_p=0.5), GenerationParameters(temperature=0), TOKENS)
     assert (plan.do_sample, plan.temperature, plan.top_p) == (True, 1.0, 0.5)
 
 
 def test_minus_one_for_top_k_keeps_all_tokens() -> None:
-    assert settle(GenerationParameters(top_k=-1), TOKENS).top_k == 0
+    assert resolve_sampling_params(GenerationParameters(top_k=-1), TOKENS).top_k == 0
 
 
 def test_many_texts_need_sampling() -> None:
     with pytest.raises(RequestError, match="num_return_sequences 3 would give 3 equal texts"):
-        settle(GenerationParameters(num_return_sequences=3), TOKENS)
-    assert settle(GenerationParameters(num_return_sequences=3, top_p=0.9), TOKENS).num_return_sequences == 3
+        resolve_sampling_params(GenerationParameters(num_return_sequences=3), TOKENS)
+    assert (
+        resolve_sampling_params(GenerationParameters(num_return_sequences=3, top_p=0.9), TOKENS).num_return_sequences
+        == 3
+    )
 
 
 def test_a_penalty_is_kept_without_sampling() -> None:
-    assert settle(GenerationParameters(repetition_penalty=1.2), TOKENS).repetition_penalty == 1.2
+    assert resolve_sampling_params(GenerationParameters(repetition_penalty=1.2), TOKENS).repetition_penalty == 1.2
 
 
 @pytest.mark.parametrize(
@@ -347,32 +350,34 @@ def test_a_penalty_is_kept_without_sampling() -> None:
     ],
 )
 def test_counts_that_contradict_each_other_are_refused(values: dict[str, object], sentence: str) -> None:
-    assert refusal(**values).sentence == sentence
+    assert rejection(**values).sentence == sentence
 
 
 def test_counts_of_two_layers_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(RequestError, match="min_new_tokens 9 is more than max_new_tokens 8"):
-        settle(GenerationParameters(min_new_tokens=9), TOKENS)
+        resolve_sampling_params(GenerationParameters(min_new_tokens=9), TOKENS)
     with pytest.raises(RequestError, match="best_of 2 is less than num_return_sequences 3"):
-        settle(parse_parameters({"n": 3, "top_p": 0.9}), GenerationParameters(best_of=2), TOKENS)
+        resolve_sampling_params(parse_parameters({"n": 3, "top_p": 0.9}), GenerationParameters(best_of=2), TOKENS)
 
 
 def test_a_shortest_length_that_the_request_did_not_ask_for_refuses_nothing() -> None:
-    plan = settle(GenerationParameters(max_new_tokens=4), GenerationParameters(min_new_tokens=9), TOKENS)
+    plan = resolve_sampling_params(
+        GenerationParameters(max_new_tokens=4), GenerationParameters(min_new_tokens=9), TOKENS
+    )
     assert (plan.min_new_tokens, plan.max_new_tokens) == (9, 4)
 
 
 def test_best_of_needs_sampling() -> None:
     with pytest.raises(RequestError, match="best_of 3 would give 3 equal texts"):
-        settle(GenerationParameters(best_of=3), TOKENS)
-    plan = settle(GenerationParameters(best_of=3, min_p=0.1), TOKENS)
+        resolve_sampling_params(GenerationParameters(best_of=3), TOKENS)
+    plan = resolve_sampling_params(GenerationParameters(best_of=3, min_p=0.1), TOKENS)
     assert (plan.best_of, plan.num_return_sequences, plan.num_rows, plan.num_top_logprobs) == (3, 1, 3, 0)
 
 
 def test_a_greedy_request_is_not_shaped_by_its_folder() -> None:
     folder = GenerationParameters(min_p=0.1, typical_p=0.9)
-    assert settle(GenerationParameters(do_sample=False), folder, TOKENS) == SamplingPlan(8)
-    plan = settle(GenerationParameters(), folder, TOKENS)
+    assert resolve_sampling_params(GenerationParameters(do_sample=False), folder, TOKENS) == SamplingParams(8)
+    plan = resolve_sampling_params(GenerationParameters(), folder, TOKENS)
     assert (plan.do_sample, plan.min_p, plan.typical_p) == (True, 0.1, 0.9)
 
 
@@ -394,40 +399,43 @@ def test_a_greedy_request_is_not_shaped_by_its_folder() -> None:
 def test_who_says_what_ends_a_text(
     request_says: dict[str, object], folder_says: dict[str, object], expected: frozenset[int] | None
 ) -> None:
-    assert settle(parse_parameters(request_says), parse_parameters(folder_says), TOKENS).eos_ids == expected
+    assert (
+        resolve_sampling_params(parse_parameters(request_says), parse_parameters(folder_says), TOKENS).eos_ids
+        == expected
+    )
 
 
 def test_biases_become_pairs() -> None:
-    plan = settle(parse_parameters({"logit_bias": {"5": 1, "7": -2.5}}), TOKENS)
+    plan = resolve_sampling_params(parse_parameters({"logit_bias": {"5": 1, "7": -2.5}}), TOKENS)
     assert plan.logit_bias == ((5, 1.0), (7, -2.5))
 
 
 def test_what_is_left_to_the_task() -> None:
     request = parse_parameters({"stop": "\n", "bad_words": [], "max_time": 2})
     folder = parse_parameters({"stop": "x", "bad_words": ["y"], "queue_priority": -3})
-    assert settle_task(request, folder, TOKENS) == TaskPlan(("\n",), (), 2.0, -3)
-    assert settle_task(TOKENS) == TaskPlan()
+    assert resolve_request_params(request, folder, TOKENS) == RequestParams(("\n",), (), 2.0, -3)
+    assert resolve_request_params(TOKENS) == RequestParams()
 
 
 def test_a_folder_may_want_log_probabilities_of_every_prompt() -> None:
     folder = parse_parameters({"prompt_logprobs": 2})
-    assert settle(parse_parameters({}), folder, TOKENS).prompt_logprobs == 2
-    assert settle(parse_parameters({"prompt_logprobs": 0}), folder, TOKENS).prompt_logprobs == 0
+    assert resolve_sampling_params(parse_parameters({}), folder, TOKENS).prompt_logprobs == 2
+    assert resolve_sampling_params(parse_parameters({"prompt_logprobs": 0}), folder, TOKENS).prompt_logprobs == 0
 
 
 def test_tokens_beyond_the_vocabulary_are_refused() -> None:
-    biased = settle(GenerationParameters(logit_bias={9: 1.0, 10: 1.0}), TOKENS)
-    ended = settle(GenerationParameters(eos_token_id=(10,)), TOKENS)
+    biased = resolve_sampling_params(GenerationParameters(logit_bias={9: 1.0, 10: 1.0}), TOKENS)
+    ended = resolve_sampling_params(GenerationParameters(eos_token_id=(10,)), TOKENS)
     for plan, name in ((biased, "logit_bias"), (ended, "eos_token_id")):
         check_token_ids(plan, 11)
         with pytest.raises(RequestError) as caught:
             check_token_ids(plan, 10)
         assert caught.value.sentence == f"{name} names the token 10, and the model's token ids are below 10"
-    check_token_ids(settle(TOKENS), 1)
+    check_token_ids(resolve_sampling_params(TOKENS), 1)
 
 
 def test_every_parameter_has_its_place_in_a_plan() -> None:
-    places = {field.name for plan in (SamplingPlan, TaskPlan) for field in dataclasses.fields(plan)}
+    places = {field.name for plan in (SamplingParams, RequestParams) for field in dataclasses.fields(plan)}
     renamed = {"eos_token_id": "eos_ids", "ignore_eos": "eos_ids", "max_time": "max_time_s"}
     renamed |= dict.fromkeys(GRAMMARS, "grammar")
     wanted = {renamed.get(name, name) for name in GenerationParameters.model_fields}
@@ -443,7 +451,10 @@ def test_every_parameter_reaches_its_plan(name: str) -> None:
         values[name] = SAME_AS_UNSAID[name]
     plain = parse_parameters({"max_new_tokens": 8, **others})
     given = parse_parameters(values)
-    assert (settle(given), settle_task(given)) != (settle(plain), settle_task(plain))
+    assert (resolve_sampling_params(given), resolve_request_params(given)) != (
+        resolve_sampling_params(plain),
+        resolve_request_params(plain),
+    )
 
 
 SAME_AS_UNSAID: dict[str, object] = {
@@ -478,14 +489,14 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     ],
 )
 def test_a_grammar_is_asked_for_in_many_ways(values: dict[str, object], grammar: tuple[str, str] | None) -> None:
-    settled = settle_task(parse_parameters(values)).grammar
+    settled = resolve_request_params(parse_parameters(values)).grammar
     assert (settled and (settled.kind, settled.text)) == grammar
     assert settled is None or settled.parameter == next(iter(values))
 
 
 @pytest.mark.parametrize("also", [{"guided_json": SCHEMA}, {"stop_strings": ["x"]}, {"ignore_eos": True}], ids=str)
 def test_a_grammar_alone_says_what_the_text_is_and_where_it_ends(also: dict[str, object]) -> None:
-    sentence = refusal(guided_regex="a+", **also).sentence
+    sentence = rejection(guided_regex="a+", **also).sentence
     assert "guided_regex" in sentence
     assert next(iter(also)) in sentence
     assert "leave one of them out" in sentence
@@ -494,18 +505,18 @@ def test_a_grammar_alone_says_what_the_text_is_and_where_it_ends(also: dict[str,
 def test_the_first_layer_that_speaks_of_a_form_decides() -> None:
     folder = parse_parameters({"guided_regex": "a+"})
     stopping = parse_parameters({"stop_strings": ["x"]})
-    assert settle_task(parse_parameters({"response_format": {"type": "text"}}), folder).grammar is None
-    assert settle_task(TOKENS, folder).grammar == Grammar("regex", "a+", "guided_regex")
-    assert settle_task(folder, stopping).stop_strings == ()
+    assert resolve_request_params(parse_parameters({"response_format": {"type": "text"}}), folder).grammar is None
+    assert resolve_request_params(TOKENS, folder).grammar == Grammar("regex", "a+", "guided_regex")
+    assert resolve_request_params(folder, stopping).stop_strings == ()
     with pytest.raises(RequestError, match="the folder's guided_regex"):
-        settle_task(stopping, folder)
+        resolve_request_params(stopping, folder)
 
 
 @pytest.mark.parametrize("write", [json.dumps, dict], ids=["text", "object"])
 def test_a_schema_that_is_too_long_is_not_read(write: Callable[[object], object]) -> None:
-    assert "65536 characters" in refusal(guided_json=write({"enum": ["x" * 70_000]})).sentence
+    assert "65536 characters" in rejection(guided_json=write({"enum": ["x" * 70_000]})).sentence
     response_format = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}}
-    assert "65536 characters" in refusal(response_format=write(response_format)).sentence
+    assert "65536 characters" in rejection(response_format=write(response_format)).sentence
 
 
 def test_an_object_is_as_long_as_its_shortest_text() -> None:
@@ -519,11 +530,11 @@ def test_an_object_that_is_nested_too_deep_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(100_000):
         schema = {"not": schema}
-    assert refusal(guided_json=schema).sentence == "guided_json is nested too deep"
+    assert rejection(guided_json=schema).sentence == "guided_json is nested too deep"
 
 
 def test_a_text_that_is_too_long_says_how_long_it_is_and_not_that_it_is_no_json() -> None:
-    sentence = refusal(guided_regex="[" * 70_000).sentence
+    sentence = rejection(guided_regex="[" * 70_000).sentence
     assert sentence.startswith("guided_regex must be a text of 1 to 65536 characters, got '[[[")
     assert sentence.endswith(", which has 70000")
 
@@ -566,4 +577,4 @@ def test_a_text_of_megabytes_is_refused_unread(name: str, monkeypatch: pytest.Mo
     ],
 )
 def test_parameters_that_do_not_go_together_are_named_as_they_were_given(values: dict[str, Any], sentence: str) -> None:
-    assert refusal(**values).sentence.startswith(sentence)
+    assert rejection(**values).sentence.startswith(sentence)

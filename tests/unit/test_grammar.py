@@ -24,8 +24,8 @@ from hf_triton import closing as closing_module
 from hf_triton import grammar as grammar_module
 from hf_triton import grammar_trial
 from hf_triton.errors import RequestError
-from hf_triton.generation import Grammar, SamplingPlan
-from hf_triton.grammar import NUM_CLOSINGS_KEPT, GrammarCompiler, TextConstraint
+from hf_triton.generation import Grammar, SamplingParams
+from hf_triton.grammar import NUM_CLOSINGS_KEPT, GrammarCompiler, GrammarConstraint
 from hf_triton.grammar_trial import MAX_TRIAL_S, RETRY_S, GrammarTrial
 from tests.unit.test_text import EOS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
 
@@ -132,14 +132,14 @@ def choice(*texts: str) -> Grammar:
     return Grammar("choice", json.dumps(texts), "guided_choice")
 
 
-def constraint_of(kind: str, grammar: Grammar, most: int, **plan: Any) -> TextConstraint:
-    _, make = compiler_of(kind).compile(grammar, SamplingPlan(most, **plan))
+def constraint_of(kind: str, grammar: Grammar, most: int, **plan: Any) -> GrammarConstraint:
+    _, make = compiler_of(kind).compile(grammar, SamplingParams(most, **plan))
     return make()
 
 
-def refusal(grammar: Grammar, most: int = 100, kind: str = KIND) -> str:
+def rejection(grammar: Grammar, most: int = 100, kind: str = KIND) -> str:
     with pytest.raises(RequestError) as caught:
-        compiler_of(kind).compile(grammar, SamplingPlan(most))
+        compiler_of(kind).compile(grammar, SamplingParams(most))
     assert caught.value.code == "invalid_parameter"
     assert caught.value.sentence.startswith(grammar.parameter)
     assert len(caught.value.sentence) < 300
@@ -149,18 +149,18 @@ def refusal(grammar: Grammar, most: int = 100, kind: str = KIND) -> str:
 def least_of(kind: str, grammar: Grammar) -> int:
     """The tokens of the shortest text that is found."""
     try:
-        compiler_of(kind).compile(grammar, SamplingPlan(1))
+        compiler_of(kind).compile(grammar, SamplingParams(1))
     except RequestError as error:
         return int(re.findall(r"ask for (\d+) or more$", error.sentence)[0])
     return 1
 
 
-def allowed_by(constraint: TextConstraint, size: int) -> list[int]:
+def allowed_by(constraint: GrammarConstraint, size: int) -> list[int]:
     bits = np.unpackbits(constraint.mask(), bitorder="little")[:size]
     return [int(token_id) for token_id in np.flatnonzero(bits)]
 
 
-def draw(kind: str, constraint: TextConstraint, most: int, source: random.Random) -> list[int]:
+def draw(kind: str, constraint: GrammarConstraint, most: int, source: random.Random) -> list[int]:
     """A text of random tokens: any that may come, as a rule one that goes on, and now and then one that may not."""
     end, size, ids = end_of(kind), len(tokenizer_of(kind)), list[int]()
     while len(ids) < most:
@@ -169,7 +169,7 @@ def draw(kind: str, constraint: TextConstraint, most: int, source: random.Random
         wanted = source.choice(going_on if going_on and source.random() < 0.9 else allowed)
         if source.random() < 0.05:
             wanted = source.randrange(size)
-        token_id = constraint.settle(wanted)
+        token_id = constraint.resolve_sampling_params(wanted)
         assert token_id in allowed
         constraint.accept(token_id)
         if token_id == end:
@@ -224,7 +224,7 @@ def test_one_of_the_choices_is_written_and_each_can_be(kind: str) -> None:
 def test_tokenizers_without_bytes_write_what_they_have_letters_for(kind: str) -> None:
     check_texts(kind, choice("the river goes", "the sea"), lambda text: text in ("the river goes", "the sea"))
     check_texts(kind, regex("[a-z]{3,9}"), lambda text: re.fullmatch("[a-z]{3,9}", text))
-    assert "allows no text" in refusal(regex("[0-9]{4}~"), kind=kind)
+    assert "allows no text" in rejection(regex("[0-9]{4}~"), kind=kind)
 
 
 @pytest.mark.parametrize(("pattern", "length"), [("[a-z]{2,100}x", 3), (".*done", 4), ("[a-z]+q[0-9]{3}", 5)])
@@ -266,7 +266,7 @@ FREE: list[tuple[Grammar, str]] = [
 def test_what_a_model_would_write_is_not_ended_before(grammar: Grammar, text: str) -> None:
     constraint = constraint_of(KIND, grammar, len(text) + 60)
     for token_id in tokenizer_of(KIND).encode(text, add_special_tokens=False):
-        assert constraint.settle(token_id) == token_id
+        assert constraint.resolve_sampling_params(token_id) == token_id
         constraint.accept(token_id)
 
 
@@ -312,7 +312,7 @@ def test_a_text_goes_on_freely_while_there_is_room() -> None:
     text = '{"name": "Ann, who said \\"no\\"", "age": 41}'
     constraint = constraint_of(KIND, json_schema(SCHEMAS["object"]), 200)
     for token_id in raw_ids(KIND, text):
-        assert constraint.settle(token_id) == token_id
+        assert constraint.resolve_sampling_params(token_id) == token_id
         constraint.accept(token_id)
     assert allowed_by(constraint, len(tokenizer_of(KIND))) == [end_of(KIND)]
 
@@ -324,16 +324,16 @@ def test_the_end_may_come_exactly_where_the_text_may_end() -> None:
     constraint, end = constraint_of(KIND, regex("a+b?"), 20), end_of(KIND)
     (letter,) = raw_ids(KIND, "a")
     assert end not in allowed_by(constraint, 400)
-    assert constraint.settle(end) != end
+    assert constraint.resolve_sampling_params(end) != end
     constraint.accept(letter)
     assert end in allowed_by(constraint, 400)
-    assert constraint.settle(end) == end
+    assert constraint.resolve_sampling_params(end) == end
     assert constraint.closing() == [end]
 
 
 def test_other_tokens_that_end_a_text_write_none() -> None:
     ends = frozenset([*raw_ids(KIND, "a"), *raw_ids(KIND, "b")])
-    plan, make = compiler_of(KIND).compile(regex("[a-d]+"), SamplingPlan(20, eos_ids=ends))
+    plan, make = compiler_of(KIND).compile(regex("[a-d]+"), SamplingParams(20, eos_ids=ends))
     assert plan.eos_ids == ends
     constraint = make()
     assert not ends.intersection(allowed_by(constraint, 400))
@@ -347,7 +347,7 @@ def test_tokens_that_only_the_tokenizer_has_end_no_text() -> None:
     size = max(bytes_of(KIND, "".join(chr(place) for place in range(32, 127)))) + 1
     assert max(raw_ids(KIND, "the river goes")) >= size
     compiler = GrammarCompiler(tokenizer_of(KIND), size, frozenset([end_of(KIND)]))
-    constraint = compiler.compile(choice("the river goes"), SamplingPlan(40))[1]()
+    constraint = compiler.compile(choice("the river goes"), SamplingParams(40))[1]()
     ids = constraint.closing()
     assert max(ids) < size
     assert read(KIND, ids[:-1]) == "the river goes"
@@ -355,11 +355,11 @@ def test_tokens_that_only_the_tokenizer_has_end_no_text() -> None:
 
 def test_a_model_without_an_end_takes_its_tokenizers() -> None:
     compiler = GrammarCompiler(tokenizer_of(KIND), len(tokenizer_of(KIND)), frozenset())
-    plan, _ = compiler.compile(regex("a"), SamplingPlan(1, eos_ids=frozenset()))
+    plan, _ = compiler.compile(regex("a"), SamplingParams(1, eos_ids=frozenset()))
     assert plan.eos_ids == frozenset([end_of(KIND)])
     endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(KIND).backend_tokenizer)  # type: ignore[no-untyped-call]
     with pytest.raises(RequestError, match="eos_token_id"):
-        GrammarCompiler(endless, len(endless), frozenset()).compile(regex("a"), SamplingPlan(1))
+        GrammarCompiler(endless, len(endless), frozenset()).compile(regex("a"), SamplingParams(1))
 
 
 def required(properties: dict[str, Any]) -> dict[str, Any]:
@@ -424,7 +424,7 @@ def test_many_parts_that_each_want_something_are_no_contradiction(name: str) -> 
 def test_a_text_that_fits_is_asked_for() -> None:
     grammar = json_schema(SCHEMAS["an option with much in it"])
     least = least_of(KIND, grammar)
-    assert f"of max_new_tokens {least - 1} or less that could be found: ask for {least} or more" in refusal(
+    assert f"of max_new_tokens {least - 1} or less that could be found: ask for {least} or more" in rejection(
         grammar, least - 1
     )
     constraint_of(KIND, grammar, least)
@@ -436,11 +436,11 @@ def test_asking_changes_nothing() -> None:
     constraint, other = constraint_of(KIND, grammar, 40), constraint_of(KIND, grammar, 40)
     for _ in range(30):
         for _ in range(5):
-            constraint.settle(source.randrange(400))
+            constraint.resolve_sampling_params(source.randrange(400))
         assert constraint.mask().tolist() == other.mask().tolist()
         wanted = source.choice(allowed_by(other, 400))
-        token_id = constraint.settle(wanted)
-        assert token_id == other.settle(wanted)
+        token_id = constraint.resolve_sampling_params(wanted)
+        assert token_id == other.resolve_sampling_params(wanted)
         constraint.accept(token_id)
         other.accept(token_id)
         if token_id == end_of(KIND):
@@ -456,7 +456,9 @@ def test_a_grammar_that_grows_too_large_on_its_way_still_ends_whole(monkeypatch:
     pattern, source = "(a|b)*a(a|b){12}", random.Random(0)
     constraint = constraint_of(KIND, regex(pattern), 1000)
     ids: list[int] = []
-    while (token_id := constraint.settle(source.choice(bytes_of(KIND, "ab")))) != end_of(KIND) and len(ids) < 1000:
+    while (token_id := constraint.resolve_sampling_params(source.choice(bytes_of(KIND, "ab")))) != end_of(KIND) and len(
+        ids
+    ) < 1000:
         constraint.mask()
         constraint.accept(token_id)
         ids.append(token_id)
@@ -470,11 +472,11 @@ def test_where_no_ending_is_found_the_known_one_comes(monkeypatch: pytest.Monkey
 
 
 class Processor:
-    """Its time, which stands still but for a step with some of its readings.
+    """Its time, which stands still but for a step with some of its prefill_requests.
 
     Args:
         step_s: How far it goes on then.
-        steps_at: The numbers of those readings.
+        steps_at: The numbers of those prefill_requests.
     """
 
     def __init__(self, step_s: float, steps_at: Callable[[int], bool]) -> None:
@@ -555,7 +557,7 @@ def test_so_does_one_whose_endings_are_looked_for_in_vain(monkeypatch: pytest.Mo
     ids=lambda value: value if isinstance(value, str) else value.text[:30],
 )  # fmt: skip
 def test_a_grammar_that_cannot_be_is_refused_with_the_reason(grammar: Grammar, words: str) -> None:
-    assert words in refusal(grammar)
+    assert words in rejection(grammar)
 
 
 @pytest.mark.parametrize(
@@ -623,7 +625,7 @@ def test_a_hostile_grammar_takes_no_long_time(grammar: Grammar) -> None:
 
 
 def test_a_tokenizer_that_is_not_known_by_its_bytes_is_refused() -> None:
-    assert "tokenizer" in refusal(regex("a+"), kind="wordpiece")
+    assert "tokenizer" in rejection(regex("a+"), kind="wordpiece")
 
 
 def test_a_slow_tokenizer_is_refused() -> None:
@@ -632,7 +634,7 @@ def test_a_slow_tokenizer_is_refused() -> None:
         eos_token_id = 1
 
     with pytest.raises(RequestError, match="tokenizer"):
-        GrammarCompiler(Slow(), 10, frozenset([1])).compile(regex("a"), SamplingPlan(1))
+        GrammarCompiler(Slow(), 10, frozenset([1])).compile(regex("a"), SamplingParams(1))
 
 
 def test_a_tokenizer_that_reads_otherwise_than_it_says_is_refused() -> None:
@@ -643,7 +645,7 @@ def test_a_tokenizer_that_reads_otherwise_than_it_says_is_refused() -> None:
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("e", "")])
     built: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
     with pytest.raises(RequestError, match="tokenizer"):
-        GrammarCompiler(built, 256, frozenset([0])).compile(regex("a"), SamplingPlan(1))
+        GrammarCompiler(built, 256, frozenset([0])).compile(regex("a"), SamplingParams(1))
 
 
 HOSTILE = json_schema({"allOf": [{"pattern": f".*{number:x}"} for number in range(50)]})
@@ -652,7 +654,7 @@ HOSTILE = json_schema({"allOf": [{"pattern": f".*{number:x}"} for number in rang
 
 def test_a_grammar_that_takes_minutes_to_read_is_refused_and_the_next_one_is_read() -> None:
     started_s = time.monotonic()
-    assert "takes more than 3 s of a processor" in refusal(HOSTILE)
+    assert "takes more than 3 s of a processor" in rejection(HOSTILE)
     assert time.monotonic() - started_s < 60
     check_texts(KIND, regex("[ab]{3}"), re.compile("[ab]{3}").fullmatch)
 
@@ -692,11 +694,11 @@ def test_grammars_are_read_without_a_trial_while_no_process_can_be_had(
     secret = "secret[ab]"
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere")
-        compiler_of.__wrapped__(KIND).compile(regex(secret), SamplingPlan(20))
+        compiler_of.__wrapped__(KIND).compile(regex(secret), SamplingParams(20))
     assert "without a trial: FileNotFoundError" in caplog.text
     assert "secret" not in caplog.text
-    compiler_of.__wrapped__(KIND).compile(regex(secret), SamplingPlan(20))
-    compiler_of.__wrapped__(KIND).compile(regex(secret), SamplingPlan(20))
+    compiler_of.__wrapped__(KIND).compile(regex(secret), SamplingParams(20))
+    compiler_of.__wrapped__(KIND).compile(regex(secret), SamplingParams(20))
     assert trial.is_quick.call_args_list == [call("regex", secret)] * 2
     trial.close()
 
@@ -716,18 +718,18 @@ def test_a_trial_that_cannot_begin_is_not_tried_for_each_grammar(monkeypatch: py
 
 
 def test_grammars_that_were_read_lately_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler, plan = compiler_of(KIND), SamplingPlan(20)
+    compiler, plan = compiler_of(KIND), SamplingParams(20)
     grammars = [regex(f"a{number}") for number in range(NUM_CLOSINGS_KEPT + 1)]
     assert not compiler.knows(grammars[0], plan)
     for grammar in (*grammars[:-1], grammars[0], grammars[-1]):
         compiler.compile(grammar, plan)
     assert [compiler.knows(grammar, plan) for grammar in grammars] == [True, False, *[True] * (NUM_CLOSINGS_KEPT - 1)]
-    assert not compiler.knows(grammars[0], SamplingPlan(20, eos_ids=frozenset([5])))
+    assert not compiler.knows(grammars[0], SamplingParams(20, eos_ids=frozenset([5])))
     monkeypatch.setattr(grammar_module, "_trial", None)
     compiler.compile(grammars[0], plan)  # without another trial, which may wait for that of others
 
 
 def test_an_option_that_nobody_may_set_is_not_recommended() -> None:
-    sentence = refusal(json_schema({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}))
+    sentence = rejection(json_schema({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}))
     assert "coerce" not in sentence
     assert "write anyOf" in sentence

@@ -545,7 +545,7 @@ def test_every_token_variable_opens_a_gated_model(tmp_path: Path, loopback: Loop
     assert loopback.requests == []
 
 
-def refusal(tmp_path: Path, environment: dict[str, str], **settings: Any) -> HubError:
+def rejection(tmp_path: Path, environment: dict[str, str], **settings: Any) -> HubError:
     with pytest.raises(HubError) as raised:
         build_hub(tmp_path, environment, **settings).model_folder()
     assert MODEL in raised.value.sentence
@@ -555,18 +555,18 @@ def refusal(tmp_path: Path, environment: dict[str, str], **settings: Any) -> Hub
 def test_gated_models_are_refused_with_what_to_do(tmp_path: Path, loopback: LoopbackHub) -> None:
     loopback.add(MODEL, tmp_path / "checkpoint", gated=True)
     environment = loopback.environment()
-    assert "there is no access token: accept its terms at" in refusal(tmp_path, environment).sentence
-    refused = refusal(tmp_path, environment | {"HF_TOKEN": loopback.stranger_token})
+    assert "there is no access token: accept its terms at" in rejection(tmp_path, environment).sentence
+    refused = rejection(tmp_path, environment | {"HF_TOKEN": loopback.stranger_token})
     assert refused.code == "hub_gated"
     assert "with the account that the token belongs to" in refused.sentence
-    refused = refusal(tmp_path, environment | {"HF_TOKEN": CANARY})
+    refused = rejection(tmp_path, environment | {"HF_TOKEN": CANARY})
     assert refused.code == "hub_auth"
     assert CANARY not in str(refused)
 
 
 def test_an_unreachable_hub_is_given_up_soon(tmp_path: Path) -> None:
     started = time.monotonic()
-    refused = refusal(tmp_path, UNREACHABLE | {"NO_PROXY": "*"})
+    refused = rejection(tmp_path, UNREACHABLE | {"NO_PROXY": "*"})
     assert refused.code == "hub_unavailable"
     assert "the Hub at http://127.0.0.1:9 cannot be reached (ConnectError: " in refused.sentence
     assert refused.sentence.endswith("; a folder on disk begins with `/`, `./` or `../`")

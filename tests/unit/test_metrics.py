@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hf_triton.engine.interface import Completion, EngineLoad, RequestTimes, Sequence
-from hf_triton.generation import SamplingPlan
+from hf_triton.engine.interface import Completion, EngineLoad, RequestTimes, SequenceGroup
+from hf_triton.generation import SamplingParams
 from hf_triton.metrics import (
     COMPLETIONS,
     GENERATED_TOKENS,
-    HELD_TOKENS,
     IN_FLIGHT,
     LATENCY,
     METRICS,
@@ -25,6 +24,7 @@ from hf_triton.metrics import (
     RUNNING,
     TIME_PER_TOKEN,
     TIME_TO_FIRST_TOKEN,
+    USED_TOKENS,
     Meter,
     Metric,
     NoMeter,
@@ -122,27 +122,27 @@ def test_instances_that_share_a_sink_add_up_and_leave_nothing() -> None:
     board = Board()
     meters = [Meter(board), Meter(board)]
     for meter in meters:
-        meter.start(lambda: EngineLoad(num_waiting=1, num_running=3, num_held_tokens=100, max_held_tokens=1000))
+        meter.start(lambda: EngineLoad(num_waiting=1, num_running=3, num_used_tokens=100, max_used_tokens=1000))
         meter.begin_request()
-    wait_until(lambda: (board.values[RUNNING, ""], board.values[HELD_TOKENS, ""]) == (6, 200))
+    wait_until(lambda: (board.values[RUNNING, ""], board.values[USED_TOKENS, ""]) == (6, 200))
     assert board.values[IN_FLIGHT, ""] == 2
     meters[0].close()
-    assert (board.values[RUNNING, ""], board.values[HELD_TOKENS, ""]) == (3, 100)
+    assert (board.values[RUNNING, ""], board.values[USED_TOKENS, ""]) == (3, 100)
     meters[1].close()
-    assert (board.values[RUNNING, ""], board.values[HELD_TOKENS, ""]) == (0, 0)
+    assert (board.values[RUNNING, ""], board.values[USED_TOKENS, ""]) == (0, 0)
 
 
 def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     board, clock = Board(), [100.0]
     monkeypatch.setattr("hf_triton.metrics.time.monotonic", lambda: clock[0])
     meter = Meter(board)
-    plan = SamplingPlan(8, num_return_sequences=2)
-    sequence = Sequence([1, 2, 3], plan, on_finish=lambda outcome: None, times=RequestTimes(99.0))
+    plan = SamplingParams(8, num_return_sequences=2)
+    sequence = SequenceGroup([1, 2, 3], plan, on_finish=lambda outcome: None, times=RequestTimes(99.0))
     clock[0] = 100.5
     observer = meter.on_admit(sequence)
     for now_s, copy, is_text in [(101.0, 0, True), (101.0, 1, True), (102.0, 0, True), (105.0, 0, False)]:
         clock[0] = now_s
-        observer.on_pick(copy, is_text=is_text)
+        observer.on_token_sampled(copy, is_text=is_text)
     observer.on_complete([Completion([7, 8], "eos"), Completion([9], "length")])
     meter.start(idle)
     meter.close()
@@ -160,15 +160,15 @@ def test_a_request_s_times_are_those_of_its_first_sequence(counts: bool, monkeyp
     clock = [100.0]
     monkeypatch.setattr("hf_triton.metrics.time.monotonic", lambda: clock[0])
     meter, times = Meter(Board()) if counts else NoMeter(), RequestTimes(99.0)
-    sequences = [Sequence([1], SamplingPlan(8), on_finish=lambda outcome: None, times=times) for _ in range(2)]
+    sequences = [SequenceGroup([1], SamplingParams(8), on_finish=lambda outcome: None, times=times) for _ in range(2)]
     observers = []
     for sequence in sequences:
         observers.append(meter.on_admit(sequence))
         clock[0] += 1
     for observer in reversed(observers):
-        observer.on_pick(0, is_text=True)
+        observer.on_token_sampled(0, is_text=True)
         clock[0] += 1
-        observer.on_pick(0, is_text=False)
+        observer.on_token_sampled(0, is_text=False)
     assert times == RequestTimes(99.0, admitted_s=100.0, first_token_s=102.0)
 
 

@@ -14,14 +14,14 @@ import pytest
 
 from hf_triton.engine.interface import RequestTimes
 from hf_triton.errors import CancelledError, HfTritonError
-from hf_triton.reply import CallReply, Outbox
-from hf_triton.wire import GeneratedText, GenerationRequest, RequestOptions
+from hf_triton.reply import ResponseSender, StreamReply
+from hf_triton.wire import GeneratedOutput, GenerationRequest, RequestOptions
 
 TEXT = "text_output"
 TIMES = RequestTimes(arrival_s=100.0, admitted_s=100.5, first_token_s=102.000_000_6)
 
 
-class Call:
+class InferenceRequest:
     """Notes every part and the one end; `may_send` holds it up."""
 
     def __init__(self) -> None:
@@ -55,30 +55,30 @@ def texts_of(outputs: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture
-def outbox() -> Iterator[Outbox]:
-    outbox = Outbox()
+def outbox() -> Iterator[ResponseSender]:
+    outbox = ResponseSender()
     yield outbox
     outbox.close()
 
 
-def reply_to(call: Call, outbox: Outbox, num_texts: int = 1, **options: bool) -> CallReply:
+def reply_to(call: InferenceRequest, outbox: ResponseSender, num_texts: int = 1, **options: bool) -> StreamReply:
     request = GenerationRequest([], [], RequestOptions(**options), (num_texts,))
-    reply = CallReply(call, request, [TEXT, "num_output_tokens"], outbox, TIMES)  # type: ignore[arg-type]
+    reply = StreamReply(call, request, [TEXT, "num_output_tokens"], outbox, TIMES)  # type: ignore[arg-type]
     reply.start(num_texts)
     return reply
 
 
-def rest(*texts: str) -> Callable[[], list[GeneratedText]]:
-    return lambda: [GeneratedText(text, "length", 1, 2, 0.0, "") for text in texts]
+def rest(*texts: str) -> Callable[[], list[GeneratedOutput]]:
+    return lambda: [GeneratedOutput(text, "length", 1, 2, 0.0, "") for text in texts]
 
 
-def joined(call: Call) -> list[str]:
+def joined(call: InferenceRequest) -> list[str]:
     [end] = call.ends
     return ["".join(pieces) for pieces in zip(*call.parts, texts_of(end), strict=True)]
 
 
 def test_pieces_go_out_before_the_rest_and_a_text_that_does_not_go_on_is_empty() -> None:
-    outbox, call = Outbox(), Call()
+    outbox, call = ResponseSender(), InferenceRequest()
     reply = reply_to(call, outbox, num_texts=2)
     reply.add(1, "ba")
     while not call.parts:
@@ -92,7 +92,7 @@ def test_pieces_go_out_before_the_rest_and_a_text_that_does_not_go_on_is_empty()
 
 
 def test_what_comes_while_the_outbox_ends_is_sent_behind_what_is_there() -> None:
-    outbox, call = Outbox(), Call()
+    outbox, call = ResponseSender(), InferenceRequest()
     call.may_send.clear()
     reply = reply_to(call, outbox)
     reply.add(0, "a")
@@ -122,7 +122,7 @@ def test_what_the_garbage_collector_has_sent_stops_nobody(monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setattr(queue, "SimpleQueue", Collecting)
-        outbox = Outbox()
+        outbox = ResponseSender()
     putting = threading.Thread(target=outbox.put, args=[lambda: sent.append("its own")], daemon=True)
     putting.start()
     putting.join(10)
@@ -133,16 +133,16 @@ def test_what_the_garbage_collector_has_sent_stops_nobody(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("takes_long", [False, True])
 def test_an_outbox_that_has_ended_makes_no_thread(takes_long: bool) -> None:
-    outbox, threads = Outbox(), threading.active_count()
+    outbox, threads = ResponseSender(), threading.active_count()
     outbox.close()
-    call = Call()
+    call = InferenceRequest()
     reply_to(call, outbox).finish(rest("a"), takes_long=takes_long)
     assert joined(call) == ["a"]
     assert threading.active_count() == threads - 1
 
 
 def test_what_is_put_while_the_last_is_sent_comes_behind_what_is_there() -> None:
-    outbox, sent, is_closing = Outbox(), list[str](), threading.Event()
+    outbox, sent, is_closing = ResponseSender(), list[str](), threading.Event()
 
     def first() -> None:
         assert is_closing.wait(10)
@@ -158,7 +158,7 @@ def test_what_is_put_while_the_last_is_sent_comes_behind_what_is_there() -> None
 
 
 def test_what_comes_behind_the_outbox_s_end_is_sent_all_the_same() -> None:
-    outbox, call = Outbox(), Call()
+    outbox, call = ResponseSender(), InferenceRequest()
     reply = reply_to(call, outbox)
     outbox.close()
     reply.add(0, "a")
@@ -168,7 +168,7 @@ def test_what_comes_behind_the_outbox_s_end_is_sent_all_the_same() -> None:
 
 @pytest.mark.parametrize("is_broken", [True, False])
 def test_an_error_goes_out_whether_the_pieces_before_it_do(is_broken: bool) -> None:
-    outbox, call = Outbox(), Call()
+    outbox, call = ResponseSender(), InferenceRequest()
     call.is_broken = is_broken
     reply = reply_to(call, outbox)
     reply.add(0, "a")
@@ -179,7 +179,7 @@ def test_an_error_goes_out_whether_the_pieces_before_it_do(is_broken: bool) -> N
 
 
 def test_what_is_told_beside_the_text_comes_with_the_last_response_alone() -> None:
-    outbox, call = Outbox(), Call()
+    outbox, call = ResponseSender(), InferenceRequest()
     reply = reply_to(call, outbox, return_num_output_tokens=True)
     reply.add(0, "a")
     reply.finish(rest(""), takes_long=False)
@@ -190,9 +190,9 @@ def test_what_is_told_beside_the_text_comes_with_the_last_response_alone() -> No
 
 
 def test_the_request_s_times_come_with_the_last_response_where_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asks, does_not = Call(), Call()
+    asks, does_not = InferenceRequest(), InferenceRequest()
     monkeypatch.setattr("hf_triton.reply.time.monotonic", lambda: 103.25)
-    outbox = Outbox()
+    outbox = ResponseSender()
     for call, wants in ((asks, True), (does_not, False)):
         reply = reply_to(call, outbox, return_timings=wants)
         reply.add(0, "a")
@@ -208,7 +208,7 @@ def test_the_request_s_times_come_with_the_last_response_where_it_asks(monkeypat
 
 
 def test_what_is_written_while_nothing_can_be_sent_goes_out_together() -> None:
-    outbox, call = Outbox(), Call()
+    outbox, call = ResponseSender(), InferenceRequest()
     call.may_send.clear()
     reply = reply_to(call, outbox)
     for letter in "abcdef":
@@ -221,7 +221,7 @@ def test_what_is_written_while_nothing_can_be_sent_goes_out_together() -> None:
 
 
 def test_an_error_comes_behind_the_pieces_and_ends_the_stream() -> None:
-    outbox, call = Outbox(), Call()
+    outbox, call = ResponseSender(), InferenceRequest()
     reply = reply_to(call, outbox)
     reply.add(0, "a")
     reply.refuse(CancelledError())
@@ -233,23 +233,23 @@ def test_an_error_comes_behind_the_pieces_and_ends_the_stream() -> None:
     ]
 
 
-def test_texts_are_made_by_the_thread_that_sends(outbox: Outbox) -> None:
+def test_texts_are_made_by_the_thread_that_sends(outbox: ResponseSender) -> None:
     makers = []
 
-    def make() -> list[GeneratedText]:
+    def make() -> list[GeneratedOutput]:
         makers.append(threading.current_thread().name)
         return rest("a")()
 
-    reply_to(Call(), outbox).finish(make, takes_long=False)
+    reply_to(InferenceRequest(), outbox).finish(make, takes_long=False)
     outbox.close()
     assert makers == ["hf_triton-outbox"]
 
 
-def test_texts_that_cannot_be_made_are_an_error_behind_the_pieces(outbox: Outbox) -> None:
-    def make() -> list[GeneratedText]:
+def test_texts_that_cannot_be_made_are_an_error_behind_the_pieces(outbox: ResponseSender) -> None:
+    def make() -> list[GeneratedOutput]:
         raise CancelledError
 
-    call = Call()
+    call = InferenceRequest()
     reply = reply_to(call, outbox)
     reply.add(0, "a")
     reply.finish(make, takes_long=False)
@@ -258,10 +258,10 @@ def test_texts_that_cannot_be_made_are_an_error_behind_the_pieces(outbox: Outbox
     assert [type(end) for end in call.ends] == [CancelledError]
 
 
-def test_streams_and_short_answers_do_not_wait_for_an_answer_that_takes_long(outbox: Outbox) -> None:
-    slow, quick, may_make = Call(), Call(), threading.Event()
+def test_streams_and_short_answers_do_not_wait_for_an_answer_that_takes_long(outbox: ResponseSender) -> None:
+    slow, quick, may_make = InferenceRequest(), InferenceRequest(), threading.Event()
 
-    def make() -> list[GeneratedText]:
+    def make() -> list[GeneratedOutput]:
         assert may_make.wait(10)
         return rest("b")()
 
@@ -281,10 +281,10 @@ def test_streams_and_short_answers_do_not_wait_for_an_answer_that_takes_long(out
     assert joined(slow) == ["ab"]
 
 
-def test_long_answers_are_made_in_order_and_all_of_them_before_the_end(outbox: Outbox) -> None:
-    calls, ended = [Call() for _ in range(20)], []
+def test_long_answers_are_made_in_order_and_all_of_them_before_the_end(outbox: ResponseSender) -> None:
+    calls, ended = [InferenceRequest() for _ in range(20)], []
 
-    def make(number: int) -> list[GeneratedText]:
+    def make(number: int) -> list[GeneratedOutput]:
         time.sleep(0.005)
         ended.append(number)
         return rest(str(number))()
@@ -297,8 +297,10 @@ def test_long_answers_are_made_in_order_and_all_of_them_before_the_end(outbox: O
 
 
 @pytest.mark.parametrize("takes_long", [False, True])
-def test_an_answer_that_cannot_be_sent_is_a_fault_of_ours_and_no_silence(outbox: Outbox, takes_long: bool) -> None:
-    call = Call()
+def test_an_answer_that_cannot_be_sent_is_a_fault_of_ours_and_no_silence(
+    outbox: ResponseSender, takes_long: bool
+) -> None:
+    call = InferenceRequest()
     call.takes_no_answer = True
     reply = reply_to(call, outbox)
     reply.finish(rest("a"), takes_long=takes_long)
@@ -306,7 +308,7 @@ def test_an_answer_that_cannot_be_sent_is_a_fault_of_ours_and_no_silence(outbox:
     assert [str(end).split(":")[0] for end in call.ends] == ["internal"]
 
 
-def test_what_could_not_be_sent_is_held_by_nobody(outbox: Outbox) -> None:
+def test_what_could_not_be_sent_is_held_by_nobody(outbox: ResponseSender) -> None:
     """A call without an answer gives itself one when it goes, and must not stay until the next one comes."""
 
     class Dropped:
@@ -324,15 +326,15 @@ def test_what_could_not_be_sent_is_held_by_nobody(outbox: Outbox) -> None:
 
 
 def test_a_whole_answer_is_one_response() -> None:
-    outbox, call = Outbox(), Call()
+    outbox, call = ResponseSender(), InferenceRequest()
     request = GenerationRequest([], [], RequestOptions(), (1,))
-    CallReply(call, request, [TEXT], outbox, TIMES).finish(rest("whole"), takes_long=False)  # type: ignore[arg-type]
+    StreamReply(call, request, [TEXT], outbox, TIMES).finish(rest("whole"), takes_long=False)  # type: ignore[arg-type]
     outbox.close()
     assert (call.parts, joined(call)) == ([], ["whole"])
 
 
-def test_one_call_that_cannot_be_sent_to_is_no_matter_of_the_others(outbox: Outbox) -> None:
-    broken, sound = Call(), Call()
+def test_one_call_that_cannot_be_sent_to_is_no_matter_of_the_others(outbox: ResponseSender) -> None:
+    broken, sound = InferenceRequest(), InferenceRequest()
     broken.is_broken = True
     reply_to(broken, outbox).add(0, "a")
     reply = reply_to(sound, outbox)
@@ -343,7 +345,7 @@ def test_one_call_that_cannot_be_sent_to_is_no_matter_of_the_others(outbox: Outb
 
 
 def test_many_streams_from_many_threads_keep_their_texts() -> None:
-    outbox, calls = Outbox(), [Call() for _ in range(8)]
+    outbox, calls = ResponseSender(), [InferenceRequest() for _ in range(8)]
     replies = [reply_to(call, outbox, num_texts=2) for call in calls]
 
     def write(number: int) -> None:

@@ -27,7 +27,7 @@ def load(environment: dict[str, str] | None = None, **parameters: str) -> Loaded
     return load_settings(MODEL | parameters, environment or {})
 
 
-def refusal(environment: dict[str, str] | None = None, **parameters: str) -> str:
+def rejection(environment: dict[str, str] | None = None, **parameters: str) -> str:
     with pytest.raises(SettingsError) as caught:
         load(environment, **parameters)
     return caught.value.sentence
@@ -153,21 +153,21 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_an_unusable_setting_is_refused(case: str) -> None:
     parameters, words = REFUSED[case]
-    assert words in refusal(**parameters)
+    assert words in rejection(**parameters)
 
 
 def test_a_refusal_names_the_variable_that_it_came_from() -> None:
-    assert refusal({"HF_TRITON_DTYPE": "int3"}).endswith("got 'int3' (from HF_TRITON_DTYPE)")
+    assert rejection({"HF_TRITON_DTYPE": "int3"}).endswith("got 'int3' (from HF_TRITON_DTYPE)")
 
 
 def test_the_same_setting_in_two_variables_that_differ_is_refused() -> None:
-    sentence = refusal({"HF_TRITON_DTYPE": "float16", "HF_TRITON_dtype": "float32"})
+    sentence = rejection({"HF_TRITON_DTYPE": "float16", "HF_TRITON_dtype": "float32"})
     assert "both HF_TRITON_DTYPE and HF_TRITON_dtype, which differ" in sentence
     assert load({"HF_TRITON_DTYPE": "float16", "HF_TRITON_dtype": "float16"}).settings.dtype == "float16"
 
 
 def test_a_variable_behind_which_is_no_setting_is_refused() -> None:
-    sentence = refusal({"HF_TRITON_DTPYE": "float16"})
+    sentence = rejection({"HF_TRITON_DTPYE": "float16"})
     assert "the environment variable HF_TRITON_DTPYE, did you mean 'HF_TRITON_DTYPE'?" in sentence
 
 
@@ -183,7 +183,7 @@ def test_a_missing_model_comes_with_the_line_to_add() -> None:
 
 @pytest.mark.parametrize("name", ["hf_token", "HF_TOKEN", "access_token", "api_key", "password", "private_repo_token"])
 def test_a_secret_is_refused_and_not_repeated(name: str) -> None:
-    sentence = refusal(**{name: "hf_canary"})
+    sentence = rejection(**{name: "hf_canary"})
     assert "would be shown to every client" in sentence
     assert "HF_TOKEN_PATH" in sentence
     assert "hf_canary" not in sentence
@@ -191,7 +191,7 @@ def test_a_secret_is_refused_and_not_repeated(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens", "temperature"])
 def test_a_request_parameter_is_told_where_its_default_goes(name: str) -> None:
-    sentence = refusal(**{name: "256"})
+    sentence = rejection(**{name: "256"})
     assert f"'{name}' (from config.pbtxt) is a parameter of requests" in sentence
     [line] = re.findall(r"parameters \{.*\}", sentence)
     config = text_format.Parse(line.replace("...", "1"), model_config_pb2.ModelConfig())
@@ -199,7 +199,7 @@ def test_a_request_parameter_is_told_where_its_default_goes(name: str) -> None:
 
 
 def test_the_refusal_of_a_value_is_short() -> None:
-    assert len(refusal(dtype="x" * 100_000)) < 300
+    assert len(rejection(dtype="x" * 100_000)) < 300
 
 
 # --- the declarations ------------------------------------------------------------------------------------------------

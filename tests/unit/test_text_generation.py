@@ -12,14 +12,14 @@ from unittest.mock import Mock
 import pytest
 
 from hf_triton.chat_template import ChatTemplate
-from hf_triton.engine.interface import Completion, EngineLoad, Outcome, Sequence
+from hf_triton.engine.interface import Completion, EngineLoad, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
-from hf_triton.generation import GenerationParameters, Grammar, SamplingPlan
+from hf_triton.generation import GenerationParameters, Grammar, SamplingParams
 from hf_triton.grammar import GrammarCompiler
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
 from hf_triton.tasks.text_generation import NUM_HOOK_THREADS, TextGeneration
 from hf_triton.text import TextCodec, TextStream
-from hf_triton.wire import GeneratedText, GenerationRequest, RequestOptions
+from hf_triton.wire import GeneratedOutput, GenerationRequest, RequestOptions
 from tests.unit.test_text import raw_ids, tokenizer_of
 
 KIND = "byte_level"
@@ -33,10 +33,10 @@ class PanicError(BaseException):
 class Engine:
     """Finishes the sequences in order, at once, with what `outcome` makes of each."""
 
-    def __init__(self, outcome: Callable[[Sequence], Outcome]) -> None:
+    def __init__(self, outcome: Callable[[SequenceGroup], Outcome]) -> None:
         self._outcome = outcome
 
-    def submit(self, sequences: list[Sequence]) -> None:
+    def submit(self, sequences: list[SequenceGroup]) -> None:
         for sequence in sequences:
             sequence.on_finish(self._outcome(sequence))
 
@@ -79,21 +79,21 @@ class Codec(TextCodec):
         return stream
 
 
-def echo(sequence: Sequence) -> Outcome:
+def echo(sequence: SequenceGroup) -> Outcome:
     """The prompt's last two tokens."""
     return [Completion(sequence.prompt_ids[-2:], "length")] * sequence.plan.num_return_sequences
 
 
-def write(text: str) -> Callable[[Sequence], Outcome]:
+def write(text: str) -> Callable[[SequenceGroup], Outcome]:
     """An engine that writes this text, in all copies, token by token, until it is stopped."""
 
-    def outcome(sequence: Sequence) -> Outcome:
+    def outcome(sequence: SequenceGroup) -> Outcome:
         return [written(sequence, copy, text) for copy in range(sequence.plan.num_rows)]
 
     return outcome
 
 
-def written(sequence: Sequence, copy: int, text: str) -> Completion:
+def written(sequence: SequenceGroup, copy: int, text: str) -> Completion:
     token_ids: list[int] = []
     for token_id in raw_ids(KIND, text):
         token_ids.append(token_id)
@@ -108,7 +108,7 @@ class Collector:
     def __init__(self) -> None:
         self.num_texts: list[int] = []
         self.pieces: list[tuple[int, str]] = []
-        self.results: list[list[GeneratedText] | HfTritonError] = []
+        self.results: list[list[GeneratedOutput] | HfTritonError] = []
         self.is_finished = threading.Event()
         self.takes_long: bool | None = None
 
@@ -118,7 +118,7 @@ class Collector:
     def add(self, text: int, piece: str) -> None:
         self.pieces.append((text, piece))
 
-    def finish(self, make_texts: Callable[[], list[GeneratedText]], *, takes_long: bool) -> None:
+    def finish(self, make_texts: Callable[[], list[GeneratedOutput]], *, takes_long: bool) -> None:
         self.takes_long = takes_long
         try:
             self.results.append(make_texts())
@@ -133,7 +133,7 @@ class Collector:
 
 def reply_to(
     *prompts: str,
-    outcome: Callable[[Sequence], Outcome] = echo,
+    outcome: Callable[[SequenceGroup], Outcome] = echo,
     defaults: GenerationParameters | None = None,
     excludes_prompt: bool = False,
     is_encoder_decoder: bool = False,
@@ -154,7 +154,7 @@ def reply_to(
 
 
 def build_task(
-    outcome: Callable[[Sequence], Outcome] = echo,
+    outcome: Callable[[SequenceGroup], Outcome] = echo,
     codec: TextCodec | None = None,
     *,
     context_length: int = 20,
@@ -204,11 +204,11 @@ def ask(*prompts: str, **asked: Any) -> list[Any]:
     return [[each.text for each in result] if isinstance(result, list) else result for result in results]
 
 
-def sequences_of(*prompts: str, **asked: Any) -> list[Sequence]:
+def sequences_of(*prompts: str, **asked: Any) -> list[SequenceGroup]:
     """What reaches the engine."""
-    sequences: list[Sequence] = []
+    sequences: list[SequenceGroup] = []
 
-    def outcome(sequence: Sequence) -> Outcome:
+    def outcome(sequence: SequenceGroup) -> Outcome:
         sequences.append(sequence)
         return echo(sequence)
 
@@ -272,7 +272,7 @@ def test_what_is_read_in_no_time_costs_no_other_thread(
 ) -> None:
     threads: list[str] = []
 
-    def outcome(sequence: Sequence) -> Outcome:
+    def outcome(sequence: SequenceGroup) -> Outcome:
         threads.append(threading.current_thread().name)
         return echo(sequence)
 
@@ -316,7 +316,7 @@ def test_a_grammar_that_nobody_waits_for_is_not_read(
 ) -> None:
     is_over, read = threading.Event(), []
 
-    def compile_slowly(self: GrammarCompiler, grammar: Grammar, plan: SamplingPlan) -> Any:
+    def compile_slowly(self: GrammarCompiler, grammar: Grammar, plan: SamplingParams) -> Any:
         read.append(grammar.text)
         is_over.wait(30)
         raise RequestError("invalid_parameter", "never")
@@ -369,7 +369,7 @@ def test_who_waits_for_a_thread_is_answered_in_time() -> None:
 
 
 def test_who_waits_for_a_hook_of_its_own_is_answered_in_time() -> None:
-    hooks, reached = Held(), list[Sequence]()
+    hooks, reached = Held(), list[SequenceGroup]()
     task, reply = build_task(lambda sequence: reached.append(sequence) or echo(sequence), hooks=hooks), Collector()
     task.submit(request_of(("x",)), reply, lambda: False, timeout_s=0.2)
     assert reply.is_finished.wait(10)
@@ -454,7 +454,7 @@ def test_hooks_of_a_folder_with_a_grammar_run_side_by_side() -> None:
 def test_a_grammar_that_is_known_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over, compiled = threading.Event(), GrammarCompiler.compile
 
-    def compile_slowly(self: GrammarCompiler, grammar: Grammar, plan: SamplingPlan) -> Any:
+    def compile_slowly(self: GrammarCompiler, grammar: Grammar, plan: SamplingParams) -> Any:
         assert grammar.text == "a" or is_over.wait(30)
         return compiled(self, grammar, plan)
 
@@ -529,7 +529,7 @@ def test_one_that_cannot_be_refused_keeps_no_other_one_waiting() -> None:
 
 
 def test_one_failed_prompt_is_the_answer_of_its_request() -> None:
-    def outcome(sequence: Sequence) -> Outcome:
+    def outcome(sequence: SequenceGroup) -> Outcome:
         return (
             GenerationError("generation_failed", "x") if sequence.prompt_ids == raw_ids(KIND, "b") else echo(sequence)
         )
@@ -575,7 +575,7 @@ def test_a_default_length_that_no_prompt_leaves_room_for_is_refused_at_load() ->
 def test_after_a_failed_prompt_the_others_are_given_up_and_answer_nothing() -> None:
     given_up: list[bool] = []
 
-    def outcome(sequence: Sequence) -> Outcome:
+    def outcome(sequence: SequenceGroup) -> Outcome:
         given_up.append(sequence.is_cancelled())
         if len(given_up) == 2:
             return GenerationError("generation_failed", "x")
@@ -626,7 +626,7 @@ def test_a_text_that_a_stop_string_ended_says_so(text: str, stops: tuple[str, ..
 def test_every_copy_of_a_prompt_has_its_own_end() -> None:
     texts = ["ab", "a stop b", "stop", "abc"]
 
-    def outcome(sequence: Sequence) -> Outcome:
+    def outcome(sequence: SequenceGroup) -> Outcome:
         return [written(sequence, copy, text) for copy, text in enumerate(texts)]
 
     [answer] = ask("", outcome=outcome, stop_strings=("stop",), temperature=1.0, num_return_sequences=4)
@@ -634,7 +634,7 @@ def test_every_copy_of_a_prompt_has_its_own_end() -> None:
 
 
 def test_the_copies_that_are_kept_of_many_keep_their_texts() -> None:
-    def outcome(sequence: Sequence) -> Outcome:
+    def outcome(sequence: SequenceGroup) -> Outcome:
         completions = [written(sequence, copy, f"{copy} stop {copy}") for copy in range(4)]
         return [completions[3], completions[1]]
 
@@ -645,7 +645,7 @@ def test_the_copies_that_are_kept_of_many_keep_their_texts() -> None:
 def test_a_panic_while_a_token_is_read_is_the_answer_and_ends_the_text() -> None:
     ends: list[bool] = []
 
-    def outcome(sequence: Sequence) -> Outcome:
+    def outcome(sequence: SequenceGroup) -> Outcome:
         assert sequence.on_token is not None
         ends.append(sequence.on_token(0, raw_ids(KIND, "#")[0]))
         ends.append(sequence.is_cancelled())

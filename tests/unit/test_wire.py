@@ -20,7 +20,7 @@ from hf_triton.wire import (
     PROMPT_LOGPROBS,
     TEXT,
     TEXT_OLD,
-    GeneratedText,
+    GeneratedOutput,
     GenerationRequest,
     Limits,
     RequestOptions,
@@ -85,7 +85,7 @@ def test_an_empty_configuration_gets_the_prompt_and_every_output_but_the_old_one
 def test_every_output_that_can_be_asked_for_has_its_option() -> None:
     asked = {name.removeprefix("return_") for name in RequestOptions.model_fields if name.startswith("return_")}
     assert asked == {"timings", *TOLD}
-    assert {field.name for field in dataclasses.fields(GeneratedText)} == {"text", PROMPT_LOGPROBS, *TOLD}
+    assert {field.name for field in dataclasses.fields(GeneratedOutput)} == {"text", PROMPT_LOGPROBS, *TOLD}
 
 
 def test_a_batched_prompt_is_one_text_a_row() -> None:
@@ -613,8 +613,8 @@ def test_an_answer_is_always_utf8() -> None:
     assert encode_texts(["a\ud800b", "☕"], (2,)).tolist() == [b"a?b", "☕".encode()]
 
 
-def generated(number: int) -> GeneratedText:
-    return GeneratedText(f"text {number}", "stop", number, 2 * number, -0.5 * number, f"[{number}]")
+def generated(number: int) -> GeneratedOutput:
+    return GeneratedOutput(f"text {number}", "stop", number, 2 * number, -0.5 * number, f"[{number}]")
 
 
 def asking(shape: tuple[int, ...], **options: bool) -> GenerationRequest:
