@@ -19,11 +19,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, PretrainedConfig
 
-from hf_triton.runner.cache import KVCache
+from hf_triton.runner.cpu.malloc import keep_freed_memory
+from hf_triton.runner.cpu.packing import pack
 from hf_triton.runner.decode import Decoder
 from hf_triton.runner.forward import Forward
-from hf_triton.runner.heap import keep_freed_memory
-from hf_triton.runner.packing import pack
+from hf_triton.runner.kv_cache import KVCache
 
 VOCABULARY = 8192
 ROWS = (1, 8, 32)

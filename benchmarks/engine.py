@@ -34,10 +34,10 @@ import transformers
 from inside import Request, roll
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.runner.cpu.malloc import keep_freed_memory
+from hf_triton.runner.cpu.packing import pack
 from hf_triton.runner.forward import cache_name
-from hf_triton.runner.heap import keep_freed_memory
-from hf_triton.runner.packing import pack
 from hf_triton.runner.padding import pad
 
 VOCABULARY = 8192

@@ -30,10 +30,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, FalconConfig, GenerationConfig, LlamaConfig, PretrainedConfig
 
-from hf_triton.engine.interface import Outcome, SequenceGroup
-from hf_triton.engine.rolling import ContinuousBatchingEngine
-from hf_triton.generation import SamplingParams
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.types import Outcome, SequenceGroup
 from hf_triton.runner.decode import DecodingMode
+from hf_triton.sampling.params import SamplingParams
 
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
 NUM_COPIES = 20

@@ -24,9 +24,9 @@ import transformers
 from engine import VOCABULARY, build_requests
 from inside import roll
 
-from hf_triton.choose_engine import EngineName, build_engine
-from hf_triton.runner.heap import keep_freed_memory
-from hf_triton.runner.packing import pack
+from hf_triton.engine.choose import EngineName, build_engine
+from hf_triton.runner.cpu.malloc import keep_freed_memory
+from hf_triton.runner.cpu.packing import pack
 
 WIDTH: Final = 16
 CONTEXT_LENGTH: Final = 1024

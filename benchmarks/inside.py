@@ -17,10 +17,10 @@ import time
 from typing import Any
 
 import hf_triton
-from hf_triton.engine.interface import Engine, Outcome, SequenceGroup
-from hf_triton.generation import SamplingParams
-from hf_triton.reply import InferenceRequest, ResponseConfig
-from hf_triton.wire import PROMPT, TEXT, encode_texts
+from hf_triton.engine.types import Engine, Outcome, SequenceGroup
+from hf_triton.protocol.requests import PROMPT, TEXT, encode_texts
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.tasks.text_generation.sender import InferenceRequest, ResponseConfig
 
 INSIDE = "inside"
 

@@ -16,7 +16,7 @@ import click
 import torch
 from torch import nn
 
-from hf_triton.runner.product import FewVectors, by_onednn
+from hf_triton.runner.cpu.linear import FewVectors, by_onednn
 
 NUM_BYTES = 128e6
 SHAPES = ((512, 512), (1408, 512), (4096, 4096))

@@ -34,10 +34,10 @@ import transformers
 from engine import VOCABULARY, build_packed_model
 
 from hf_triton.engine import prefill
-from hf_triton.engine.interface import Outcome, SequenceGroup
-from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.types import Outcome, SequenceGroup
 from hf_triton.errors import HfTritonError
-from hf_triton.generation import SamplingParams
+from hf_triton.sampling.params import SamplingParams
 
 NUM_ROWS = 4
 NUM_TOKENS = 300

@@ -33,7 +33,7 @@ NUM_TOKENS = 60
 NUM_ALONE = 5
 SEES_NOBODY = """from pathlib import Path
 
-from hf_triton.runner import cores
+from hf_triton.runner.cpu import threads as cores
 
 cores.SHARED = Path("/nowhere")
 """

@@ -30,11 +30,11 @@ import transformers
 from engine import VOCABULARY, build_packed_model
 from transformers.cache_utils import DynamicCache
 
-from hf_triton.engine.interface import Outcome, SequenceGroup
-from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.types import Outcome, SequenceGroup
 from hf_triton.errors import HfTritonError
-from hf_triton.generation import SamplingParams
 from hf_triton.runner.forward import cache_name
+from hf_triton.sampling.params import SamplingParams
 
 WIDTH = 8
 Texts = list[list[int]]

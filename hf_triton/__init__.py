@@ -7,6 +7,6 @@ Importing this loads neither torch, transformers nor Triton: they come when a mo
 from hf_triton.errors import HfTritonError as HfTritonError
 from hf_triton.model import TritonPythonModel as TritonPythonModel
 from hf_triton.settings import ModelSettings as ModelSettings
-from hf_triton.stream_door import StreamDoor as StreamDoor
+from hf_triton.stream_door.model import StreamDoor as StreamDoor
 
 __version__ = "0.1.0"

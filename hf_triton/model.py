@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -12,20 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_triton import wire
-from hf_triton.door.client import cancel_elsewhere
-from hf_triton.door.server import DoorServer
-from hf_triton.engine.interface import RequestTimes
+from hf_triton.engine.types import RequestTimes
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, where
-from hf_triton.metrics import NoMeter, build_meter
-from hf_triton.reply import InferenceRequest, ResponseConfig, ResponseSender, StreamReply
+from hf_triton.protocol import requests as wire
 from hf_triton.settings import DoorSettings, LoadedSettings, ModelSettings, load_settings
+from hf_triton.stream_door.client import cancel_elsewhere
+from hf_triton.stream_door.server import DoorServer
 from hf_triton.tasks.hooks import OWN_FILE, Hooks, check_hooks, checked_load
+from hf_triton.tasks.metrics import NoMeter, build_meter
+from hf_triton.tasks.text_generation.sender import InferenceRequest, ResponseConfig, ResponseSender, StreamReply
 
 if TYPE_CHECKING:
-    from hf_triton._triton import Sentinel
-    from hf_triton.checkpoint import Checkpoint
-    from hf_triton.tasks.text_generation import TextGeneration
+    from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.tasks.text_generation.task import TextGeneration
+    from hf_triton.triton_backend.request import Sentinel
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class TritonPythonModel(Hooks):
         Args:
             auto_complete_model_config: Triton's `ModelConfig`.
         """
-        from hf_triton import _triton
+        from hf_triton.triton_backend import request as _triton
 
         config = auto_complete_model_config.as_dict()
         try:
@@ -92,7 +93,7 @@ class TritonPythonModel(Hooks):
             TritonModelException: The folder cannot be served; one sentence says why, and what would do. Other folders
                 are not touched.
         """
-        from hf_triton import _triton
+        from hf_triton.triton_backend import request as _triton
 
         _triton.speak_utf8()
         _triton.end_with_server()
@@ -134,7 +135,7 @@ class TritonPythonModel(Hooks):
         Args:
             requests: Triton's `InferenceRequest`s.
         """
-        from hf_triton import _triton
+        from hf_triton.triton_backend import request as _triton
 
         for request in requests:
             call = _triton.TritonRequest(request, self._meter.begin_request())
@@ -170,7 +171,7 @@ class TritonPythonModel(Hooks):
 
     @classmethod
     def _load_settings(cls, config: Mapping[str, Any]) -> LoadedSettings[ModelSettings]:
-        from hf_triton import _triton
+        from hf_triton.triton_backend import request as _triton
 
         declared: object = cls.settings_class
         if not (isinstance(declared, type) and issubclass(declared, (ModelSettings, DoorSettings))):
@@ -178,12 +179,11 @@ class TritonPythonModel(Hooks):
         return load_settings(_triton.parameter_texts(config), os.environ, cls.settings_class)
 
     def _start(self, settings: ModelSettings, args: Mapping[str, str]) -> None:
-        from hf_triton import _triton
-        from hf_triton.chat_template import ChatTemplate, load_chat_template
-        from hf_triton.checkpoint import Placement, load_checkpoint
-        from hf_triton.hub import Hub
-        from hf_triton.runner.heap import keep_objects
-        from hf_triton.tasks.text_generation import build_text_generation
+        from hf_triton.hub.checkpoint import Placement, load_checkpoint
+        from hf_triton.hub.resolve import Hub
+        from hf_triton.tasks.text_generation.chat_template import ChatTemplate, load_chat_template
+        from hf_triton.tasks.text_generation.task import build_text_generation
+        from hf_triton.triton_backend import request as _triton
 
         folder_template = load_chat_template(settings.chat_template, Path(args["model_repository"]))
         hub = Hub(Path(args["model_repository"]), settings, os.environ)
@@ -212,7 +212,7 @@ class TritonPythonModel(Hooks):
             cancel_own_requests=_triton.cancel_requests,
         )
         self._door.open()
-        keep_objects()
+        _freeze_objects()
 
     def _take(self, call: InferenceRequest, outlet: ResponseConfig) -> None:
         """Start on a call, or refuse it; nothing is raised."""
@@ -268,10 +268,20 @@ class TritonPythonModel(Hooks):
 
 def _check_timings() -> None:
     """Refuse a request for times where no response could tell them."""
-    from hf_triton import _triton
+    from hf_triton.triton_backend import request as _triton
 
     if not _triton.takes_response_parameters():
         raise RequestError(
             "invalid_parameter",
             "return_timings needs a server of Triton 25.02 or newer, and this one is older: leave it out",
         )
+
+
+def _freeze_objects() -> None:
+    """Have the garbage collector pass by the objects that there are now, when all is loaded.
+
+    Torch, transformers and a model are half a million. It would go through them every ten seconds or so of load, for
+    0.3 s in which no other thread runs; and as Python ends, of which Triton 24.10's stub dies (segmentation fault).
+    """
+    gc.collect()
+    gc.freeze()

@@ -10,6 +10,7 @@ Knows nothing about models. `TritonServer` is a context manager for tests and fo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -30,11 +31,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
-from hf_triton.child import die_with_parent
 from hf_triton.errors import ServerError
 
+PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h: the signal a child gets when its parent dies
 STOP_GRACE_S = 30.0
 STACK_BYTES = 256 << 20
 
@@ -63,6 +64,11 @@ class ModelState:
         """The reason without Triton's words: `code: sentence`."""
         text = self.reason.partition("TritonModelException: ")[2] or self.reason
         return text.partition("\n")[0]
+
+
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Get a signal when the thread that started this process ends. To be called in the child."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
 def find_tritonserver(scratch: Path) -> Installation:

@@ -16,9 +16,13 @@ from typing import Annotated, Any, Final, Generic, Literal, Self, TypeVar
 import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from hf_triton.declare import parse_boolean, problems, suggest
 from hf_triton.errors import RequestError, SettingsError
-from hf_triton.generation import ALIASES, GenerationParameters, parse_parameters
+from hf_triton.protocol.parameters import (
+    ALIASES,
+    GenerationParameters,
+    parse_parameters,
+)
+from hf_triton.protocol.validation import parse_boolean, problems, suggest
 
 ENVIRONMENT_PREFIX: Final = "HF_TRITON_"
 TRITONS_OWN: Final = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})

@@ -6,13 +6,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hf_triton.declare import table
 from hf_triton.errors import CODES
-from hf_triton.generation import ALIASES, GenerationParameters
-from hf_triton.hub import CACHE_VARIABLES, TOKEN_VARIABLES
-from hf_triton.metrics import METRICS
+from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES
+from hf_triton.protocol.parameters import (
+    ALIASES,
+    GenerationParameters,
+)
+from hf_triton.protocol.requests import RequestOptions
+from hf_triton.protocol.validation import table
 from hf_triton.settings import ModelSettings
-from hf_triton.wire import RequestOptions
+from hf_triton.tasks.metrics import METRICS
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from hf_triton.declare import suggest
+from hf_triton.protocol.validation import suggest
 from hf_triton.server import is_plain
 from hf_triton.settings import OUR_FIELDS
 

@@ -10,13 +10,13 @@ from typing import Final
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from hf_triton.engine.prefixes import LayerContents, Prefix
-from hf_triton.engine.row import Sequence
+from hf_triton.engine.prefix_cache import LayerContents, Prefix
+from hf_triton.engine.sequence import Sequence
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.padding import pad
 from hf_triton.runner.states import TextStates, go_on_from, text_states
-from hf_triton.sampling.interface import TokenLogprobs
 from hf_triton.sampling.logprobs import token_logprobs
+from hf_triton.sampling.types import TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hf_triton.runner.groups import PROC, group_folders, number, text
+from hf_triton.runner.cgroups import PROC, group_folders, number, text
 
 if TYPE_CHECKING:
     import torch

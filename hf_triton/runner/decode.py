@@ -17,10 +17,10 @@ from typing import Final, Literal
 
 import torch
 
-from hf_triton.runner.cache import COLUMN_STEP, KVCache
 from hf_triton.runner.faults import is_memory, kind
 from hf_triton.runner.forward import Forward
-from hf_triton.runner.rounding import agree
+from hf_triton.runner.kv_cache import COLUMN_STEP, KVCache
+from hf_triton.runner.numerics import agree
 
 logger = logging.getLogger(__name__)
 

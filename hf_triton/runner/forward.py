@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_triton.runner.attention import FastAttention
-from hf_triton.runner.constants import IndexConstants
+from hf_triton.runner.cpu.attention import FastAttention
+from hf_triton.runner.cuda.index_constants import IndexConstants
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.padding import pad
 from hf_triton.runner.states import cache_maker, keeps_keys, memory_of_text, reads_as_it_writes

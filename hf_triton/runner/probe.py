@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.runner.faults import described
+from hf_triton.runner.numerics import agree
 from hf_triton.runner.padding import pad
-from hf_triton.runner.rounding import agree
 
 if TYPE_CHECKING:
     import torch
@@ -99,9 +99,9 @@ def _continuous_logits(model: Any) -> torch.Tensor:
     """
     import torch
 
-    from hf_triton.runner.cache import KVCache
     from hf_triton.runner.decode import Decoder
     from hf_triton.runner.forward import Forward
+    from hf_triton.runner.kv_cache import KVCache
 
     short, _, long = (_prompt(model, *place) for place in PROMPTS)
     forward = Forward(model)

@@ -24,10 +24,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from hf_triton.runner.cache_layer import KVCacheLayer
+from hf_triton.runner.kv_layer import KVCacheLayer
 
 if TYPE_CHECKING:
-    from hf_triton.runner.cache import KVCache
+    from hf_triton.runner.kv_cache import KVCache
 
 EMPTY: Final[type] = getattr(cache_utils, "DummyLayer", type(None))
 """A layer that keeps nothing; 5.18 of transformers has none yet."""

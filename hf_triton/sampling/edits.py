@@ -18,7 +18,7 @@ from hf_triton.runner.transfer import array_to_device, to_column, to_device, to_
 from hf_triton.sampling.history import Array
 
 if TYPE_CHECKING:
-    from hf_triton.sampling.picks import SequenceSampler
+    from hf_triton.sampling.sampler import SequenceSampler
 
 
 def edit_scores(logits: torch.Tensor, rows: Sequence[SequenceSampler]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hf_triton.generation import SamplingParams
+from hf_triton.sampling.params import SamplingParams
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]

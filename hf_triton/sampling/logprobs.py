@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from hf_triton.runner.transfer import to_column
-from hf_triton.sampling.interface import TokenLogprobs
+from hf_triton.sampling.types import TokenLogprobs
 
 MAX_LOGPROB_SCORES: Final = 2**24  # a long prompt's log probabilities at once would be gigabytes
 

@@ -11,8 +11,8 @@ from typing import Final
 
 import torch
 
-from hf_triton.generation import SamplingParams
 from hf_triton.runner.transfer import to_column, to_index
+from hf_triton.sampling.params import SamplingParams
 
 FIRST_CANDIDATES: Final = 128  # a language model's nucleus is rarely larger; sorting a vocabulary on a CPU takes long
 CANDIDATES_GROWTH: Final = 8

@@ -19,10 +19,10 @@ import numpy as np
 
 from hf_triton.errors import HfTritonError, LoadError, RequestError, TritonCode, where
 from hf_triton.runner.faults import is_fatal, is_memory, is_raised_by_hand
-from hf_triton.sampling.interface import LogitsProcessor
+from hf_triton.sampling.types import LogitsProcessor
 
 if TYPE_CHECKING:
-    from hf_triton.checkpoint import Checkpoint
+    from hf_triton.hub.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 

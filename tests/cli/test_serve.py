@@ -19,7 +19,7 @@ import pytest
 import hf_triton
 from hf_triton.server import free_ports
 from hf_triton.testing import build_tiny_checkpoint
-from tests.server.slow_model import slow_model
+from tests.support.slow_model import slow_model
 
 COMMAND = Path(sys.executable).with_name("hf-triton")
 STOP_LIMIT_S = 20.0

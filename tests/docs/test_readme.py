@@ -16,7 +16,7 @@ import pytest
 from hf_triton import __version__
 from hf_triton.settings import load_settings
 from hf_triton.testing import TritonServer
-from tests.client import post
+from tests.support.client import post
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.simulated_gpu import HAS_GPU, simulated_gpus
+from tests.support.simulated_gpu import HAS_GPU, simulated_gpus
 
 
 @pytest.fixture(autouse=True)

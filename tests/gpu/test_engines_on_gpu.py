@@ -13,23 +13,23 @@ import pytest
 import torch
 from accelerate import dispatch_model
 
-from hf_triton.checkpoint import Checkpoint, Placement, load_checkpoint
 from hf_triton.engine import prefill
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.prefill import ChunkSizes
-from hf_triton.engine.rolling import ContinuousBatchingEngine
-from hf_triton.generation import SamplingParams
-from hf_triton.hub import Hub
+from hf_triton.hub.checkpoint import Checkpoint, Placement, load_checkpoint
+from hf_triton.hub.resolve import Hub
 from hf_triton.runner.decode import DecodingMode
-from hf_triton.sampling.picks import SequenceSampler, sample_tokens
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.sampling.sampler import SequenceSampler, sample_tokens
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import build_tiny_checkpoint
-from tests.architectures import BATCH, ROLLING, WHOLE, build
-from tests.models.test_rolling_engine import Client, start_engine, token_ids
+from tests.engine.test_continuous import Client, start_engine, token_ids
 from tests.models.test_sampling import ONE_BY_ONE, VOCABULARY, Text
 from tests.models.test_states import Shares
-from tests.reference import load_reference, solo_ids
-from tests.running_texts import prompts
-from tests.simulated_gpu import CAPTURE, HAS_GPU, Device
+from tests.support.architectures import BATCH, ROLLING, WHOLE, build
+from tests.support.reference import load_reference, solo_ids
+from tests.support.running_texts import prompts
+from tests.support.simulated_gpu import CAPTURE, HAS_GPU, Device
 
 PLANS = {
     "greedy": SamplingParams(40),

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from tests.simulated_gpu import HAS_GPU, OnDevice, simulated_gpus
+from tests.support.simulated_gpu import HAS_GPU, OnDevice, simulated_gpus
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="there is a real device")
 SYNCHRONIZING = "called a synchronizing CUDA operation"

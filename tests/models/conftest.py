@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_triton.runner import numba_here, one_token, product
+from hf_triton.runner.cpu import availability as numba_here
+from hf_triton.runner.cpu import decode_attention as one_token
+from hf_triton.runner.cpu import linear as product
 
 
 @pytest.fixture

@@ -13,14 +13,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_triton.generation import SamplingParams
-from hf_triton.runner import attention, one_token
-from hf_triton.runner.attention import FastAttention, FastTorch
+from hf_triton.runner.cpu import attention
+from hf_triton.runner.cpu import decode_attention as one_token
+from hf_triton.runner.cpu.attention import FastAttention, FastTorch
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.forward import Forward
+from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
-from tests.models.test_rolling_engine import Client, start_engine
-from tests.running_texts import Texts, prompts
+from tests.engine.test_continuous import Client, start_engine
+from tests.support.running_texts import Texts, prompts
 
 ROWS, HEADS, NEW, COLUMNS, SIZE = 3, 5, 4, 9, 8
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hf_triton.engine.rolling import ContinuousBatchingEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import HfTritonError
-from hf_triton.runner import product_kernel
-from hf_triton.runner.attention import FastAttention
+from hf_triton.runner.cpu import linear_kernel as product_kernel
+from hf_triton.runner.cpu.attention import FastAttention
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

@@ -10,7 +10,7 @@ import torch
 
 from hf_triton.runner import budget
 from hf_triton.runner.budget import CUDA_FRACTION, HOST_FRACTION, FreeMemory, TokenBudget
-from tests.machine import MIB, Machine
+from tests.support.machine import MIB, Machine
 
 CPU = torch.device("cpu")
 

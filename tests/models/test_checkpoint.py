@@ -16,10 +16,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from hf_triton.checkpoint import Checkpoint, Placement, context_length, load_checkpoint
 from hf_triton.errors import CODES, CheckpointError, LoadError, SettingsError
-from hf_triton.generation import GenerationParameters
-from hf_triton.hub import Hub
+from hf_triton.hub.checkpoint import Checkpoint, Placement, context_length, load_checkpoint
+from hf_triton.hub.resolve import Hub
+from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import (
     LoopbackHub,
@@ -30,8 +30,8 @@ from hf_triton.testing import (
     reshape_tensor,
     truncate,
 )
-from tests.architectures import BASE, EYE, HEADS, ROLLING, build
-from tests.reference import solo_ids
+from tests.support.architectures import BASE, EYE, HEADS, ROLLING, build
+from tests.support.reference import solo_ids
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 CPU = Placement("CPU", 0)

@@ -9,15 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_triton.runner import cache, decode
-from hf_triton.runner.cache import KVCache
+from hf_triton.runner import decode
+from hf_triton.runner import kv_cache as cache
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
+from hf_triton.runner.kv_cache import KVCache
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.architectures import NEO, ROLLING, WHOLE, build
-from tests.models.test_rolling_engine import NOT_ROLLING
-from tests.reference import solo_ids
-from tests.running_texts import Texts, prompts, schedule
+from tests.engine.test_continuous import NOT_ROLLING
+from tests.support.architectures import NEO, ROLLING, WHOLE, build
+from tests.support.reference import solo_ids
+from tests.support.running_texts import Texts, prompts, schedule
 
 NOT_STATIC = ("gpt-neo",)  # its local layers take the newest column to be the last one
 ALL = [*ROLLING, *WHOLE, *(name for name in ARCHITECTURES if name not in NOT_ROLLING)]

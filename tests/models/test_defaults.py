@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from hf_triton.chat_template import ChatTemplate
-from hf_triton.checkpoint import Placement, load_checkpoint
 from hf_triton.errors import SettingsError
-from hf_triton.hub import Hub
+from hf_triton.hub.checkpoint import Placement, load_checkpoint
+from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.hooks import Hooks
-from hf_triton.tasks.text_generation import build_text_generation
+from hf_triton.tasks.text_generation.chat_template import ChatTemplate
+from hf_triton.tasks.text_generation.task import build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
 
 

@@ -15,13 +15,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from hf_triton.runner import product, product_kernel
-from hf_triton.runner.packing import PackedLinear, pack
+from hf_triton.runner.cpu import linear as product
+from hf_triton.runner.cpu import linear_kernel as product_kernel
+from hf_triton.runner.cpu.packing import PackedLinear, pack
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.architectures import BASE, BATCH, ROLLING, WHOLE, build
-from tests.models.test_rolling_architectures import check, requests
-from tests.models.test_rolling_engine import Client, start_engine
-from tests.reference import load_reference, solo_ids
+from tests.engine.test_architectures import check, requests
+from tests.engine.test_continuous import Client, start_engine
+from tests.support.architectures import BASE, BATCH, ROLLING, WHOLE, build
+from tests.support.reference import load_reference, solo_ids
 
 NUM_REQUESTS = 24
 LOOKS_INTO_ITS_WEIGHTS = ("mamba", "falcon-mamba", "jamba", "reformer")
@@ -127,7 +128,7 @@ def test_any_number_of_vectors(count: int) -> None:
 MEMORY = """
 import psutil, torch
 from torch import nn
-from hf_triton.runner.packing import PackedLinear
+from hf_triton.runner.cpu.packing import PackedLinear
 
 layer = nn.Linear(256, 256)
 layer.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None), requires_grad=False)
@@ -216,7 +217,7 @@ def test_a_model_that_looks_into_its_weights_is_put_back(is_tied: bool) -> None:
 def test_a_layer_of_gpt2_is_put_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = load("gpt2", tmp_path)
     before, written = weights(model), solo_ids(model, PROMPT, 8)
-    monkeypatch.setattr("hf_triton.runner.packing.same_logits", lambda *_: False)
+    monkeypatch.setattr("hf_triton.runner.cpu.packing.same_logits", lambda *_: False)
     assert pack(model) == 0
     after = weights(model)
     assert all(torch.equal(after[name], before[name]) for name in before)

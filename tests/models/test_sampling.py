@@ -14,12 +14,13 @@ import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_triton.generation import SamplingParams
-from hf_triton.sampling import logprobs, picks
+from hf_triton.sampling import logprobs
+from hf_triton.sampling import sampler as picks
 from hf_triton.sampling.edits import edit_scores
-from hf_triton.sampling.interface import TokenLogprobs
 from hf_triton.sampling.logprobs import token_logprobs
-from hf_triton.sampling.picks import SampledToken, SequenceSampler, sample_tokens
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.sampling.sampler import SampledToken, SequenceSampler, sample_tokens
+from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.sampling.warp import warp_scores
 
 VOCABULARY = 200

@@ -12,23 +12,23 @@ import pytest
 import torch
 
 from hf_triton.engine import prefill
-from hf_triton.engine.interface import Completion, Observer, Outcome, SequenceGroup, SequenceObserver
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.prefill import ChunkSizes, Prefill
-from hf_triton.engine.rolling import ContinuousBatchingEngine
-from hf_triton.engine.row import GroupState
+from hf_triton.engine.sequence import GroupState
+from hf_triton.engine.types import Completion, Observer, Outcome, SequenceGroup, SequenceObserver
 from hf_triton.errors import RequestError
-from hf_triton.generation import SamplingParams
 from hf_triton.runner.budget import TokenBudget
-from hf_triton.runner.cache import COLUMN_STEP, KVCache
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.forward import Forward
+from hf_triton.runner.kv_cache import COLUMN_STEP, KVCache
 from hf_triton.runner.states import states_of
-from hf_triton.sampling.picks import SampledToken
-from tests.architectures import STATES, build
-from tests.models.test_rolling_architectures import requests
-from tests.models.test_rolling_engine import Client, token_ids
-from tests.reference import solo_ids
-from tests.running_texts import Texts, prompts
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.sampling.sampler import SampledToken
+from tests.engine.test_architectures import requests
+from tests.engine.test_continuous import Client, token_ids
+from tests.support.architectures import STATES, build
+from tests.support.reference import solo_ids
+from tests.support.running_texts import Texts, prompts
 
 NAMES = ("granite4", "falcon-h1", "qwen3-next", "lfm2", "mamba2")
 """States beside attention in other layers, in the same; linear attention; convolutions alone; no attention at all."""

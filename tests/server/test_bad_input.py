@@ -16,9 +16,9 @@ import pytest
 
 from hf_triton.errors import CODES
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import Reply, generate, get, infer, post
-from tests.server.bad_requests import BAD_REQUEST, REQUESTS, TENSORS, with_tensor
-from tests.server.doors import (
+from tests.support.bad_requests import BAD_REQUEST, REQUESTS, TENSORS, with_tensor
+from tests.support.client import Reply, generate, get, infer, post
+from tests.support.doors import (
     PLAIN,
     TYPED,
     Answer,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import Reply, generate, infer, post
-from tests.reference import Reference, load_reference, solo_ids
+from tests.support.client import Reply, generate, infer, post
+from tests.support.reference import Reference, load_reference, solo_ids
 
 BATCHED = "max_batch_size: 8 dynamic_batching { }"
 ONE_ROW = 'max_batch_size: 1 input [{ name: "text_input" data_type: TYPE_STRING dims: [ -1 ] }]'

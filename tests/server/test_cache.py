@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
-from tests.client import generate, post
+from tests.support.client import generate, post
 
 GATED, SHARED, TOKENIZER = "meta-llama/Llama-2-7b-hf", "tiiuae/falcon-7b", "org/tokenizer"
 TWO_INSTANCES = "instance_group [{ kind: KIND_CPU, count: 2 }]"
@@ -121,7 +121,7 @@ def test_a_revision_and_a_separate_tokenizer_are_used(first_start: FirstStart) -
 
 
 def test_the_access_token_is_nowhere(site: Site, first_start: FirstStart) -> None:
-    assert "hf_triton.download" in first_start.command_lines
+    assert "hf_triton.hub.download" in first_start.command_lines
     for text in (first_start.log, first_start.index, first_start.command_lines):
         assert site.hub.access_token not in text
 

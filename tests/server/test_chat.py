@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from hf_triton.server import TritonServer
 from hf_triton.testing import build_tiny_checkpoint
-from tests.client import Reply, generate, post
-from tests.reference import Reference, load_reference, solo_ids
+from tests.support.client import Reply, generate, post
+from tests.support.reference import Reference, load_reference, solo_ids
 
 TEMPLATE = """{%- for message in messages -%}
 {%- if message.role not in ('system', 'user', 'assistant') -%}{{ raise_exception('no such role') }}{%- endif -%}

@@ -21,7 +21,7 @@ import tritonclient.http.aio as httpaio
 from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.reference import Reference, load_reference
+from tests.support.reference import Reference, load_reference
 
 TIMEOUT_S = 60.0
 TEXTS = ["I am going", "你好 🙂", "nul\0byte", "", " the sea "]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import generate, post
+from tests.support.client import generate, post
 
 NUM_CORES = len(os.sched_getaffinity(0))
 MODEL = """import time, torch, hf_triton

@@ -22,8 +22,8 @@ import tritonclient.http.aio as httpaio
 from tritonclient.utils import triton_to_np_dtype
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import Reply, generate, generate_stream, infer, post
 from tests.server.test_streaming import DECOUPLED, SLOW_MODEL, STEP_S
+from tests.support.client import Reply, generate, generate_stream, infer, post
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAT, BATCHED, STREAM, BATCHED_STREAM = "flat", "batched", "stream", "batched_stream"

@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import Reply, generate, generate_stream, get, infer, open_stream, post
-from tests.server.slow_model import slow_model
+from tests.support.client import Reply, generate, generate_stream, get, infer, open_stream, post
+from tests.support.slow_model import slow_model
 
 STEP_S = 0.02
 SLOW_MODEL = slow_model(STEP_S)

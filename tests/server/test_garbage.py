@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import Reply, generate, post
+from tests.support.client import Reply, generate, post
 
 MODEL = """import gc, json
 from collections import Counter

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hf_triton.server import TritonServer
-from hf_triton.tasks.text_generation import NUM_HOOK_THREADS
+from hf_triton.tasks.text_generation.task import NUM_HOOK_THREADS
 from hf_triton.testing import build_tiny_checkpoint
-from tests.client import generate, post
-from tests.reference import Reference, load_reference
+from tests.support.client import generate, post
+from tests.support.reference import Reference, load_reference
 
 HEAD = """import hf_triton
 

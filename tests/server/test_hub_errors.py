@@ -12,7 +12,7 @@ import pytest
 
 from hf_triton.errors import CODES
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint, reshape_tensor
-from tests.client import generate, post
+from tests.support.client import generate, post
 
 Arm = Callable[[LoopbackHub, str], object]
 

@@ -20,11 +20,11 @@ import tritonclient.grpc as grpcclient
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
-from hf_triton.metrics import METRICS
 from hf_triton.server import free_ports
+from hf_triton.tasks.metrics import METRICS
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import generate, infer, post
-from tests.server.slow_model import slow_model
+from tests.support.client import generate, infer, post
+from tests.support.slow_model import slow_model
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
-from tests.client import generate, infer
-from tests.reference import Reference, load_reference
+from tests.support.client import generate, infer
+from tests.support.reference import Reference, load_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = {"opt": "facebook/opt-125m", "gpt_neox": "EleutherAI/pythia-70m", "qwen3": "Qwen/Qwen3-0.6B"}

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import generate
-from tests.reference import load_reference
+from tests.support.client import generate
+from tests.support.reference import load_reference
 
 
 def test_weights_are_packed_unless_the_folder_says_no(tmp_path: Path, make_folder: Callable[..., Path]) -> None:

@@ -14,7 +14,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import Reply, generate, get, infer, post
+from tests.support.client import Reply, generate, get, infer, post
 
 # The engine knows token ids only, so a request says by its length which fault it wants.
 FAILS, IS_FATAL, IS_SLOW, IS_DROPPED = 13, 17, 19, 23

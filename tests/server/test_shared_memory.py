@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import generate
+from tests.support.client import generate
 
 MIB = 2**20
 NUM_REQUESTS = 24

@@ -14,8 +14,8 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import Reply, generate, infer
-from tests.server.slow_model import slow_model
+from tests.support.client import Reply, generate, infer
+from tests.support.slow_model import slow_model
 
 STEP_S = 0.1
 SLOW_MODEL = slow_model(STEP_S)

@@ -21,9 +21,9 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import Reply, generate, infer, post
 from tests.conftest import ROOT
-from tests.server.slow_model import slow_model
+from tests.support.client import Reply, generate, infer, post
+from tests.support.slow_model import slow_model
 
 STEP_S = 0.05
 NUM_ROWS = 4  # texts at a time; the others wait

@@ -20,11 +20,11 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, deserialize_bytes_tensor
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.chain import build_chain
-from tests.client import Reply, generate, generate_stream, get, infer, open_stream, post, read_events
-from tests.server.doors import pack
-from tests.server.slow_model import slow_model
-from tests.unit.test_text import tokenizer_of
+from tests.support.chain import build_chain
+from tests.support.client import Reply, generate, generate_stream, get, infer, open_stream, post, read_events
+from tests.support.doors import pack
+from tests.support.slow_model import slow_model
+from tests.unit.test_tokenizer import tokenizer_of
 
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 STEP_S = 0.1

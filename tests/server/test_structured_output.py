@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import generate, generate_stream, infer
+from tests.support.client import generate, generate_stream, infer
 
 SCHEMA = {
     "type": "object",

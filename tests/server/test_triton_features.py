@@ -17,8 +17,8 @@ import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor, shared_memory
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.client import generate, infer, post
-from tests.reference import load_reference
+from tests.support.client import generate, infer, post
+from tests.support.reference import load_reference
 
 NUM_TOKENS = 6
 TEXTS = ["Hello there", "Der Zug fährt 🙂"]

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
-from tests.client import generate, get, infer
-from tests.reference import Reference, load_reference
+from tests.support.client import generate, get, infer
+from tests.support.reference import Reference, load_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 FALCON, PERSIMMON, LLAMA, OPT = (

@@ -6,9 +6,18 @@ from typing import Any
 
 import pytest
 
-from hf_triton.chat import MAX_DEPTH, MAX_MESSAGES, MAX_NUMBER, MAX_TOOLS, RESERVED, Chat, ChatOptions, parse_chat
-from hf_triton.declare import allowed
 from hf_triton.errors import RequestError
+from hf_triton.protocol.chat import (
+    MAX_DEPTH,
+    MAX_MESSAGES,
+    MAX_NUMBER,
+    MAX_TOOLS,
+    RESERVED,
+    Chat,
+    ChatOptions,
+    parse_chat,
+)
+from hf_triton.protocol.validation import allowed
 
 MAX_BYTES = 100_000
 HI = {"role": "user", "content": "hi"}

@@ -20,14 +20,15 @@ from llguidance import LLParserLimits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_triton import closing as closing_module
-from hf_triton import grammar as grammar_module
-from hf_triton import grammar_trial
 from hf_triton.errors import RequestError
-from hf_triton.generation import Grammar, SamplingParams
-from hf_triton.grammar import NUM_CLOSINGS_KEPT, GrammarCompiler, GrammarConstraint
-from hf_triton.grammar_trial import MAX_TRIAL_S, RETRY_S, GrammarTrial
-from tests.unit.test_text import EOS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
+from hf_triton.grammar import compiler as grammar_module
+from hf_triton.grammar import completion as closing_module
+from hf_triton.grammar import sandbox as grammar_trial
+from hf_triton.grammar.compiler import NUM_CLOSINGS_KEPT, GrammarCompiler, GrammarConstraint
+from hf_triton.grammar.sandbox import MAX_TRIAL_S, RETRY_S, GrammarTrial
+from hf_triton.protocol.parameters import Grammar
+from hf_triton.sampling.params import SamplingParams
+from tests.unit.test_tokenizer import EOS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
 
 KIND = "byte_level"
 NULLABLE = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}

@@ -21,12 +21,13 @@ import huggingface_hub.errors
 import pytest
 
 import hf_triton
-from hf_triton import download, download_process
-from hf_triton.download import Job, encode
-from hf_triton.download_process import Patience
 from hf_triton.errors import CODES, CheckpointError, HfTritonError, HubError
-from hf_triton.hub import TOKEN_VARIABLES, Hub, is_offline
-from hf_triton.hub_failures import MEANINGS, explain
+from hf_triton.hub import download
+from hf_triton.hub import process as download_process
+from hf_triton.hub.download import Job, encode
+from hf_triton.hub.failures import MEANINGS, explain
+from hf_triton.hub.process import Patience
+from hf_triton.hub.resolve import TOKEN_VARIABLES, Hub, is_offline
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import LoopbackHub
 
@@ -158,7 +159,7 @@ def test_a_download_goes_to_the_first_cache_asked_for_by_name(
         jobs.append(job)
         return write_snapshot(tmp_path / "downloaded")
 
-    monkeypatch.setattr("hf_triton.hub.download", record)
+    monkeypatch.setattr("hf_triton.hub.resolve.download", record)
     given = {name: value.format(tmp=tmp_path) for name, value in environment.items()}
     build_hub(tmp_path, given, **settings).model_folder()
     assert jobs[0].cache_dir == str(tmp_path / cache)
@@ -639,7 +640,7 @@ exec "$2" -c '
 import os, sys
 from pathlib import Path
 from hf_triton.errors import HubError
-from hf_triton.hub import Hub
+from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 
 folder = Path(sys.argv[1])

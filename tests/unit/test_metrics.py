@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hf_triton.engine.interface import Completion, EngineLoad, RequestTimes, SequenceGroup
-from hf_triton.generation import SamplingParams
-from hf_triton.metrics import (
+from hf_triton.engine.types import Completion, EngineLoad, RequestTimes, SequenceGroup
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.tasks.metrics import (
     COMPLETIONS,
     GENERATED_TOKENS,
     IN_FLIGHT,
@@ -134,7 +134,7 @@ def test_instances_that_share_a_sink_add_up_and_leave_nothing() -> None:
 
 def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     board, clock = Board(), [100.0]
-    monkeypatch.setattr("hf_triton.metrics.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hf_triton.tasks.metrics.time.monotonic", lambda: clock[0])
     meter = Meter(board)
     plan = SamplingParams(8, num_return_sequences=2)
     sequence = SequenceGroup([1, 2, 3], plan, on_finish=lambda outcome: None, times=RequestTimes(99.0))
@@ -158,7 +158,7 @@ def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_request_s_times_are_those_of_its_first_sequence(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("hf_triton.metrics.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hf_triton.tasks.metrics.time.monotonic", lambda: clock[0])
     meter, times = Meter(Board()) if counts else NoMeter(), RequestTimes(99.0)
     sequences = [SequenceGroup([1], SamplingParams(8), on_finish=lambda outcome: None, times=times) for _ in range(2)]
     observers = []

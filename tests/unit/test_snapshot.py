@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hf_triton import snapshot
 from hf_triton.errors import CheckpointError
-from hf_triton.snapshot import is_sound, missing_code, missing_files, missing_weights, purge_damaged, weight_files
+from hf_triton.hub import snapshot
+from hf_triton.hub.snapshot import is_sound, missing_code, missing_files, missing_weights, purge_damaged, weight_files
 
 NOTHING = {"wants_model": False, "wants_weights": False, "wants_tokenizer": False}
 

@@ -11,16 +11,20 @@ from unittest.mock import Mock
 
 import pytest
 
-from hf_triton.chat_template import ChatTemplate
-from hf_triton.engine.interface import Completion, EngineLoad, Outcome, SequenceGroup
+from hf_triton.engine.types import Completion, EngineLoad, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
-from hf_triton.generation import GenerationParameters, Grammar, SamplingParams
-from hf_triton.grammar import GrammarCompiler
+from hf_triton.grammar.compiler import GrammarCompiler
+from hf_triton.protocol.parameters import (
+    GenerationParameters,
+    Grammar,
+)
+from hf_triton.protocol.requests import GeneratedOutput, GenerationRequest, RequestOptions
+from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
-from hf_triton.tasks.text_generation import NUM_HOOK_THREADS, TextGeneration
-from hf_triton.text import TextCodec, TextStream
-from hf_triton.wire import GeneratedOutput, GenerationRequest, RequestOptions
-from tests.unit.test_text import raw_ids, tokenizer_of
+from hf_triton.tasks.text_generation.chat_template import ChatTemplate
+from hf_triton.tasks.text_generation.task import NUM_HOOK_THREADS, TextGeneration
+from hf_triton.tasks.text_generation.tokenizer import TextCodec, TextStream
+from tests.unit.test_tokenizer import raw_ids, tokenizer_of
 
 KIND = "byte_level"
 VOCABULARY_SIZE = len(tokenizer_of(KIND))

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine runs a model: tried out at load, and logged. Looked up is only what short prompts cannot show."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from hf_triton.engine.batch_engine import BatchEngine
+from hf_triton.engine.types import Engine, Observer
+from hf_triton.errors import CheckpointError
+from hf_triton.runner.cpu.attention import FastAttention
+from hf_triton.runner.faults import described
+from hf_triton.runner.long_rope import has_long_rope
+from hf_triton.runner.probe import Sharing, asks_for, probe_batching, probe_continuous_batching
+
+if TYPE_CHECKING:
+    from hf_triton.runner.decode import DecodingMode
+
+logger = logging.getLogger(__name__)
+
+EngineName = Literal["auto", "rolling", "batch"]
+
+GENERATE_ONLY: Final = (
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "bad_words_ids",
+    "sequence_bias",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "min_length",
+    "stop_strings",
+    "max_time",
+    "guidance_scale",
+    "exponential_decay_length_penalty",
+    "remove_invalid_values",
+    "penalty_alpha",
+    "dola_layers",
+    "force_words_ids",
+    "constraints",
+    "token_healing",
+)
+"""What a checkpoint's generation_config may ask for and only `model.generate` does; the rest is in a sampling plan, or
+changes no text (`renormalize_logits`, `prompt_lookup_num_tokens`, ...)."""
+NOWHERE: Final = ("top_h", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
+"""What it may ask for and no engine does: `generate` does it after its sampler, and we have our own."""
+
+NOT_IN_ROWS: Final = {"doge": "keep_window_size", "moshi": "sliding_window"}
+"""By model type, what no text may be longer than in rolling rows. Which of Doge's tokens stay depends on their columns
+where they score alike; Moshi's window is in transformers' cache, which the rows do not have, and in no mask."""
+
+
+def build_engine(
+    model: Any,
+    wanted: EngineName,
+    *,
+    max_rows: int,
+    max_waiting: int,
+    max_cache_tokens: int | None,
+    shares_prefixes: bool,
+    decoding: DecodingMode,
+    context_length: int,
+    on_fatal: Callable[[], None],
+    observer: Observer | None = None,
+) -> Engine:
+    """Start the engine for a model.
+
+    Args:
+        model: In eval mode, on its device.
+        wanted: `auto` takes the rolling engine where it gives what the model's own `generate` gives.
+        max_rows: Texts that are written at a time.
+        max_waiting: Prompts that wait; beyond it, they are refused.
+        max_cache_tokens: The rolling engine's key/value memory; None: what the device has free.
+        shares_prefixes: Whether the rolling engine computes the common beginning of prompts only once.
+        decoding: How the rolling engine runs a step.
+        context_length: Tokens that a prompt and its continuation may have together.
+        on_fatal: Called after the engine has failed for good.
+        observer: Is told what the engine does.
+
+    Raises:
+        CheckpointError: `rolling` was asked for by name and cannot run this model right, or nothing can.
+    """
+    asked = _asked(model, NOWHERE)
+    if asked:
+        raise CheckpointError(
+            "unsupported_model",
+            f"its generation_config has {', '.join(asked)}, which no engine does: take it out of "
+            "generation_config.json",
+        )
+    obstacle = _obstacle(model, context_length) if wanted != "batch" else "the setting engine says batch"
+    reading = probe_continuous_batching(model) if obstacle is None else None
+    if reading is not None:
+        from hf_triton.engine.continuous import ContinuousBatchingEngine
+
+        _check_decoding(model, decoding)
+        how = ", each prompt read at once, none shared" if reading == "whole" else ""
+        logger.info("engine rolling: up to %d rows at a time%s", max_rows, how)
+        return ContinuousBatchingEngine(
+            model,
+            max_rows=max_rows,
+            max_waiting=max_waiting,
+            max_cache_tokens=max_cache_tokens,
+            shares_prefixes=shares_prefixes,
+            prefills_whole=reading == "whole",
+            decoding=decoding,
+            on_fatal=on_fatal,
+            observer=observer,
+        )
+    has_failed = obstacle is None
+    obstacle = obstacle or "its logits in rolling rows are not those of generate"
+    if wanted == "rolling":
+        raise CheckpointError(
+            "unsupported_model", f"engine rolling cannot run this model ({obstacle}): set engine to auto"
+        )
+    sharing = _sharing(model, context_length)
+    level = logging.WARNING if has_failed else logging.INFO  # it costs many users their pace, and was not looked for
+    logger.log(level, "engine batch, because %s: up to %d rows, sharing a batch: %s", obstacle, max_rows, sharing)
+    idle = {"max_cache_tokens": max_cache_tokens is not None, "decoding": decoding not in ("auto", "eager")}
+    for name in (name for name, is_set in idle.items() if is_set):
+        logger.warning("engine batch does nothing with the setting %s", name)
+    return BatchEngine(
+        model,
+        max_rows=max_rows,
+        max_waiting=max_waiting,
+        context_length=context_length,
+        sharing=sharing,
+        on_fatal=on_fatal,
+        observer=observer,
+    )
+
+
+def _check_decoding(model: Any, decoding: DecodingMode) -> None:
+    device = model.get_input_embeddings().weight.device
+    if decoding == "cuda_graphs" and device.type != "cuda":
+        raise CheckpointError(
+            "device_unavailable",
+            f"decoding cuda_graphs needs a GPU, and the model is on {device}: set decoding to auto",
+        )
+
+
+def _sharing(model: Any, context_length: int) -> Sharing:
+    """What may share a batch of `generate`.
+
+    Raises:
+        CheckpointError: It cannot even run alone.
+    """
+    try:
+        with FastAttention(asks_torch=False):  # as the engine has it: a kernel is compiled now
+            sharing = probe_batching(model)
+    except Exception as error:
+        raise CheckpointError(
+            "unsupported_model",
+            f"transformers cannot generate with this model ({described(error)}): look at its "
+            "generation_config.json, or choose a model that goes on from text alone",
+        ) from error
+    if _shares_positions(model, context_length):
+        return "alone"
+    return "equal_length" if sharing == "padded" and _counts_padding(model, context_length) else sharing
+
+
+def _obstacle(model: Any, context_length: int) -> str | None:
+    """Why the rolling engine is not for this model, whatever its logits are; None where these decide."""
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if _shares_positions(model, context_length) and not has_long_rope(model):
+        return "its positions change with the longest row beside it"
+    size = NOT_IN_ROWS.get(model.config.model_type)
+    if size is not None and context_length > getattr(model.config, size):
+        return f"its {size} is shorter than its context, and is not kept in rolling rows"
+    asked = _asked(model, GENERATE_ONLY)
+    return f"its generation_config has {', '.join(asked)}" if asked else None
+
+
+def _asked(model: Any, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if asks_for(model, name)]
+
+
+def _shares_positions(model: Any, context_length: int) -> bool:
+    """Whether positions of all rows depend on the longest one.
+
+    transformers picks rotary frequencies so (dynamic NTK, LongRoPE) beyond the length that the model was first trained
+    on, and attention temperatures that begin at a position: Llama 4's `floor_scale`, Inkling's `log_scaling_n_floor`.
+    """
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    layers = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    if getattr(config, "attn_temperature_tuning", False) and context_length >= getattr(config, "floor_scale", 0):
+        return True
+    if config.model_type == "inkling_text" and context_length > (config.log_scaling_n_floor or math.inf):
+        return True
+    return any(context_length > _first_length(config, each) for each in layers)
+
+
+def _first_length(config: Any, rope: Mapping[str, Any]) -> float:
+    """The most tokens of a text whose rotary frequencies do not depend on its length."""
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return math.inf
+    length: float = config.max_position_embeddings
+    return min(length, rope.get("original_max_position_embeddings") or length)
+
+
+def _counts_padding(model: Any, context_length: int) -> bool:
+    """Whether padding has a say in what a token sees (the sparse attention of MiniMax M3, DeepSeek V3.2 and V4, Doge).
+
+    The prompts tried at load are shorter than a block, or than what is chosen, and then padding does nothing.
+    """
+    config = model.config.get_text_config()
+    sizes = [getattr(config, name, None) for name in ("index_block_size", "index_topk", "keep_window_size")]
+    sizes += (getattr(config, "compress_rates", None) or {}).values()
+    return any(size is not None and context_length > size for size in sizes)

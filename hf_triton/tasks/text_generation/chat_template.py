@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checked chat to a prompt, by the tokenizer's own chat template or the folder's.
+
+A template is code, of whoever made the model or the folder. It runs in transformers' sandbox, which keeps it from
+files, processes and Python's internals; nothing keeps it from looping for ever or from filling the memory. What a
+client says is data to it and never read as Jinja.
+
+What a message spells is tokenized as it stands, as in transformers, vLLM and TGI: a user who writes `<|im_end|>` writes
+that token, and can end his turn. Who builds chats from strangers' texts takes such words out of them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from hf_triton.errors import RequestError, SettingsError, clip
+from hf_triton.protocol.chat import MESSAGES, RESERVED, Chat
+from hf_triton.protocol.validation import suggest
+
+MAX_WORDS: Final = 300  # characters of a template's own error message
+PROBE: Final = "probe"
+
+
+class ChatTemplate:
+    """Renders chats as prompts. May be used from several threads.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        text: A Jinja template in place of the tokenizer's own, which may also be several, one of them for tools.
+        max_bytes: What a rendered chat may have, as UTF-8.
+    """
+
+    def __init__(self, tokenizer: Any, text: str | None, max_bytes: int) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self._max_bytes = max_bytes
+        self._takes_parts_alone = lru_cache(self._probe_parts)
+
+    def render(self, chat: Chat) -> str:
+        """The prompt, to be tokenized without further special tokens: the template writes them all.
+
+        Raises:
+            RequestError: The model has no template; the template refuses the chat, does not read what is given, or
+                makes too much of it.
+        """
+        template = self._choose(chat)
+        self._check_read(chat, template)
+        messages = list(chat.messages)
+        if self._takes_parts_alone(template):
+            messages = [_with_parts(message) for message in messages]
+        try:
+            text = self._apply(
+                template,
+                messages,
+                tools=None if chat.tools is None else list(chat.tools),
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                **chat.template_kwargs,
+            )
+        except Exception as error:  # a template is a program: it may fail with anything
+            raise _rejection(error) from None
+        self._check_text(text)
+        return text
+
+    def _apply(self, template: str, messages: list[dict[str, Any]], **arguments: Any) -> str:
+        text: str = self._tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **arguments)
+        return text
+
+    def _choose(self, chat: Chat) -> str:
+        if self._text is not None:
+            return self._text
+        if not self._tokenizer.chat_template:
+            raise RequestError(
+                "invalid_input",
+                f"this model has no chat template, so it cannot take {MESSAGES}: send text_input, or name a Jinja file "
+                "in the folder's setting chat_template",
+            )
+        try:
+            template: str = self._tokenizer.get_chat_template(tools=chat.tools)
+        except ValueError:
+            names = ", ".join(sorted(self._tokenizer.chat_template))
+            raise RequestError(
+                "invalid_input",
+                f"this model has the chat templates {names} and none that is the default: name a Jinja file in the "
+                "folder's setting chat_template",
+            ) from None
+        return template
+
+    def _check_read(self, chat: Chat, template: str) -> None:
+        """Refuse what the template would pass over in silence."""
+        try:
+            names = variables_of(template)
+        except Exception as error:
+            raise _rejection(error) from None
+        if chat.tools is not None and "tools" not in names:
+            raise RequestError("invalid_parameter", "this model's chat template knows no tools: leave them out")
+        open_names = names - RESERVED - set(self._tokenizer.special_tokens_map)
+        for name in chat.template_kwargs:
+            if name not in open_names:
+                hint = suggest(name, open_names) if open_names else ": it reads no variables"
+                raise RequestError(
+                    "invalid_parameter",
+                    f"chat_template_kwargs: this model's chat template lets nobody set {clip(name)}{hint}",
+                )
+
+    def _check_text(self, text: str) -> None:
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError:
+            raise RequestError("invalid_input", "the chat template makes a text that is not UTF-8 of this") from None
+        if num_bytes > self._max_bytes:
+            raise RequestError(
+                "context_exceeded",
+                f"the chat template makes {num_bytes} bytes of {MESSAGES}, more than the {self._max_bytes} that are "
+                "accepted (setting max_prompt_bytes)",
+            )
+
+    def _probe_parts(self, template: str) -> bool:
+        """Whether a template reads content as an array of parts alone, and would leave a text out."""
+        message = {"role": "user", "content": PROBE}
+        return not self._shows(template, message) and self._shows(template, _with_parts(message))
+
+    def _shows(self, template: str, message: dict[str, Any]) -> bool:
+        try:
+            return PROBE in self._apply(template, [message])
+        except Exception:  # as above
+            return False
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its text as OpenAI's array of parts."""
+    return message | {"content": [{"type": "text", "text": message["content"]}]} if "content" in message else message
+
+
+def _rejection(error: Exception) -> RequestError:
+    """A template's own words, or what went wrong in it."""
+    from jinja2 import TemplateError
+
+    words = " ".join(str(error)[:MAX_WORDS].split())
+    if type(error) is TemplateError:  # of `raise_exception` in the template
+        return RequestError("invalid_input", f"the model's chat template refuses this: {words}")
+    kind = type(error).__name__
+    return RequestError("invalid_input", f"the model's chat template cannot render this ({kind}: {words})")
+
+
+@lru_cache
+def variables_of(template: str) -> frozenset[str]:
+    """The variables that a template reads and does not set itself.
+
+    Raises:
+        jinja2.TemplateSyntaxError: It is not Jinja.
+    """
+    from jinja2 import Environment, meta, nodes, parser
+    from jinja2.ext import Extension, loopcontrols
+
+    class Generation(Extension):
+        """transformers' `{% generation %}`, which marks the assistant's text."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: parser.Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return frozenset(meta.find_undeclared_variables(Environment(extensions=[loopcontrols, Generation]).parse(template)))
+
+
+def load_chat_template(setting: str | None, model_folder: Path) -> str | None:
+    """Read the template that a folder brings; None where it brings none.
+
+    Args:
+        setting: Of the name `chat_template`: a file, a relative path taken from the model folder.
+        model_folder: The folder with config.pbtxt.
+
+    Raises:
+        SettingsError: The file cannot be read, or is not Jinja.
+    """
+    if setting is None:
+        return None
+    from jinja2 import TemplateSyntaxError
+
+    path = model_folder / setting
+    try:
+        path = model_folder / Path(setting).expanduser()
+        template = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise SettingsError(f"chat_template names {path}, which is not UTF-8") from None
+    except (OSError, ValueError, RuntimeError) as error:  # no path at all, or in the home of nobody
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"chat_template names {path}, which cannot be read ({reason})") from None
+    try:
+        variables_of(template)
+    except RecursionError:
+        raise SettingsError(f"chat_template names {path}, which is nested too deeply") from None
+    except TemplateSyntaxError as error:
+        raise SettingsError(f"chat_template names {path}, which is not Jinja: line {error.lineno}: {error}") from None
+    return template

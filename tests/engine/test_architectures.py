@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hundreds of requests at random times to every architecture: greedy text is that of `generate` alone."""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_triton.engine.batch_engine import BatchEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.runner.cpu import attention
+from hf_triton.runner.cpu import decode_attention as one_token
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
+from tests.engine.test_continuous import NOT_ROLLING, Client, start_engine, token_ids
+from tests.support.architectures import BATCH, ROLLING, WHOLE, build
+from tests.support.reference import solo_ids
+
+NUM_REQUESTS = 120
+NUM_BATCH_REQUESTS = 24
+SHIPPED = [name for name in ARCHITECTURES if name not in NOT_ROLLING]
+
+
+def load(name: str, folder: Path) -> Any:
+    if name in ROLLING | WHOLE | BATCH:
+        return build(*(ROLLING | WHOLE | BATCH)[name])
+    build_tiny_checkpoint(folder, name, eos_token_id=None)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def requests(count: int, source: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of all lengths, some of which begin as another does; most texts short, because `generate` is slow."""
+    items: list[tuple[list[int], SamplingParams]] = []
+    for _ in range(count):
+        start = source.choice(items)[0][: source.randrange(60)] if items and source.random() < 0.3 else []
+        prompt = [*start, *(source.randrange(3, 300) for _ in range(source.randrange(1, 50)))]
+        penalty = source.choice([1.0, 1.0, 1.0, 1.3])
+        plan = SamplingParams(source.choice([1, 2, 3, 5, 8, 20]), repetition_penalty=penalty)
+        items.append((prompt, plan))
+    return items
+
+
+def check(model: Any, client: Client, items: list[tuple[list[int], SamplingParams]], pause: Callable[[], None]) -> None:
+    wanted = [  # before: Reformer's hashes are drawn from torch's generator, which all threads share
+        solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
+        for prompt, plan in items
+    ]
+    for item in items:
+        client.submit(*item)
+        pause()
+    assert [token_ids(outcome) for outcome in client.outcomes()] == [[ids] for ids in wanted]
+    assert len({tuple(ids) for ids in wanted}) > len(items) / 3  # the text does depend on the prompt
+
+
+@pytest.mark.parametrize("decoding", ["eager", "static"])
+@pytest.mark.parametrize("name", [*ROLLING, *WHOLE, *SHIPPED])
+def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: str, tmp_path: Path) -> None:
+    model, source = load(name, tmp_path), random.Random(name + decoding)
+    engine = start_engine(model, max_rows=source.choice([3, 5, 8]), context_length=256, decoding=decoding)
+    assert isinstance(engine, ContinuousBatchingEngine)
+    try:
+        check(
+            model,
+            Client(engine),
+            requests(NUM_REQUESTS, source),
+            pause=lambda: time.sleep(source.choice([0, 0, 0, 0.01])),  # so that they join and leave at odd times
+        )
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "mistral-window", "gemma3", "deepseek-v3", "gpt-bigcode", "falcon"])
+def test_it_does_by_the_kernel_of_one_token(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_token, "LEAST_WIDTH", 0)
+    found: list[bool] = []
+    monkeypatch.setattr(attention, "attend", lambda *call: noted(one_token.attend(*call)))
+
+    def noted(result: torch.Tensor | None) -> torch.Tensor | None:
+        found.append(result is not None)
+        return result
+
+    model, source = load(name, tmp_path), random.Random(name)
+    engine = start_engine(model, max_rows=5, context_length=256)
+    try:
+        check(model, Client(engine), requests(NUM_REQUESTS, source), pause=lambda: None)
+    finally:
+        engine.close()
+    assert sum(found) > NUM_REQUESTS
+
+
+@pytest.mark.parametrize("name", [*BATCH])
+def test_the_batch_engine_writes_what_generate_writes(name: str) -> None:
+    model, source = build(*BATCH[name]), random.Random(name)
+    engine = start_engine(model, max_rows=5, context_length=256)
+    assert isinstance(engine, BatchEngine)
+    try:
+        check(model, Client(engine), requests(NUM_BATCH_REQUESTS, source), pause=lambda: None)
+    finally:
+        engine.close()

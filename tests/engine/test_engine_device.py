@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device an engine's thread computes on."""
+
+import threading
+
+import pytest
+import torch
+
+from hf_triton.engine.types import SequenceGroup
+from hf_triton.engine.worker import EngineThread
+
+
+class Idle(EngineThread):
+    """An engine without a model."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(1, lambda: None, None, torch.device(device))
+        self._thread.start()
+
+    def _is_busy(self) -> bool:
+        return False
+
+    def _unfinished(self) -> list[SequenceGroup]:
+        return []
+
+
+def test_the_model_s_gpu_is_its_thread_s_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
+    )
+    for device in ("cpu", "cuda:1"):
+        Idle(device).close()
+    assert chosen == [("hf_triton-engine", torch.device("cuda:1"))]

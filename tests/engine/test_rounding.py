@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In bfloat16 and float16 a batch's shape changes the last bits: the rolling engine rounds no worse than `generate`.
+
+The log probabilities of every text are compared with those that the same weights give it in float64. The engine's stray
+from them by as much as those of `generate` do, alone or in padded batches, and its text differs from the one of
+`generate` only after a tie that is nearer than that.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.types import Completion
+from hf_triton.runner.padding import pad
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.testing import build_tiny_checkpoint
+from tests.engine.test_continuous import Client, prompts
+from tests.support.reference import load_reference
+
+NUM_NEW = 24
+ITEMS = prompts(32, seed=31)
+SLACK = 2  # the largest of so many roundings, beside the largest of so many others
+
+
+OTHER_KERNELS = (("falcon", torch.bfloat16),)
+"""`generate` has the same bits there, alone and padded, by torch's plain products; the engine calls a fused kernel."""
+
+Text = tuple[list[int], list[float]]
+"""Tokens, and the log probability of each."""
+
+
+def generate(model: Any, width: int) -> list[Text]:
+    return [each for start in range(0, len(ITEMS), width) for each in run(model, ITEMS[start : start + width])]
+
+
+def run(model: Any, batch: list[list[int]]) -> list[Text]:
+    input_ids, attention_mask = pad(batch, 0, torch.device("cpu"), at_left=True)
+    output = model.generate(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        max_new_tokens=NUM_NEW,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    scores = torch.stack(output.logits, dim=1).float().log_softmax(-1)
+    return [(each.argmax(-1).tolist(), each.max(-1).values.tolist()) for each in scores]
+
+
+def roll(model: Any) -> list[Text]:
+    engine = ContinuousBatchingEngine(model, max_rows=8)
+    client = Client(engine)
+    for prompt in ITEMS:
+        client.submit(prompt, SamplingParams(NUM_NEW, logprobs=0))
+    completions = [outcome[0] for outcome in client.outcomes() if isinstance(outcome, list)]
+    engine.close()
+    return [plain(each) for each in completions]
+
+
+def plain(completion: Completion) -> Text:
+    assert completion.logprobs is not None
+    return completion.token_ids, [each.logprob for each in completion.logprobs]
+
+
+@torch.inference_mode()
+def exact_scores(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Log probabilities `[steps, vocabulary]` of what follows a prompt and each of a text's tokens but the last."""
+    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0]
+    return logits[len(prompt) - 1 :].log_softmax(-1)
+
+
+def largest_rounding(model: Any, texts: list[Text]) -> float:
+    """How far the log probabilities of texts stray from the exact ones."""
+    found = []
+    for prompt, (tokens, logprobs) in zip(ITEMS, texts, strict=True):
+        exact = exact_scores(model, prompt, tokens).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        found.append((exact - torch.tensor(logprobs)).abs().max().item())
+    return max(found)
+
+
+def largest_difference(texts: list[Text], others: list[Text]) -> float:
+    """How far the log probabilities of texts stray from those of others while the tokens are equal."""
+    found = [0.0]
+    for one, other in zip(texts, others, strict=True):
+        for token_id, logprob, other_id, other_logprob in zip(*one, *other, strict=True):
+            if token_id != other_id:
+                break
+            found.append(abs(logprob - other_logprob))
+    return max(found)
+
+
+def largest_gap(model: Any, texts: list[Text], others: list[Text]) -> float:
+    """The exact distance of the tokens in which texts part."""
+    found = [0.0]
+    for prompt, (tokens, _), (other_tokens, _) in zip(ITEMS, texts, others, strict=True):
+        parted = [place for place, (one, other) in enumerate(zip(tokens, other_tokens, strict=True)) if one != other]
+        if parted:
+            scores = exact_scores(model, prompt, tokens)[parted[0]]
+            found.append(abs(float(scores[tokens[parted[0]]] - scores[other_tokens[parted[0]]])))
+    return max(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "falcon", "persimmon", "gpt_neox"])
+def test_half_precision_rounds_as_in_generate(architecture: str, dtype: torch.dtype, tmp_path: Any) -> None:
+    build_tiny_checkpoint(tmp_path, architecture, eos_token_id=None)
+    model = load_reference(tmp_path).model.to(dtype)
+    exact = copy.deepcopy(model).double()
+    alone, padded, rolling = generate(model, 1), generate(model, 8), roll(model)
+    allowed = SLACK * max(largest_rounding(exact, alone), largest_rounding(exact, padded))
+    assert 0 < largest_rounding(exact, rolling) <= allowed
+    assert largest_gap(exact, alone, rolling) <= 2 * allowed  # both tokens of a tie are rounded
+    if (architecture, dtype) not in OTHER_KERNELS:
+        assert largest_difference(rolling, alone) <= SLACK * largest_difference(padded, alone)

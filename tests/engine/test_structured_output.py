@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts that follow a grammar through the engines, written by models that know nothing of it."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import jsonschema
+import pytest
+
+from hf_triton.engine.batch_engine import BatchEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.types import Completion, Engine, Outcome, SequenceGroup, eos_ids
+from hf_triton.grammar.compiler import GrammarCompiler
+from hf_triton.protocol.parameters import Grammar
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.tasks.text_generation.tokenizer import TextCodec
+from hf_triton.testing import build_tiny_checkpoint
+from hf_triton.testing.checkpoints import VOCAB_SIZE
+from tests.support.reference import Reference, load_reference, solo_ids
+
+WAIT_S = 60.0
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}},
+        "more": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA), "guided_json")
+PROMPT = "The old harbour has"
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    @cache
+    def load(architecture: str) -> Reference:
+        return load_reference(build_tiny_checkpoint(tmp_path_factory.mktemp(architecture), architecture))
+
+    return load
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def start(model: Any, name: str) -> Engine:
+        if name == "rolling":
+            engines.append(ContinuousBatchingEngine(model, max_rows=8))
+        else:
+            engines.append(BatchEngine(model, max_rows=8, context_length=256, sharing="padded"))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+class Writer:
+    """Writes texts that follow a grammar, and others."""
+
+    def __init__(self, engine: Engine, reference: Reference) -> None:
+        self.engine, self.reference = engine, reference
+        self.codec = TextCodec(reference.tokenizer, VOCAB_SIZE)
+        self.prompt_ids = self.codec.encode(PROMPT, 0)
+        self.preceding = [] if reference.model.config.is_encoder_decoder else self.prompt_ids
+        self._compiler = GrammarCompiler(reference.tokenizer, VOCAB_SIZE, eos_ids(reference.model))
+
+    def submit(self, plan: SamplingParams, grammar: Grammar | None, **options: Any) -> Callable[[], list[Completion]]:
+        constraint = None
+        if grammar:
+            plan, constraint = self._compiler.compile(grammar, plan)
+        outcomes: list[Outcome] = []
+        is_done = threading.Event()
+
+        def on_finish(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            is_done.set()
+
+        self.engine.submit([SequenceGroup(self.prompt_ids, plan, on_finish, constraint=constraint, **options)])
+
+        def wait() -> list[Completion]:
+            assert is_done.wait(WAIT_S)
+            (outcome,) = outcomes
+            assert isinstance(outcome, list), outcome
+            return outcome
+
+        return wait
+
+    def check(self, completion: Completion) -> None:
+        text = self.codec.continuation(self.preceding, completion.token_ids)
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "engine"), [("llama", "rolling"), ("llama", "batch"), ("t5", "batch"), ("mamba", "batch")]
+)
+def test_every_text_is_whole_whatever_its_settings_and_company(
+    architecture: str, engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
+) -> None:
+    reference = load(architecture)
+    writer = Writer(start(reference.model, engine), reference)
+    drawn = {"do_sample": True, "temperature": 1.5}
+    plans = [
+        SamplingParams(30),
+        SamplingParams(30, repetition_penalty=1.5, min_new_tokens=30),
+        SamplingParams(30, bad_words_ids=tuple((token_id,) for token_id in range(3, 60))),
+        SamplingParams(60, **drawn, seed=1, num_return_sequences=3),
+        SamplingParams(40, **drawn, seed=2, num_return_sequences=1, best_of=3),
+        SamplingParams(90, **drawn, top_k=5, logprobs=2),
+    ]
+    waits = [writer.submit(plan, GRAMMAR) for plan in plans]
+    free = writer.submit(SamplingParams(20), None)
+    for plan, wait in zip(plans, waits, strict=True):
+        completions = wait()
+        assert len(completions) == plan.num_return_sequences
+        for completion in completions:
+            assert len(completion.token_ids) <= plan.max_new_tokens
+            assert completion.finish_reason in ("eos", "length")
+            writer.check(completion)
+    assert free()[0].token_ids == solo_ids(reference.model, writer.prompt_ids, 20)
+
+
+def test_a_seed_gives_the_same_text_in_both_engines(
+    load: Callable[[str], Reference], start: Callable[..., Engine]
+) -> None:
+    reference, texts = load("llama"), []
+    for name in ("rolling", "batch"):
+        writer = Writer(start(reference.model, name), reference)
+        waits = [writer.submit(SamplingParams(60, do_sample=True, seed=seed), GRAMMAR) for seed in range(4)]
+        texts.append([wait()[0].token_ids for wait in waits])
+    assert texts[0] == texts[1]
+    assert len({tuple(token_ids) for token_ids in texts[0]}) > 1
+
+
+@pytest.mark.parametrize("engine", ["rolling", "batch"])
+def test_a_text_whose_time_is_up_is_whole_too(
+    engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
+) -> None:
+    """What it needs to be whole is not left to the model any more; its listener is told all the same."""
+    reference = load("llama")
+    writer = Writer(start(reference.model, engine), reference)
+    name = {"type": "string", "minLength": 60}
+    schema = {"type": "object", "properties": {"name": name}, "required": ["name"]}
+    grammar = Grammar("json_schema", json.dumps(schema), "guided_json")
+    heard: list[int] = []
+
+    def listen(copy: int, token_id: int) -> bool:
+        heard.append(token_id)
+        time.sleep(0.05)
+        return False
+
+    deadline_s = time.monotonic() + 0.5
+    wait = writer.submit(SamplingParams(200, logprobs=0), grammar, on_token=listen, deadline_s=deadline_s)
+    (completion,) = wait()
+    assert completion.finish_reason == "deadline"
+    assert heard == completion.token_ids
+    assert completion.logprobs is not None
+    assert [each.token_id for each in completion.logprobs] == completion.token_ids
+    text = writer.codec.continuation(writer.preceding, completion.token_ids)
+    assert len(json.loads(text)["name"]) >= 60

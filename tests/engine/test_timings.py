@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`return_timings` from the request to the response, on a stand-in for the response class of Triton 25.02.
+
+The model, its engines and the stream door are the real ones.
+"""
+
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hf_triton
+from hf_triton.engine.types import EngineLoad
+from hf_triton.hub.checkpoint import Placement, load_checkpoint
+from hf_triton.hub.resolve import Hub
+from hf_triton.model import TritonPythonModel
+from hf_triton.protocol import requests as wire
+from hf_triton.sampling.types import LogitsProcessor
+from hf_triton.settings import ModelSettings
+from hf_triton.stream_door import address
+from hf_triton.stream_door.client import Engines
+from hf_triton.stream_door.server import DoorServer
+from hf_triton.tasks.metrics import LATENCY, QUEUE_TIME, TIME_TO_FIRST_TOKEN, Meter, Metric, NoMeter
+from hf_triton.tasks.text_generation.chat_template import ChatTemplate
+from hf_triton.tasks.text_generation.sender import ResponseConfig, ResponseSender
+from hf_triton.tasks.text_generation.task import build_text_generation
+from hf_triton.testing import build_tiny_checkpoint
+from tests.unit.test_triton_request import Request as BareRequest
+from tests.unit.test_triton_request import Response, stand_in
+
+NAMES = ("queue_time_us", "time_to_first_token_us", "e2e_request_latency_us")
+TOKEN_S = 0.02
+NUM_TOKENS = 5
+
+
+class SlowModel(hf_triton.TritonPythonModel):
+    """Every token takes at least `TOKEN_S`."""
+
+    def logits_processor(self) -> LogitsProcessor:
+        def wait(token_ids: list[int], scores: Any) -> Any:
+            time.sleep(TOKEN_S)
+            return scores
+
+        return wait
+
+
+class Request(BareRequest):
+    """A request of Triton's: prompts and parameters."""
+
+    def __init__(self, *prompts: str, **parameters: object) -> None:
+        super().__init__()
+        self._prompts = prompts
+        self._parameters = {"max_new_tokens": NUM_TOKENS, **parameters}
+
+    def inputs(self) -> list[Any]:
+        array = np.array([prompt.encode() for prompt in self._prompts], np.object_)
+        return [Input("text_input", array)]
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters)
+
+    def requested_output_names(self) -> set[str]:
+        return {"text_output"}
+
+    def wait(self) -> Response:
+        """The last response."""
+        deadline_s = time.monotonic() + 30
+        while not self.sender.sent:
+            assert time.monotonic() < deadline_s, "no answer"
+            time.sleep(0.001)
+        [response] = self.sender.sent
+        assert isinstance(response, Response)
+        return response
+
+
+class Input:
+    def __init__(self, name: str, array: Any) -> None:
+        self._name, self._array = name, array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Any:
+        return self._array
+
+
+class Board:
+    """A sink that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Metric, list[float]] = defaultdict(list)
+
+    def declare(self, metric: Metric, value: str) -> None:
+        pass
+
+    def add(self, metric: Metric, value: str, amount: float) -> None:
+        pass
+
+    def observe(self, metric: Metric, amount: float) -> None:
+        self.seen[metric].append(amount)
+
+
+def times_of(response: Response) -> dict[str, int]:
+    told: dict[str, int] = json.loads(response.parameters())
+    assert set(told) == set(NAMES)
+    assert all(type(value) is int for value in told.values())
+    assert 0 <= told["queue_time_us"] <= told["time_to_first_token_us"] <= told["e2e_request_latency_us"]
+    return told
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
+
+
+@pytest.fixture
+def door() -> Iterator[Any]:
+    with stand_in(Response) as module:
+        yield module
+
+
+@pytest.fixture(params=["rolling", "batch"])
+def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterator[Callable[..., TritonPythonModel]]:
+    """A model as `initialize` makes it, without what ties it to a server's process; it writes one text at a time."""
+    started: list[TritonPythonModel] = []
+
+    def start(meter: NoMeter, *, is_decoupled: bool = False) -> TritonPythonModel:
+        settings = ModelSettings(huggingface_model=str(checkpoint), engine=request.param, max_batch_rows=1)
+        loaded = load_checkpoint(Hub(checkpoint, settings, {}), settings, Placement("CPU", 0))
+        model = SlowModel()
+        model.settings = settings
+        model._meter = meter
+        model._limits = wire.Limits(8, 1000)
+        model._outlet = ResponseConfig(
+            ["text_output"], is_decoupled=is_decoupled, streams=False, outbox=ResponseSender()
+        )
+        model._task = build_text_generation(
+            loaded,
+            ChatTemplate(loaded.tokenizer, None, 1000),
+            settings,
+            hooks=model,
+            max_prompt_bytes=1000,
+            on_fatal=lambda: None,
+            observer=meter,
+        )
+        started.append(model)
+        return model
+
+    yield start
+    for model in started:
+        model._task.close()
+        model._outlet.outbox.close()
+
+
+def test_they_are_the_metrics_own_readings_in_their_order(start: Callable[..., TritonPythonModel]) -> None:
+    board = Board()
+    model = start(Meter(board))
+    requests = [Request("The sea", return_timings=True), Request("Where", return_timings=True)]
+    began_s = time.monotonic()
+    model.execute(requests)
+    told = sorted((times_of(request.wait()) for request in requests), key=lambda each: each[NAMES[0]])
+    passed_us = (time.monotonic() - began_s) * 1e6
+    model._outlet.outbox.close()
+    model._meter.start(lambda: EngineLoad())
+    model._meter.close()
+    for metric, name in ((QUEUE_TIME, NAMES[0]), (TIME_TO_FIRST_TOKEN, NAMES[1])):
+        assert [round(seconds * 1e6) for seconds in board.seen[metric]] == [each[name] for each in told]
+    for each, latency_s in zip(told, board.seen[LATENCY], strict=True):
+        assert each[NAMES[2]] <= min(passed_us, latency_s * 1e6)
+        assert each[NAMES[2]] - each[NAMES[1]] > (NUM_TOKENS - 1) * TOKEN_S * 1e6
+    assert told[1][NAMES[0]] > (NUM_TOKENS - 1) * TOKEN_S * 1e6, "the other one was written first"
+
+
+def test_they_are_told_without_metrics_too_and_nobody_is_told_unasked(start: Callable[..., TritonPythonModel]) -> None:
+    model = start(NoMeter())
+    asks, unasked, says_no = Request("x", return_timings=True), Request("x"), Request("x", return_timings=False)
+    model.execute([asks, unasked, says_no])
+    times_of(asks.wait())
+    assert [each.wait().parameters() for each in (unasked, says_no)] == ["{}", "{}"]
+    texts = [each.wait().tensors["text_output"].tolist() for each in (asks, unasked, says_no)]
+    assert texts[1:] == texts[:1] * 2
+
+
+def test_several_prompts_have_the_times_of_the_first(start: Callable[..., TritonPythonModel]) -> None:
+    model = start(NoMeter())
+    request = Request("The sea", "Where", "x", return_timings=True)
+    model.execute([request])
+    told = times_of(request.wait())
+    others_us = 2 * NUM_TOKENS * TOKEN_S * 1e6
+    assert told[NAMES[1]] < told[NAMES[2]] - others_us
+
+
+@pytest.mark.parametrize("error", ["invalid_parameter", "context_exceeded"])
+def test_errors_are_what_they_are_without(start: Callable[..., TritonPythonModel], error: str) -> None:
+    model = start(NoMeter())
+    wrong = {"top_p": 2.0} if error == "invalid_parameter" else {"max_new_tokens": 100_000}
+    requests = [Request("x", **wrong), Request("x", return_timings=True, **wrong)]
+    model.execute(requests)
+    without, asked = (request.wait() for request in requests)
+    assert asked.error is not None
+    assert without.error is not None
+    assert (asked.error.message, asked.error.code) == (without.error.message, without.error.code)
+    assert asked.error.message.startswith(f"{error}: ")
+    assert asked.parameters() == "{}"
+
+
+def test_a_stream_has_them_in_its_last_response(start: Callable[..., TritonPythonModel]) -> None:
+    model = start(NoMeter(), is_decoupled=True)
+    request = Request("x", stream=True, return_timings=True)
+    model.execute([request])
+    times_of(request.wait())
+    assert len(request.sender.parts) > 1
+    assert {part.parameters() for part in request.sender.parts} == {"{}"}
+
+
+def test_they_pass_a_stream_door(
+    start: Callable[..., TritonPythonModel], door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, request = start(NoMeter()), Request("x", stream=True, return_timings=True)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        monkeypatch.setattr(address, "ROOT", Path(root))
+        server = DoorServer(
+            "plain",
+            1,
+            take=model._take,
+            begin_request=model._meter.begin_request,
+            cancel_own_requests=lambda _: None,
+        )
+        server.open()
+        engines = Engines("plain")
+        engines.submit(door.InferenceRequest(request), ["text_output"], streams=True)
+        times_of(request.wait())
+        engines.close()
+        server.drain()
+        server.close()
+    assert len(request.sender.parts) > 1

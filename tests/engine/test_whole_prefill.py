@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose contexts must be read at once: Mamba's first kind, whose scan begins anew with every forward."""
+
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from hf_triton.engine import prefill
+from hf_triton.engine.batch_engine import BatchEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.prefill import ChunkSizes
+from hf_triton.runner import kv_cache as cache
+from hf_triton.runner.forward import Forward
+from hf_triton.runner.probe import probe_continuous_batching
+from hf_triton.sampling.params import SamplingParams
+from tests.engine.test_architectures import check, requests
+from tests.engine.test_continuous import Client, start_engine, token_ids
+from tests.models.test_states import PutBack, Shares
+from tests.support.architectures import BASE, HEADS, ROLLING, WHOLE, build
+from tests.support.reference import solo_ids
+
+
+@pytest.fixture(params=[*WHOLE])
+def model(request: pytest.FixtureRequest) -> Any:
+    return build(*WHOLE[request.param])
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The contexts and columns of every forward that reads."""
+    found: list[tuple[int, int]] = []
+    call = Forward.__call__
+
+    def noted(forward: Forward, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if input_ids.shape[1] > 1:
+            found.append((input_ids.shape[0], input_ids.shape[1]))
+        return call(forward, input_ids, *arguments, **options)
+
+    monkeypatch.setattr(Forward, "__call__", noted)
+    return found
+
+
+def test_it_is_found_out_by_trying(model: Any) -> None:
+    assert probe_continuous_batching(model) == "whole"
+    assert probe_continuous_batching(build(*ROLLING["granite4"])) == "in_pieces"
+
+
+def test_tokens_that_see_those_behind_them_are_not_for_rows() -> None:
+    model = build("Gemma3TextConfig", BASE | HEADS | {"use_bidirectional_attention": True})
+    assert probe_continuous_batching(model) is None
+    engine = start_engine(model, max_rows=4, context_length=128)
+    try:
+        assert isinstance(engine, BatchEngine)
+    finally:
+        engine.close()
+
+
+def test_a_long_prompt_is_read_at_once_beside_running_texts(
+    model: Any, reads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=4))
+    source = random.Random(1)
+    items = [
+        ([source.randrange(3, 300) for _ in range(length)], SamplingParams(num_new))
+        for length, num_new in ((5, 60), (100, 20), (90, 5), (3, 30))
+    ]
+    engine = start_engine(model, max_rows=4, context_length=256)
+    try:
+        reads.clear()
+        check(model, Client(engine), items, pause=lambda: None)
+    finally:
+        engine.close()
+    assert {(1, 100), (1, 90)} <= set(reads)
+
+
+def test_nothing_is_shared_and_the_log_says_so(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    prompt, shares = list(range(3, 60)), Shares()
+    with caplog.at_level(logging.INFO, logger="hf_triton"):
+        engine = start_engine(model, max_rows=4, context_length=256, observer=shares)
+    assert "each prompt read at once, none shared" in caplog.text
+    try:
+        client = Client(engine)
+        for _ in range(3):
+            assert token_ids(client.ask(prompt, SamplingParams(9))) == [solo_ids(model, prompt, 9)]
+    finally:
+        engine.close()
+    assert not any(shares.counts)
+
+
+def test_texts_that_are_put_back_go_on_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "COLUMN_STEP", 16)
+    model = build(*WHOLE["jamba"])
+    source, put_back = random.Random(3), PutBack()
+    engine = start_engine(model, max_rows=6, context_length=256, max_cache_tokens=300, observer=put_back)
+    try:
+        items = [(prompt[:40], SamplingParams(60)) for prompt, _ in requests(12, source)]
+        check(model, Client(engine), items, pause=lambda: None)
+        assert isinstance(engine, ContinuousBatchingEngine)
+    finally:
+        engine.close()
+    assert put_back.num_rows > 0
+
+
+def test_prompts_are_scored_and_texts_drawn_from_one_reading(model: Any) -> None:
+    prompt = list(range(3, 40))
+    plan = SamplingParams(12, do_sample=True, seed=5, num_return_sequences=3, prompt_logprobs=1)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float().log_softmax(-1)
+    wanted = [float(logits[place, token]) for place, token in enumerate(prompt[1:])]
+    engine = start_engine(model, max_rows=5, context_length=256)
+    try:
+        client = Client(engine)
+        alone = client.ask(prompt, plan)
+        for other, other_plan in requests(8, random.Random(2)):
+            client.submit(other, other_plan)
+        beside = client.ask(prompt, plan)
+    finally:
+        engine.close()
+    assert token_ids(alone) == token_ids(beside)
+    assert isinstance(alone, list)
+    assert len({tuple(each.token_ids) for each in alone}) == 3
+    found = alone[0].prompt_logprobs
+    assert found is not None
+    assert [each.logprob for each in found] == pytest.approx(wanted, abs=1e-4)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many threads a model computes with: what control groups leave, and what those leave that are busy beside it."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_triton.runner.cpu import threads as cores
+from hf_triton.runner.cpu.threads import Neighbours, SharedCores, core_quota
+from tests.support.machine import Machine
+
+OTHER = """
+import sys
+from pathlib import Path
+from hf_triton.runner.cpu import threads as cores
+cores.SHARED = Path(sys.argv[1])
+cores._own_cores = lambda: [0, 1, 2, 3]
+other = cores.Neighbours()
+for line in sys.stdin:
+    getattr(other, line.strip())()
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def four_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Four cores, four threads, and nobody on them but this test."""
+    monkeypatch.setattr(cores, "SHARED", tmp_path)
+    monkeypatch.setattr(cores, "_own_cores", lambda: [0, 1, 2, 3])
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+class Other:
+    """A process beside this one."""
+
+    def __init__(self, folder: Path) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([sys.executable, "-c", OTHER, str(folder)], stdin=pipe, stdout=pipe, text=True)
+
+    def do(self, what: str) -> None:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
+
+@pytest.fixture
+def start_other(tmp_path: Path) -> Iterator[Callable[[], Other]]:
+    others: list[Other] = []
+
+    def start() -> Other:
+        others.append(Other(tmp_path))
+        return others[-1]
+
+    yield start
+    for other in others:
+        with other.process as process:
+            process.kill()
+
+
+# --- control groups ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "num"),
+    [
+        ("max 100000", math.inf),
+        ("200000 100000", 2),
+        ("350000 100000", 3),
+        ("50000 100000", 1),
+        ("7200 1200", 6),
+        ("", math.inf),
+        ("150000", math.inf),
+        ("150000 0", math.inf),
+        ("150000 x", math.inf),
+    ],
+)
+def test_a_group_of_version_2_leaves_whole_cores(tmp_path: Path, limit: str, num: float) -> None:
+    machine = Machine(tmp_path)
+    machine.mount_v2()
+    machine.set_group("0::/a")
+    machine.write("a", {"cpu.max": limit})
+    assert core_quota(machine.proc) == num
+
+
+@pytest.mark.parametrize(("quota", "num"), [(-1, math.inf), (200000, 2), (1000, 1), (1600000, 16)])
+def test_a_group_of_version_1_leaves_whole_cores(tmp_path: Path, quota: int, num: float) -> None:
+    machine = Machine(tmp_path)
+    machine.mount_v1(controllers="cpu,cpuacct")
+    machine.set_group("5:cpu,cpuacct:/a", "4:memory:/other")
+    machine.write("a", {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": 100000})
+    machine.write("other", {"cpu.cfs_quota_us": 1000, "cpu.cfs_period_us": 100000})
+    assert core_quota(machine.proc) == num
+
+
+def test_the_tightest_group_wins(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.mount_v2()
+    machine.set_group("0::/outer/inner")
+    machine.write("outer", {"cpu.max": "300000 100000"})
+    machine.write("outer/inner", {"cpu.max": "800000 100000"})
+    assert core_quota(machine.proc) == 3
+
+
+def test_mounts_of_any_name_do_no_harm(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    with (machine.proc / "self" / "mountinfo").open("wb") as file:
+        file.write(b"24 1 0:22 / /caf\xe9\x0c\x85\xe2\x80\xa8 rw - tmpfs none rw\n\njunk\n")
+    machine.mount_v2()
+    machine.set_group("junk", "0::/\udce9")
+    machine.write("\udce9", {"cpu.max": "200000 100000"})
+    assert core_quota(machine.proc) == 2
+
+
+def test_without_groups_there_is_no_quota(tmp_path: Path) -> None:
+    assert math.isinf(core_quota(tmp_path))
+
+
+@pytest.mark.parametrize(("given", "num"), [(None, 2), ("4", 4), ("", 2), ("0", 2), ("all", 2)])
+def test_a_quota_limits_the_threads_unless_they_were_given(
+    given: str | None, num: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cores, "core_quota", lambda: 2)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    with caplog.at_level("INFO"), SharedCores():
+        assert torch.get_num_threads() == num
+    assert torch.get_num_threads() == num
+    assert [record.getMessage() for record in caplog.records] == (
+        [] if num == 4 else ["computing with 2 threads: the control group leaves no more cores"]
+    )
+
+
+# --- neighbours -------------------------------------------------------------------------------------------------------
+
+
+def test_who_is_busy_is_counted_until_it_ends_somehow(start_other: Callable[[], Other]) -> None:
+    own, first, second = Neighbours(), start_other(), start_other()
+    assert own.come()
+    assert not own.come()
+    assert own.count() == 0
+    first.do("come")
+    second.do("come")
+    assert own.count() == 2
+    second.do("go")
+    assert own.count() == 1
+    own.go()
+    assert own.count() == 1
+    first.process.kill()
+    first.process.wait()
+    assert own.count() == 0
+
+
+def test_a_lock_that_ends_nowhere_is_one(tmp_path: Path) -> None:
+    own = Neighbours()
+    (path,) = tmp_path.iterdir()
+    with path.open("r+b") as other:
+        cores.fcntl.fcntl(other, cores.fcntl.F_OFD_SETLK, cores.LOCK.pack(cores.fcntl.F_WRLCK, 0, 7, 0, 0))
+        assert own.count() == 1
+
+
+def test_the_cores_are_shared_among_those_that_are_busy(start_other: Callable[[], Other]) -> None:
+    others, own = [start_other() for _ in range(5)], SharedCores()
+    seen = []
+    for other in others:
+        own.take()
+        seen.append(torch.get_num_threads())
+        other.do("come")
+    own.take()
+    assert [*seen, torch.get_num_threads()] == [4, 2, 1, 1, 1, 1]
+    for other in others[1:]:
+        other.do("go")
+    own.take()
+    assert torch.get_num_threads() == 2
+    others[0].do("go")
+    own.take()
+    assert torch.get_num_threads() == 4
+
+
+def test_threads_that_leave_room_for_others_stay(start_other: Callable[[], Other]) -> None:
+    torch.set_num_threads(2)
+    own, other = SharedCores(), start_other()
+    other.do("come")
+    own.take()
+    assert torch.get_num_threads() == 2
+
+
+def test_after_a_while_beside_others_the_threads_are_what_they_were(start_other: Callable[[], Other]) -> None:
+    other = start_other()
+    other.do("come")
+    with SharedCores():
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 4
+    assert Neighbours().count() == 1
+
+
+def test_a_model_on_a_gpu_takes_no_cores(start_other: Callable[[], Other]) -> None:
+    other = start_other()
+    other.do("come")
+    with SharedCores("cuda"):
+        assert torch.get_num_threads() == 4
+        assert Neighbours().count() == 1
+
+
+def test_those_on_other_cores_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Neighbours()
+    here.come()
+    assert Neighbours().count() == 1
+    monkeypatch.setattr(cores, "_own_cores", lambda: [4, 5])
+    assert Neighbours().count() == 0
+
+
+@pytest.mark.parametrize("obstacle", ["no_folder", "link", "pipe", "no_locks"])
+def test_where_the_file_cannot_be_had_a_model_computes_alone(
+    obstacle: str,
+    tmp_path: Path,
+    start_other: Callable[[], Other],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = start_other()
+    other.do("come")
+    path = next(tmp_path.iterdir())
+    if obstacle == "no_folder":
+        monkeypatch.setattr(cores, "SHARED", tmp_path / "nowhere")
+    elif obstacle == "link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    elif obstacle == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        monkeypatch.setattr(cores.fcntl, "F_OFD_GETLK", 9999)
+    own = SharedCores()
+    for _ in range(3):
+        own.take()
+        own.leave()
+    assert torch.get_num_threads() == 4
+    assert len([record for record in caplog.records if "do not share the cores" in record.getMessage()]) == 1

@@ -1,0 +1,694 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors and parameters in, a checked request out, and texts back into tensors."""
+
+import dataclasses
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hf_triton.errors import RequestError, SettingsError
+from hf_triton.protocol.parameters import (
+    ALIASES,
+    GenerationParameters,
+)
+from hf_triton.protocol.requests import (
+    DIALECT_INPUTS,
+    MESSAGES,
+    OUTPUTS,
+    PARAMETERS,
+    PROMPT,
+    PROMPT_LOGPROBS,
+    TEXT,
+    TEXT_OLD,
+    GeneratedOutput,
+    GenerationRequest,
+    Limits,
+    RequestOptions,
+    asks_to_cancel,
+    check_config,
+    decode_texts,
+    encode_answer,
+    encode_pieces,
+    encode_texts,
+    encode_times,
+    missing_ports,
+    parse_request,
+)
+
+MAX_BYTES = 100
+LIMITS = Limits(max_prompts=600, max_prompt_bytes=MAX_BYTES)
+
+
+def texts(*elements: bytes, shape: tuple[int, ...] | None = None) -> Any:
+    array = np.empty(len(elements), dtype=np.object_)
+    array[:] = elements
+    return array if shape is None else array.reshape(shape)
+
+
+def parse(*elements: bytes, shape: tuple[int, ...] | None = None, **parameters: object) -> GenerationRequest:
+    return parse_request({PROMPT: texts(*elements, shape=shape)}, parameters, LIMITS)
+
+
+def parse_tensors(num_prompts: int, parameters: dict[str, object] | None = None, **arrays: Any) -> GenerationRequest:
+    return parse_request({PROMPT: texts(*[b"x"] * num_prompts), **arrays}, parameters or {}, LIMITS)
+
+
+def port(name: str, data_type: str = "TYPE_STRING") -> dict[str, object]:
+    return {"name": name, "data_type": data_type, "dims": [-1]}
+
+
+def config(*inputs: dict[str, object], outputs: Any = (), max_batch_size: int = 0, **more: object) -> dict[str, Any]:
+    return {"input": list(inputs), "output": list(outputs), "max_batch_size": max_batch_size, **more}
+
+
+# --- the configuration -----------------------------------------------------------------------------------------------
+
+
+TOLD = [name for name in OUTPUTS if name not in (TEXT, TEXT_OLD, PROMPT_LOGPROBS)]
+"""The outputs that a request asks for by `return_...`."""
+
+
+def test_an_empty_configuration_gets_the_prompt_and_every_output_but_the_old_one() -> None:
+    inputs, outputs = missing_ports(config(), parameters_as_inputs=False)
+    assert inputs == [{"name": PROMPT, "data_type": "TYPE_STRING", "dims": [-1], "optional": True}]
+    assert outputs == [
+        {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]},
+        {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": [-1]},
+        {"name": "num_input_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
+        {"name": "num_output_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
+        {"name": "cumulative_logprob", "data_type": "TYPE_FP32", "dims": [-1]},
+        {"name": "logprobs", "data_type": "TYPE_STRING", "dims": [-1]},
+        {"name": "prompt_logprobs", "data_type": "TYPE_STRING", "dims": [-1]},
+    ]
+
+
+def test_every_output_that_can_be_asked_for_has_its_option() -> None:
+    asked = {name.removeprefix("return_") for name in RequestOptions.model_fields if name.startswith("return_")}
+    assert asked == {"timings", *TOLD}
+    assert {field.name for field in dataclasses.fields(GeneratedOutput)} == {"text", PROMPT_LOGPROBS, *TOLD}
+
+
+def test_a_batched_prompt_is_one_text_a_row() -> None:
+    inputs, _ = missing_ports(config(max_batch_size=8), parameters_as_inputs=False)
+    assert inputs[0]["dims"] == [1]
+
+
+def test_what_config_pbtxt_declares_is_left_alone() -> None:
+    declared = config(port(PROMPT), port("seed", "TYPE_INT32"), outputs=[port(TEXT)])
+    inputs, outputs = missing_ports(declared, parameters_as_inputs=True)
+    assert {each["name"] for each in inputs} == {MESSAGES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {"seed"}
+    assert [each["name"] for each in outputs] == [*TOLD, PROMPT_LOGPROBS]
+
+
+def test_an_input_and_an_output_may_have_one_name() -> None:
+    declared = config(port("logprobs", "TYPE_INT32"), outputs=[port("num_input_tokens", "TYPE_UINT32")])
+    inputs, outputs = missing_ports(declared, parameters_as_inputs=True)
+    assert "logprobs" not in [each["name"] for each in inputs]
+    assert "logprobs" in [each["name"] for each in outputs]
+
+
+def test_the_tutorials_output_name_takes_the_place_of_ours() -> None:
+    outputs = missing_ports(config(outputs=[port(TEXT_OLD)]), parameters_as_inputs=False)[1]
+    assert [each["name"] for each in outputs] == [*TOLD, PROMPT_LOGPROBS]
+
+
+INPUT_TYPES = {
+    "stream": "TYPE_BOOL",
+    "exclude_input_in_output": "TYPE_BOOL",
+    "return_finish_reason": "TYPE_BOOL",
+    "return_num_input_tokens": "TYPE_BOOL",
+    "return_num_output_tokens": "TYPE_BOOL",
+    "return_cumulative_logprob": "TYPE_BOOL",
+    "return_logprobs": "TYPE_BOOL",
+    "return_timings": "TYPE_BOOL",
+    "sampling_parameters": "TYPE_STRING",
+    "max_new_tokens": "TYPE_INT64",
+    "max_tokens": "TYPE_INT32",
+    "max_completion_tokens": "TYPE_INT32",
+    "min_new_tokens": "TYPE_INT64",
+    "min_tokens": "TYPE_INT32",
+    "do_sample": "TYPE_BOOL",
+    "temperature": "TYPE_FP32",
+    "top_p": "TYPE_FP32",
+    "top_k": "TYPE_INT32",
+    "min_p": "TYPE_FP32",
+    "typical_p": "TYPE_FP32",
+    "seed": "TYPE_UINT64",
+    "random_seed": "TYPE_UINT64",
+    "repetition_penalty": "TYPE_FP32",
+    "presence_penalty": "TYPE_FP32",
+    "frequency_penalty": "TYPE_FP32",
+    "no_repeat_ngram_size": "TYPE_INT64",
+    "bad_words": "TYPE_STRING",
+    "logit_bias": "TYPE_STRING",
+    "stop_strings": "TYPE_STRING",
+    "stop": "TYPE_STRING",
+    "stop_words": "TYPE_STRING",
+    "ignore_eos": "TYPE_BOOL",
+    "eos_token_id": "TYPE_INT64",
+    "end_id": "TYPE_INT32",
+    "pad_id": "TYPE_INT32",
+    "num_return_sequences": "TYPE_INT64",
+    "n": "TYPE_INT64",
+    "best_of": "TYPE_INT64",
+    "logprobs": "TYPE_INT64",
+    "prompt_logprobs": "TYPE_INT64",
+    "max_time": "TYPE_FP32",
+    "queue_priority": "TYPE_INT64",
+    "beam_width": "TYPE_INT32",
+    "length_penalty": "TYPE_FP32",
+    "early_stopping": "TYPE_BOOL",
+    "return_log_probs": "TYPE_BOOL",
+    "return_context_logits": "TYPE_BOOL",
+    "return_generation_logits": "TYPE_BOOL",
+}
+"""Those that TensorRT-LLM's clients, LiteLLM and the vLLM backend's clients send are theirs."""
+LISTS = {"bad_words", "stop_strings", "stop", "stop_words", "eos_token_id", "end_id"}
+
+
+def test_parameters_as_inputs_are_optional_and_typed() -> None:
+    inputs = {each["name"]: each for each in missing_ports(config(), parameters_as_inputs=True)[0]}
+    assert inputs.keys() == {PROMPT, MESSAGES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS}
+    assert {name: inputs[name]["data_type"] for name in INPUT_TYPES} == INPUT_TYPES
+    assert {name: inputs[name]["dims"] for name in INPUT_TYPES} == {
+        name: [-1 if name in LISTS else 1] for name in INPUT_TYPES
+    }
+    assert all(each["optional"] for each in inputs.values())
+
+
+@pytest.mark.parametrize("parameters_as_inputs", [True, False])
+@pytest.mark.parametrize("max_batch_size", [0, 8])
+def test_what_is_added_passes_the_check(max_batch_size: int, parameters_as_inputs: bool) -> None:
+    inputs, outputs = missing_ports(config(max_batch_size=max_batch_size), parameters_as_inputs)
+    check_config(config(*inputs, outputs=outputs))
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_an_input_may_have_an_aliases_name(name: str) -> None:
+    inputs, _ = missing_ports(config(), parameters_as_inputs=True)
+    [types] = [each["data_type"] for each in inputs if each["name"] == name]
+    check_config(config(port(PROMPT), port(name, types), outputs=[port(TEXT), port(TEXT_OLD)]))
+
+
+REFUSED_CONFIGS = {
+    "an input that nobody knows": (
+        config(port("prompt")),
+        "config.pbtxt declares the input 'prompt', and there is no such request parameter, did you mean 'text_input'?",
+    ),
+    "a typo": (config(port("temprature", "TYPE_FP32")), "did you mean 'temperature'?"),
+    "a prompt of numbers": (
+        config(port(PROMPT, "TYPE_INT32")),
+        "declares text_input as TYPE_INT32; it must be TYPE_ST",
+    ),
+    "a bias of numbers": (
+        config(port("logit_bias", "TYPE_FP32")),
+        "config.pbtxt declares logit_bias as TYPE_FP32; it must be TYPE_STRING",
+    ),
+    "a temperature as text": (
+        config(port("temperature")),
+        "config.pbtxt declares temperature as TYPE_STRING; it must be TYPE_FP32 or TYPE_FP64 or ",
+    ),
+    "a number of tokens as a fraction": (
+        config(port("max_tokens", "TYPE_FP32")),
+        "it must be TYPE_INT32 or TYPE_INT64 or ",
+    ),
+    "do_sample as a number": (config(port("do_sample", "TYPE_INT32")), "it must be TYPE_BOOL"),
+    "an output that nobody knows": (
+        config(outputs=[port("logits")]),
+        "the outputs are text_output TYPE_STRING, text TYPE_STRING, finish_reason TYPE_STRING, num_input_tokens ",
+    ),
+    "an output as numbers of another kind": (
+        config(outputs=[port("num_input_tokens", "TYPE_INT32")]),
+        "'num_input_tokens' as TYPE_INT32; the outputs are ",
+    ),
+    "end tokens as fractions": (
+        config(port("eos_token_id", "TYPE_FP32")),
+        "it must be TYPE_INT64 or TYPE_INT32 or TYPE_INT16 or TYPE_INT8 or TYPE_UINT64 or TYPE_UINT32 or TYPE_UINT16 "
+        "or TYPE_UINT8 or TYPE_STRING",
+    ),
+    "an output of numbers": (config(outputs=[port(TEXT, "TYPE_FP32")]), "'text_output' as TYPE_FP32"),
+    "a shape of its own": (
+        config(port(PROMPT) | {"reshape": {"shape": []}}),
+        "config.pbtxt reshapes text_input, whose last dimension must be that of the prompts: leave it out",
+    ),
+    "a shape of its own for an output": (
+        config(outputs=[port(TEXT) | {"reshape": {"shape": []}}]),
+        "reshapes text_output",
+    ),
+    "inputs of a sequence batcher": (
+        config(sequence_batching={"control_input": [{"name": "START"}]}),
+        "sequence_batching has control_input, and a request here depends on no other: take it out of config.pbtxt",
+    ),
+    "states of a sequence batcher": (config(sequence_batching={"state": [{}]}), "sequence_batching has state"),
+    "the response cache": (config(response_cache={"enable": True}), "response_cache is on, but Triton's cache ignores"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_CONFIGS)
+def test_a_configuration_that_could_not_be_served_is_refused(case: str) -> None:
+    refused, words = REFUSED_CONFIGS[case]
+    with pytest.raises(SettingsError) as caught:
+        check_config(refused)
+    assert words in str(caught.value)
+
+
+def test_a_response_cache_that_is_off_is_fine() -> None:
+    check_config(config(response_cache={"enable": False}))
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 2)], ids=str)
+def test_prompts_are_read_in_row_order_and_the_shape_is_kept(shape: tuple[int, ...]) -> None:
+    request = parse(b"one", "zwei ☕".encode(), shape=shape)
+    assert request.prompts == ["one", "zwei ☕"]
+    assert request.shape == shape
+    assert request.parameters == [GenerationParameters()] * 2
+    assert request.options.exclude_input_in_output is None
+
+
+def test_parameters_hold_for_all_prompts() -> None:
+    request = parse(b"a", b"b", max_tokens=3, temperature=0.5, exclude_input_in_output=True)
+    assert request.parameters == [GenerationParameters(max_new_tokens=3, temperature=0.5)] * 2
+    assert request.options.exclude_input_in_output is True
+
+
+@pytest.mark.parametrize("name", ["id", "sequence_id", "sequence_start", "sequence_end", "triton_final_response"])
+def test_tritons_own_parameters_are_passed_over(name: str) -> None:
+    assert parse(b"a", **{name: "x"}).parameters == [GenerationParameters()]
+
+
+@pytest.mark.parametrize("name", ["identity", "ids", "sequence_length", "triton", "text_input", "custom_generate"])
+def test_what_only_looks_like_tritons_own_is_refused(name: str) -> None:
+    with pytest.raises(RequestError, match="unknown_parameter: there is no parameter"):
+        parse(b"a", **{name: 1})
+
+
+def test_a_tensor_holds_one_value_for_all() -> None:
+    request = parse_tensors(3, max_new_tokens=np.array([5]))
+    assert [each.max_new_tokens for each in request.parameters] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=str)
+def test_a_tensor_holds_one_value_for_each_prompt(shape: tuple[int, ...]) -> None:
+    request = parse_tensors(2, max_new_tokens=np.array([5, 6]).reshape(shape), seed=np.array([1]))
+    assert [(each.max_new_tokens, each.seed) for each in request.parameters] == [(5, 1), (6, 1)]
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_a_tensors_number_is_the_number_that_was_written(kind: Any) -> None:
+    request = parse_tensors(1, temperature=np.array([0.7], kind), top_p=np.array([0.1], kind))
+    assert request.parameters == parse(b"x", temperature=0.7, top_p=0.1).parameters
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint32, np.uint64, np.int8])
+def test_whole_numbers_come_in_any_width(kind: Any) -> None:
+    assert parse_tensors(1, max_new_tokens=np.array([7], kind)).parameters[0].max_new_tokens == 7
+
+
+def test_a_flat_tensor_of_texts_is_one_list_for_all_prompts() -> None:
+    request = parse_tensors(2, stop=texts("☕".encode(), b"b"), bad_words=texts(b"x"))
+    assert [each.stop_strings for each in request.parameters] == [("☕", "b")] * 2
+    assert [each.bad_words for each in request.parameters] == [("x",)] * 2
+
+
+def test_a_matrix_of_texts_is_a_list_for_each_prompt() -> None:
+    request = parse_tensors(2, stop=texts(b"a", b"b", b"c", b"d", shape=(2, 2)), bad_words=texts(b"x", shape=(1, 1)))
+    assert [each.stop_strings for each in request.parameters] == [("a", "b"), ("c", "d")]
+    assert [each.bad_words for each in request.parameters] == [("x",)] * 2
+
+
+def test_empty_texts_fill_a_row_up() -> None:
+    """TensorRT-LLM's clients send them, also where they want no stop string at all."""
+    request = parse_tensors(3, stop=texts(b"a", b"b", b"c", b"", b"", b"", shape=(3, 2)), bad_words=texts(b""))
+    assert [each.stop_strings for each in request.parameters] == [("a", "b"), ("c",), ()]
+    assert [each.bad_words for each in request.parameters] == [()] * 3
+    assert parse(b"x", stop_words="", bad_words="").parameters == parse(b"x", stop_words=[], bad_words=[]).parameters
+
+
+def test_one_text_holds_an_array_or_an_object_as_json() -> None:
+    request = parse_tensors(
+        2,
+        stop=texts(b'["a", "b"]'),
+        logit_bias=texts(b'{"50256": -100}'),
+        eos_token_id=texts(b"[5, 6]", b"7", shape=(2, 1)),
+    )
+    first, second = request.parameters
+    assert first.stop_strings == second.stop_strings == ("a", "b")
+    assert first.logit_bias == second.logit_bias == {50256: -100.0}
+    assert (first.eos_token_id, second.eos_token_id) == ((5, 6), (7,))
+
+
+def test_a_tensor_of_numbers_is_a_list_too() -> None:
+    request = parse_tensors(2, eos_token_id=np.array([5, 6]))
+    assert [each.eos_token_id for each in request.parameters] == [(5, 6)] * 2
+    request = parse_tensors(2, eos_token_id=np.array([[5, 6], [7, 8]], np.uint32))
+    assert [each.eos_token_id for each in request.parameters] == [(5, 6), (7, 8)]
+
+
+# --- what a request wants beside the text ----------------------------------------------------------------------------
+
+
+def test_what_is_said_of_the_whole_request_is_kept_apart() -> None:
+    options = parse(b"x", stream=True, return_finish_reason=False).options
+    assert (options.stream, options.return_finish_reason, options.return_logprobs) == (True, False, None)
+    tensors = parse_tensors(2, stream=np.array([True]), return_num_input_tokens=np.array([[True], [True]])).options
+    assert (tensors.stream, tensors.return_num_input_tokens) == (True, True)
+
+
+@pytest.mark.parametrize("text", ['{"temperature": 0.5, "max_tokens": 20, "stop": ["a", "b"]}'])
+def test_sampling_parameters_are_generation_parameters(text: str) -> None:
+    expected = parse(b"x", temperature=0.5, max_tokens=20, stop=["a", "b"]).parameters
+    assert parse(b"x", sampling_parameters=text).parameters == expected
+    assert parse_tensors(1, sampling_parameters=texts(text.encode())).parameters == expected
+
+
+def test_sampling_parameters_may_differ_by_row() -> None:
+    rows = texts(b'{"max_tokens": 3}', b'{"max_tokens": 4}')
+    assert [each.max_new_tokens for each in parse_tensors(2, sampling_parameters=rows).parameters] == [3, 4]
+
+
+def test_numbers_in_sampling_parameters_may_be_texts() -> None:
+    """genai-perf writes them so."""
+    text = '{"max_tokens": "20", "temperature": "0.5", "do_sample": "true", "stop": "5", "eos_token_id": "7"}'
+    expected = parse(b"x", max_tokens=20, temperature=0.5, do_sample=True, stop="5", eos_token_id=[7])
+    assert parse(b"x", sampling_parameters=text).parameters == expected.parameters
+
+
+def test_all_may_be_said_twice_as_the_vllm_backends_client_does() -> None:
+    said: dict[str, Any] = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "100"}
+    expected = parse(b"x", temperature=0.1, top_p=0.95, max_tokens=100).parameters
+    assert parse(b"x", sampling_parameters=json.dumps(said), **said).parameters == expected
+
+
+@pytest.mark.parametrize("text", ["", " ", "{}", '{"logprobs": false}'])
+def test_sampling_parameters_may_say_nothing(text: str) -> None:
+    assert parse(b"x", sampling_parameters=text).parameters == [GenerationParameters()]
+
+
+@pytest.mark.parametrize(("parameters", "expected"), [({"stop": True}, True), ({"stop": "true"}, False), ({}, False)])
+def test_only_true_asks_to_cancel(parameters: dict[str, object], expected: bool) -> None:
+    assert asks_to_cancel(parameters) is expected
+
+
+def test_arrays_and_objects_are_parameters_as_they_are_or_as_json() -> None:
+    declared = parse(b"x", stop=["a", "b"], logit_bias={"5": 1}, eos_token_id=[5])
+    assert declared == parse(b"x", stop='["a", "b"]', logit_bias='{"5": 1}', eos_token_id="5")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
+    "no prompt": ({}, {}, "invalid_input: give text_input or messages, one of them"),
+    "stop in quotes": (
+        {},
+        {"stop": "true"},
+        "invalid_parameter: stop gives a request up where it is true without quotes, got 'true'",
+    ),
+    "a typo in the prompt's name": (
+        {},
+        {"text_inptu": "x"},
+        "unknown_parameter: there is no parameter 'text_inptu', did you mean 'text_input'?",
+    ),
+    "an empty prompt tensor": (
+        {PROMPT: texts(shape=(0,))},
+        {},
+        "invalid_input: text_input holds no prompt, its shape is [0]",
+    ),
+    "an empty batch": (
+        {PROMPT: texts(shape=(0, 1))},
+        {},
+        "invalid_input: text_input holds no prompt, its shape is [0, 1]",
+    ),
+    "too many values": (
+        {PROMPT: texts(b"x"), "seed": np.array([1, 2])},
+        {},
+        "invalid_parameter: seed has 2 values for 1 prompts: give one, or one for each prompt",
+    ),
+    "too few values": (
+        {PROMPT: texts(b"x", b"y", b"z"), "seed": np.array([1, 2])},
+        {},
+        "invalid_parameter: seed has 2 values for 3 prompts: give one, or one for each prompt",
+    ),
+    "no value": (
+        {PROMPT: texts(b"x"), "seed": np.array([], np.int64)},
+        {},
+        "invalid_parameter: seed has 0 values for 1 prompts: give one, or one for each prompt",
+    ),
+    "NaN": (
+        {PROMPT: texts(b"x"), "temperature": np.array([np.nan], np.float32)},
+        {},
+        "invalid_parameter: temperature must be a number >= 0 and <= 100, got nan",
+    ),
+    "one bad row": (
+        {PROMPT: texts(b"x", b"y"), "top_k": np.array([5, -7])},
+        {},
+        "invalid_parameter: top_k must be an integer >= -1 and <= 2147483647, got -7 (row 1)",
+    ),
+    "all rows bad alike": (
+        {PROMPT: texts(b"x", b"y"), "top_k": np.array([-7])},
+        {},
+        "invalid_parameter: top_k must be an integer >= -1 and <= 2147483647, got -7",
+    ),
+    "a tensor and a parameter": (
+        {PROMPT: texts(b"x"), "seed": np.array([1])},
+        {"seed": 1},
+        "invalid_parameter: seed is given twice, as an input and as a parameter: leave one out",
+    ),
+    "a text that is not UTF-8": (
+        {PROMPT: texts(b"x"), "stop": texts(b"a\xff")},
+        {},
+        "invalid_parameter: stop is not valid UTF-8: byte 0xff at offset 1",
+    ),
+    "an array in which one does not fit": (
+        {PROMPT: texts(b"x", b"y"), "eos_token_id": texts(b"[1]", b"[1, -2]", shape=(2, 1))},
+        {},
+        "invalid_parameter: eos_token_id must be an integer >= 0 and <= 2147483647 or a JSON array of 1 to 64 of them, "
+        "got -2 (row 1)",
+    ),
+    "a tensor and an alias": (
+        {PROMPT: texts(b"x"), "max_new_tokens": np.array([1])},
+        {"max_tokens": 1},
+        "invalid_parameter: max_tokens and max_new_tokens mean the same: leave one out",
+    ),
+    "an option of a wrong type": (
+        {PROMPT: texts(b"x")},
+        {"exclude_input_in_output": "yes"},
+        "invalid_parameter: exclude_input_in_output must be true or false, got 'yes'",
+    ),
+    "options that differ": (
+        {PROMPT: texts(b"x", b"y"), "exclude_input_in_output": np.array([True, False])},
+        {},
+        "invalid_parameter: exclude_input_in_output must be the same for all rows of a request",
+    ),
+    "fewer lists than prompts": (
+        {PROMPT: texts(b"x", b"y", b"z"), "stop": texts(b"a", b"b", shape=(2, 1))},
+        {},
+        "invalid_parameter: stop has 2 rows for 3 prompts: give one, or one for each prompt",
+    ),
+    "a LoRA adapter": (
+        {PROMPT: texts(b"x")},
+        {"lora_name": "x"},
+        "unknown_parameter: LoRA adapters are not served: leave lora_name out",
+    ),
+    "a LoRA adapter among the sampling parameters": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": '{"lora_name": "x"}'},
+        "unknown_parameter: LoRA adapters are not served: leave lora_name out",
+    ),
+    "embeddings": (
+        {PROMPT: texts(b"x")},
+        {"embedding_request": "{}"},
+        "unknown_parameter: this model writes text and gives no embeddings: leave embedding_request out",
+    ),
+    "sampling parameters that are no object": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": "[1]"},
+        "invalid_parameter: sampling_parameters must be a JSON object, got '[1]'",
+    ),
+    "sampling parameters that are no text": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": 5},
+        "invalid_parameter: sampling_parameters must be a text, got 5",
+    ),
+    "a typo in the sampling parameters": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": '{"temprature": 1}'},
+        "unknown_parameter: there is no parameter 'temprature', did you mean 'temperature'?",
+    ),
+    "a text for a number in the sampling parameters": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": '{"top_p": "much"}'},
+        "invalid_parameter: top_p must be a number > 0 and <= 1, got 'much'",
+    ),
+    "a parameter in both places": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": '{"seed": 1}', "seed": 2},
+        "invalid_parameter: seed is given twice, in sampling_parameters and beside it, with two values: leave one out",
+    ),
+    "a parameter twice in one place": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": '{"seed": 1, "seed": 2}'},
+        "invalid_parameter: 'seed' is given twice: give it once",
+    ),
+    "a parameter and its alias in both places": (
+        {PROMPT: texts(b"x")},
+        {"sampling_parameters": '{"max_tokens": 1}', "max_new_tokens": 1},
+        "invalid_parameter: max_new_tokens and max_tokens mean the same: leave one out",
+    ),
+    "log probabilities that nobody would see": (
+        {PROMPT: texts(b"x")},
+        {"logprobs": 5},
+        "invalid_parameter: logprobs has no effect without return_logprobs true: add it",
+    ),
+    "streams that differ": (
+        {PROMPT: texts(b"x", b"y"), "stream": np.array([True, False])},
+        {},
+        "invalid_parameter: stream must be the same for all rows of a request",
+    ),
+    "numbers of texts that differ": (
+        {PROMPT: texts(b"x", b"y"), "num_return_sequences": np.array([1, 2])},
+        {},
+        "invalid_parameter: num_return_sequences must be the same for all rows of a request",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_request_is_refused(case: str) -> None:
+    inputs, parameters, message = REFUSED[case]
+    with pytest.raises(RequestError) as caught:
+        parse_request(inputs, parameters, LIMITS)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("element", "found"),
+    [
+        (b"a\xff", "byte 0xff at offset 1"),
+        (b"\xc0\x80", "byte 0xc0 at offset 0"),
+        (b"\xed\xa0\x80", "byte 0xed at offset 0"),
+        ("☕".encode()[:2], "byte 0xe2 at offset 0"),
+        (b"\xf4\x90\x80\x80", "byte 0xf4 at offset 0"),
+    ],
+    ids=["stray byte", "overlong", "surrogate", "cut off", "beyond Unicode"],
+)
+def test_what_is_no_utf8_is_refused_by_row_and_place(element: bytes, found: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode_texts(texts(b"good", element), LIMITS)
+    assert str(caught.value) == f"invalid_input: text_input row 1 is not valid UTF-8: {found}"
+
+
+def test_a_prompt_may_have_just_as_many_bytes_as_are_accepted() -> None:
+    assert decode_texts(texts(b"a" * MAX_BYTES), LIMITS) == ["a" * MAX_BYTES]
+    with pytest.raises(RequestError, match="context_exceeded: text_input row 0 has 101 bytes, more than the 100"):
+        decode_texts(texts(b"a" * (MAX_BYTES + 1)), LIMITS)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "per_prompt", "expected"),
+    [
+        ((2,), 1, (2,)),
+        ((2, 1), 1, (2, 1)),
+        ((2, 1), 3, (2, 3)),
+        ((2, 2), 3, (2, 6)),
+        ((2,), 3, (6,)),
+        ((1, 1), 1, (1, 1)),
+    ],
+    ids=str,
+)
+def test_an_answer_follows_the_prompts_shape(
+    shape: tuple[int, ...], per_prompt: int, expected: tuple[int, ...]
+) -> None:
+    num_texts = int(np.prod(shape)) * per_prompt
+    array = encode_texts([f"text {number}" for number in range(num_texts)], shape)
+    assert array.shape == expected
+    assert array.dtype == np.object_
+    assert array.ravel().tolist() == [f"text {number}".encode() for number in range(num_texts)]
+
+
+def test_an_answer_is_always_utf8() -> None:
+    assert encode_texts(["a\ud800b", "☕"], (2,)).tolist() == [b"a?b", "☕".encode()]
+
+
+def generated(number: int) -> GeneratedOutput:
+    return GeneratedOutput(f"text {number}", "stop", number, 2 * number, -0.5 * number, f"[{number}]")
+
+
+def asking(shape: tuple[int, ...], **options: bool) -> GenerationRequest:
+    return GenerationRequest([], [], RequestOptions(**options), shape)
+
+
+def test_an_answer_is_the_text_and_what_was_asked_for() -> None:
+    told = [generated(number) for number in range(4)]
+    assert encode_answer(told, asking((2, 1)), OUTPUTS).keys() == {TEXT, TEXT_OLD}
+    assert encode_answer(told, asking((2, 1)), [TEXT]).keys() == {TEXT}
+    outputs = encode_answer(told, asking((2, 1), **{f"return_{name}": True for name in TOLD}), OUTPUTS)
+    assert {name: (array.dtype, array.shape) for name, array in outputs.items()} == {
+        TEXT: (np.object_, (2, 2)),
+        TEXT_OLD: (np.object_, (2, 2)),
+        "finish_reason": (np.object_, (2, 2)),
+        "num_input_tokens": (np.uint32, (2, 2)),
+        "num_output_tokens": (np.uint32, (2, 2)),
+        "cumulative_logprob": (np.float32, (2, 2)),
+        "logprobs": (np.object_, (2, 2)),
+    }
+    assert outputs["num_output_tokens"].tolist() == [[0, 2], [4, 6]]
+    assert outputs["cumulative_logprob"].tolist() == [[0.0, -0.5], [-1.0, -1.5]]
+    assert outputs["logprobs"].tolist() == [[b"[0]", b"[1]"], [b"[2]", b"[3]"]]
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_each_output_is_asked_for_alone(name: str) -> None:
+    outputs = encode_answer([generated(1)], asking((1,), **{f"return_{name}": True}), OUTPUTS)
+    assert outputs.keys() == {TEXT, TEXT_OLD, name}
+
+
+def test_log_probabilities_of_prompts_come_where_one_of_them_asks() -> None:
+    asked = [replace(generated(0), prompt_logprobs="[null]"), generated(1)]
+    outputs = encode_answer(asked, asking((2, 1)), OUTPUTS)
+    assert outputs.keys() == {TEXT, TEXT_OLD, PROMPT_LOGPROBS}
+    assert outputs[PROMPT_LOGPROBS].tolist() == [[b"[null]"], [b"null"]]
+    assert encode_answer(asked, asking((2, 1)), [TEXT]).keys() == {TEXT}
+
+
+def test_times_are_whole_microseconds_since_the_arrival() -> None:
+    told = encode_times(1e6, admitted_s=1e6 + 2e-6, first_token_s=1e6 + 0.5, answered_s=1e6 + 86_400)
+    assert told == {"queue_time_us": 2, "time_to_first_token_us": 500_000, "e2e_request_latency_us": 86_400_000_000}
+    assert all(type(value) is int for value in told.values())
+    assert not told.keys() & OUTPUTS.keys(), "in the JSON of /generate, a parameter hides the output of its name"
+    assert encode_times(0.0, admitted_s=None, first_token_s=None, answered_s=1.0).keys() == {"e2e_request_latency_us"}
+
+
+def test_a_part_of_a_stream_is_text_alone() -> None:
+    asked = asking((3,), return_finish_reason=True)
+    outputs = encode_pieces(["a", "", "☕"], asked, [TEXT, "finish_reason"])
+    assert {name: array.tolist() for name, array in outputs.items()} == {TEXT: [b"a", b"", "☕".encode()]}
+
+
+def test_every_parameter_is_declared_once_and_reaches_its_model() -> None:
+    declared = [name for model in set(PARAMETERS.values()) for name in model.model_fields]
+    assert sorted(declared) == sorted(PARAMETERS)
+    assert {GenerationParameters, RequestOptions} <= set(PARAMETERS.values())
+    assert set(ALIASES.values()) <= set(PARAMETERS)
+    assert set(ALIASES) & set(PARAMETERS) == set()
+
+
+def test_the_number_of_prompts_is_bounded() -> None:
+    limits = Limits(max_prompts=3, max_prompt_bytes=MAX_BYTES)
+    assert decode_texts(texts(b"a", b"b", b"c"), limits) == ["a", "b", "c"]
+    with pytest.raises(RequestError, match=r"invalid_input: text_input holds 4 prompts, and a request may have 3"):
+        decode_texts(texts(b"a", b"b", b"c", b"d"), limits)
+
+
+def test_what_clients_of_tensorrt_llm_send_beside_is_taken() -> None:
+    plain = parse(b"x", max_tokens=20, bad_words=[], stop_strings=[], eos_token_id=2)
+    dialect = parse(b"x", max_tokens=20, bad_words="", stop_words="", pad_id=0, end_id=2, stop=False)
+    assert dialect.parameters == plain.parameters
+    tensors = parse_tensors(1, end_id=np.array([[2]], np.int32), pad_id=np.array([[0]], np.int32))
+    assert [each.eos_token_id for each in tensors.parameters] == [(2,)]

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From tokens to one answer: what is told of each text, and that a request is answered once, whatever happens."""
+
+import json
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, cast, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from hf_triton.engine.types import Completion, FinishReason
+from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
+from hf_triton.protocol.requests import GeneratedOutput
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.sampling.types import TokenLogprobs
+from hf_triton.tasks.hooks import CheckedHooks, Hooks
+from hf_triton.tasks.text_generation.resolve import RequestParams
+from hf_triton.tasks.text_generation.response import FINISH_REASONS, LEAST_LOGPROB, Prompt, ResponseBuilder
+from tests.unit.test_text_generation import Collector
+from tests.unit.test_tokenizer import codec_of, raw_ids
+
+KIND = "byte_level"
+PLAN = SamplingParams(max_new_tokens=20)
+
+
+def prompt_of(text: str, plan: SamplingParams = PLAN, task: RequestParams | None = None) -> Prompt:
+    ids = raw_ids(KIND, text)
+    return Prompt(front="", ids=ids, preceding_ids=ids, plan=plan, task=task or RequestParams())
+
+
+def answering(
+    *prompts: Prompt,
+    streams: bool = False,
+    hooks: Hooks | None = None,
+    was_cancelled: bool = False,
+    run_aside: Callable[[Callable[[], None]], object] = lambda work: work(),
+) -> tuple[ResponseBuilder, Collector]:
+    reply = Collector()
+    made = ResponseBuilder(
+        list(prompts),
+        codec_of(KIND),
+        reply,
+        lambda: was_cancelled,
+        hooks=CheckedHooks(hooks or Hooks()),
+        streams=streams,
+        run_aside=run_aside,
+    )
+    return made, reply
+
+
+def completion(text: str, reason: FinishReason = "length", logprobs: Any = None) -> Completion:
+    return Completion(raw_ids(KIND, text), reason, logprobs)
+
+
+def texts_of(reply: Collector) -> list[GeneratedOutput]:
+    [result] = reply.results
+    assert isinstance(result, list), result
+    return result
+
+
+# --- what is told of a text ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", get_args(FinishReason))
+def test_every_reason_of_the_engine_has_a_word_for_clients(reason: FinishReason) -> None:
+    made, reply = answering(prompt_of("x"))
+    made.put(0, [completion("text", reason)])
+    assert [each.finish_reason for each in texts_of(reply)] == [FINISH_REASONS[reason]]
+
+
+def test_log_probabilities_are_told_by_place_and_token() -> None:
+    first, second, other = (raw_ids(KIND, letter)[0] for letter in "abc")
+    logprobs = [
+        TokenLogprobs(first, -0.25, ((first, -0.25), (other, -1.5))),
+        TokenLogprobs(second, -3.5, ((other, -0.5), (first, -math.inf))),
+    ]
+    made, reply = answering(prompt_of("x"))
+    made.put(0, [Completion([first, second], "length", logprobs)])
+    [text] = texts_of(reply)
+    assert text.cumulative_logprob == pytest.approx(-3.75)
+    assert json.loads(text.logprobs) == [
+        {
+            str(first): {"logprob": -0.25, "rank": 1, "decoded_token": "a"},
+            str(other): {"logprob": -1.5, "rank": 2, "decoded_token": "c"},
+        },
+        {
+            str(second): {"logprob": -3.5, "rank": None, "decoded_token": "b"},
+            str(other): {"logprob": -0.5, "rank": 1, "decoded_token": "c"},
+            str(first): {"logprob": LEAST_LOGPROB, "rank": 2, "decoded_token": "a"},
+        },
+    ]
+
+
+def test_those_of_a_prompt_are_told_with_each_of_its_texts_its_first_token_without() -> None:
+    first, second = (raw_ids(KIND, letter)[0] for letter in "ab")
+    logprobs = [TokenLogprobs(second, -math.inf, ((first, -0.5),))]
+    made, reply = answering(prompt_of("ab", replace(PLAN, num_return_sequences=2)), prompt_of("x"))
+    made.put(0, [Completion([second], "length", prompt_logprobs=logprobs)] * 2)
+    made.put(1, [Completion([second], "length", prompt_logprobs=[])])
+    told = [json.loads(each.prompt_logprobs or "") for each in texts_of(reply)]
+    of_the_first = [
+        None,
+        {
+            str(second): {"logprob": LEAST_LOGPROB, "rank": None, "decoded_token": "b"},
+            str(first): {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+        },
+    ]
+    assert told == [of_the_first, of_the_first, [None]]
+
+
+@pytest.mark.parametrize("text", ['"', "\\", "\n", "\x7f", "é", "🙂"])
+def test_any_token_is_told_as_json(text: str) -> None:
+    ids = raw_ids(KIND, text)
+    made, reply = answering(prompt_of("x"))
+    made.put(0, [Completion(ids, "length", [TokenLogprobs(token_id, -1.0) for token_id in ids])])
+    [told] = texts_of(reply)
+    decoded = [codec_of(KIND).decode([token_id]) for token_id in ids]
+    assert json.loads(told.logprobs) == [
+        {str(token_id): {"logprob": -1.0, "rank": None, "decoded_token": each}}
+        for token_id, each in zip(ids, decoded, strict=True)
+    ]
+
+
+def test_without_log_probabilities_nothing_is_made_up() -> None:
+    made, reply = answering(prompt_of("x"))
+    made.put(0, [completion("ab")])
+    told = [(each.cumulative_logprob, each.logprobs, each.prompt_logprobs) for each in texts_of(reply)]
+    assert told == [(0.0, "", None)]
+
+
+# --- one answer ------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_end_in_any_order_are_answered_in_theirs() -> None:
+    made, reply = answering(*[prompt_of(str(row)) for row in range(4)])
+    for row in (2, 0, 3, 1):
+        assert not reply.results
+        made.put(row, [completion(f"text {row}")])
+    assert [each.text for each in texts_of(reply)] == ["text 0", "text 1", "text 2", "text 3"]
+
+
+def test_the_first_error_is_the_answer_and_gives_the_rest_up() -> None:
+    made, reply = answering(*[prompt_of(str(row)) for row in range(3)])
+    made.put(0, [completion("good")])
+    assert not made.is_given_up()
+    made.put(1, GenerationError("generation_failed", "x"))
+    assert made.is_given_up()
+    made.put(2, CancelledError())
+    assert [getattr(each, "code", None) for each in reply.results] == ["generation_failed"]
+
+
+def test_a_client_that_gave_up_has_given_the_request_up() -> None:
+    assert answering(prompt_of("x"), was_cancelled=True)[0].is_given_up()
+
+
+def test_outcomes_from_many_threads_are_one_answer() -> None:
+    for _ in range(20):
+        made, reply = answering(*[prompt_of(str(row)) for row in range(8)])
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda row, made=made: made.put(row, [completion(f"{row}")]), range(8)))
+        assert [each.text for each in texts_of(reply)] == [str(row) for row in range(8)]
+
+
+def test_a_client_that_gave_up_while_its_answer_waited_is_not_written_one() -> None:
+    written = []
+
+    class Noting(Hooks):
+        def postprocess(self, text: str) -> str:
+            written.append(text)
+            return text
+
+    made, reply = answering(prompt_of("x"), hooks=Noting(), was_cancelled=True)
+    made.put(0, [completion("ab")])
+    assert [getattr(each, "code", None) for each in reply.results] == ["cancelled"]
+    assert not written
+
+
+@pytest.mark.parametrize(
+    ("completions", "takes_long"),
+    [
+        ([Completion([5] * 2048, "length")] * 2, False),
+        ([Completion([5] * 2048, "length")] * 3, True),
+        ([Completion([5] * 256, "length", [TokenLogprobs(5, -1.0)] * 256)], False),
+        ([Completion([5] * 257, "length", [TokenLogprobs(5, -1.0)] * 257)], True),
+        ([Completion([5], "length", prompt_logprobs=[TokenLogprobs(5, -1.0)] * 257)], True),
+    ],
+    ids=["2 texts", "3 texts", "logprobs", "many logprobs", "prompt_logprobs"],
+)
+def test_what_takes_long_to_write_is_known_by_its_tokens(completions: list[Completion], takes_long: bool) -> None:
+    made, reply = answering(prompt_of("x"))
+    made.put(0, completions)
+    assert reply.takes_long is takes_long
+
+
+def test_a_folder_s_own_postprocess_may_take_long() -> None:
+    class Calling(Hooks):
+        def postprocess(self, text: str) -> str:
+            return text
+
+    aside: list[Callable[[], None]] = []
+    made, reply = answering(prompt_of("x"), hooks=Calling(), run_aside=aside.append)
+    made.put(0, [completion("a")])
+    assert not reply.results
+    [work] = aside
+    work()
+    assert [each.text for each in texts_of(reply)] == ["a"]
+    assert reply.takes_long is False
+
+
+@pytest.mark.parametrize("comes_later", [True, False])
+def test_a_postprocess_that_gets_no_thread_is_an_answer(comes_later: bool) -> None:
+    class Calling(Hooks):
+        def postprocess(self, text: str) -> str:
+            return text
+
+    queued: list[Callable[[], None]] = []
+
+    def queue(make: Callable[[], None]) -> None:
+        queued.append(make)
+        raise RuntimeError("can't start new thread")
+
+    made, reply = answering(prompt_of("x"), hooks=Calling(), run_aside=queue)
+    made.put(0, [completion("one")])
+    if comes_later:
+        queued[0]()
+    assert [getattr(result, "code", None) for result in reply.results] == ["internal"]
+
+
+def test_what_it_makes_of_a_long_text_takes_long_to_send() -> None:
+    class Calling(Hooks):
+        def postprocess(self, text: str) -> str:
+            return text
+
+    made, reply = answering(prompt_of("x"), hooks=Calling())
+    made.put(0, [Completion([5] * 2048, "length")] * 3)
+    assert reply.takes_long
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def write(made: ResponseBuilder, row: int, copy: int, text: str) -> list[bool]:
+    on_token = made.listener(row)
+    assert on_token is not None
+    return [on_token(copy, token_id) for token_id in raw_ids(KIND, text)]
+
+
+def test_the_texts_of_a_stream_are_numbered_through_all_prompts() -> None:
+    plan = replace(PLAN, num_return_sequences=2, do_sample=True)
+    made, reply = answering(prompt_of("x", plan), prompt_of("y", plan), streams=True)
+    for row, copy in ((1, 1), (0, 0), (1, 0), (0, 1)):
+        write(made, row, copy, f"{row}{copy}")
+    for row in (1, 0):
+        made.put(row, [completion(f"{row}{copy}") for copy in (0, 1)])
+    assert reply.num_texts == [4]
+    pieces = ["".join(piece for text, piece in reply.pieces if text == number) for number in range(4)]
+    assert [piece + rest.text for piece, rest in zip(pieces, texts_of(reply), strict=True)] == ["00", "01", "10", "11"]
+
+
+def test_a_piece_goes_out_as_soon_as_it_is_decided() -> None:
+    made, reply = answering(prompt_of("x"), streams=True)
+    write(made, 0, 0, "one")
+    assert "".join(piece for _, piece in reply.pieces) == "one"
+    assert not reply.results
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    made, reply = answering(prompt_of("x", task=RequestParams(stop_strings=("stop",))), streams=True)
+    assert not any(write(made, 0, 0, "a st"))
+    assert "".join(piece for _, piece in reply.pieces) == "a "
+    made.put(0, [completion("a st")])
+    assert [each.text for each in texts_of(reply)] == ["st"]
+
+
+def test_a_stop_string_ends_a_stream_in_front_of_it() -> None:
+    made, reply = answering(prompt_of("x", task=RequestParams(stop_strings=("stop",))), streams=True)
+    ends = write(made, 0, 0, "a stop b")
+    assert any(ends)
+    made.put(0, [completion("a stop b", "stop_string")])
+    assert "".join(piece for _, piece in reply.pieces) + texts_of(reply)[0].text == "a "
+    assert texts_of(reply)[0].finish_reason == "stop"
+
+
+def test_an_error_in_the_middle_is_the_end_of_a_stream() -> None:
+    made, reply = answering(prompt_of("x"), prompt_of("y"), streams=True)
+    write(made, 0, 0, "one")
+    made.put(1, GenerationError("generation_failed", "x"))
+    assert [getattr(each, "code", None) for each in reply.results] == ["generation_failed"]
+    assert made.is_given_up()
+
+
+def test_a_folder_that_rewrites_whole_texts_streams_each_as_one_piece() -> None:
+    class Shouting(Hooks):
+        def postprocess(self, text: str) -> str:
+            return text.upper()
+
+    made, reply = answering(prompt_of("x"), streams=True, hooks=Shouting())
+    assert made.listener(0) is None
+    made.put(0, [completion("one")])
+    assert reply.pieces == []
+    assert [each.text for each in texts_of(reply)] == ["ONE"]
+
+
+# --- a folder's own methods ------------------------------------------------------------------------------------------
+
+
+class Processing(Hooks):
+    """Its processor raises an error, or returns a result."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def logits_processor(self) -> Any:
+        def process(token_ids: list[int], scores: torch.Tensor) -> Any:
+            if isinstance(self._result, BaseException):
+                raise self._result
+            return self._result
+
+        return process
+
+
+def processed(result: Any, score: float = 0.0) -> tuple[Any, Collector]:
+    """What the engine gets for scores of one number, and what the request is told."""
+    made, reply = answering(prompt_of("x"), hooks=Processing(result))
+    process = made.logits_processor()
+    assert process is not None
+    return process([1], torch.full((3,), score)).tolist(), reply
+
+
+def test_a_processor_s_scores_are_those_to_go_by() -> None:
+    assert processed(torch.tensor([1, 2, 3]))[0] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [RuntimeError("x"), BaseException("a panic"), MemoryError(), torch.zeros(1), torch.tensor([0, 0, torch.nan]), None],
+    ids=repr,
+)
+def test_a_processor_s_failure_is_the_answer_and_the_engine_goes_on(result: Any) -> None:
+    scores, reply = processed(result)
+    assert scores == [0.0] * 3
+    assert [getattr(each, "code", None) for each in reply.results] == ["hook_failed"]
+
+
+def test_a_model_s_own_nan_is_not_the_processor_s_fault() -> None:
+    scores, reply = processed(torch.tensor([0, 1, torch.nan]), score=torch.nan)
+    assert scores[:2] == [0.0, 1.0]
+    assert not reply.results
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("x"), torch.AcceleratorError("CUDA error: an assert")], ids=repr
+)
+def test_what_ails_the_device_in_a_processor_is_left_to_the_engine(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        processed(error)
+
+
+def test_so_is_what_an_operation_of_torch_s_raises_for_want_of_memory() -> None:
+    class Greedy(Hooks):
+        def logits_processor(self) -> Any:
+            return lambda token_ids, scores: torch.empty(1 << 50)
+
+    made, _ = answering(prompt_of("x"), hooks=Greedy())
+    processor = made.logits_processor()
+    assert processor is not None
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        processor([1], torch.zeros(3))
+
+
+@pytest.mark.parametrize("words", ["CUDA error: device-side assert triggered", "not enough memory"])
+@pytest.mark.parametrize("kind", [ValueError, KeyError, RuntimeError, type("Own", (RuntimeError,), {})])
+def test_a_processor_that_quotes_such_words_has_failed_itself(kind: type[Exception], words: str) -> None:
+    scores, reply = processed(kind(f"cannot read {words!r}"))
+    assert scores == [0.0] * 3
+    assert [getattr(each, "code", None) for each in reply.results] == ["hook_failed"]
+
+
+class NoCodeError(HfTritonError):
+    def __init__(self) -> None:
+        pass
+
+
+class TeapotError(HfTritonError):
+    triton_code = "TEAPOT"  # type: ignore[assignment]
+
+
+class NoTextError(HfTritonError):
+    def __str__(self) -> str:
+        raise ValueError("secret words")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NoCodeError(), "whose code is not a word of a-z, 0-9 and _, other than ok"),
+        (
+            TeapotError("mine", "secret words"),
+            "whose triton_code is not one of INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL",
+        ),
+        (NoTextError("mine", "secret words"), "that has no text: does its __str__ work?"),
+    ],
+)
+@pytest.mark.parametrize("hook", ["logits_processor", "is_complete"])
+def test_an_error_of_ours_that_cannot_be_answered_is_the_hook_s_fault(
+    hook: str, error: HfTritonError, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Hooks):
+        def logits_processor(self) -> Any:
+            raise error
+
+        def is_complete(self, text: str) -> bool:
+            raise error
+
+    made, reply = answering(prompt_of("x"), hooks=Failing())
+    if hook == "logits_processor":
+        made.logits_processor()
+    else:
+        write(made, 0, 0, "a")
+    assert [str(each) for each in reply.results] == [
+        f"hook_failed: {hook} of the folder's own 1/model.py raised an error {words}"
+    ]
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("claim", [True, False, np.True_, np.False_], ids=repr)
+def test_a_stopping_rule_may_be_numpy_s(claim: Any) -> None:
+    class Ruled(Hooks):
+        def is_complete(self, text: str) -> bool:
+            return claim
+
+    made, _ = answering(prompt_of("x"), hooks=Ruled())
+    assert write(made, 0, 0, "a") == [bool(claim)]
+
+
+def test_a_stopping_rule_does_not_cut_what_follows_a_grammar() -> None:
+    class Short(Hooks):
+        def is_complete(self, text: str) -> bool:
+            raise AssertionError("it is not to be asked")
+
+    made, reply = answering(replace(prompt_of("x"), constraint=cast(Any, object)), hooks=Short())
+    assert made.listener(0) is None
+    assert not reply.results
+
+
+def test_an_error_of_ours_from_a_stopping_rule_is_the_answer() -> None:
+    class Strict(Hooks):
+        def is_complete(self, text: str) -> bool:
+            raise RequestError("invalid_input", "x")
+
+    made, reply = answering(prompt_of("x"), hooks=Strict())
+    assert write(made, 0, 0, "a") == [True]
+    assert [getattr(each, "code", None) for each in reply.results] == ["invalid_input"]

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to token ids and back: the prompt's bytes stay, and the continuation is what the tokens add to them."""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from hf_triton.errors import RequestError
+from hf_triton.tasks.text_generation.tokenizer import TextCodec
+
+BOS, EOS, UNK = "<s>", "</s>", "<unk>"
+SPECIAL = [BOS, EOS, UNK]
+CORPUS = [
+    "The old harbour has two boats, one lighthouse and more gulls than people.",
+    "Where does the river go after the bridge? It goes to the mill, and then to the sea.",
+    "Der Zug fährt über die Brücke, et le café est déjà fermé.",
+    "你好世界 🙂 naïve \t tabs",
+]
+TEXTS = [
+    "The river goes",
+    " leading space",
+    "trailing space ",
+    "double  spaces  inside",
+    "fährt über",
+    "你好世界",
+    "🙂🙂",
+    "nul\0byte",
+    "line\nbreak\n",
+    "\ufffd a replacement character of one's own",
+    "e\u0301",
+]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def byte_level() -> Tokenizer:
+    """GPT-2, Falcon, Qwen: every byte has a token, spaces belong to the word behind them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """Llama 2: sentencepiece's BPE; a space is put in front and taken away again, rare characters are bytes."""
+    pieces = ["▁", *sorted(set("".join(CORPUS[:2])) - {" "}), "▁t", "▁th", "▁the", "▁g", "▁go", "es"]
+    vocabulary = {piece: place for place, piece in enumerate(dict.fromkeys([*SPECIAL, *BYTES, *pieces]))}
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("▁", "g"), ("▁g", "o"), ("e", "s")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=UNK, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    """T5, XGLM: a unigram model, words begin with a space, the first one's is dropped."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    letters = sorted(set("".join(CORPUS + TEXTS)) - {" "})
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=SPECIAL, unk_token=UNK, initial_alphabet=letters, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """BPE with sentencepiece's spaces and no bytes: what it never saw is unknown."""
+    tokenizer = Tokenizer(models.BPE(unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    letters = sorted(set("".join(CORPUS + TEXTS)) - {" "})
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIAL, initial_alphabet=letters)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def wordpiece() -> Tokenizer:
+    """BERT-like: words without their spaces, which decoding puts back."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=SPECIAL))
+    return tokenizer
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    each.__name__: each for each in (byte_level, byte_fallback, unigram, metaspace, wordpiece)
+}
+WITH_BYTES = ["byte_level", "byte_fallback"]
+DROPS_SPACE = ["byte_fallback", "unigram", "metaspace"]
+
+
+@cache
+def tokenizer_of(kind: str) -> Any:
+    build: Any = PreTrainedTokenizerFast
+    return build(tokenizer_object=KINDS[kind](), bos_token=BOS, eos_token=EOS, unk_token=UNK)
+
+
+def codec_of(kind: str) -> TextCodec:
+    return TextCodec(tokenizer_of(kind), len(tokenizer_of(kind)))
+
+
+def raw_ids(kind: str, text: str) -> list[int]:
+    """A text's tokens, none added."""
+    return list(tokenizer_of(kind)(text, add_special_tokens=False)["input_ids"])
+
+
+def bytes_of(kind: str, text: str) -> list[int]:
+    """A text's bytes, a token each."""
+    if kind == "byte_fallback":
+        return [tokenizer_of(kind).convert_tokens_to_ids(BYTES[byte]) for byte in text.encode()]
+    return [token for letter in text for token in raw_ids(kind, letter)]
+
+
+# --- the continuation ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_and_continuation_read_as_one_text(kind: str) -> None:
+    """For random tokens behind every prompt, up to half-written characters, which have a test of their own."""
+    codec, tokenizer, source = codec_of(kind), tokenizer_of(kind), random.Random(0)
+    plain = [
+        token
+        for token in range(len(SPECIAL), len(tokenizer))
+        if "\ufffd" not in tokenizer.decode([token]) and tokenizer.convert_ids_to_tokens(token) not in BYTES
+    ]
+    for text in TEXTS * 5:
+        prompt_ids = codec.encode(text, 0)
+        new_ids = [source.choice(plain) for _ in range(source.randint(1, 12))]
+        before = tokenizer.decode(prompt_ids, skip_special_tokens=True)
+        whole = tokenizer.decode(prompt_ids + new_ids, skip_special_tokens=True)
+        assert before + codec.continuation(prompt_ids, new_ids) == whole
+
+
+@pytest.mark.parametrize("kind", DROPS_SPACE)
+def test_the_space_between_prompt_and_continuation_is_kept(kind: str) -> None:
+    codec = codec_of(kind)
+    new_ids = raw_ids(kind, "the sea")
+    assert codec.continuation([], new_ids) == "the sea"
+    assert codec.continuation(codec.encode("It goes to", 0), new_ids) == " the sea"
+
+
+@pytest.mark.parametrize("kind", DROPS_SPACE)
+def test_behind_an_empty_prompt_the_text_begins_without_a_space(kind: str) -> None:
+    codec = codec_of(kind)
+    assert codec.continuation(codec.encode("", 0), raw_ids(kind, "the sea")) == "the sea"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tokens_add_no_text(kind: str) -> None:
+    codec = codec_of(kind)
+    assert [codec.continuation(codec.encode(text, 0), []) for text in TEXTS] == [""] * len(TEXTS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_are_not_text(kind: str) -> None:
+    codec = codec_of(kind)
+    prompt_ids = codec.encode("The river", 0)
+    new_ids = raw_ids(kind, " goes")
+    assert codec.continuation(prompt_ids, [0, *new_ids, 1]) == codec.continuation(prompt_ids, new_ids)
+    assert codec.continuation([], [0, *new_ids, 1]) == codec.continuation([], new_ids)
+
+
+@pytest.mark.parametrize("prompt", ["The river", "世", "🙂", "", "ends in a space "], ids=ascii)
+@pytest.mark.parametrize("kind", WITH_BYTES)
+def test_a_character_cut_in_the_middle_spoils_neither_prompt_nor_text_before_it(kind: str, prompt: str) -> None:
+    codec = codec_of(kind)
+    prompt_ids = codec.encode(prompt, 0)
+    written, cut = raw_ids(kind, " a b"), bytes_of(kind, "🦜")[:-1]
+    text = codec.continuation(prompt_ids, written + cut)
+    assert text.rstrip("\ufffd") == codec.continuation(prompt_ids, written)
+    assert text.endswith("\ufffd")
+
+
+@pytest.mark.parametrize("prompt", ["The river", "世", "🙂"], ids=ascii)
+@pytest.mark.parametrize("kind", WITH_BYTES)
+def test_characters_right_behind_the_prompt_come_out_whole_or_cut(kind: str, prompt: str) -> None:
+    codec = codec_of(kind)
+    prompt_ids, emoji = codec.encode(prompt, 0), bytes_of(kind, "🦜")
+    assert codec.continuation(prompt_ids, emoji) == "🦜"
+    assert set(codec.continuation(prompt_ids, emoji[:-1])) == {"\ufffd"}
+
+
+@pytest.mark.parametrize("kind", WITH_BYTES)
+def test_a_whole_character_survives_a_cut_one_behind_it(kind: str) -> None:
+    codec = codec_of(kind)
+    for prompt in ("The river", "世"):
+        text = codec.continuation(codec.encode(prompt, 0), bytes_of(kind, "好🦜")[:-1])
+        assert text.rstrip("\ufffd") == "好"
+
+
+# --- the prompt ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+@pytest.mark.parametrize("kind", WITH_BYTES)
+def test_a_prompt_comes_back_byte_for_byte(kind: str, text: str) -> None:
+    codec = codec_of(kind)
+    assert codec.continuation([], codec.encode(text, 0)) == text
+
+
+@pytest.mark.parametrize(
+    ("bos", "eos", "expected"), [(BOS, EOS, [0]), (None, EOS, [1]), (BOS, None, [0])], ids=["both", "eos", "bos"]
+)
+def test_an_empty_prompt_begins_with_bos_else_eos(bos: str | None, eos: str | None, expected: list[int]) -> None:
+    build: Any = PreTrainedTokenizerFast
+    tokenizer = build(tokenizer_object=byte_level(), bos_token=bos, eos_token=eos)
+    assert TextCodec(tokenizer, 400).encode("", 0) == expected
+
+
+def test_an_empty_prompt_is_refused_where_there_is_nothing_to_begin_with() -> None:
+    build: Any = PreTrainedTokenizerFast
+    codec = TextCodec(build(tokenizer_object=byte_level()), 400)
+    with pytest.raises(RequestError, match="text_input row 7 is empty"):
+        codec.encode("", 7)
+
+
+def test_a_token_that_the_model_does_not_know_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"row 3 holds token .* and the model knows 3 tokens"):
+        TextCodec(tokenizer_of("byte_level"), 3).encode("words", 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adds_special_tokens", [True, False])
+def test_prompts_and_texts_are_read_as_by_the_tokenizer_itself(kind: str, adds_special_tokens: bool) -> None:
+    codec, tokenizer = codec_of(kind), tokenizer_of(kind)
+    for text in [*TEXTS, *CORPUS, f"{BOS}marked{EOS}", f" {UNK} "]:
+        ids = tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"]
+        assert codec.encode(text, 0, adds_special_tokens=adds_special_tokens) == ids
+        for end in range(len(ids) + 1):
+            decoded = tokenizer.decode(ids[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            assert codec.decode(ids[:end]) == decoded
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """Has ways of its own to read and to write, as some of transformers' tokenizers and those of repositories."""
+
+    def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._encode_plus(text.lower() if isinstance(text, str) else text, *args, **kwargs)
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return super()._decode(*args, **kwargs).upper()
+
+
+def test_a_tokenizer_with_ways_of_its_own_is_left_to_them() -> None:
+    build: Any = Shouting
+    codec = TextCodec(build(tokenizer_object=byte_level(), unk_token=UNK), 400)
+    ids = codec.encode("The River", 0)
+    assert ids == codec_of("byte_level").encode("the river", 0)
+    assert codec.decode(ids) == "THE RIVER"
+
+
+def test_padding_and_truncation_saved_with_a_tokenizer_do_nothing_from_any_thread() -> None:
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=32)
+    build: Any = PreTrainedTokenizerFast
+    codec = TextCodec(build(tokenizer_object=tokenizer, eos_token=EOS), 400)
+    texts = [f"{number} {text}" for number in range(40) for text in TEXTS]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda text: codec.continuation([], codec.encode(text, 0)), texts)) == texts
+
+
+def test_a_folders_own_calls_of_the_tokenizer_change_no_prompt() -> None:
+    build: Any = PreTrainedTokenizerFast
+    tokenizer = build(tokenizer_object=byte_level(), eos_token=EOS, pad_token=EOS)
+    codec, prompt = TextCodec(tokenizer, 400), f"{CORPUS[0]}{EOS}"
+    ids = codec.encode(prompt, 0)
+    tokenizer(prompt, truncation=True, padding="max_length", max_length=4, split_special_tokens=True)
+    assert codec.encode(prompt, 0) == ids
+
+
+# --- bad words -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_word_is_spelled_behind_a_space_and_without_one(kind: str) -> None:
+    codec = codec_of(kind)
+    spellings = codec.encode_bad_words(("river",))
+    for written in ("river", "the river", "the old river"):
+        ids = tuple(raw_ids(kind, written))
+        assert any(ids[-len(spelling) :] == spelling for spelling in spellings), written
+    assert all(spelling and "river" in codec.decode(list(spelling)) for spelling in spellings)
+
+
+def test_spellings_that_others_cover_are_left_out() -> None:
+    codec = codec_of("metaspace")
+    assert codec.encode_bad_words(("the", "the", " the")) == (tuple(raw_ids("metaspace", "the")),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"), [("metaspace", "\u4e01"), ("wordpiece", "\u4e01"), ("byte_level", "")], ids=ascii
+)
+def test_a_bad_word_that_the_tokenizer_cannot_write_is_refused(kind: str, word: str) -> None:
+    with pytest.raises(RequestError, match=r"invalid_parameter: bad_words holds .* no tokens for"):
+        codec_of(kind).encode_bad_words(("the", word))
+
+
+def test_a_bad_word_with_tokens_beyond_the_model_is_refused() -> None:
+    with pytest.raises(RequestError, match="no tokens for"):
+        TextCodec(tokenizer_of("byte_level"), 3).encode_bad_words(("the",))

@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owner of Triton's sender, beside a stand-in for Triton's module that dies of what kills the real server."""
+
+import gc
+import importlib
+import json
+import logging
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hf_triton
+from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
+
+FINAL = 1
+
+
+class Sender:
+    """Notes what is sent. Triton's own takes the whole server down when it is touched after its final answer."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.sent: list[Any] = []
+        self.was_cancelled = False
+        self.is_broken = False
+        self.num_asked = 0
+
+    def send(self, response: Any, flags: int = 0) -> None:
+        assert not self.sent, "sent after the final answer"
+        assert flags in (0, FINAL)
+        (self.sent if flags == FINAL else self.parts).append(response)
+
+    def is_cancelled(self) -> bool:
+        assert not self.sent, "SIGSEGV: asked after the final answer"
+        self.num_asked += 1
+        if self.is_broken:
+            raise KeyboardInterrupt
+        return self.was_cancelled
+
+
+class Request:
+    def __init__(self, request_id: str = "") -> None:
+        self.sender = Sender()
+        self.timeout_us = 0
+        self._id = request_id
+
+    def request_id(self) -> str:
+        return self._id
+
+    def timeout(self) -> int:
+        return self.timeout_us
+
+    def get_response_sender(self) -> Sender:
+        return self.sender
+
+
+class Error:
+    INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL = range(4)
+
+    def __init__(self, message: str, code: int) -> None:
+        self.message, self.code = message, code
+
+
+class Response:
+    """A response as from Triton 25.02 on, which takes what that takes (python_backend's src/pb_stub.cc)."""
+
+    def __init__(
+        self, output_tensors: Sequence[Any] = (), error: Error | None = None, parameters: object = None
+    ) -> None:
+        if not isinstance(parameters, dict | None):
+            raise RuntimeError(f"Expect dict, got {type(parameters)}")
+        for name, value in (parameters or {}).items():
+            if not isinstance(name, str):
+                raise RuntimeError(f"Expect parameters keys to have type str, found type {type(name)}")
+            if not isinstance(value, bool | int | str):
+                raise RuntimeError(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
+        self.tensors, self.error = dict(output_tensors), error
+        self._parameters = json.dumps(parameters or {})
+
+    def parameters(self) -> str:
+        return self._parameters
+
+
+def response_before_25_02(output_tensors: Sequence[Any] = (), error: Error | None = None) -> Any:
+    return error or output_tensors
+
+
+@contextmanager
+def stand_in(response: Callable[..., Any]) -> Iterator[types.ModuleType]:
+    """`hf_triton.triton_backend.request` on a module that stands in for Triton's, with this for its responses."""
+    fake = types.SimpleNamespace(
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
+        TritonError=Error,
+        Tensor=lambda name, array: (name, array),
+        InferenceResponse=response,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "triton_python_backend_utils", fake)
+        patch.delitem(sys.modules, "hf_triton.triton_backend.request", raising=False)
+        door = importlib.import_module("hf_triton.triton_backend.request")
+        patch.setattr(door, "CANCEL_POLL_S", 0.001)
+        yield door
+        sys.modules.pop("hf_triton.triton_backend.request", None)
+        del hf_triton.triton_backend.request
+
+
+@pytest.fixture
+def make_call() -> Iterator[Callable[[Request], Any]]:
+    with stand_in(response_before_25_02) as door:
+        yield door.TritonRequest
+
+
+def test_only_the_first_answer_is_sent(make_call: Callable[[Request], Any]) -> None:
+    request = Request()
+    call = make_call(request)
+    call.answer({"text_output": np.array([b"first"], dtype=np.object_)})
+    call.answer({"text_output": np.array([b"second"], dtype=np.object_)})
+    call.refuse(HfTritonError("internal", "third"))
+    del call
+    [[(name, array)]] = request.sender.sent
+    assert (name, list(array)) == ("text_output", [b"first"])
+
+
+def text(value: bytes) -> dict[str, Any]:
+    return {"text_output": np.array([value], dtype=np.object_)}
+
+
+def texts_of(responses: list[Any]) -> list[bytes]:
+    return [array[0] for [(_, array)] in responses]
+
+
+def test_parts_go_out_in_order_and_none_after_the_last(make_call: Callable[[Request], Any]) -> None:
+    request = Request()
+    call = make_call(request)
+    for part in (b"one", b"two"):
+        call.add(text(part))
+    call.answer(text(b"three"))
+    call.add(text(b"four"))
+    call.refuse(HfTritonError("internal", "five"))
+    assert texts_of(request.sender.parts) == [b"one", b"two"]
+    assert texts_of(request.sender.sent) == [b"three"]
+
+
+def test_after_parts_an_error_may_be_the_last(make_call: Callable[[Request], Any]) -> None:
+    request = Request()
+    call = make_call(request)
+    call.add(text(b"one"))
+    call.refuse(HfTritonError("internal", "two"))
+    assert texts_of(request.sender.parts) == [b"one"]
+    assert [error.message for error in request.sender.sent] == ["internal: two"]
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    """Wait for what must come; one that does not ends the test by its timeout."""
+    while not is_true():
+        time.sleep(0.001)
+
+
+def test_a_cancel_becomes_known_while_the_call_is_open(make_call: Callable[[Request], Any]) -> None:
+    requests = [Request() for _ in range(3)]
+    calls = [make_call(request) for request in requests]
+    wait_until(lambda: all(request.sender.num_asked > 2 for request in requests))
+    assert not any(call.is_cancelled() for call in calls)
+    requests[1].sender.was_cancelled = True
+    wait_until(calls[1].is_cancelled)
+    assert [call.is_cancelled() for call in calls] == [False, True, False]
+    calls[1].refuse(CancelledError())
+    assert calls[1].is_cancelled()
+
+
+def test_whoever_asks_waits_for_no_round_trip(make_call: Callable[[Request], Any]) -> None:
+    request = Request()
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Slow(Sender):
+        def is_cancelled(self) -> bool:
+            asked.set()
+            assert go_on.wait(10)
+            return super().is_cancelled()
+
+    request.sender = Slow()
+    call = make_call(request)
+    assert asked.wait(10)
+    assert not call.is_cancelled()
+    go_on.set()
+
+
+def test_calls_are_given_up_by_their_id(make_call: Callable[[Request], Any]) -> None:
+    from hf_triton.triton_backend import request as _triton
+
+    calls = [make_call(Request(name)) for name in ("one", "two", "two", "")]
+    _triton.cancel_requests("two")
+    assert [call.is_cancelled() for call in calls] == [False, True, True, False]
+    _triton.cancel_requests("nobody")
+    assert [call.is_cancelled() for call in calls] == [False, True, True, False]
+
+
+def test_a_call_that_is_given_up_while_triton_is_asked_about_it_stays_given_up(
+    make_call: Callable[[Request], Any],
+) -> None:
+    request, may_ask = Request("one"), threading.Event()
+
+    class Slow(Sender):
+        def is_cancelled(self) -> bool:
+            assert may_ask.wait(10)
+            call.cancel()
+            return super().is_cancelled()
+
+    request.sender = Slow()
+    call = make_call(request)
+    may_ask.set()
+    wait_until(lambda: request.sender.num_asked > 0)
+    assert not call.watch()
+    assert call.is_cancelled()
+
+
+def test_an_id_that_is_no_text_is_none(make_call: Callable[[Request], Any]) -> None:
+    class Unnamed(Request):
+        def request_id(self) -> str:
+            return b"\xff".decode()
+
+    assert make_call(Unnamed()).request_id == ""
+
+
+def test_a_call_that_is_answered_is_not_given_up(make_call: Callable[[Request], Any]) -> None:
+    from hf_triton.triton_backend import request as _triton
+
+    request = Request("one")
+    call = make_call(request)
+    call.answer(text(b"done"))
+    _triton.cancel_requests("one")
+    assert texts_of(request.sender.sent) == [b"done"]
+
+
+def test_after_the_answer_the_sender_is_not_asked_again(make_call: Callable[[Request], Any]) -> None:
+    request, other = Request(), Request()
+    call, other_call = make_call(request), make_call(other)
+    wait_until(lambda: request.sender.num_asked > 0)
+    call.refuse(HfTritonError("internal", "x"))
+    num_asked, start = request.sender.num_asked, other.sender.num_asked
+    wait_until(lambda: other.sender.num_asked > start + 5)
+    assert request.sender.num_asked == num_asked
+    assert not call.is_cancelled()
+    del other_call
+
+
+def test_nobody_is_asked_while_no_call_is_open(make_call: Callable[[Request], Any]) -> None:
+    from hf_triton.triton_backend import request as _triton
+
+    for _ in range(3):
+        call = make_call(Request())
+        call.refuse(CancelledError())
+    wait_until(lambda: not _triton._cancel_watch._open)
+    request = Request()
+    call = make_call(request)  # and it wakes up again
+    wait_until(lambda: request.sender.num_asked > 0)
+    del call
+
+
+def test_watching_keeps_no_call_alive(make_call: Callable[[Request], Any]) -> None:
+    requests = [Request() for _ in range(20)]
+    calls = [make_call(request) for request in requests]
+    wait_until(lambda: all(request.sender.num_asked > 0 for request in requests))
+    gc.disable()  # the last reference lets go, not the collector
+    try:
+        del calls
+        wait_until(lambda: all(request.sender.sent for request in requests))
+    finally:
+        gc.enable()
+    assert {request.sender.sent[0].message.split(":")[0] for request in requests} == {"internal"}
+
+
+def test_a_sender_that_raises_ends_no_other_call_s_watching(make_call: Callable[[Request], Any]) -> None:
+    broken, sound = Request(), Request()
+    broken.sender.is_broken = True
+    calls = [make_call(broken), make_call(sound)]
+    wait_until(lambda: broken.sender.num_asked > 0 and sound.sender.num_asked > 3)
+    sound.sender.was_cancelled = True
+    wait_until(calls[1].is_cancelled)
+    assert broken.sender.num_asked == 1
+
+
+@pytest.mark.parametrize(("timeout_us", "expected"), [(0, None), (1_500_000, 1.5)])
+def test_the_request_s_own_timeout_is_in_seconds(
+    make_call: Callable[[Request], Any], timeout_us: int, expected: float | None
+) -> None:
+    request = Request()
+    request.timeout_us = timeout_us
+    assert make_call(request).timeout_s() == expected
+
+
+def test_a_call_that_is_dropped_answers(make_call: Callable[[Request], Any]) -> None:
+    request = Request()
+    call = make_call(request)
+    del call
+    [error] = request.sender.sent
+    assert error.message.startswith("internal: ")
+
+
+def test_many_threads_send_one_answer(make_call: Callable[[Request], Any]) -> None:
+    for _ in range(50):
+        request = Request()
+        call = make_call(request)
+        barrier = threading.Barrier(4)
+
+        def race(call: Any = call, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            call.watch()
+            call.refuse(HfTritonError("internal", "race"))
+
+        threads = [threading.Thread(target=race) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(request.sender.sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RequestError("invalid_input", "x"), 0),
+        (UnavailableError("out_of_memory", "x"), 1),
+        (CancelledError(), 2),
+        (HfTritonError("internal", "x"), 3),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_keeps_its_code_and_its_words(
+    make_call: Callable[[Request], Any], error: HfTritonError, code: int
+) -> None:
+    request = Request()
+    make_call(request).refuse(error)
+    [sent] = request.sender.sent
+    assert (sent.message, sent.code) == (str(error), code)
+
+
+class Full(Sender):
+    """One that cannot send what is not small, and no more than Triton's own what it has not been able to send once.
+
+    As src/response_sender.cc of the Python backend: what was to be the last closes it; outside decoupled folders one
+    response may be tried, and the end follows a response.
+    """
+
+    def __init__(self, *, is_decoupled: bool, fits: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self.num_tried = 0
+        self.is_closed = False
+        self._is_decoupled = is_decoupled
+        self._fits = fits
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        if self.is_closed:
+            raise RuntimeError("Response sender has been closed.")
+        if not self._is_decoupled and (response is None) == (self.num_tried == 0):
+            raise RuntimeError("Non-decoupled model cannot send more than one response.")
+        self.is_closed = flags == FINAL
+        self.num_tried += 1
+        if response is not None and not self._fits(response):
+            raise RuntimeError("Failed to increase the shared memory pool size")
+        super().send(response, flags)
+
+
+def has_message(response: Any) -> bool:
+    return hasattr(response, "message")
+
+
+@pytest.fixture
+def scarce_memory(make_call: Callable[[Request], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    door = sys.modules["hf_triton.triton_backend.request"]
+    monkeypatch.setattr(door, "AMPLE_BYTES", 2**62)
+
+
+@pytest.mark.usefixtures("scarce_memory")
+def test_an_answer_that_does_not_fit_becomes_a_small_error(make_call: Callable[[Request], Any]) -> None:
+    outcomes = list[str]()
+    request = Request()
+    request.sender = Full(is_decoupled=True, fits=has_message)
+    make_call(request, outcomes.append).answer(text(b"long"))
+    [error] = request.sender.parts
+    assert error.message.startswith("out_of_memory: ")
+    assert (request.sender.sent, outcomes) == ([None], ["out_of_memory"])
+
+
+@pytest.mark.usefixtures("scarce_memory")
+def test_an_answer_that_does_not_fit_ends_where_no_error_can_be_sent(make_call: Callable[[Request], Any]) -> None:
+    outcomes = list[str]()
+    request = Request()
+    request.sender = Full(is_decoupled=False, fits=has_message)
+    make_call(request, outcomes.append).answer(text(b"long"))
+    assert (request.sender.parts, request.sender.sent, outcomes) == ([], [None], ["out_of_memory"])
+
+
+@pytest.mark.usefixtures("scarce_memory")
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_an_answer_that_fits_scarce_memory_is_sent(make_call: Callable[[Request], Any], is_decoupled: bool) -> None:
+    request = Request()
+    request.sender = Full(is_decoupled=is_decoupled, fits=lambda response: True)
+    make_call(request).answer(text(b"long"))
+    assert (texts_of(request.sender.parts), request.sender.sent) == ([b"long"], [None])
+
+
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_nothing_is_raised_where_not_even_an_error_can_be_sent(
+    make_call: Callable[[Request], Any], is_decoupled: bool
+) -> None:
+    request = Request()
+    request.sender = Full(is_decoupled=is_decoupled, fits=lambda response: False)
+    make_call(request).refuse(RequestError("invalid_parameter", "x"))
+    assert request.sender.sent == []
+
+
+def test_a_part_that_does_not_fit_ends_the_answer_with_an_error(make_call: Callable[[Request], Any]) -> None:
+    request = Request()
+    request.sender = Full(is_decoupled=True, fits=lambda part: has_message(part) or not request.sender.parts)
+    call = make_call(request)
+    for part in (b"one", b"two", b"three"):
+        call.add(text(part))
+    call.answer(text(b"four"))
+    assert call.is_cancelled(), "what is still being written is given up"
+    assert texts_of(request.sender.parts) == [b"one"]
+    assert [error.message.split(":")[0] for error in request.sender.sent] == ["out_of_memory"]
+
+
+def test_a_line_that_the_log_does_not_take_stops_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    with stand_in(response_before_25_02) as door:
+        handler = door._TritonHandler()  # and Triton's log is not there either
+        for line, arguments in (("fine", ()), ("%d rows", ("no number",))):
+            handler.emit(logging.LogRecord("folder", logging.INFO, __file__, 1, line, arguments, None))
+    assert "Logging error" in capsys.readouterr().err
+
+
+# --- parameters of a response ----------------------------------------------------------------------------------------
+
+
+def test_a_server_is_known_to_take_parameters_or_not() -> None:
+    for response, takes_them in ((response_before_25_02, False), (Response, True)):
+        with stand_in(response) as door:
+            assert door.takes_response_parameters() == takes_them
+            assert door.takes_response_parameters() == takes_them
+
+
+def test_parameters_go_with_the_last_response_alone() -> None:
+    with stand_in(Response) as door:
+        request = Request()
+        call = door.TritonRequest(request)
+        call.add(text(b"one"))
+        call.answer(text(b"two"), {"queue_time_us": 2**40})
+        [part], [last] = request.sender.parts, request.sender.sent
+    assert (json.loads(part.parameters()), json.loads(last.parameters())) == ({}, {"queue_time_us": 2**40})
+    assert list(last.tensors["text_output"]) == [b"two"]
+    assert last.error is None
+
+
+def test_an_error_has_none_and_is_what_it_was() -> None:
+    with stand_in(Response) as door:
+        request = Request()
+        door.TritonRequest(request).refuse(UnavailableError("queue_full", "x"))
+    [sent] = request.sender.sent
+    assert (sent.error.message, sent.error.code, sent.parameters()) == ("queue_full: x", 1, "{}")
+
+
+@pytest.mark.parametrize("parameters", [None, {}])
+def test_a_server_that_takes_none_is_given_none(
+    make_call: Callable[[Request], Any], parameters: dict[str, int] | None
+) -> None:
+    request = Request()
+    make_call(request).answer(text(b"done"), parameters)
+    assert texts_of(request.sender.sent) == [b"done"]
