@@ -12,6 +12,7 @@
   + CancelledError           CANCELLED    499 in spirit; the client gave the request up
   + GenerationError          INTERNAL     500; the model failed on this request
   + ServerError                           tritonserver cannot be found or started
+* PanicError                              a library's Rust code panicked; what it says may quote a prompt
 
 A message reads `code: sentence`. The code is a stable word to program against, because Triton's `/generate` endpoint
 answers 400 whatever the error is. CODES lists them all.
@@ -19,8 +20,10 @@ answers 400 whatever the error is. CODES lists them all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
@@ -136,6 +139,28 @@ class GenerationError(HfTritonError):
 
 class ServerError(HfTritonError):
     """The server binary cannot be found or started."""
+
+
+class PanicError(RuntimeError):
+    """Rust code of a library (tokenizers, llguidance) panicked."""
+
+    def __init__(self) -> None:
+        super().__init__("a library's Rust code panicked")
+
+
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise a Rust panic as `PanicError`, with its traceback and without its message, which may quote a prompt.
+
+    pyo3's PanicException derives from BaseException, so `except Exception` does not catch it. Each extension module has
+    a class of its own, known by its name alone.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise PanicError().with_traceback(error.__traceback__) from None
 
 
 def where(error: BaseException) -> str:

@@ -5,10 +5,22 @@ import ast
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 import hf_triton
 from hf_triton import errors
-from hf_triton.errors import CODES, MAX_PLACES, HfTritonError, LoadError, RequestError, SettingsError, clip, where
+from hf_triton.errors import (
+    CODES,
+    MAX_PLACES,
+    HfTritonError,
+    LoadError,
+    PanicError,
+    RequestError,
+    SettingsError,
+    clip,
+    panics_as_errors,
+    where,
+)
 
 SOURCES = sorted(Path(hf_triton.__file__).parent.rglob("*.py"))
 
@@ -87,3 +99,24 @@ def test_settings_errors_can_be_caught_as_what_they_are() -> None:
 def test_clip_shows_a_value_and_never_more_than_sixty_characters(value: object, shown: str) -> None:
     assert clip(value) == shown
     assert len(clip(value)) <= 60
+
+
+def test_a_rust_panic_becomes_an_exception_without_its_message() -> None:
+    encoding = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode(["a"] * 3, is_pretokenized=True)
+
+    def panic() -> None:
+        encoding.truncate(1, stride=5)  # fails an assertion in Rust
+
+    with pytest.raises(PanicError) as caught, panics_as_errors():
+        panic()
+    assert isinstance(caught.value, Exception)
+    assert "stride" not in str(caught.value)
+    assert "panic (test_errors.py:" in where(caught.value)
+    assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x")])
+def test_other_exceptions_pass_a_panic_guard(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, panics_as_errors():
+        raise error
+    assert caught.value is error
