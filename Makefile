@@ -12,6 +12,13 @@ METRICS_PORT ?= 8002
 MODELS ?=
 TESTS ?= tests
 
+# Test files run in parallel, then the tests that measure time run alone (5: there are none among TESTS).
+WORKERS ?= 2
+define pytest
+	$(BIN)/pytest --durations=40 -n $(WORKERS) --dist loadfile -m "not serial and $(1)" $(TESTS)
+	$(BIN)/pytest -m "serial and $(1)" $(TESTS) || test $$? -eq 5
+endef
+
 BIN := .venv/bin
 SETUP := .venv/.set-up
 PERF_ANALYZER := .venv/perf_analyzer/.set-up
@@ -19,7 +26,7 @@ LITELLM := .venv/litellm/.set-up
 GENAI_PERF := .venv/genai_perf/.set-up
 PROMETHEUS := .venv/prometheus/.set-up
 
-.PHONY: help setup serve test test-clients bench soak check format docs test-container clean
+.PHONY: help setup serve test test-all test-clients bench soak check format docs test-container clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,7 +46,10 @@ serve: $(SETUP) ## Serve the demo model, or the folders in MODELS=...
 	@exec $(BIN)/hf-triton serve $(MODELS) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 
 test: $(SETUP) $(PERF_ANALYZER) $(PROMETHEUS) ## Run the tests; TESTS=tests/unit for some of them
-	$(BIN)/pytest -m "not container" $(TESTS)
+	$(call pytest,not container and not full)
+
+test-all: $(SETUP) $(PERF_ANALYZER) $(PROMETHEUS) ## Run every test: all architectures, the simulated GPU, a short soak
+	$(call pytest,not container)
 
 # perf_analyzer comes in an older client wheel, and finds two libraries in the server's wheel.
 $(PERF_ANALYZER): $(SETUP)

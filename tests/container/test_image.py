@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from hf_triton.testing import LoopbackHub, build_tiny_checkpoint
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.container, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).resolve().parents[2]
 FALCON, LLAMA = "tiiuae/falcon-7b", "meta-llama/Llama-2-7b-hf"
 PROMPT = "I am going é 中"
 

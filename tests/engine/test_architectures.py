@@ -9,40 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.runner.cpu import attention
 from hf_triton.runner.cpu import decode_attention as one_token
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
+from hf_triton.testing import ARCHITECTURES
 from tests.engine.test_continuous import NOT_ROLLING, Client, start_engine, token_ids
-from tests.support.architectures import BATCH, ROLLING, WHOLE, build
+from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build, load, requests
 from tests.support.reference import solo_ids
 
 NUM_REQUESTS = 120
 NUM_BATCH_REQUESTS = 24
 SHIPPED = [name for name in ARCHITECTURES if name not in NOT_ROLLING]
-
-
-def load(name: str, folder: Path) -> Any:
-    if name in ROLLING | WHOLE | BATCH:
-        return build(*(ROLLING | WHOLE | BATCH)[name])
-    build_tiny_checkpoint(folder, name, eos_token_id=None)
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
-def requests(count: int, source: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of all lengths, some of which begin as another does; most texts short, because `generate` is slow."""
-    items: list[tuple[list[int], SamplingParams]] = []
-    for _ in range(count):
-        start = source.choice(items)[0][: source.randrange(60)] if items and source.random() < 0.3 else []
-        prompt = [*start, *(source.randrange(3, 300) for _ in range(source.randrange(1, 50)))]
-        penalty = source.choice([1.0, 1.0, 1.0, 1.3])
-        plan = SamplingParams(source.choice([1, 2, 3, 5, 8, 20]), repetition_penalty=penalty)
-        items.append((prompt, plan))
-    return items
 
 
 def check(model: Any, client: Client, items: list[tuple[list[int], SamplingParams]], pause: Callable[[], None]) -> None:
@@ -58,7 +38,7 @@ def check(model: Any, client: Client, items: list[tuple[list[int], SamplingParam
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
-@pytest.mark.parametrize("name", [*ROLLING, *WHOLE, *SHIPPED])
+@pytest.mark.parametrize("name", [*CONTINUOUS, *WHOLE, *SHIPPED])
 def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: str, tmp_path: Path) -> None:
     model, source = load(name, tmp_path), random.Random(name + decoding)
     engine = start_engine(model, max_rows=source.choice([3, 5, 8]), context_length=256, decoding=decoding)

@@ -25,10 +25,10 @@ from hf_triton.runner.kv_cache import KVCache
 from hf_triton.runner.kv_lanes import KVCacheLanes
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.support.architectures import BASE, HEADS, ROLLING, WINDOWS, build
+from tests.support.architectures import BASE, CONTINUOUS, HEADS, WINDOWS, build
 from tests.support.reference import load_reference, solo_ids
 
-LLAMA4 = ROLLING["llama4"][1]
+LLAMA4 = CONTINUOUS["llama4"][1]
 
 NOT_ROLLING = ("t5", "bart", "rwkv")
 WAIT_S = 60.0

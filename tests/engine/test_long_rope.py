@@ -22,14 +22,14 @@ from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.engine.test_continuous import Client, start_engine, token_ids
-from tests.support.architectures import BASE, ROLLING, build
+from tests.support.architectures import BASE, CONTINUOUS, build
 from tests.support.reference import solo_ids
 
 SWITCH = 40
 
 
 def phi3(**changes: Any) -> Any:
-    name, arguments = ROLLING["phi3-longrope"]
+    name, arguments = CONTINUOUS["phi3-longrope"]
     return build(name, arguments | changes)
 
 
@@ -183,10 +183,10 @@ def test_log_probabilities_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_model_that_goes_on_with_keys_of_both_is_not_of_this_kind() -> None:
-    name, arguments = "LlamaConfig", dict(ROLLING["phi3-longrope"][1])
+    name, arguments = "LlamaConfig", dict(CONTINUOUS["phi3-longrope"][1])
     model = build(name, arguments)
     assert not has_long_rope(model)
-    assert not has_long_rope(build(*ROLLING["phi3"]))
+    assert not has_long_rope(build(*CONTINUOUS["phi3"]))
     with closing(start_engine(model, max_rows=4, context_length=SWITCH + 1)) as engine:
         assert not isinstance(engine, ContinuousBatchingEngine)
     with closing(start_engine(model, max_rows=4, context_length=SWITCH)) as engine:

@@ -31,8 +31,8 @@ from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.sender import ResponseConfig, ResponseSender
 from hf_triton.tasks.text_generation.task import build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
-from tests.unit.test_triton_request import Request as BareRequest
-from tests.unit.test_triton_request import Response, stand_in
+from tests.support.triton_stand_in import Request as BareRequest
+from tests.support.triton_stand_in import Response, stand_in
 
 NAMES = ("queue_time_us", "time_to_first_token_us", "e2e_request_latency_us")
 TOKEN_S = 0.02

@@ -16,10 +16,10 @@ from hf_triton.runner import kv_cache as cache
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.probe import probe_continuous_batching
 from hf_triton.sampling.params import SamplingParams
-from tests.engine.test_architectures import check, requests
+from tests.engine.test_architectures import check
 from tests.engine.test_continuous import Client, start_engine, token_ids
 from tests.models.test_states import PutBack, Shares
-from tests.support.architectures import BASE, HEADS, ROLLING, WHOLE, build
+from tests.support.architectures import BASE, CONTINUOUS, HEADS, WHOLE, build, requests
 from tests.support.reference import solo_ids
 
 
@@ -45,7 +45,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def test_it_is_found_out_by_trying(model: Any) -> None:
     assert probe_continuous_batching(model) == "whole"
-    assert probe_continuous_batching(build(*ROLLING["granite4"])) == "in_pieces"
+    assert probe_continuous_batching(build(*CONTINUOUS["granite4"])) == "in_pieces"
 
 
 def test_tokens_that_see_those_behind_them_are_not_for_rows() -> None:

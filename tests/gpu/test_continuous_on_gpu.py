@@ -18,7 +18,7 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledTokens, SequenceSampler
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.engine.test_continuous import NOT_ROLLING
-from tests.support.architectures import ROLLING, WHOLE, build
+from tests.support.architectures import CONTINUOUS, WHOLE, build
 from tests.support.reference import solo_ids
 from tests.support.running_texts import Texts, prompts, schedule
 from tests.support.simulated_gpu import HAS_GPU, Device
@@ -49,7 +49,7 @@ FALCON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-CONFIGS = ROLLING | WHOLE | {"llama": ("LlamaConfig", LLAMA), "falcon": ("FalconConfig", FALCON)}
+CONFIGS = CONTINUOUS | WHOLE | {"llama": ("LlamaConfig", LLAMA), "falcon": ("FalconConfig", FALCON)}
 SHIPPED = [name for name in ARCHITECTURES if name not in (*NOT_ROLLING, *CONFIGS)]
 
 

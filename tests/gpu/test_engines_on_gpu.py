@@ -24,11 +24,11 @@ from hf_triton.sampling.sampler import SequenceSampler, sample_tokens
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import build_tiny_checkpoint
 from tests.engine.test_continuous import Client, start_engine, token_ids
-from tests.models.test_sampling import ONE_BY_ONE, VOCABULARY, Text
 from tests.models.test_states import Shares
-from tests.support.architectures import BATCH, ROLLING, WHOLE, build
+from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build
 from tests.support.reference import load_reference, solo_ids
 from tests.support.running_texts import prompts
+from tests.support.sampling import ONE_BY_ONE, VOCABULARY, Text
 from tests.support.simulated_gpu import CAPTURE, HAS_GPU, Device
 
 PLANS = {
@@ -53,7 +53,7 @@ def check(engine: Any, reference: Any, count: int = 12) -> None:
 @pytest.mark.parametrize("decoding", ["eager", "cuda_graphs"])
 @pytest.mark.parametrize("name", ["gemma3", "mixtral", "phi3-longrope", "granite4"])
 def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: DecodingMode) -> None:
-    plain = build(*ROLLING[name])
+    plain = build(*CONTINUOUS[name])
     model = copy.deepcopy(plain).to("cuda")
     with closing(ContinuousBatchingEngine(model, max_rows=5, decoding=decoding)) as engine:
         check(engine, model if HAS_GPU else plain)
@@ -65,7 +65,7 @@ def test_states_on_a_device_are_gone_on_from(
     name: str, decoding: DecodingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(prefill.CHUNK_SIZES, "cuda", ChunkSizes(64, 32, per_weights=4))
-    plain, shares = build(*ROLLING[name]), Shares()
+    plain, shares = build(*CONTINUOUS[name]), Shares()
     model = copy.deepcopy(plain).to("cuda")
     with closing(ContinuousBatchingEngine(model, max_rows=5, decoding=decoding, observer=shares)) as engine:
         check(engine, model if HAS_GPU else plain)
@@ -97,7 +97,7 @@ def test_the_batch_engine_writes_what_generate_writes(name: str) -> None:
 def test_a_model_on_several_devices(name: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one device")
-    plain = build(*ROLLING[name])
+    plain = build(*CONTINUOUS[name])
     model = copy.deepcopy(plain)
     with closing(ContinuousBatchingEngine(dispatch_model(model, in_two(model)), max_rows=5)) as engine:
         assert engine._device == torch.device("cuda", 0)
@@ -140,7 +140,7 @@ def test_running_rows_wait_for_nothing_but_their_tokens(plan: SamplingParams, mo
         reads.now = False
 
     monkeypatch.setattr(ContinuousBatchingEngine, "_advance_prefill", read)
-    with closing(ContinuousBatchingEngine(build(*ROLLING["granite"]).to("cuda"), max_rows=8)) as engine:
+    with closing(ContinuousBatchingEngine(build(*CONTINUOUS["granite"]).to("cuda"), max_rows=8)) as engine:
         monkeypatch.setattr(Device, "wait", note)
         client = Client(engine)
         for prompt in prompts(12):

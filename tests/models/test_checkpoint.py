@@ -30,7 +30,7 @@ from hf_triton.testing import (
     reshape_tensor,
     truncate,
 )
-from tests.support.architectures import BASE, EYE, HEADS, ROLLING, build
+from tests.support.architectures import BASE, CONTINUOUS, EYE, HEADS, build
 from tests.support.reference import solo_ids
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
@@ -212,7 +212,7 @@ def test_a_model_without_sdpa_gets_eager(tmp_path: Path) -> None:
 def replace_model(checkpoint: Path, name: str) -> Any:
     """Put another model, one of `tests/architectures.py`, beside the tokenizer of a checkpoint."""
     (checkpoint / "model.safetensors").unlink()
-    config, arguments = ROLLING[name]
+    config, arguments = CONTINUOUS[name]
     text = arguments["text_config"] | {"vocab_size": 512}
     model = build(config, arguments | {"text_config": text})
     model.save_pretrained(checkpoint)

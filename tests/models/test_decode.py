@@ -16,17 +16,17 @@ from hf_triton.runner.forward import Forward
 from hf_triton.runner.kv_cache import KVCache
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.engine.test_continuous import NOT_ROLLING
-from tests.support.architectures import NEO, ROLLING, WHOLE, build
+from tests.support.architectures import CONTINUOUS, NEO, WHOLE, build
 from tests.support.reference import solo_ids
 from tests.support.running_texts import Texts, prompts, schedule
 
 NOT_STATIC = ("gpt-neo",)  # its local layers take the newest column to be the last one
-ALL = [*ROLLING, *WHOLE, *(name for name in ARCHITECTURES if name not in NOT_ROLLING)]
+ALL = [*CONTINUOUS, *WHOLE, *(name for name in ARCHITECTURES if name not in NOT_ROLLING)]
 
 
 def load(name: str, folder: Path) -> Any:
-    if name in ROLLING | WHOLE:
-        return build(*(ROLLING | WHOLE)[name])
+    if name in CONTINUOUS | WHOLE:
+        return build(*(CONTINUOUS | WHOLE)[name])
     build_tiny_checkpoint(folder, name, eos_token_id=None)
     return AutoModelForCausalLM.from_pretrained(folder)
 
@@ -79,7 +79,7 @@ def test_a_model_on_several_devices_runs_eagerly(tmp_path: Path, caplog: pytest.
 
 @torch.inference_mode()
 def test_rows_that_nobody_uses_do_not_touch_the_others() -> None:
-    static, alone = Texts(build(*ROLLING["mixtral"]), "static"), Texts(build(*ROLLING["mixtral"]), "static")
+    static, alone = Texts(build(*CONTINUOUS["mixtral"]), "static"), Texts(build(*CONTINUOUS["mixtral"]), "static")
     for texts, count in ((static, 6), (alone, 1)):
         for number, prompt in enumerate(prompts(count)):
             texts.join(number, prompt)

@@ -3,7 +3,6 @@
 
 import importlib.util
 import re
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
+
 DEMO_DIR = ROOT / "hf_triton" / "demo"
 PROMPTS = [
     "I am going",

@@ -19,9 +19,9 @@ from hf_triton.runner.cpu import linear as product
 from hf_triton.runner.cpu import linear_kernel as product_kernel
 from hf_triton.runner.cpu.packing import PackedLinear, pack
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.engine.test_architectures import check, requests
+from tests.engine.test_architectures import check
 from tests.engine.test_continuous import Client, start_engine
-from tests.support.architectures import BASE, BATCH, ROLLING, WHOLE, build
+from tests.support.architectures import BASE, BATCH, CONTINUOUS, WHOLE, build, requests
 from tests.support.reference import load_reference, solo_ids
 
 NUM_REQUESTS = 24
@@ -30,8 +30,8 @@ PROMPT = [7, 11, 13, 200, 5]
 
 
 def load(name: str, folder: Path) -> Any:
-    if name in ROLLING | WHOLE | BATCH:
-        return build(*(ROLLING | WHOLE | BATCH)[name])
+    if name in CONTINUOUS | WHOLE | BATCH:
+        return build(*(CONTINUOUS | WHOLE | BATCH)[name])
     build_tiny_checkpoint(folder, name, eos_token_id=None)
     return load_reference(folder).model
 
@@ -53,7 +53,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.parametrize("name", [*ROLLING, *WHOLE, *BATCH, *ARCHITECTURES])
+@pytest.mark.parametrize("name", [*CONTINUOUS, *WHOLE, *BATCH, *ARCHITECTURES])
 def test_a_packed_model_writes_what_the_plain_one_writes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +79,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4, "
 @pytest.mark.parametrize("name", ["mistral-window", "olmo2", "cohere", "stablelm", "smollm3"])
 def test_so_does_one_whose_layers_all_have_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "LEAST_WIDTH", 0)
-    config, options = ROLLING[name]
+    config, options = CONTINUOUS[name]
     plain, packed = (build(config, options | WIDE) for _ in range(2))
     pack(packed)
     layers = [module for module in packed.modules() if isinstance(module, PackedLinear)]

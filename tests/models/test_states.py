@@ -24,9 +24,8 @@ from hf_triton.runner.kv_cache import COLUMN_STEP, KVCache
 from hf_triton.runner.states import states_of
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledToken
-from tests.engine.test_architectures import requests
 from tests.engine.test_continuous import Client, token_ids
-from tests.support.architectures import STATES, build
+from tests.support.architectures import STATES, build, requests
 from tests.support.reference import solo_ids
 from tests.support.running_texts import Texts, prompts
 

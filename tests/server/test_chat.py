@@ -9,30 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from transformers import AutoTokenizer
 
 from hf_triton.server import TritonServer
 from hf_triton.testing import build_tiny_checkpoint
+from tests.support.chat import CHAT, TEMPLATE, build_chat_checkpoint
 from tests.support.client import Reply, generate, post
 from tests.support.reference import Reference, load_reference, solo_ids
 
-TEMPLATE = """{%- for message in messages -%}
-{%- if message.role not in ('system', 'user', 'assistant') -%}{{ raise_exception('no such role') }}{%- endif -%}
-<{{ message.role }}>{{ message.content }}
-{% endfor %}{% if add_generation_prompt %}<assistant>{{ 'think: ' if enable_thinking else '' }}{% endif %}"""
-CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Where does the river go?"},
-]
 NUM_TOKENS = 10
-
-
-def build_chat_checkpoint(folder: Path) -> Path:
-    build_tiny_checkpoint(folder, "llama", eos_token_id=None)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

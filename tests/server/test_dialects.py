@@ -22,10 +22,10 @@ import tritonclient.http.aio as httpaio
 from tritonclient.utils import triton_to_np_dtype
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.server.test_streaming import DECOUPLED, SLOW_MODEL, STEP_S
 from tests.support.client import Reply, generate, generate_stream, infer, post
+from tests.support.paths import ROOT
+from tests.support.slow_model import DECOUPLED, SLOW_MODEL, STEP_S
 
-ROOT = Path(__file__).resolve().parents[2]
 FLAT, BATCHED, STREAM, BATCHED_STREAM = "flat", "batched", "stream", "batched_stream"
 """With every parameter as an input: max_batch_size 0 and 8, and both decoupled."""
 PLAIN, PLAIN_STREAM, SLOW = "plain", "plain_stream", "slow"

@@ -24,9 +24,9 @@ from hf_triton.server import free_ports
 from hf_triton.tasks.metrics import METRICS
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, infer, post
+from tests.support.paths import ROOT
 from tests.support.slow_model import slow_model
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROMETHEUS_BIN = ROOT / ".venv" / "prometheus" / "bin"  # of prometheus.sh
 STEP_S = 0.02

@@ -13,9 +13,9 @@ import torch
 
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, infer
+from tests.support.paths import ROOT
 from tests.support.reference import Reference, load_reference
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMED = {"opt": "facebook/opt-125m", "gpt_neox": "EleutherAI/pythia-70m", "qwen3": "Qwen/Qwen3-0.6B"}
 """Served by the Hub under these names; the others are folders on disk."""
 ARCHITECTURES = (*NAMED, "qwen3_5", "mamba", "t5")

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hf_triton.testing import TritonServer
-from tests.server.test_chat import CHAT, build_chat_checkpoint
+from tests.support.chat import CHAT, build_chat_checkpoint
 from tests.support.client import generate, generate_stream, infer, post
+from tests.support.paths import ROOT
 from tests.support.reference import Reference, load_reference
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ["The canary sings", "x", "Where does the river go after the bridge?", "größer 🙂"]
 NUM_TOKENS = 6
 TOLERANCE = 1e-4

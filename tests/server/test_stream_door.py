@@ -21,8 +21,8 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.conftest import ROOT
 from tests.support.client import Reply, generate, infer, post
+from tests.support.paths import ROOT
 from tests.support.slow_model import slow_model
 
 STEP_S = 0.05

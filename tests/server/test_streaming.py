@@ -23,12 +23,9 @@ from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.chain import build_chain
 from tests.support.client import Reply, generate, generate_stream, get, infer, open_stream, post, read_events
 from tests.support.doors import pack
-from tests.support.slow_model import slow_model
-from tests.unit.test_tokenizer import tokenizer_of
+from tests.support.slow_model import DECOUPLED, SLOW_MODEL, STEP_S
+from tests.support.tokenizers import tokenizer_of
 
-DECOUPLED = "model_transaction_policy { decoupled: true }"
-STEP_S = 0.1
-SLOW_MODEL = slow_model(STEP_S)
 FAILING_MODEL = """
 import hf_triton
 

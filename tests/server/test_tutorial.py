@@ -19,9 +19,9 @@ import pytest
 
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, get, infer
+from tests.support.paths import ROOT
 from tests.support.reference import Reference, load_reference
 
-ROOT = Path(__file__).resolve().parents[2]
 FALCON, PERSIMMON, LLAMA, OPT = (
     "tiiuae/falcon-7b",
     "adept/persimmon-8b-base",

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """More architectures than `hf_triton.testing` ships, built from their configs: tiny, with random weights."""
 
+import random
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
 from hf_triton.hub.checkpoint import auto_class_of
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.testing import build_tiny_checkpoint
 
 BASE: dict[str, Any] = {
     "vocab_size": 300,
@@ -96,7 +101,7 @@ LONG_ROPE: dict[str, Any] = {
     },
 }
 
-ROLLING: dict[str, tuple[str, dict[str, Any]]] = {
+CONTINUOUS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", BASE | HEADS),
     "gemma3": ("Gemma3TextConfig", BASE | HEADS | WINDOWS),
     "qwen2-moe": ("Qwen2MoeConfig", BASE | EXPERTS | {"shared_expert_intermediate_size": 32}),
@@ -214,7 +219,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-hybrid": ("OlmoHybridConfig", BASE | LINEAR),
 }
 """State space, linear attention and hybrid models."""
-ROLLING |= STATES
+CONTINUOUS |= STATES
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": (
         "JambaConfig",
@@ -305,3 +310,22 @@ def build(config_name: str, arguments: dict[str, Any]) -> Any:
                 parameter.mul_(5)
     model.generation_config.eos_token_id = None
     return model
+
+
+def load(name: str, folder: Path) -> Any:
+    if name in CONTINUOUS | WHOLE | BATCH:
+        return build(*(CONTINUOUS | WHOLE | BATCH)[name])
+    build_tiny_checkpoint(folder, name, eos_token_id=None)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def requests(count: int, source: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of all lengths, some of which begin as another does; most texts short, because `generate` is slow."""
+    items: list[tuple[list[int], SamplingParams]] = []
+    for _ in range(count):
+        start = source.choice(items)[0][: source.randrange(60)] if items and source.random() < 0.3 else []
+        prompt = [*start, *(source.randrange(3, 300) for _ in range(source.randrange(1, 50)))]
+        penalty = source.choice([1.0, 1.0, 1.0, 1.3])
+        plan = SamplingParams(source.choice([1, 2, 3, 5, 8, 20]), repetition_penalty=penalty)
+        items.append((prompt, plan))
+    return items

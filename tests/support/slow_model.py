@@ -21,3 +21,8 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
         super()._start(settings, args)
         torch.nn.modules.module.register_module_forward_pre_hook(nap)
 """
+
+
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+STEP_S = 0.1
+SLOW_MODEL = slow_model(STEP_S)

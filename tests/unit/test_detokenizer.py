@@ -13,7 +13,7 @@ import pytest
 from transformers import ByT5Tokenizer, CTRLTokenizer
 
 from hf_triton.tasks.text_generation.tokenizer import TextCodec, up_to_stop
-from tests.unit.test_tokenizer import KINDS, TEXTS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
+from tests.support.tokenizers import KINDS, TEXTS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
 
 NUM_CASES = 300
 CTRL_WORDS = ["the", "ri@@", "ver", "go@@", "es", "to", "sea", "a@@", "b"]

@@ -28,7 +28,7 @@ from hf_triton.grammar.compiler import NUM_CLOSINGS_KEPT, GrammarCompiler, Gramm
 from hf_triton.grammar.sandbox import MAX_TRIAL_S, RETRY_S, GrammarTrial
 from hf_triton.protocol.parameters import Grammar
 from hf_triton.sampling.params import SamplingParams
-from tests.unit.test_tokenizer import EOS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
+from tests.support.tokenizers import EOS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
 
 KIND = "byte_level"
 NULLABLE = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}

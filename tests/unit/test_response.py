@@ -20,8 +20,8 @@ from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
 from hf_triton.tasks.text_generation.resolve import RequestParams
 from hf_triton.tasks.text_generation.response import FINISH_REASONS, LEAST_LOGPROB, Prompt, ResponseBuilder
-from tests.unit.test_text_generation import Collector
-from tests.unit.test_tokenizer import codec_of, raw_ids
+from tests.support.collector import Collector
+from tests.support.tokenizers import codec_of, raw_ids
 
 KIND = "byte_level"
 PLAN = SamplingParams(max_new_tokens=20)

@@ -18,13 +18,14 @@ from hf_triton.protocol.parameters import (
     GenerationParameters,
     Grammar,
 )
-from hf_triton.protocol.requests import GeneratedOutput, GenerationRequest, RequestOptions
+from hf_triton.protocol.requests import GenerationRequest, RequestOptions
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.task import NUM_HOOK_THREADS, TextGeneration
 from hf_triton.tasks.text_generation.tokenizer import TextCodec, TextStream
-from tests.unit.test_tokenizer import raw_ids, tokenizer_of
+from tests.support.collector import Collector
+from tests.support.tokenizers import raw_ids, tokenizer_of
 
 KIND = "byte_level"
 VOCABULARY_SIZE = len(tokenizer_of(KIND))
@@ -104,35 +105,6 @@ def written(sequence: SequenceGroup, copy: int, text: str) -> Completion:
         if sequence.on_token is not None and sequence.on_token(copy, token_id):
             return Completion(token_ids, "stop_string")
     return Completion(token_ids, "length")
-
-
-class Collector:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.num_texts: list[int] = []
-        self.pieces: list[tuple[int, str]] = []
-        self.results: list[list[GeneratedOutput] | HfTritonError] = []
-        self.is_finished = threading.Event()
-        self.takes_long: bool | None = None
-
-    def start(self, num_texts: int) -> None:
-        self.num_texts.append(num_texts)
-
-    def add(self, text: int, piece: str) -> None:
-        self.pieces.append((text, piece))
-
-    def finish(self, make_texts: Callable[[], list[GeneratedOutput]], *, takes_long: bool) -> None:
-        self.takes_long = takes_long
-        try:
-            self.results.append(make_texts())
-        except HfTritonError as error:
-            self.results.append(error)
-        self.is_finished.set()
-
-    def refuse(self, error: HfTritonError) -> None:
-        self.results.append(error)
-        self.is_finished.set()
 
 
 def reply_to(

@@ -2,128 +2,32 @@
 """Text to token ids and back: the prompt's bytes stay, and the continuation is what the tokens add to them."""
 
 import random
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hf_triton.errors import RequestError
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
+from tests.support.tokenizers import (
+    BOS,
+    BYTES,
+    CORPUS,
+    EOS,
+    KINDS,
+    SPECIAL,
+    TEXTS,
+    UNK,
+    WITH_BYTES,
+    byte_level,
+    bytes_of,
+    codec_of,
+    raw_ids,
+    tokenizer_of,
+)
 
-BOS, EOS, UNK = "<s>", "</s>", "<unk>"
-SPECIAL = [BOS, EOS, UNK]
-CORPUS = [
-    "The old harbour has two boats, one lighthouse and more gulls than people.",
-    "Where does the river go after the bridge? It goes to the mill, and then to the sea.",
-    "Der Zug fährt über die Brücke, et le café est déjà fermé.",
-    "你好世界 🙂 naïve \t tabs",
-]
-TEXTS = [
-    "The river goes",
-    " leading space",
-    "trailing space ",
-    "double  spaces  inside",
-    "fährt über",
-    "你好世界",
-    "🙂🙂",
-    "nul\0byte",
-    "line\nbreak\n",
-    "\ufffd a replacement character of one's own",
-    "e\u0301",
-]
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-def byte_level() -> Tokenizer:
-    """GPT-2, Falcon, Qwen: every byte has a token, spaces belong to the word behind them."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
-
-
-def byte_fallback() -> Tokenizer:
-    """Llama 2: sentencepiece's BPE; a space is put in front and taken away again, rare characters are bytes."""
-    pieces = ["▁", *sorted(set("".join(CORPUS[:2])) - {" "}), "▁t", "▁th", "▁the", "▁g", "▁go", "es"]
-    vocabulary = {piece: place for place, piece in enumerate(dict.fromkeys([*SPECIAL, *BYTES, *pieces]))}
-    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("▁", "g"), ("▁g", "o"), ("e", "s")]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=UNK, fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
-    tokenizer.add_special_tokens(SPECIAL)
-    return tokenizer
-
-
-def unigram() -> Tokenizer:
-    """T5, XGLM: a unigram model, words begin with a space, the first one's is dropped."""
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    letters = sorted(set("".join(CORPUS + TEXTS)) - {" "})
-    trainer = trainers.UnigramTrainer(
-        vocab_size=200, special_tokens=SPECIAL, unk_token=UNK, initial_alphabet=letters, show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
-
-
-def metaspace() -> Tokenizer:
-    """BPE with sentencepiece's spaces and no bytes: what it never saw is unknown."""
-    tokenizer = Tokenizer(models.BPE(unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    letters = sorted(set("".join(CORPUS + TEXTS)) - {" "})
-    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIAL, initial_alphabet=letters)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
-
-
-def wordpiece() -> Tokenizer:
-    """BERT-like: words without their spaces, which decoding puts back."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=SPECIAL))
-    return tokenizer
-
-
-KINDS: dict[str, Callable[[], Tokenizer]] = {
-    each.__name__: each for each in (byte_level, byte_fallback, unigram, metaspace, wordpiece)
-}
-WITH_BYTES = ["byte_level", "byte_fallback"]
 DROPS_SPACE = ["byte_fallback", "unigram", "metaspace"]
-
-
-@cache
-def tokenizer_of(kind: str) -> Any:
-    build: Any = PreTrainedTokenizerFast
-    return build(tokenizer_object=KINDS[kind](), bos_token=BOS, eos_token=EOS, unk_token=UNK)
-
-
-def codec_of(kind: str) -> TextCodec:
-    return TextCodec(tokenizer_of(kind), len(tokenizer_of(kind)))
-
-
-def raw_ids(kind: str, text: str) -> list[int]:
-    """A text's tokens, none added."""
-    return list(tokenizer_of(kind)(text, add_special_tokens=False)["input_ids"])
-
-
-def bytes_of(kind: str, text: str) -> list[int]:
-    """A text's bytes, a token each."""
-    if kind == "byte_fallback":
-        return [tokenizer_of(kind).convert_tokens_to_ids(BYTES[byte]) for byte in text.encode()]
-    return [token for letter in text for token in raw_ids(kind, letter)]
 
 
 # --- the continuation ------------------------------------------------------------------------------------------------

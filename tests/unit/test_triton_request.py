@@ -2,113 +2,19 @@
 """The owner of Triton's sender, beside a stand-in for Triton's module that dies of what kills the real server."""
 
 import gc
-import importlib
 import json
 import logging
 import sys
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-import hf_triton
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
-
-FINAL = 1
-
-
-class Sender:
-    """Notes what is sent. Triton's own takes the whole server down when it is touched after its final answer."""
-
-    def __init__(self) -> None:
-        self.parts: list[Any] = []
-        self.sent: list[Any] = []
-        self.was_cancelled = False
-        self.is_broken = False
-        self.num_asked = 0
-
-    def send(self, response: Any, flags: int = 0) -> None:
-        assert not self.sent, "sent after the final answer"
-        assert flags in (0, FINAL)
-        (self.sent if flags == FINAL else self.parts).append(response)
-
-    def is_cancelled(self) -> bool:
-        assert not self.sent, "SIGSEGV: asked after the final answer"
-        self.num_asked += 1
-        if self.is_broken:
-            raise KeyboardInterrupt
-        return self.was_cancelled
-
-
-class Request:
-    def __init__(self, request_id: str = "") -> None:
-        self.sender = Sender()
-        self.timeout_us = 0
-        self._id = request_id
-
-    def request_id(self) -> str:
-        return self._id
-
-    def timeout(self) -> int:
-        return self.timeout_us
-
-    def get_response_sender(self) -> Sender:
-        return self.sender
-
-
-class Error:
-    INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL = range(4)
-
-    def __init__(self, message: str, code: int) -> None:
-        self.message, self.code = message, code
-
-
-class Response:
-    """A response as from Triton 25.02 on, which takes what that takes (python_backend's src/pb_stub.cc)."""
-
-    def __init__(
-        self, output_tensors: Sequence[Any] = (), error: Error | None = None, parameters: object = None
-    ) -> None:
-        if not isinstance(parameters, dict | None):
-            raise RuntimeError(f"Expect dict, got {type(parameters)}")
-        for name, value in (parameters or {}).items():
-            if not isinstance(name, str):
-                raise RuntimeError(f"Expect parameters keys to have type str, found type {type(name)}")
-            if not isinstance(value, bool | int | str):
-                raise RuntimeError(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
-        self.tensors, self.error = dict(output_tensors), error
-        self._parameters = json.dumps(parameters or {})
-
-    def parameters(self) -> str:
-        return self._parameters
-
-
-def response_before_25_02(output_tensors: Sequence[Any] = (), error: Error | None = None) -> Any:
-    return error or output_tensors
-
-
-@contextmanager
-def stand_in(response: Callable[..., Any]) -> Iterator[types.ModuleType]:
-    """`hf_triton.triton_backend.request` on a module that stands in for Triton's, with this for its responses."""
-    fake = types.SimpleNamespace(
-        TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
-        TritonError=Error,
-        Tensor=lambda name, array: (name, array),
-        InferenceResponse=response,
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "triton_python_backend_utils", fake)
-        patch.delitem(sys.modules, "hf_triton.triton_backend.request", raising=False)
-        door = importlib.import_module("hf_triton.triton_backend.request")
-        patch.setattr(door, "CANCEL_POLL_S", 0.001)
-        yield door
-        sys.modules.pop("hf_triton.triton_backend.request", None)
-        del hf_triton.triton_backend.request
+from tests.support.triton_stand_in import FINAL, Request, Response, Sender, response_before_25_02, stand_in
 
 
 @pytest.fixture
