@@ -19,8 +19,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, PretrainedConfig
 
-from hf_triton.runner.cpu.malloc import keep_freed_memory
-from hf_triton.runner.cpu.packing import pack
+from hf_triton.runner.cpu import accelerate
 from hf_triton.runner.decode import Decoder
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.kv_cache import KVCache
@@ -50,7 +49,7 @@ def build_model(name: str, num_layers: int, dtype: torch.dtype) -> Any:
         config = LlamaConfig(num_hidden_layers=num_layers, num_key_value_heads=8, intermediate_size=14336)
     config.vocab_size = VOCABULARY
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    pack(model)
+    accelerate(model)
     return model
 
 
@@ -86,7 +85,6 @@ def main(layers: int, columns: int, steps: int, threads: int) -> None:
     """Measure, and print a table."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(threads)
-    keep_freed_memory()
     print(f"{'':26}{'as it is':>10}{'fast':>10}{'ratio':>8}")
     for name, dtype in CASES:
         model = build_model(name, layers, dtype)

@@ -35,8 +35,7 @@ from inside import Request, roll
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.runner.cpu.malloc import keep_freed_memory
-from hf_triton.runner.cpu.packing import pack
+from hf_triton.runner.cpu import accelerate
 from hf_triton.runner.forward import cache_name
 from hf_triton.runner.padding import pad
 
@@ -67,9 +66,8 @@ def build_model(context_length: int = 1024) -> LlamaForCausalLM:
 
 def build_packed_model(context_length: int = 1024) -> LlamaForCausalLM:
     """The same, as the server runs it."""
-    keep_freed_memory()
     model = build_model(context_length)
-    pack(model)
+    accelerate(model)
     return model
 
 

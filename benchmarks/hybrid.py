@@ -25,8 +25,7 @@ from engine import VOCABULARY, build_requests
 from inside import roll
 
 from hf_triton.engine.choose import EngineName, build_engine
-from hf_triton.runner.cpu.malloc import keep_freed_memory
-from hf_triton.runner.cpu.packing import pack
+from hf_triton.runner.cpu import accelerate
 
 WIDTH: Final = 16
 CONTEXT_LENGTH: Final = 1024
@@ -80,7 +79,7 @@ def build(name: str) -> Any:
     config = getattr(transformers, config_name)(**{**SIZES, **arguments})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.generation_config.eos_token_id = None
-    pack(model)
+    accelerate(model)
     return model
 
 
@@ -114,7 +113,6 @@ def main(rounds: int, requests: int, out: Path | None) -> None:
     """Measure, and print a table."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    keep_freed_memory()
     print(f"{'tokens a second':<16}{'batch':>9}{'rolling':>9}{'ratio':>8}")
     figures: dict[str, list[dict[str, float]]] = {}
     for name in MODELS:

@@ -33,10 +33,10 @@ import torch
 import transformers
 from engine import VOCABULARY, build_packed_model
 
-from hf_triton.engine import prefill
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Outcome, SequenceGroup
 from hf_triton.errors import HfTritonError
+from hf_triton.runner import device
 from hf_triton.sampling.params import SamplingParams
 
 NUM_ROWS = 4
@@ -101,12 +101,12 @@ def random_prompt(source: random.Random, length: int) -> list[int]:
 @contextmanager
 def pieces_of(num_tokens: int) -> Iterator[None]:
     """Have the engine read so many tokens at a time, whoever waits."""
-    before = prefill.CHUNK_SIZES["cpu"]
-    prefill.CHUNK_SIZES["cpu"] = replace(before, alone=num_tokens, in_company=num_tokens, columns=math.inf)
+    before = device.CHUNK_SIZES["cpu"]
+    device.CHUNK_SIZES["cpu"] = replace(before, alone=num_tokens, in_company=num_tokens, columns=math.inf)
     try:
         yield
     finally:
-        prefill.CHUNK_SIZES["cpu"] = before
+        device.CHUNK_SIZES["cpu"] = before
 
 
 def measure(model: transformers.PreTrainedModel, pieces: str) -> Figures:

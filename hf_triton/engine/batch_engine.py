@@ -19,7 +19,7 @@ from hf_triton.engine.sequence import GroupState, Sequence
 from hf_triton.engine.types import EngineLoad, Observer, SequenceGroup, eos_ids
 from hf_triton.engine.worker import EngineThread, finish
 from hf_triton.errors import HfTritonError, RequestError
-from hf_triton.runner.cpu.attention import FastAttention
+from hf_triton.runner.cpu import fast_attention
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.forward import begin_anew
 from hf_triton.runner.padding import pad
@@ -74,7 +74,7 @@ class BatchEngine(EngineThread):
         self._is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self._asks = _Asks(model)
         self._pad_id = _pad_id(model)
-        self._attention = FastAttention(asks_torch=False)
+        self._attention = fast_attention(patches_torch=False)
         self._jobs: list[GroupState] = []
         self._thread.start()
 
@@ -188,7 +188,7 @@ class BatchEngine(EngineThread):
 
     def _is_over(self, rows: list[Sequence]) -> bool:
         """Whether nobody waits for these rows any more, or the engine is closing. Answers those who need not wait."""
-        self._cores.take()
+        self._device_context.busy()
         self._sweep_queue()
         for job in self._jobs:
             if not job.is_finished:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.types import Engine, Observer
 from hf_triton.errors import CheckpointError
-from hf_triton.runner.cpu.attention import FastAttention
+from hf_triton.runner.cpu import fast_attention
 from hf_triton.runner.faults import described
 from hf_triton.runner.long_rope import has_long_rope
 from hf_triton.runner.probe import Sharing, asks_for, probe_batching, probe_continuous_batching
@@ -149,7 +149,7 @@ def _sharing(model: Any, context_length: int) -> Sharing:
         CheckpointError: It cannot even run alone.
     """
     try:
-        with FastAttention(asks_torch=False):  # as the engine has it: a kernel is compiled now
+        with fast_attention(patches_torch=False):  # as the engine has it: a kernel is compiled now
             sharing = probe_batching(model)
     except Exception as error:
         raise CheckpointError(

@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from hf_triton.engine.prefill import Prefill, PrefillRequest, are_worth_one_batch, chunk_sizes_for, num_padded
+from hf_triton.engine.prefill import Prefill, PrefillRequest, are_worth_one_batch, num_padded
 from hf_triton.engine.prefill_delay import PrefillDelay
 from hf_triton.engine.prefix_cache import HybridPrefixCache, LayerContents, Prefix, PrefixCache
 from hf_triton.engine.sequence import GroupState, Sequence, Step
@@ -29,6 +29,7 @@ from hf_triton.engine.worker import EngineThread, ending_in_queue, finish
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError
 from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.decode import Decoder, DecodingMode
+from hf_triton.runner.device import chunk_sizes_for
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.kv_cache import buffer_tokens

@@ -5,53 +5,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final
 
 import torch
 from transformers.cache_utils import DynamicLayer
 
 from hf_triton.engine.prefix_cache import LayerContents, Prefix
 from hf_triton.engine.sequence import Sequence
+from hf_triton.runner.device import chunk_sizes_for
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.padding import pad
 from hf_triton.runner.states import TextStates, go_on_from, text_states
 from hf_triton.sampling.logprobs import token_logprobs
 from hf_triton.sampling.types import TokenLogprobs
-
-
-@dataclass(frozen=True)
-class ChunkSizes:
-    """How many tokens to read at a time on one kind of device, padding counted."""
-
-    alone: int
-    in_company: int
-    """While rows run, which wait for a piece between two of their steps."""
-    per_weights: int
-    """Computed in about the time in which a forward's weights are read and its operations begun."""
-    columns: float = math.inf
-    """Attention to so many columns more takes about as long as all the rest of a piece: it is divided accordingly."""
-
-    def size(self, *, has_company: bool, num_columns: int = 0) -> int:
-        """Tokens of the next piece.
-
-        Args:
-            has_company: Whether rows are running.
-            num_columns: That have been read, to which the piece's tokens attend.
-        """
-        return int(min(self.alone, self.in_company // (1 + num_columns // self.columns))) if has_company else self.alone
-
-
-CHUNK_SIZES: Final = {
-    "cpu": ChunkSizes(512, 256, per_weights=16, columns=2048),
-    "cuda": ChunkSizes(
-        1024, 512, per_weights=512
-    ),  # in company: Sarathi-Serve (Agrawal 2024), where gaps are to be short
-}
-
-
-def chunk_sizes_for(device: torch.device) -> ChunkSizes:
-    """Those of a device."""
-    return CHUNK_SIZES.get(device.type, CHUNK_SIZES["cuda"])
 
 
 @dataclass(frozen=True)

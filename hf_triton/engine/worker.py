@@ -17,7 +17,7 @@ import torch
 
 from hf_triton.engine.types import Observer, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError, UnavailableError, where
-from hf_triton.runner.cpu.threads import SharedCores
+from hf_triton.runner.device import DeviceContext
 from hf_triton.runner.faults import loggable
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class EngineThread:
         self._on_fatal = on_fatal
         self._observer = observer or Observer()
         self._device = device
-        self._cores = SharedCores(device.type)
+        self._device_context = DeviceContext(device)
         self._waiting: list[SequenceGroup] = []  # by `_rank`
         self._turns_begun: dict[int, int] = {}  # the last of each priority, some of which has left
         self._wake = threading.Condition()
@@ -148,10 +148,9 @@ class EngineThread:
 
     def _loop(self) -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # kernels that are not torch's own (Triton's) run on the thread's
+            self._device_context.begin()
             while self._wait_for_work():
-                self._cores.take()
+                self._device_context.busy()
                 self._sweep_queue()
                 self._turn()
         except BaseException as error:  # the thread's last resort: whatever it was, nobody may be left waiting
@@ -159,14 +158,14 @@ class EngineThread:
             with contextlib.suppress(Exception):  # a log that takes no line either
                 logger.error("the engine failed and stops (%s): %s", loggable(error), where(error))
         self._answer_everyone()
-        self._cores.leave()
+        self._device_context.close()
         if self._failed.is_set():
             self._on_fatal()
 
     def _wait_for_work(self) -> bool:
         with self._wake:
             if not self._has_work():
-                self._cores.leave()
+                self._device_context.idle()
             has_work = self._wake.wait_for(self._has_work, REST_S)
         if not has_work:
             self._rest()  # without the lock: `submit` does not wait for it

@@ -26,7 +26,7 @@ from hf_triton.protocol.parameters import (
     GenerationParameters,
     parse_parameters,
 )
-from hf_triton.runner.cpu.threads import SharedCores
+from hf_triton.runner.device import DeviceContext
 from hf_triton.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def _stamps(folders: tuple[Path, ...]) -> list[int]:
 
 
 def _load(folder: Path, tokenizer_folder: Path, settings: ModelSettings, placement: Placement) -> Checkpoint:
-    with SharedCores():
+    with DeviceContext():
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_triton.runner.cpu.attention import FastAttention
+from hf_triton.runner.cpu import fast_attention
 from hf_triton.runner.cuda.index_constants import IndexConstants
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.padding import pad
@@ -41,7 +41,7 @@ class Forward:
         """Whether some layers keep keys and values of every token."""
         self.reads_as_it_writes = reads_as_it_writes(model)
         """Whether a text's state is the same where its tokens were written, one by one, and where they are read."""
-        self._attention = FastAttention()
+        self._attention = fast_attention()
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._long_rope = LongRope(model) if has_long_rope(model) else None
         self.switch_length: float = self._long_rope.switch_length if self._long_rope else math.inf

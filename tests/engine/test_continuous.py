@@ -14,13 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_triton.engine import continuous as rolling
-from hf_triton.engine import prefill
 from hf_triton.engine import worker as thread
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.prefill import ChunkSizes
 from hf_triton.engine.types import Completion, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, CheckpointError, GenerationError, HfTritonError, UnavailableError
+from hf_triton.runner import device
+from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.kv_cache import KVCache
 from hf_triton.runner.kv_lanes import KVCacheLanes
 from hf_triton.sampling.params import SamplingParams
@@ -149,7 +149,7 @@ def test_a_seed_gives_the_same_texts_alone_and_in_company(
 def test_long_prompts_are_read_in_pieces_and_running_texts_go_on(
     load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(16, 16, per_weights=16))
+    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(16, 16, per_weights=16))
     model = load("llama")
     client = Client(start(model))
     items = [(prompt, SamplingParams(20)) for prompt in prompts(20, seed=3, longest=100)]
@@ -276,7 +276,7 @@ def test_faults_at_random_change_nobodys_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every failure of many rows together is survived by each of them; a row alone never fails here."""
-    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(piece, piece // 2, per_weights=16))
+    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(piece, piece // 2, per_weights=16))
     model, source = load("falcon"), random.Random(seed)
     engine = start(model)
     kinds = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")]

@@ -19,14 +19,15 @@ import pytest
 import torch
 
 from hf_triton.engine import continuous as rolling
-from hf_triton.engine import prefill
 from hf_triton.engine import prefill_delay as gathering
 from hf_triton.engine import worker as thread
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.prefill import ChunkSizes, PrefillRequest, are_worth_one_batch, chunk_sizes_for
+from hf_triton.engine.prefill import PrefillRequest, are_worth_one_batch
 from hf_triton.engine.types import Completion, Observer, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
+from hf_triton.runner import device
+from hf_triton.runner.device import ChunkSizes, chunk_sizes_for
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledTokens
 from hf_triton.testing import build_tiny_checkpoint
@@ -383,7 +384,7 @@ def test_best_of_gives_the_likeliest_texts(start: Callable[..., ContinuousBatchi
 def test_log_probabilities_are_those_of_the_models_own_logits(
     piece: int, model: Any, start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(piece, 256, per_weights=16))
+    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(piece, 256, per_weights=16))
     client = Client(start())
     plan = SamplingParams(9, logprobs=3, prompt_logprobs=2, repetition_penalty=1.4)
     items = prompts(12, seed=21, longest=50)
@@ -419,7 +420,7 @@ def test_a_small_memory_is_never_overrun_and_changes_nobodys_text(
     start: Callable[..., ContinuousBatchingEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(piece, piece // 2, per_weights=16))
+    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(piece, piece // 2, per_weights=16))
     source = random.Random(max_tokens)
     engine = start(max_rows=8, max_cache_tokens=max_tokens)
     most: list[int] = []
@@ -841,7 +842,7 @@ def test_short_prompts_pass_long_ones_that_are_read_whole(start: Callable[..., C
 def test_running_rows_wait_for_one_piece_at_most(
     start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(512, 70, per_weights=16))
+    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(512, 70, per_weights=16))
     engine = start()
     forwards, company = Forwards(engine), list[threading.Semaphore]()
 

@@ -12,12 +12,12 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 
-from hf_triton.engine import prefill
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.prefill import ChunkSizes
 from hf_triton.engine.types import Observer, SequenceGroup
+from hf_triton.runner import device
 from hf_triton.runner.decode import DecodingMode
+from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
@@ -92,7 +92,7 @@ def test_hooks_around_the_module_stay() -> None:
 def test_long_texts_are_read_in_pieces_beside_running_ones(
     decoding: DecodingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=16))
+    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=16))
     items = [(text(length, seed=length), SamplingParams(30)) for length in (12, 100, 30, 41, 70, 39, 40, 5, 120)]
     model = phi3()
     with closing(ContinuousBatchingEngine(model, max_rows=4, decoding=decoding)) as engine:
@@ -170,7 +170,7 @@ def test_a_drawn_text_is_the_same_in_company(decoding: DecodingMode) -> None:
 
 
 def test_log_probabilities_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=16))
+    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=16))
     model, prompt = phi3(), text(60)
     with torch.inference_mode():
         logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine import prefill
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.prefill import ChunkSizes
+from hf_triton.runner import device
 from hf_triton.runner import kv_cache as cache
+from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.probe import probe_continuous_batching
 from hf_triton.sampling.params import SamplingParams
@@ -61,7 +61,7 @@ def test_tokens_that_see_those_behind_them_are_not_for_rows() -> None:
 def test_a_long_prompt_is_read_at_once_beside_running_texts(
     model: Any, reads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=4))
+    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=4))
     source = random.Random(1)
     items = [
         ([source.randrange(3, 300) for _ in range(length)], SamplingParams(num_new))

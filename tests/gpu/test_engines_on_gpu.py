@@ -13,12 +13,12 @@ import pytest
 import torch
 from accelerate import dispatch_model
 
-from hf_triton.engine import prefill
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.prefill import ChunkSizes
 from hf_triton.hub.checkpoint import Checkpoint, Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
+from hf_triton.runner import device
 from hf_triton.runner.decode import DecodingMode
+from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SequenceSampler, sample_tokens
 from hf_triton.settings import ModelSettings
@@ -64,7 +64,7 @@ def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: Dec
 def test_states_on_a_device_are_gone_on_from(
     name: str, decoding: DecodingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prefill.CHUNK_SIZES, "cuda", ChunkSizes(64, 32, per_weights=4))
+    monkeypatch.setitem(device.CHUNK_SIZES, "cuda", ChunkSizes(64, 32, per_weights=4))
     plain, shares = build(*CONTINUOUS[name]), Shares()
     model = copy.deepcopy(plain).to("cuda")
     with closing(ContinuousBatchingEngine(model, max_rows=5, decoding=decoding, observer=shares)) as engine:

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine import prefill
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.prefill import ChunkSizes, Prefill
+from hf_triton.engine.prefill import Prefill
 from hf_triton.engine.sequence import GroupState
 from hf_triton.engine.types import Completion, Observer, Outcome, SequenceGroup, SequenceObserver
 from hf_triton.errors import RequestError
+from hf_triton.runner import device
 from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.decode import DecodingMode
+from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.kv_cache import COLUMN_STEP, KVCache
 from hf_triton.runner.states import states_of
@@ -57,7 +58,7 @@ def check(model: Any, client: Client, items: list[tuple[list[int], SamplingParam
 def test_prompts_are_read_in_pieces_beside_running_texts(
     piece: int, model: Any, mode: DecodingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(64, piece, per_weights=16))
+    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(64, piece, per_weights=16))
     items = requests(40, random.Random(piece))
     with closing(ContinuousBatchingEngine(model, max_rows=7, decoding=mode)) as engine:
         client = Client(engine)
@@ -70,7 +71,7 @@ def test_many_short_prompts_at_once_have_pieces_of_more_than_their_padding(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single column is taken to hold a token of every row, which padding is not."""
-    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(64, 1, per_weights=16))
+    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(64, 1, per_weights=16))
     items = [(prompt, SamplingParams(1 + index % 7)) for index, prompt in enumerate(prompts(60, longest=4))]
     with closing(ContinuousBatchingEngine(model, max_rows=20)) as engine:
         client = Client(engine)
@@ -82,7 +83,7 @@ def test_many_short_prompts_at_once_have_pieces_of_more_than_their_padding(
 @pytest.mark.parametrize("name", ["mamba2", "granite4"])
 def test_no_token_of_a_prompt_is_read_as_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the time step is limited, transformers limits it while it reads a prompt and not in a step."""
-    monkeypatch.setitem(prefill.CHUNK_SIZES, "cpu", ChunkSizes(16, 16, per_weights=8))
+    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(16, 16, per_weights=8))
     config_name, arguments = STATES[name]
     model = build(config_name, arguments | {"time_step_limit": (0.0, 0.1)})
     items = [(random_tokens(length, length), SamplingParams(12)) for length in (1, 2, 16, 17, 18, 33, 49, 50)]

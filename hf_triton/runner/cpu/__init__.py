@@ -1,2 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is for a CPU alone: packed weights, attention kernels, threads and the heap."""
+"""CPU inference: packed weights, kernels for decoding, threads and malloc. The rest of the package imports this alone.
+
+Importing it loads neither torch nor numba.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from hf_triton.runner.cpu.threads import SharedCores
+
+__all__ = ["SharedCores", "accelerate", "fast_attention"]
+
+
+def accelerate(model: Any, *, pack_weights: bool = True) -> None:
+    """Prepare a loaded model for inference, in place; a model on another device stays as it is.
+
+    Args:
+        model: A transformers model in eval mode.
+        pack_weights: Whether its linear layers get the layout that oneDNN computes with.
+    """
+    if model.device.type != "cpu":
+        return
+    from hf_triton.runner.cpu.malloc import keep_freed_memory
+    from hf_triton.runner.cpu.packing import pack
+
+    keep_freed_memory()
+    if pack_weights:
+        pack(model)
+
+
+def fast_attention(*, patches_torch: bool = True) -> AbstractContextManager[None]:
+    """A context for forwards in one thread at a time; it may be entered again and again.
+
+    Args:
+        patches_torch: Whether to serve models that call torch's attention themselves; `torch.compile` must not be
+            used inside then.
+    """
+    from hf_triton.runner.cpu.attention import FastAttention
+
+    return FastAttention(asks_torch=patches_torch)

@@ -99,10 +99,14 @@ class SharedCores:
         self.take()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Be idle, and restore torch's number of threads."""
         self.leave()
         if self._num_alone:
             _compute_with(self._num_alone)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _most_threads(self) -> int:
         import torch  # now, as it takes seconds of a core

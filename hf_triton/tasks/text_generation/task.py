@@ -359,16 +359,12 @@ def build_text_generation(
         LoadError: No engine can run the model, or the folder's defaults contradict it.
     """
     from hf_triton.engine.choose import build_engine
-    from hf_triton.runner.cpu.malloc import keep_freed_memory
-    from hf_triton.runner.cpu.packing import pack
-    from hf_triton.runner.cpu.threads import SharedCores
+    from hf_triton.runner.cpu import accelerate
+    from hf_triton.runner.device import DeviceContext
 
-    if checkpoint.model.device.type == "cpu":
-        keep_freed_memory()
     codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
-    with SharedCores(checkpoint.model.device.type):
-        if settings.pack_weights:
-            pack(checkpoint.model)
+    with DeviceContext(checkpoint.model.device):
+        accelerate(checkpoint.model, pack_weights=settings.pack_weights)
         engine = build_engine(
             checkpoint.model,
             settings.engine,

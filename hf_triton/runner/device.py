@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine knows of its device: prefill chunk sizes, and CPU cores or a CUDA context for its thread."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
+
+from hf_triton.runner.cpu import SharedCores
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """Tokens of a prefill chunk on one kind of device, padding counted."""
+
+    alone: int
+    """While no sequence is decoding."""
+    in_company: int
+    """While sequences are decoding: their next step waits for the chunk."""
+    per_weights: int
+    """Tokens whose computation takes about as long as reading the weights and launching a forward's operations."""
+    columns: float = math.inf
+    """Cached tokens whose attention takes about as long as the rest of a chunk; longer contexts get shorter chunks."""
+
+    def size(self, *, has_company: bool, num_columns: int = 0) -> int:
+        """Tokens of the next chunk.
+
+        Args:
+            has_company: Whether sequences are decoding.
+            num_columns: Cached tokens that the chunk attends to.
+        """
+        return int(min(self.alone, self.in_company // (1 + num_columns // self.columns))) if has_company else self.alone
+
+
+CHUNK_SIZES: Final = {
+    "cpu": ChunkSizes(512, 256, per_weights=16, columns=2048),
+    "cuda": ChunkSizes(1024, 512, per_weights=512),  # 512 bounds the stalls: Sarathi-Serve (Agrawal 2024)
+}
+"""By torch's device type; other accelerators take CUDA's."""
+
+
+def chunk_sizes_for(device: torch.device) -> ChunkSizes:
+    """The prefill chunk sizes of a device."""
+    return CHUNK_SIZES.get(device.type, CHUNK_SIZES["cuda"])
+
+
+class DeviceContext:
+    """A model's device, as the thread that computes on it uses it.
+
+    As a context manager it is busy inside and closed afterwards: for loading a model.
+
+    Args:
+        device: Of the model's input embedding; None before torch is imported, for the CPU.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._cores = SharedCores() if device is None or device.type == "cpu" else None
+
+    @property
+    def chunk_sizes(self) -> ChunkSizes:
+        """Tokens of a prefill chunk."""
+        return CHUNK_SIZES["cpu"] if self._device is None else chunk_sizes_for(self._device)
+
+    def begin(self) -> None:
+        """Prepare the calling thread: kernels outside torch (Triton's) run on the thread's current CUDA device."""
+        if self._device is not None and self._device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(self._device)
+
+    def busy(self) -> None:
+        """Take a share of the CPU cores before a step; cheap enough to call before each (microseconds)."""
+        if self._cores is not None:
+            self._cores.take()
+
+    def idle(self) -> None:
+        """Leave the CPU cores to other models."""
+        if self._cores is not None:
+            self._cores.leave()
+
+    def close(self) -> None:
+        """Leave the CPU cores and restore torch's number of threads."""
+        if self._cores is not None:
+            self._cores.close()
+
+    def __enter__(self) -> Self:
+        self.begin()
+        self.busy()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
