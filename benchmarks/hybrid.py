@@ -90,7 +90,6 @@ def measure(model: Any, wanted: EngineName, num_requests: int) -> float:
         model,
         wanted,
         max_rows=WIDTH,
-        max_waiting=len(requests),
         max_cache_tokens=None,
         shares_prefixes=True,
         decoding="auto",

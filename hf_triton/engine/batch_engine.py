@@ -29,7 +29,6 @@ from hf_triton.sampling.sampler import sample_tokens
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING: Final = 4096
 ENCODER_HISTORY: Final = ("encoder_no_repeat_ngram_size", "encoder_repetition_penalty")
 HISTORY: Final = (*ENCODER_HISTORY, "bad_words_ids", "sequence_bias", "min_length", "forced_bos_token_id")
 """Settings of a checkpoint's generation_config by which `generate` looks back at what a row has read, padding too."""
@@ -46,7 +45,6 @@ class BatchEngine(EngineThread):
     Args:
         model: A transformers model that generates, in eval mode, on its device.
         max_rows: The most texts that are written at a time.
-        max_waiting: The most sequences that wait.
         context_length: Tokens that a padded prompt and the longest continuation of its batch may have together.
         sharing: Which prompts may share a batch with this model: `padded` ones of any length, those of `equal_length`,
             or none, each row `alone` (see `probe_batching`).
@@ -59,13 +57,12 @@ class BatchEngine(EngineThread):
         model: Any,
         *,
         max_rows: int,
-        max_waiting: int = MAX_WAITING,
         context_length: int,
         sharing: Sharing,
         on_fatal: Callable[[], None] = lambda: None,
         observer: Observer | None = None,
     ) -> None:
-        super().__init__(max_waiting, on_fatal, observer, model.get_input_embeddings().weight.device)
+        super().__init__(on_fatal, observer, model.get_input_embeddings().weight.device)
         self._model = model
         self._max_rows = max_rows
         self._context_length = context_length
@@ -88,7 +85,7 @@ class BatchEngine(EngineThread):
     def load(self) -> EngineLoad:
         """What it has in hand; from any thread, and not quite at one moment."""
         num_running = sum(not row.is_done for job in self._jobs for row in job.rows)
-        return EngineLoad(len(self._waiting), num_running)
+        return EngineLoad(len(self._waiting), num_running, num_free_slots=max(0, self._max_rows - num_running))
 
     def _is_busy(self) -> bool:
         return bool(self._unfinished())

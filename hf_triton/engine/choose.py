@@ -59,7 +59,6 @@ def build_engine(
     wanted: EngineName,
     *,
     max_rows: int,
-    max_waiting: int,
     max_cache_tokens: int | None,
     shares_prefixes: bool,
     decoding: DecodingMode,
@@ -73,7 +72,6 @@ def build_engine(
         model: In eval mode, on its device.
         wanted: `auto` takes the rolling engine where it gives what the model's own `generate` gives.
         max_rows: Texts that are written at a time.
-        max_waiting: Prompts that wait; beyond it, they are refused.
         max_cache_tokens: The rolling engine's key/value memory; None: what the device has free.
         shares_prefixes: Whether the rolling engine computes the common beginning of prompts only once.
         decoding: How the rolling engine runs a step.
@@ -102,7 +100,6 @@ def build_engine(
         return ContinuousBatchingEngine(
             model,
             max_rows=max_rows,
-            max_waiting=max_waiting,
             max_cache_tokens=max_cache_tokens,
             shares_prefixes=shares_prefixes,
             prefills_whole=reading == "whole",
@@ -125,7 +122,6 @@ def build_engine(
     return BatchEngine(
         model,
         max_rows=max_rows,
-        max_waiting=max_waiting,
         context_length=context_length,
         sharing=sharing,
         on_fatal=on_fatal,

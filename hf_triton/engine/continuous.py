@@ -41,7 +41,6 @@ from hf_triton.sampling.sampler import SampledTokens, sample_tokens
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING: Final = 4096
 NO_ROOM_S: Final = 5.0
 """How long a context waits for others on the device to give memory back, before it is refused."""
 NO_ROOM_POLL_S: Final = 0.02
@@ -60,7 +59,6 @@ class ContinuousBatchingEngine(EngineThread):
     Args:
         model: A decoder-only transformers model with a key/value cache, in eval mode, on its device.
         max_rows: The most texts that are written at a time.
-        max_waiting: The most sequences that wait.
         max_cache_tokens: Tokens of key/value memory, padding counted; None: what the device has free.
         shares_prefixes: Whether a prompt that begins as an earlier text does takes that part over.
         prefills_whole: Whether a context is prefilled in one chunk (`probe_continuous_batching`); then none is cached.
@@ -74,7 +72,6 @@ class ContinuousBatchingEngine(EngineThread):
         model: Any,
         *,
         max_rows: int,
-        max_waiting: int = MAX_WAITING,
         max_cache_tokens: int | None = None,
         shares_prefixes: bool = True,
         prefills_whole: bool = False,
@@ -83,7 +80,7 @@ class ContinuousBatchingEngine(EngineThread):
         observer: Observer | None = None,
     ) -> None:
         self._forward = Forward(model)
-        super().__init__(max_waiting, on_fatal, observer, self._forward.device)
+        super().__init__(on_fatal, observer, self._forward.device)
         self._decoder = Decoder(self._forward, decoding)
         if max_cache_tokens is not None and not self._forward.has_keys:
             logger.warning("the setting max_cache_tokens does nothing for a model without keys and values")
@@ -141,7 +138,7 @@ class ContinuousBatchingEngine(EngineThread):
         """What it has in hand; from any thread, and not quite at one moment."""
         num_running = len(self._rows) + len(self._rows_in_prefill())
         num_waiting = len(self._waiting) + len(self._admitting) + len(self._ready)
-        return EngineLoad(num_waiting, num_running, self._num_used(), self._budget.allowed)
+        return EngineLoad(num_waiting, num_running, self._num_used(), self._budget.allowed, self._num_free_rows())
 
     def _num_free_rows(self) -> int:
         num_taken = len(self._admitting) + len(self._ready)

@@ -97,6 +97,8 @@ class EngineLoad:
     """Tokens of key/value memory, padding counted; 0 where the engine does not manage it."""
     max_used_tokens: int = 0
     """How many it may hold now."""
+    num_free_slots: int = 0
+    """Sequences that could start at the next step, were they in the queue; those in it are not subtracted."""
 
 
 class SequenceObserver:

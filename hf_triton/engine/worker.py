@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that an engine runs in: a bounded queue, and the promise that everyone in it gets exactly one outcome."""
+"""The thread that an engine runs in: a queue, and the promise that everyone in it gets exactly one outcome."""
 
 from __future__ import annotations
 
@@ -31,21 +31,17 @@ REST_S: Final = 10.0
 class EngineThread:
     """Queues sequences and calls `_turn` in a thread of its own, until it is closed or fails.
 
-    A subclass writes `_turn`, `_is_busy` and `_unfinished`, and `misfit`, `_num_free_rows` and `_rest` as it needs.
+    A subclass writes `_turn`, `_is_busy` and `_unfinished`, and `admission_error` and `_rest` as it needs.
     It takes sequences from `_waiting` under the lock `_wake`, tells `_note_leaving` which was the first of them, and
     starts `_thread` when it is ready to.
 
     Args:
-        max_waiting: Sequences that may wait; beyond it, they are refused at once.
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered everyone.
         observer: Is told what the engine does.
         device: Where the model's embedding is.
     """
 
-    def __init__(
-        self, max_waiting: int, on_fatal: Callable[[], None], observer: Observer | None, device: torch.device
-    ) -> None:
-        self._max_waiting = max_waiting
+    def __init__(self, on_fatal: Callable[[], None], observer: Observer | None, device: torch.device) -> None:
         self._on_fatal = on_fatal
         self._observer = observer or Observer()
         self._device = device
@@ -66,10 +62,6 @@ class EngineThread:
         """Why a sequence could never run here; None where it could. From any thread."""
         return None
 
-    def _num_free_rows(self) -> int:
-        """How many of those that wait are about to be taken. Called in the thread of `submit`."""
-        return 0
-
     def _rest(self) -> None:
         """Give memory back. Called when there has been nothing to do for `REST_S`."""
 
@@ -87,7 +79,7 @@ class EngineThread:
         """Queue the sequences of one request and return at once; all of them, or none."""
         admission_error = next((error for sequence in sequences if (error := self.admission_error(sequence))), None)
         with self._wake:
-            rejection = admission_error or self.rejection() or self._queue_rejection(len(sequences))
+            rejection = admission_error or self.rejection()
             if rejection is None:
                 for sequence in self._with_turns(sequences):
                     bisect.insort(self._waiting, sequence, key=_rank)
@@ -137,12 +129,6 @@ class EngineThread:
         if self._closing.is_set():
             return ShuttingDownError()
         return None
-
-    def _queue_rejection(self, num_new: int) -> HfTritonError | None:
-        num_waiting = len(self._waiting) - self._num_free_rows()  # the others only wait for the next step
-        if num_waiting <= 0 or num_waiting + num_new <= self._max_waiting:
-            return None  # one request alone may be of any size
-        return queue_full(num_waiting, self._max_waiting)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 

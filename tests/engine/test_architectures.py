@@ -3,9 +3,7 @@
 
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,27 +12,13 @@ from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.runner.cpu import attention
 from hf_triton.runner.cpu import decode_attention as one_token
-from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import ARCHITECTURES
-from tests.engine.test_continuous import NOT_ROLLING, Client, start_engine, token_ids
 from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build, load, requests
-from tests.support.reference import solo_ids
+from tests.support.engine import NOT_ROLLING, Client, check, start_engine
 
 NUM_REQUESTS = 120
 NUM_BATCH_REQUESTS = 24
 SHIPPED = [name for name in ARCHITECTURES if name not in NOT_ROLLING]
-
-
-def check(model: Any, client: Client, items: list[tuple[list[int], SamplingParams]], pause: Callable[[], None]) -> None:
-    wanted = [  # before: Reformer's hashes are drawn from torch's generator, which all threads share
-        solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
-        for prompt, plan in items
-    ]
-    for item in items:
-        client.submit(*item)
-        pause()
-    assert [token_ids(outcome) for outcome in client.outcomes()] == [[ids] for ids in wanted]
-    assert len({tuple(ids) for ids in wanted}) > len(items) / 3  # the text does depend on the prompt
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])

@@ -579,19 +579,6 @@ def test_a_cancel_is_seen_within_one_step(
     assert len(asked.told) == 4
 
 
-def test_a_full_queue_refuses_at_once(llama: Any) -> None:
-    first, second, third = (Asked([5, 6], SamplingParams(2)) for _ in range(3))
-    with Bench(llama, max_waiting=2) as bench:
-        with bench.engine._wake:
-            for each in (first, second, third):
-                bench.engine.submit([each.sequence()])
-            assert third.is_done.is_set()
-            assert not first.is_done.is_set()
-        assert isinstance(third.outcome, UnavailableError)
-        assert third.outcome.code == "queue_full"
-        assert first.token_ids == second.token_ids
-
-
 def test_the_lower_priority_number_goes_first(llama: Any) -> None:
     order: list[int] = []
     places = [5, 0, 5, -1, 0]
@@ -619,7 +606,6 @@ def test_a_checkpoint_that_limits_the_time_ends_texts_with_it(llama: Any, monkey
 
 CHOICE = {
     "max_rows": 4,
-    "max_waiting": 10,
     "max_cache_tokens": None,
     "shares_prefixes": True,
     "decoding": "auto",

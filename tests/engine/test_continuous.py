@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_triton.engine import continuous as rolling
 from hf_triton.engine import worker as thread
-from hf_triton.engine.choose import build_engine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Completion, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, CheckpointError, GenerationError, HfTritonError, UnavailableError
@@ -26,12 +25,10 @@ from hf_triton.runner.kv_lanes import KVCacheLanes
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import BASE, CONTINUOUS, HEADS, WINDOWS, build
+from tests.support.engine import NOT_ROLLING, WAIT_S, Client, Faulty, prompts, slow_down, start_engine, token_ids
 from tests.support.reference import load_reference, solo_ids
 
 LLAMA4 = CONTINUOUS["llama4"][1]
-
-NOT_ROLLING = ("t5", "bart", "rwkv")
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -48,40 +45,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return load
 
 
-class Client:
-    """Submits to an engine and collects outcomes; a second outcome for one sequence fails."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._lock = threading.Condition()
-        self._outcomes: dict[int, Outcome] = {}
-        self._count = 0
-
-    def submit(
-        self, prompt: list[int], plan: SamplingParams, is_cancelled: Callable[[], bool] = lambda: False, **options: Any
-    ) -> int:
-        number = self._count
-        self._count += 1
-
-        def finish(outcome: Outcome) -> None:
-            with self._lock:
-                assert number not in self._outcomes, "a second outcome"
-                self._outcomes[number] = outcome
-                self._lock.notify_all()
-
-        self._engine.submit([SequenceGroup(prompt, plan, finish, is_cancelled, **options)])
-        return number
-
-    def outcomes(self) -> list[Outcome]:
-        with self._lock:
-            assert self._lock.wait_for(lambda: len(self._outcomes) == self._count, WAIT_S), "somebody was not answered"
-            return [self._outcomes[number] for number in range(self._count)]
-
-    def ask(self, prompt: list[int], plan: SamplingParams, **options: Any) -> Outcome:
-        self.submit(prompt, plan, **options)
-        return self.outcomes()[-1]
-
-
 @pytest.fixture(params=["eager", "static"])
 def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., ContinuousBatchingEngine]]:
     engines: list[ContinuousBatchingEngine] = []
@@ -93,22 +56,6 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., ContinuousBa
     yield start
     for engine in engines:
         engine.close()
-
-
-def start_engine(model: Any, **options: Any) -> Any:
-    """The engine that a folder without settings gets."""
-    defaults = {"max_waiting": 1000, "max_cache_tokens": None, "shares_prefixes": True, "decoding": "auto"}
-    return build_engine(model, "auto", **{**defaults, "on_fatal": lambda: None, **options})
-
-
-def prompts(count: int, seed: int, longest: int = 60) -> list[list[int]]:
-    source = random.Random(seed)
-    return [[source.randrange(3, 380) for _ in range(source.randrange(1, longest))] for _ in range(count)]
-
-
-def token_ids(outcome: Outcome) -> list[list[int]]:
-    assert isinstance(outcome, list), outcome
-    return [completion.token_ids for completion in outcome]
 
 
 def reference(model: Any, prompt: list[int], plan: SamplingParams) -> list[int]:
@@ -169,33 +116,6 @@ def test_eos_ends_a_text_and_is_not_part_of_it(
     engine._eos_ids = frozenset([whole[4]])
     end = whole.index(whole[4])
     assert Client(engine).ask(prompt, plan) == [Completion(whole[:end], "eos")]
-
-
-class Faulty:
-    """The engine's model, which fails when `is_hit`, asked with the number of rows and the new tokens, says so."""
-
-    def __init__(
-        self, engine: ContinuousBatchingEngine, is_hit: Callable[[int, list[int]], bool], error: Exception
-    ) -> None:
-        self._model, self._is_hit, self._error = engine._forward._model, is_hit, error
-        self.num_hits = 0
-        engine._forward._model = self
-
-    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
-        if self._is_hit(len(input_ids), input_ids.flatten().tolist()):
-            self.num_hits += 1
-            raise self._error
-        return self._model(input_ids=input_ids, **arguments)
-
-
-def slow_down(engine: ContinuousBatchingEngine, pause_s: float = 0.005) -> None:
-    """Give every forward of a tiny model the time that a real one takes."""
-
-    def pause(*_: object) -> bool:
-        time.sleep(pause_s)
-        return False
-
-    Faulty(engine, pause, RuntimeError())
 
 
 POISON = 377

@@ -32,8 +32,8 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledTokens
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
-from tests.engine.test_continuous import Client, Faulty, prompts, slow_down, token_ids
 from tests.support.architectures import BASE, build
+from tests.support.engine import Client, Faulty, prompts, slow_down, token_ids
 from tests.support.reference import load_reference, solo_ids
 
 PROMPT = [5, 6, 7, 8]
@@ -192,32 +192,8 @@ def test_a_cancelled_text_takes_part_in_no_further_step(start: Callable[..., Con
 # --- the queue -------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_refuses_at_once_and_a_request_goes_in_whole_or_not_at_all(
-    start: Callable[..., ContinuousBatchingEngine],
-) -> None:
-    engine = start(max_rows=1, max_waiting=3)
-    slow_down(engine, 0.02)
-    client = Client(engine)
-    started = threading.Event()
-
-    def listen(*_: int) -> bool:
-        started.set()
-        return False
-
-    client.submit(PROMPT, SamplingParams(60), on_token=listen)
-    assert started.wait(60)  # it runs: the others wait
-    for _ in range(2):
-        client.submit(PROMPT, SamplingParams(1))
-    refused: list[Outcome] = []
-    engine.submit([SequenceGroup(PROMPT, SamplingParams(1), refused.append) for _ in range(2)])
-    assert [error_code(each) for each in refused] == ["queue_full"] * 2
-    assert "2 prompts are waiting and 3 may" in str(refused[0])
-    client.submit(PROMPT, SamplingParams(1))
-    assert all(isinstance(outcome, list) for outcome in client.outcomes())
-
-
 def test_a_folders_code_that_waits_keeps_nobody_from_the_queue(start: Callable[..., ContinuousBatchingEngine]) -> None:
-    engine, refused = start(max_rows=2, max_waiting=1), list[Outcome]()
+    engine = start(max_rows=2)
     client, is_entered, may_go = Client(engine), threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -229,11 +205,9 @@ def test_a_folders_code_that_waits_keeps_nobody_from_the_queue(start: Callable[.
     with ThreadPoolExecutor(1) as pool:
         others = [pool.submit(client.submit, PROMPT, SamplingParams(3)) for _ in range(2)]
         wait_for(others, 30)
-        engine.submit([SequenceGroup(PROMPT, SamplingParams(3), refused.append)])
         are_taken = [each.done() for each in others]
         may_go.set()
     assert are_taken == [True, True]
-    assert [error_code(each) for each in refused] == ["queue_full"]
     assert all(isinstance(outcome, list) for outcome in client.outcomes())
 
 
@@ -266,15 +240,15 @@ def test_a_failed_engine_answers_everyone_though_the_log_takes_no_line(
     assert not engine.is_healthy()
 
 
-def test_who_only_waits_for_the_next_step_is_not_in_the_queue(start: Callable[..., ContinuousBatchingEngine]) -> None:
-    engine, refused = start(max_rows=4, max_waiting=2), list[Outcome]()
+def test_the_load_tells_free_slots(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    engine = start(max_rows=4)
     client = Client(engine)
-    with engine._wake:  # it takes nobody meanwhile
+    assert engine.load().num_free_slots == 4
+    with engine._wake:  # it takes none meanwhile
         for _ in range(6):
             client.submit(PROMPT, SamplingParams(3))
-        engine.submit([SequenceGroup(PROMPT, SamplingParams(3), refused.append)])
-    assert [error_code(each) for each in refused] == ["queue_full"]
-    assert "2 prompts are waiting and 2 may" in str(refused[0])
+        load = engine.load()
+    assert (load.num_waiting, load.num_free_slots) == (6, 4)
     assert all(isinstance(outcome, list) for outcome in client.outcomes())
 
 

@@ -14,7 +14,7 @@ class Idle(EngineThread):
     """An engine without a model."""
 
     def __init__(self, device: str) -> None:
-        super().__init__(1, lambda: None, None, torch.device(device))
+        super().__init__(lambda: None, None, torch.device(device))
         self._thread.start()
 
     def _is_busy(self) -> bool:

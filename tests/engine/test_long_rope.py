@@ -21,8 +21,8 @@ from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
-from tests.engine.test_continuous import Client, start_engine, token_ids
 from tests.support.architectures import BASE, CONTINUOUS, build
+from tests.support.engine import Client, start_engine, token_ids
 from tests.support.reference import solo_ids
 
 SWITCH = 40
@@ -114,7 +114,7 @@ def test_long_and_short_texts_are_not_read_together() -> None:
 
 def test_the_batch_engine_runs_each_text_alone() -> None:
     model, items = phi3(), [(text(length, seed=length), SamplingParams(20)) for length in (30, 38, 5, 60, 25)]
-    options: dict[str, Any] = {"max_waiting": 99, "max_cache_tokens": None, "shares_prefixes": True}
+    options: dict[str, Any] = {"max_cache_tokens": None, "shares_prefixes": True}
     with closing(
         build_engine(model, "batch", max_rows=4, context_length=256, decoding="auto", on_fatal=lambda: None, **options)
     ) as engine:

@@ -17,7 +17,7 @@ from hf_triton.engine.types import Completion
 from hf_triton.runner.padding import pad
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
-from tests.engine.test_continuous import Client, prompts
+from tests.support.engine import Client, prompts
 from tests.support.reference import load_reference
 
 NUM_NEW = 24

@@ -16,10 +16,8 @@ from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.probe import probe_continuous_batching
 from hf_triton.sampling.params import SamplingParams
-from tests.engine.test_architectures import check
-from tests.engine.test_continuous import Client, start_engine, token_ids
-from tests.models.test_states import PutBack, Shares
 from tests.support.architectures import BASE, CONTINUOUS, HEADS, WHOLE, build, requests
+from tests.support.engine import Client, PreemptCounter, PrefixHits, check, start_engine, token_ids
 from tests.support.reference import solo_ids
 
 
@@ -77,7 +75,7 @@ def test_a_long_prompt_is_read_at_once_beside_running_texts(
 
 
 def test_nothing_is_shared_and_the_log_says_so(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    prompt, shares = list(range(3, 60)), Shares()
+    prompt, shares = list(range(3, 60)), PrefixHits()
     with caplog.at_level(logging.INFO, logger="hf_triton"):
         engine = start_engine(model, max_rows=4, context_length=256, observer=shares)
     assert "each prompt read at once, none shared" in caplog.text
@@ -93,7 +91,7 @@ def test_nothing_is_shared_and_the_log_says_so(model: Any, caplog: pytest.LogCap
 def test_texts_that_are_put_back_go_on_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "COLUMN_STEP", 16)
     model = build(*WHOLE["jamba"])
-    source, put_back = random.Random(3), PutBack()
+    source, put_back = random.Random(3), PreemptCounter()
     engine = start_engine(model, max_rows=6, context_length=256, max_cache_tokens=300, observer=put_back)
     try:
         items = [(prompt[:40], SamplingParams(60)) for prompt, _ in requests(12, source)]

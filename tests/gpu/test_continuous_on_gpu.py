@@ -17,8 +17,8 @@ from hf_triton.runner.forward import Forward
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledTokens, SequenceSampler
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.engine.test_continuous import NOT_ROLLING
 from tests.support.architectures import CONTINUOUS, WHOLE, build
+from tests.support.engine import NOT_ROLLING
 from tests.support.reference import solo_ids
 from tests.support.running_texts import Texts, prompts, schedule
 from tests.support.simulated_gpu import HAS_GPU, Device

@@ -23,9 +23,8 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SequenceSampler, sample_tokens
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import build_tiny_checkpoint
-from tests.engine.test_continuous import Client, start_engine, token_ids
-from tests.models.test_states import Shares
 from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build
+from tests.support.engine import Client, PrefixHits, start_engine, token_ids
 from tests.support.reference import load_reference, solo_ids
 from tests.support.running_texts import prompts
 from tests.support.sampling import ONE_BY_ONE, VOCABULARY, Text
@@ -65,7 +64,7 @@ def test_states_on_a_device_are_gone_on_from(
     name: str, decoding: DecodingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(device.CHUNK_SIZES, "cuda", ChunkSizes(64, 32, per_weights=4))
-    plain, shares = build(*CONTINUOUS[name]), Shares()
+    plain, shares = build(*CONTINUOUS[name]), PrefixHits()
     model = copy.deepcopy(plain).to("cuda")
     with closing(ContinuousBatchingEngine(model, max_rows=5, decoding=decoding, observer=shares)) as engine:
         check(engine, model if HAS_GPU else plain)

@@ -20,7 +20,7 @@ from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
-from tests.engine.test_continuous import Client, start_engine
+from tests.support.engine import Client, start_engine
 from tests.support.running_texts import Texts, prompts
 
 ROWS, HEADS, NEW, COLUMNS, SIZE = 3, 5, 4, 9, 8

@@ -15,8 +15,8 @@ from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.kv_cache import KVCache
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.engine.test_continuous import NOT_ROLLING
 from tests.support.architectures import CONTINUOUS, NEO, WHOLE, build
+from tests.support.engine import NOT_ROLLING
 from tests.support.reference import solo_ids
 from tests.support.running_texts import Texts, prompts, schedule
 

@@ -16,8 +16,8 @@ from hf_triton.runner.forward import Forward
 from hf_triton.runner.kv_cache import COLUMN_STEP, KVCache, buffer_tokens
 from hf_triton.runner.kv_lanes import KVCacheLanes
 from hf_triton.sampling.params import SamplingParams
-from tests.engine.test_continuous import Client, token_ids
 from tests.support.architectures import BASE, build
+from tests.support.engine import Client, token_ids
 from tests.support.reference import solo_ids
 
 MAX_PADDING = 40

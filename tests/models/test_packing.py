@@ -19,9 +19,8 @@ from hf_triton.runner.cpu import linear as product
 from hf_triton.runner.cpu import linear_kernel as product_kernel
 from hf_triton.runner.cpu.packing import PackedLinear, pack
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.engine.test_architectures import check
-from tests.engine.test_continuous import Client, start_engine
 from tests.support.architectures import BASE, BATCH, CONTINUOUS, WHOLE, build, requests
+from tests.support.engine import Client, check, start_engine
 from tests.support.reference import load_reference, solo_ids
 
 NUM_REQUESTS = 24

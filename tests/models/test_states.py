@@ -14,7 +14,7 @@ import torch
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.prefill import Prefill
 from hf_triton.engine.sequence import GroupState
-from hf_triton.engine.types import Completion, Observer, Outcome, SequenceGroup, SequenceObserver
+from hf_triton.engine.types import Completion, Outcome, SequenceGroup, SequenceObserver
 from hf_triton.errors import RequestError
 from hf_triton.runner import device
 from hf_triton.runner.budget import TokenBudget
@@ -25,8 +25,8 @@ from hf_triton.runner.kv_cache import COLUMN_STEP, KVCache
 from hf_triton.runner.states import states_of
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledToken
-from tests.engine.test_continuous import Client, token_ids
 from tests.support.architectures import STATES, build, requests
+from tests.support.engine import Client, PreemptCounter, PrefixHits, token_ids
 from tests.support.reference import solo_ids
 from tests.support.running_texts import Texts, prompts
 
@@ -159,18 +159,11 @@ def limited(name: str, **options: Any) -> Any:
 LIMITED = [("nemotron-h", {}), ("zamba2", {}), ("granite4", {"time_step_limit": (0.3, 0.6)})]
 
 
-class PutBack(Observer):
-    num_rows = 0
-
-    def on_preempt(self, num_rows: int) -> None:
-        self.num_rows += num_rows
-
-
 @pytest.mark.parametrize(("name", "options"), LIMITED)
 def test_texts_that_are_put_back_are_written_again_where_reading_is_another_thing(
     name: str, options: dict[str, Any], mode: DecodingMode
 ) -> None:
-    model, source, put_back = limited(name, **options), random.Random(5), PutBack()
+    model, source, put_back = limited(name, **options), random.Random(5), PreemptCounter()
     items = [(random_tokens(20, source.randrange(99)), SamplingParams(120)) for _ in range(5)]
     with closing(
         ContinuousBatchingEngine(model, max_rows=5, decoding=mode, max_cache_tokens=700, observer=put_back)
@@ -333,23 +326,13 @@ def test_a_forward_that_is_no_step_leaves_the_states_as_they_were(model: Any) ->
     assert all(torch.equal(*each) for each in zip(before, after, strict=True))
 
 
-class Shares(Observer):
-    """How many first tokens of each context were known."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def on_prefix_hit(self, num_tokens: int) -> None:
-        self.counts.append(num_tokens)
-
-
 def random_tokens(length: int, seed: int) -> list[int]:
     source = random.Random(seed)
     return [source.randrange(3, 300) for _ in range(length)]
 
 
 def test_a_conversation_is_gone_on_from_its_last_turn(model: Any, mode: DecodingMode) -> None:
-    shares, history, lengths = Shares(), list[int](), list[int]()
+    shares, history, lengths = PrefixHits(), list[int](), list[int]()
     with closing(ContinuousBatchingEngine(model, max_rows=3, decoding=mode, observer=shares)) as engine:
         for turn in range(4):
             history += random_tokens(40, turn)
@@ -379,7 +362,7 @@ def test_a_state_that_has_read_the_end_of_its_text_is_not_gone_on_from(model: An
 
 
 def test_what_prompts_have_in_common_is_kept_where_they_part(model: Any) -> None:
-    shares, common = Shares(), random_tokens(50, 0)
+    shares, common = PrefixHits(), random_tokens(50, 0)
     contexts = [[*common, *random_tokens(30 + number, number + 1)] for number in range(4)]
     with closing(ContinuousBatchingEngine(model, max_rows=3, observer=shares)) as engine:
         for context in contexts:
@@ -396,7 +379,7 @@ def test_prompts_that_share_are_right_in_any_company(model: Any, mode: DecodingM
         )
         for index in range(50)
     ]
-    shares = Shares()
+    shares = PrefixHits()
     with closing(ContinuousBatchingEngine(model, max_rows=7, decoding=mode, observer=shares)) as engine:
         client = Client(engine)
         for item in items:
@@ -407,7 +390,7 @@ def test_prompts_that_share_are_right_in_any_company(model: Any, mode: DecodingM
 
 
 def test_without_sharing_nothing_is_kept(model: Any) -> None:
-    shares, context = Shares(), random_tokens(60, 0)
+    shares, context = PrefixHits(), random_tokens(60, 0)
     with closing(ContinuousBatchingEngine(model, max_rows=3, observer=shares, shares_prefixes=False)) as engine:
         for _ in range(2):
             Client(engine).ask(context, SamplingParams(8))
@@ -417,7 +400,7 @@ def test_without_sharing_nothing_is_kept(model: Any) -> None:
 
 @torch.inference_mode()
 def test_states_that_came_to_nan_are_not_gone_on_from(model: Any) -> None:
-    shares, context = Shares(), random_tokens(60, 0)
+    shares, context = PrefixHits(), random_tokens(60, 0)
     with closing(ContinuousBatchingEngine(model, max_rows=3, observer=shares)) as engine:
         Client(engine).ask(context, SamplingParams(8))
         for prefix in engine._prefixes._prefixes.values():
@@ -448,7 +431,7 @@ def test_a_common_beginning_is_shared_where_there_is_room_for_two_texts(
     _, of_states = Forward(model).memory_of_text()
     room = 2 * 4 * (of_states + 70)
     monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
-    shares, common = Shares(), random_tokens(60, 0)
+    shares, common = PrefixHits(), random_tokens(60, 0)
     with closing(ContinuousBatchingEngine(model, max_rows=3, observer=shares)) as engine:
         for seed in range(5):
             Client(engine).ask([*common, *random_tokens(4, seed + 1)], SamplingParams(5))

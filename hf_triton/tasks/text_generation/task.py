@@ -369,7 +369,6 @@ def build_text_generation(
             checkpoint.model,
             settings.engine,
             max_rows=settings.max_batch_rows,
-            max_waiting=settings.max_waiting_prompts,
             max_cache_tokens=settings.max_cache_tokens,
             shares_prefixes=settings.share_prefixes,
             decoding=settings.decoding,

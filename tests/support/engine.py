@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients of an engine, models that fail or count, and observers."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_triton.engine.choose import build_engine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.types import Observer, Outcome, SequenceGroup
+from hf_triton.sampling.params import SamplingParams
+from tests.support.reference import solo_ids
+
+NOT_ROLLING = ("t5", "bart", "rwkv")
+WAIT_S = 60.0
+
+
+class Client:
+    """Submits to an engine and collects outcomes; a second outcome for one sequence fails."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._lock = threading.Condition()
+        self._outcomes: dict[int, Outcome] = {}
+        self._count = 0
+
+    def submit(
+        self, prompt: list[int], plan: SamplingParams, is_cancelled: Callable[[], bool] = lambda: False, **options: Any
+    ) -> int:
+        number = self._count
+        self._count += 1
+
+        def finish(outcome: Outcome) -> None:
+            with self._lock:
+                assert number not in self._outcomes, "a second outcome"
+                self._outcomes[number] = outcome
+                self._lock.notify_all()
+
+        self._engine.submit([SequenceGroup(prompt, plan, finish, is_cancelled, **options)])
+        return number
+
+    def outcomes(self) -> list[Outcome]:
+        with self._lock:
+            assert self._lock.wait_for(lambda: len(self._outcomes) == self._count, WAIT_S), "somebody was not answered"
+            return [self._outcomes[number] for number in range(self._count)]
+
+    def ask(self, prompt: list[int], plan: SamplingParams, **options: Any) -> Outcome:
+        self.submit(prompt, plan, **options)
+        return self.outcomes()[-1]
+
+
+def start_engine(model: Any, **options: Any) -> Any:
+    """The engine that a folder without settings gets."""
+    defaults = {"max_cache_tokens": None, "shares_prefixes": True, "decoding": "auto"}
+    return build_engine(model, "auto", **{**defaults, "on_fatal": lambda: None, **options})
+
+
+def prompts(count: int, seed: int, longest: int = 60) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(3, 380) for _ in range(source.randrange(1, longest))] for _ in range(count)]
+
+
+def token_ids(outcome: Outcome) -> list[list[int]]:
+    assert isinstance(outcome, list), outcome
+    return [completion.token_ids for completion in outcome]
+
+
+class Faulty:
+    """The engine's model, which fails when `is_hit`, asked with the number of rows and the new tokens, says so."""
+
+    def __init__(
+        self, engine: ContinuousBatchingEngine, is_hit: Callable[[int, list[int]], bool], error: Exception
+    ) -> None:
+        self._model, self._is_hit, self._error = engine._forward._model, is_hit, error
+        self.num_hits = 0
+        engine._forward._model = self
+
+    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        if self._is_hit(len(input_ids), input_ids.flatten().tolist()):
+            self.num_hits += 1
+            raise self._error
+        return self._model(input_ids=input_ids, **arguments)
+
+
+def slow_down(engine: ContinuousBatchingEngine, pause_s: float = 0.005) -> None:
+    """Give every forward of a tiny model the time that a real one takes."""
+
+    def pause(*_: object) -> bool:
+        time.sleep(pause_s)
+        return False
+
+    Faulty(engine, pause, RuntimeError())
+
+
+def check(model: Any, client: Client, items: list[tuple[list[int], SamplingParams]], pause: Callable[[], None]) -> None:
+    wanted = [  # before: Reformer's hashes are drawn from torch's generator, which all threads share
+        solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
+        for prompt, plan in items
+    ]
+    for item in items:
+        client.submit(*item)
+        pause()
+    assert [token_ids(outcome) for outcome in client.outcomes()] == [[ids] for ids in wanted]
+    assert len({tuple(ids) for ids in wanted}) > len(items) / 3  # the text does depend on the prompt
+
+
+class PreemptCounter(Observer):
+    """Counts the running sequences that are preempted."""
+
+    num_rows = 0
+
+    def on_preempt(self, num_rows: int) -> None:
+        self.num_rows += num_rows
+
+
+class PrefixHits(Observer):
+    """Notes the cached tokens of each context."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_prefix_hit(self, num_tokens: int) -> None:
+        self.counts.append(num_tokens)
