@@ -224,7 +224,7 @@ def test_who_is_admitted_when_the_engine_fails_is_answered(
     client.submit(PROMPT, SamplingParams(3), logits_processor=panic)
     client.submit(PROMPT, SamplingParams(3))
     assert [error_code(outcome) for outcome in client.outcomes()] == ["engine_failed"] * 2
-    assert "PanicError in panic (test_rolling_rows.py:" in caplog.text
+    assert f"PanicError in panic ({Path(__file__).name}:" in caplog.text
     assert "secret" not in caplog.text
 
 
