@@ -18,7 +18,8 @@ from typing import Any
 
 import hf_triton
 from hf_triton.engine.types import Engine, Outcome, SequenceGroup
-from hf_triton.protocol.requests import PROMPT, TEXT, encode_texts
+from hf_triton.protocol.ports import PROMPT, TEXT
+from hf_triton.protocol.tensors import encode_strings
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.text_generation.sender import InferenceRequest, ResponseConfig
 
@@ -65,4 +66,4 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
         except hf_triton.HfTritonError as error:
             call.refuse(error)
         else:
-            call.answer({TEXT: encode_texts([str(time.perf_counter() - started_s)], (1,))})
+            call.answer({TEXT: encode_strings([str(time.perf_counter() - started_s)], (1,))})

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_triton.engine.types import RequestTimes
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, where
-from hf_triton.protocol import requests as wire
+from hf_triton.protocol.ports import PROMPT, TEXTS, check_config, missing_ports
+from hf_triton.protocol.requests import (
+    Limits,
+    check_parameter_names,
+    is_cancel_request,
+    parse_request,
+    with_named_outputs,
+)
+from hf_triton.protocol.tensors import encode_strings
 from hf_triton.settings import DoorSettings, LoadedSettings, ModelSettings, load_settings
 from hf_triton.stream_door.client import cancel_elsewhere
 from hf_triton.stream_door.server import DoorServer
@@ -62,7 +70,7 @@ class TritonPythonModel(Hooks):
     _door: DoorServer
     _engine_name: str  # of the model that writes the texts
     _sentinel: Sentinel
-    _limits: wire.Limits
+    _limits: Limits
     _meter: NoMeter
 
     @classmethod
@@ -77,7 +85,7 @@ class TritonPythonModel(Hooks):
         config = auto_complete_model_config.as_dict()
         try:
             settings = cls._load_settings(config).settings
-            ports = wire.missing_ports(config, settings.parameters_as_inputs)
+            ports = missing_ports(config, settings.parameters_as_inputs)
         except HfTritonError as error:
             raise _triton.load_failure(error) from None
         return _triton.add_missing_ports(auto_complete_model_config, ports)
@@ -101,7 +109,7 @@ class TritonPythonModel(Hooks):
         config = json.loads(args["model_config"])
         self._engine_name = args["model_name"]
         try:
-            wire.check_config(config)
+            check_config(config)
             loaded = self._load_settings(config)
             for line in loaded.describe():
                 logger.info(line)
@@ -191,7 +199,7 @@ class TritonPythonModel(Hooks):
         check_hooks(type(self), TritonPythonModel)
         checkpoint = checked_load(self, self.load, load_checkpoint(hub, settings, placement))
         max_prompt_bytes = settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length
-        self._limits = wire.Limits(settings.max_prompts, max_prompt_bytes)
+        self._limits = Limits(settings.max_prompts, max_prompt_bytes)
         labels = {"model": args["model_name"], "version": args["model_version"]}
         self._meter = build_meter(lambda: _triton.MetricsSink(labels)) if settings.metrics else NoMeter()
         self._task = build_text_generation(
@@ -227,12 +235,12 @@ class TritonPythonModel(Hooks):
     def _submit(self, call: InferenceRequest, outlet: ResponseConfig) -> None:
         times = RequestTimes()
         parameters: Mapping[str, object] = call.parameters()
-        if wire.asks_to_cancel(parameters):
+        if is_cancel_request(parameters):
             self._cancel(call)
             return
         inputs = call.inputs()
-        parameters = wire.with_named_outputs(parameters, inputs, call.requested_outputs(), outlet.output_names)
-        request = wire.parse_request(inputs, parameters, self._limits)
+        parameters = with_named_outputs(parameters, inputs, call.requested_outputs(), outlet.output_names)
+        request = parse_request(inputs, parameters, self._limits)
         if request.options.return_timings:
             _check_timings()
         asks_to_stream = outlet.streams if request.options.stream is None else request.options.stream
@@ -246,13 +254,13 @@ class TritonPythonModel(Hooks):
         )
 
     def _cancel(self, call: InferenceRequest) -> None:
-        wire.check_names(call.parameters())
+        check_parameter_names(call.parameters())
         if not call.request_id:
             raise RequestError("invalid_parameter", "stop true gives up the request of the same id: say which, by id")
-        prompts = call.inputs().get(wire.PROMPT)  # a folder with max_batch_size gets no request without an input
+        prompts = call.inputs().get(PROMPT)  # a folder with max_batch_size gets no request without an input
         shape = (1,) if prompts is None else prompts.shape
-        empty = wire.encode_texts([""] * math.prod(shape), shape)
-        answer = {name: empty for name in self._outlet.output_names if name in wire.TEXTS}
+        empty = encode_strings([""] * math.prod(shape), shape)
+        answer = {name: empty for name in self._outlet.output_names if name in TEXTS}
 
         def tell_and_answer() -> None:
             cancel_elsewhere(self._engine_name, call.request_id)

@@ -17,11 +17,8 @@ import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from hf_triton.errors import RequestError, SettingsError
-from hf_triton.protocol.parameters import (
-    ALIASES,
-    GenerationParameters,
-    parse_parameters,
-)
+from hf_triton.protocol.dialects import ALIASES
+from hf_triton.protocol.parameters import GenerationParameters, parse_parameters
 from hf_triton.protocol.validation import parse_boolean, problems, suggest
 
 ENVIRONMENT_PREFIX: Final = "HF_TRITON_"

@@ -8,11 +8,9 @@ from pathlib import Path
 
 from hf_triton.errors import CODES
 from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES
-from hf_triton.protocol.parameters import (
-    ALIASES,
-    GenerationParameters,
-)
-from hf_triton.protocol.requests import RequestOptions
+from hf_triton.protocol.dialects import ALIASES
+from hf_triton.protocol.options import RequestOptions
+from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.validation import table
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.metrics import METRICS

@@ -35,7 +35,7 @@ from hf_triton.grammar.completion import ClosingFinder, Effort
 from hf_triton.grammar.regex_example import sample
 from hf_triton.grammar.sandbox import MAX_TRIAL_S, MAX_WAIT_S, GrammarTrial, answer_trials
 from hf_triton.grammar.tokenizer import build_guide
-from hf_triton.protocol.parameters import Grammar
+from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -19,13 +19,7 @@ from typing import Any, Final
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.snapshot import purge_damaged
-from hf_triton.protocol.parameters import (
-    GREEDY_BELOW,
-    NEUTRAL,
-    WARPERS,
-    GenerationParameters,
-    parse_parameters,
-)
+from hf_triton.protocol.parameters import GREEDY_BELOW, NEUTRAL, WARPERS, GenerationParameters, parse_parameters
 from hf_triton.runner.device import DeviceContext
 from hf_triton.settings import ModelSettings
 

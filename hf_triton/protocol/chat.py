@@ -24,7 +24,7 @@ ASSISTANT: Final = "assistant"
 MAX_MESSAGES: Final = 1024  # some templates look back from every message: their time grows with the square
 MAX_TOOLS: Final = 128
 MAX_DEPTH: Final = 32  # templates indent tools: every level makes every line of them longer
-MAX_NUMBER: Final = 1_000_000  # a template may repeat something as often as an argument says
+MAX_ARGUMENT: Final = 1_000_000  # a template may repeat something as often as an argument says
 
 RESERVED: Final = frozenset(
     {
@@ -78,9 +78,9 @@ def _read_kwargs(value: object) -> object:
     for name, each in value.items() if isinstance(value, dict) else ():
         if name in RESERVED:
             raise ValueError(f"chat_template_kwargs cannot set {name}: take it out")
-        if isinstance(each, int | float) and abs(each) > MAX_NUMBER:
+        if isinstance(each, int | float) and abs(each) > MAX_ARGUMENT:
             raise ValueError(
-                f"chat_template_kwargs: {clip(name)} must be >= -{MAX_NUMBER} and <= {MAX_NUMBER}, got {clip(each)}"
+                f"chat_template_kwargs: {clip(name)} must be >= -{MAX_ARGUMENT} and <= {MAX_ARGUMENT}, got {clip(each)}"
             )
     return value
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Self
 
 import annotated_types
 from pydantic import (
@@ -20,73 +19,21 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     ValidationError,
-    ValidationInfo,
     model_validator,
 )
 
 from hf_triton.errors import RequestError, clip
+from hf_triton.protocol.dialects import ALIASES, MEANT, NOT_THERE, is_done_anyway
+from hf_triton.protocol.structured_output import GRAMMARS, Grammar, GrammarText, check_response_format, read_object
 from hf_triton.protocol.validation import (
     MAX_ENTRIES,
     Problem,
     problems,
-    read_numbered,
+    read_integer_keys,
     read_one_or_many,
-    read_texts,
+    read_strings,
     suggest,
 )
-
-ALIASES: Final[Mapping[str, str]] = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "n": "num_return_sequences",
-    "random_seed": "seed",
-    "stop": "stop_strings",
-    "stop_words": "stop_strings",
-    "end_id": "eos_token_id",
-}
-"""Other dialects' names for our parameters. Ours are transformers' own."""
-MEANT: Final[Mapping[str, str]] = {
-    "prompt": "text_input",
-    "system": "messages",
-    "max_length": "max_new_tokens",
-    "runtime_top_k": "top_k",
-    "runtime_top_p": "top_p",
-    "json_schema": "guided_json",
-    "guided_decoding": "guided_json",
-    "structured_outputs": "guided_json",
-    "return_log_probs": "return_logprobs",
-    "text": "text_input",
-    "max_output_length": "max_new_tokens",
-    "timeout": "max_time",
-    "echo": "exclude_input_in_output",
-    "return_full_text": "exclude_input_in_output",
-}
-"""What to suggest for names that mean nearly the same and are spelled otherwise."""
-NOT_THERE: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("num_beams", "beam_width", "use_beam_search", "length_penalty", "early_stopping"), "there is no beam search"
-    ),
-    "model": "the address names the model",
-    "skip_special_tokens": "texts hold no special tokens",
-}
-"""What to say of names that ask for what there is not."""
-DONE_ANYWAY: Final[Mapping[str, object]] = {
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "detokenize": True,
-    "include_stop_str_in_output": False,
-    "use_beam_search": False,
-    "beam_width": 1,
-    "num_beams": 1,
-    "end_id": -1,
-    "length_penalty": 1.0,
-    "early_stopping": False,
-    **dict.fromkeys(("return_log_probs", "return_context_logits", "return_generation_logits"), False),
-    **dict.fromkeys(("guided_decoding", "structured_outputs", "truncate_prompt_tokens", "logits_processors")),
-    **dict.fromkeys(("allowed_token_ids", "extra_args")),
-}
-"""Values of other servers' parameters, most of them their defaults, that ask for what is done anyway."""
 
 MAX_NEW_TOKENS: Final = 1_048_576
 MAX_RETURN_SEQUENCES: Final = 64
@@ -94,60 +41,12 @@ MAX_NGRAM_SIZE: Final = 128  # looking for longer ones in a long text would hold
 MAX_STOP_STRINGS: Final = 16
 MAX_LOGPROBS: Final = 20
 MAX_SECONDS: Final = 86_400
-MAX_GRAMMAR: Final = 65_536  # characters of a schema, a regular expression or a grammar
 GREEDY_BELOW: Final = 1e-3  # dividing logits by less overflows float16, and the result is greedy anyway
 
 ShortText = Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(1000)]
 TokenId = Annotated[int, annotated_types.Ge(0), annotated_types.Le(2**31 - 1)]
 Penalty = Annotated[float, annotated_types.Ge(-2), annotated_types.Le(2)]
 Bias = Annotated[float, annotated_types.Ge(-100), annotated_types.Le(100)]
-GrammarText = Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(MAX_GRAMMAR)]
-
-
-def read_object(value: object, info: ValidationInfo) -> object:
-    """Read a JSON object that may come as a text; what cannot be read is left for the type check to refuse."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":")) if isinstance(value, dict) else value
-    except RecursionError:
-        raise ValueError(f"{info.field_name} is nested too deep") from None
-    if not isinstance(text, str):
-        return value
-    if len(text) > MAX_GRAMMAR:
-        raise ValueError(f"{info.field_name} must be JSON of up to {MAX_GRAMMAR} characters, got {len(text)}")
-    if not isinstance(value, str):
-        return value
-    try:
-        read = json.loads(value)
-    except (ValueError, RecursionError):  # no JSON, or thousands of brackets
-        return value
-    return read if isinstance(read, dict) else value
-
-
-def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what is not one of OpenAI's forms."""
-    kind = value.get("type")
-    if kind not in ("text", "json_object", "json_schema"):
-        raise ValueError(
-            f"response_format must be of type `text`, `json_object` or `json_schema`, got {clip(kind)}; there are also "
-            "guided_regex, guided_choice and guided_grammar"
-        )
-    _check_names(value, {"type", "json_schema"} if kind == "json_schema" else {"type"})
-    if kind == "json_schema":
-        inner = value.get("json_schema")
-        if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
-            raise ValueError(
-                'response_format must be {"type": "json_schema", "json_schema": {"schema": {...}}} to follow a schema, '
-                f"got {clip(inner)} as its json_schema"
-            )
-        _check_names(inner, {"name", "description", "schema", "strict"})
-    return value
-
-
-def _check_names(value: Mapping[str, object], known: set[str]) -> None:
-    unknown = sorted(value.keys() - known)
-    if unknown:
-        into = ": it goes into json_schema" if unknown[0] == "schema" and "json_schema" in known else ""
-        raise ValueError(f"response_format must be made of {', '.join(sorted(known))}, got {clip(unknown[0])}{into}")
 
 
 class GenerationParameters(BaseModel):
@@ -207,17 +106,17 @@ class GenerationParameters(BaseModel):
     """No run of this many tokens comes twice in prompt and text. 0 is off."""
 
     bad_words: (
-        Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_ENTRIES), BeforeValidator(read_texts)] | None
+        Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_ENTRIES), BeforeValidator(read_strings)] | None
     ) = None
     """Texts that are not written, spelled with the tokens that the tokenizer gives them; an empty one is none."""
 
     logit_bias: (
-        Annotated[dict[TokenId, Bias], annotated_types.MaxLen(MAX_ENTRIES), BeforeValidator(read_numbered)] | None
+        Annotated[dict[TokenId, Bias], annotated_types.MaxLen(MAX_ENTRIES), BeforeValidator(read_integer_keys)] | None
     ) = None
     """What is added to the scores of tokens, by token id: `{"50256": -100}`."""
 
     stop_strings: (
-        Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_STOP_STRINGS), BeforeValidator(read_texts)] | None
+        Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_STOP_STRINGS), BeforeValidator(read_strings)] | None
     ) = None
     """Texts that end the text in front of the first of them. A text that reads as a JSON array is taken for one, an
     empty one for none."""
@@ -256,7 +155,7 @@ class GenerationParameters(BaseModel):
             tuple[ShortText, ...],
             annotated_types.MinLen(1),
             annotated_types.MaxLen(MAX_ENTRIES),
-            BeforeValidator(read_texts),
+            BeforeValidator(read_strings),
         ]
         | None
     ) = None
@@ -363,19 +262,6 @@ class GenerationParameters(BaseModel):
         return True if any(getattr(self, name) is not None for name in WARPERS) else None
 
 
-@dataclass(frozen=True)
-class Grammar:
-    """What a text must follow."""
-
-    kind: Literal["json_schema", "regex", "choice", "lark"]
-    text: str
-    """As JSON where `kind` is json_schema (an object) or choice (an array of texts)."""
-    parameter: str
-    """By which it was asked for."""
-
-
-GRAMMARS: Final = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""What says which form the text has; a prompt has one of them at most."""
 WARPERS: Final = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 """What shapes the distribution that tokens are drawn from."""
 NEUTRAL: Final[Mapping[str, float]] = {
@@ -429,13 +315,6 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
     except ValidationError as error:
         sentences = [_as_spelled(each, spellings) for each in problems(GenerationParameters, error)]
         raise RequestError("invalid_parameter", "; ".join(sentences)) from None
-
-
-def is_done_anyway(name: str, value: object) -> bool:
-    """Whether a parameter of another server's asks for what is done without it."""
-    if name not in DONE_ANYWAY or isinstance(value, bool) != isinstance(DONE_ANYWAY[name], bool):
-        return False
-    return DONE_ANYWAY[name] == value
 
 
 def _as_spelled(problem: Problem, spellings: Mapping[str, str]) -> str:

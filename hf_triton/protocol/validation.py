@@ -63,11 +63,11 @@ def _problem(model: type[BaseModel], details: Any) -> Problem:
     if details["type"] == "string_too_long":
         why = f", which has {len(got)}"
     else:
-        why = why_no_json(got) if "JSON" in wanted else ""
+        why = json_error(got) if "JSON" in wanted else ""
     return Problem(name, f"{name} must be {wanted}, got {clip(got)}{why}")
 
 
-def why_no_json(value: object) -> str:
+def json_error(value: object) -> str:
     """What is wrong with a text that looks like JSON, to end a sentence with; empty where nothing is."""
     if not (isinstance(value, str) and value.lstrip().startswith(("{", "[")) and len(value) <= MAX_JSON):
         return ""
@@ -95,7 +95,7 @@ def _words(annotation: Any, constraints: tuple[object, ...] = ()) -> str:
         return " or ".join(_words(member) for member in arguments if member is not type(None))
     if origin is Literal:
         return "one of " + ", ".join(f"`{value}`" for value in arguments)
-    if origin is tuple:  # declared with `read_one_or_many` or `read_texts`
+    if origin is tuple:  # declared with `read_one_or_many` or `read_strings`
         return f"{_words(arguments[0])} or a JSON array of {_length_words(constraints)} of them"
     if origin is dict and arguments[1] is not Any:
         name, value = map(_words, arguments)
@@ -152,14 +152,14 @@ def read_one_or_many(value: object) -> object:
     return _tuple(_read_json(value) if isinstance(value, str) else value)
 
 
-def read_texts(value: object) -> object:
+def read_strings(value: object) -> object:
     """Read one text, or an array of them, as a tuple; a text that reads as a JSON array is one, an empty one none."""
     if value == "":
         return ()
     return _tuple(_read_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else value)
 
 
-def read_numbered(value: object) -> object:
+def read_integer_keys(value: object) -> object:
     """Read an object whose names are whole numbers, which JSON writes as texts."""
     value = _read_json(value) if isinstance(value, str) else value
     if not isinstance(value, dict):
@@ -194,7 +194,7 @@ def _read_json(text: str) -> object:
         return text
 
 
-def each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """The `object_pairs_hook` of parameters as JSON.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 
 from hf_triton.errors import SettingsError
 from hf_triton.model import TritonPythonModel
-from hf_triton.protocol import requests as wire
+from hf_triton.protocol.requests import is_cancel_request
 from hf_triton.settings import DoorSettings
 from hf_triton.stream_door.client import Engines
 from hf_triton.tasks.hooks import HOOKS
@@ -54,7 +54,7 @@ class StreamDoor(TritonPythonModel):
         self._engines = Engines(other)
 
     def _submit(self, call: InferenceRequest, outlet: ResponseConfig) -> None:
-        if wire.asks_to_cancel(call.parameters()):
+        if is_cancel_request(call.parameters()):
             self._cancel(call)
         else:
             self._engines.submit(call, outlet.output_names, streams=outlet.streams)

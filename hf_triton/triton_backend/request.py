@@ -29,7 +29,7 @@ import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
-from hf_triton.protocol.validation import each_once
+from hf_triton.protocol.validation import reject_duplicates
 from hf_triton.tasks.metrics import METRICS, OK, Metric
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,9 @@ class TritonRequest:
                 `parameters`.
         """
         try:
-            parsed: dict[str, object] = json.loads(self._request.parameters() or "{}", object_pairs_hook=each_once)
+            parsed: dict[str, object] = json.loads(
+                self._request.parameters() or "{}", object_pairs_hook=reject_duplicates
+            )
         except UnicodeDecodeError:
             raise RequestError("invalid_parameter", "a parameter's name or value is not valid UTF-8") from None
         return parsed

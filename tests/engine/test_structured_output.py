@@ -15,7 +15,7 @@ from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Completion, Engine, Outcome, SequenceGroup, eos_ids
 from hf_triton.grammar.compiler import GrammarCompiler
-from hf_triton.protocol.parameters import Grammar
+from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 from hf_triton.testing import build_tiny_checkpoint

@@ -20,7 +20,7 @@ from hf_triton.engine.types import EngineLoad
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
 from hf_triton.model import TritonPythonModel
-from hf_triton.protocol import requests as wire
+from hf_triton.protocol.requests import Limits
 from hf_triton.sampling.types import LogitsProcessor
 from hf_triton.settings import ModelSettings
 from hf_triton.stream_door import address
@@ -136,7 +136,7 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
         model = SlowModel()
         model.settings = settings
         model._meter = meter
-        model._limits = wire.Limits(8, 1000)
+        model._limits = Limits(8, 1000)
         model._outlet = ResponseConfig(
             ["text_output"], is_decoupled=is_decoupled, streams=False, outbox=ResponseSender()
         )

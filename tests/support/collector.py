@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from hf_triton.errors import HfTritonError
-from hf_triton.protocol.requests import GeneratedOutput
+from hf_triton.protocol.responses import GeneratedOutput
 
 
 class Collector:

@@ -8,9 +8,9 @@ import pytest
 
 from hf_triton.errors import RequestError
 from hf_triton.protocol.chat import (
+    MAX_ARGUMENT,
     MAX_DEPTH,
     MAX_MESSAGES,
-    MAX_NUMBER,
     MAX_TOOLS,
     RESERVED,
     Chat,
@@ -281,8 +281,8 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "kwargs that are no object": ({"chat_template_kwargs": "[]"}, "chat_template_kwargs must be a JSON object, got []"),
     "kwargs that are too deep": ({"chat_template_kwargs": nested(MAX_DEPTH + 1)}, "is nested more than"),
     "an endless indent": (
-        {"chat_template_kwargs": {"indent": MAX_NUMBER + 1}},
-        f"chat_template_kwargs: 'indent' must be >= -{MAX_NUMBER} and <= {MAX_NUMBER}, got {MAX_NUMBER + 1}",
+        {"chat_template_kwargs": {"indent": MAX_ARGUMENT + 1}},
+        f"chat_template_kwargs: 'indent' must be >= -{MAX_ARGUMENT} and <= {MAX_ARGUMENT}, got {MAX_ARGUMENT + 1}",
     ),
     "infinity": ({"chat_template_kwargs": '{"indent": 1e999}'}, "chat_template_kwargs: 'indent' must be"),
 }

@@ -26,7 +26,7 @@ from hf_triton.grammar import completion as closing_module
 from hf_triton.grammar import sandbox as grammar_trial
 from hf_triton.grammar.compiler import NUM_CLOSINGS_KEPT, GrammarCompiler, GrammarConstraint
 from hf_triton.grammar.sandbox import MAX_TRIAL_S, RETRY_S, GrammarTrial
-from hf_triton.protocol.parameters import Grammar
+from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
 from tests.support.tokenizers import EOS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
 

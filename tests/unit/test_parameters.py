@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 
 from hf_triton.errors import RequestError
+from hf_triton.protocol.dialects import ALIASES, DONE_ANYWAY
 from hf_triton.protocol.parameters import (
-    ALIASES,
-    DONE_ANYWAY,
-    GRAMMARS,
     GREEDY_BELOW,
     NEUTRAL,
     GenerationParameters,
-    Grammar,
     parse_parameters,
     unknown_parameter,
 )
+from hf_triton.protocol.structured_output import GRAMMARS, Grammar
 from hf_triton.protocol.validation import MAX_JSON
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.text_generation.resolve import (

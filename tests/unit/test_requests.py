@@ -10,33 +10,14 @@ import numpy as np
 import pytest
 
 from hf_triton.errors import RequestError, SettingsError
-from hf_triton.protocol.parameters import (
-    ALIASES,
-    GenerationParameters,
-)
-from hf_triton.protocol.requests import (
-    DIALECT_INPUTS,
-    MESSAGES,
-    OUTPUTS,
-    PARAMETERS,
-    PROMPT,
-    PROMPT_LOGPROBS,
-    TEXT,
-    TEXT_OLD,
-    GeneratedOutput,
-    GenerationRequest,
-    Limits,
-    RequestOptions,
-    asks_to_cancel,
-    check_config,
-    decode_texts,
-    encode_answer,
-    encode_pieces,
-    encode_texts,
-    encode_times,
-    missing_ports,
-    parse_request,
-)
+from hf_triton.protocol.chat import MESSAGES
+from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS
+from hf_triton.protocol.options import PARAMETERS, RequestOptions
+from hf_triton.protocol.parameters import GenerationParameters
+from hf_triton.protocol.ports import OUTPUTS, PROMPT, PROMPT_LOGPROBS, TEXT, TEXT_OLD, check_config, missing_ports
+from hf_triton.protocol.requests import GenerationRequest, Limits, decode_prompts, is_cancel_request, parse_request
+from hf_triton.protocol.responses import GeneratedOutput, encode_deltas, encode_outputs, encode_timings
+from hf_triton.protocol.tensors import encode_strings
 
 MAX_BYTES = 100
 LIMITS = Limits(max_prompts=600, max_prompt_bytes=MAX_BYTES)
@@ -392,7 +373,7 @@ def test_sampling_parameters_may_say_nothing(text: str) -> None:
 
 @pytest.mark.parametrize(("parameters", "expected"), [({"stop": True}, True), ({"stop": "true"}, False), ({}, False)])
 def test_only_true_asks_to_cancel(parameters: dict[str, object], expected: bool) -> None:
-    assert asks_to_cancel(parameters) is expected
+    assert is_cancel_request(parameters) is expected
 
 
 def test_arrays_and_objects_are_parameters_as_they_are_or_as_json() -> None:
@@ -577,14 +558,14 @@ def test_a_wrong_request_is_refused(case: str) -> None:
 )
 def test_what_is_no_utf8_is_refused_by_row_and_place(element: bytes, found: str) -> None:
     with pytest.raises(RequestError) as caught:
-        decode_texts(texts(b"good", element), LIMITS)
+        decode_prompts(texts(b"good", element), LIMITS)
     assert str(caught.value) == f"invalid_input: text_input row 1 is not valid UTF-8: {found}"
 
 
 def test_a_prompt_may_have_just_as_many_bytes_as_are_accepted() -> None:
-    assert decode_texts(texts(b"a" * MAX_BYTES), LIMITS) == ["a" * MAX_BYTES]
+    assert decode_prompts(texts(b"a" * MAX_BYTES), LIMITS) == ["a" * MAX_BYTES]
     with pytest.raises(RequestError, match="context_exceeded: text_input row 0 has 101 bytes, more than the 100"):
-        decode_texts(texts(b"a" * (MAX_BYTES + 1)), LIMITS)
+        decode_prompts(texts(b"a" * (MAX_BYTES + 1)), LIMITS)
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -606,14 +587,14 @@ def test_an_answer_follows_the_prompts_shape(
     shape: tuple[int, ...], per_prompt: int, expected: tuple[int, ...]
 ) -> None:
     num_texts = int(np.prod(shape)) * per_prompt
-    array = encode_texts([f"text {number}" for number in range(num_texts)], shape)
+    array = encode_strings([f"text {number}" for number in range(num_texts)], shape)
     assert array.shape == expected
     assert array.dtype == np.object_
     assert array.ravel().tolist() == [f"text {number}".encode() for number in range(num_texts)]
 
 
 def test_an_answer_is_always_utf8() -> None:
-    assert encode_texts(["a\ud800b", "☕"], (2,)).tolist() == [b"a?b", "☕".encode()]
+    assert encode_strings(["a\ud800b", "☕"], (2,)).tolist() == [b"a?b", "☕".encode()]
 
 
 def generated(number: int) -> GeneratedOutput:
@@ -626,9 +607,9 @@ def asking(shape: tuple[int, ...], **options: bool) -> GenerationRequest:
 
 def test_an_answer_is_the_text_and_what_was_asked_for() -> None:
     told = [generated(number) for number in range(4)]
-    assert encode_answer(told, asking((2, 1)), OUTPUTS).keys() == {TEXT, TEXT_OLD}
-    assert encode_answer(told, asking((2, 1)), [TEXT]).keys() == {TEXT}
-    outputs = encode_answer(told, asking((2, 1), **{f"return_{name}": True for name in TOLD}), OUTPUTS)
+    assert encode_outputs(told, asking((2, 1)), OUTPUTS).keys() == {TEXT, TEXT_OLD}
+    assert encode_outputs(told, asking((2, 1)), [TEXT]).keys() == {TEXT}
+    outputs = encode_outputs(told, asking((2, 1), **{f"return_{name}": True for name in TOLD}), OUTPUTS)
     assert {name: (array.dtype, array.shape) for name, array in outputs.items()} == {
         TEXT: (np.object_, (2, 2)),
         TEXT_OLD: (np.object_, (2, 2)),
@@ -645,29 +626,29 @@ def test_an_answer_is_the_text_and_what_was_asked_for() -> None:
 
 @pytest.mark.parametrize("name", TOLD)
 def test_each_output_is_asked_for_alone(name: str) -> None:
-    outputs = encode_answer([generated(1)], asking((1,), **{f"return_{name}": True}), OUTPUTS)
+    outputs = encode_outputs([generated(1)], asking((1,), **{f"return_{name}": True}), OUTPUTS)
     assert outputs.keys() == {TEXT, TEXT_OLD, name}
 
 
 def test_log_probabilities_of_prompts_come_where_one_of_them_asks() -> None:
     asked = [replace(generated(0), prompt_logprobs="[null]"), generated(1)]
-    outputs = encode_answer(asked, asking((2, 1)), OUTPUTS)
+    outputs = encode_outputs(asked, asking((2, 1)), OUTPUTS)
     assert outputs.keys() == {TEXT, TEXT_OLD, PROMPT_LOGPROBS}
     assert outputs[PROMPT_LOGPROBS].tolist() == [[b"[null]"], [b"null"]]
-    assert encode_answer(asked, asking((2, 1)), [TEXT]).keys() == {TEXT}
+    assert encode_outputs(asked, asking((2, 1)), [TEXT]).keys() == {TEXT}
 
 
 def test_times_are_whole_microseconds_since_the_arrival() -> None:
-    told = encode_times(1e6, admitted_s=1e6 + 2e-6, first_token_s=1e6 + 0.5, answered_s=1e6 + 86_400)
+    told = encode_timings(1e6, admitted_s=1e6 + 2e-6, first_token_s=1e6 + 0.5, answered_s=1e6 + 86_400)
     assert told == {"queue_time_us": 2, "time_to_first_token_us": 500_000, "e2e_request_latency_us": 86_400_000_000}
     assert all(type(value) is int for value in told.values())
     assert not told.keys() & OUTPUTS.keys(), "in the JSON of /generate, a parameter hides the output of its name"
-    assert encode_times(0.0, admitted_s=None, first_token_s=None, answered_s=1.0).keys() == {"e2e_request_latency_us"}
+    assert encode_timings(0.0, admitted_s=None, first_token_s=None, answered_s=1.0).keys() == {"e2e_request_latency_us"}
 
 
 def test_a_part_of_a_stream_is_text_alone() -> None:
     asked = asking((3,), return_finish_reason=True)
-    outputs = encode_pieces(["a", "", "☕"], asked, [TEXT, "finish_reason"])
+    outputs = encode_deltas(["a", "", "☕"], asked, [TEXT, "finish_reason"])
     assert {name: array.tolist() for name, array in outputs.items()} == {TEXT: [b"a", b"", "☕".encode()]}
 
 
@@ -681,9 +662,9 @@ def test_every_parameter_is_declared_once_and_reaches_its_model() -> None:
 
 def test_the_number_of_prompts_is_bounded() -> None:
     limits = Limits(max_prompts=3, max_prompt_bytes=MAX_BYTES)
-    assert decode_texts(texts(b"a", b"b", b"c"), limits) == ["a", "b", "c"]
+    assert decode_prompts(texts(b"a", b"b", b"c"), limits) == ["a", "b", "c"]
     with pytest.raises(RequestError, match=r"invalid_input: text_input holds 4 prompts, and a request may have 3"):
-        decode_texts(texts(b"a", b"b", b"c", b"d"), limits)
+        decode_prompts(texts(b"a", b"b", b"c", b"d"), limits)
 
 
 def test_what_clients_of_tensorrt_llm_send_beside_is_taken() -> None:

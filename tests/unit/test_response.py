@@ -14,7 +14,7 @@ import torch
 
 from hf_triton.engine.types import Completion, FinishReason
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
-from hf_triton.protocol.requests import GeneratedOutput
+from hf_triton.protocol.responses import GeneratedOutput
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.tasks.hooks import CheckedHooks, Hooks

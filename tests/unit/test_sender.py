@@ -14,7 +14,9 @@ import pytest
 
 from hf_triton.engine.types import RequestTimes
 from hf_triton.errors import CancelledError, HfTritonError
-from hf_triton.protocol.requests import GeneratedOutput, GenerationRequest, RequestOptions
+from hf_triton.protocol.options import RequestOptions
+from hf_triton.protocol.requests import GenerationRequest
+from hf_triton.protocol.responses import GeneratedOutput
 from hf_triton.tasks.text_generation.sender import ResponseSender, StreamReply
 
 TEXT = "text_output"

@@ -14,11 +14,10 @@ import pytest
 from hf_triton.engine.types import Completion, EngineLoad, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
 from hf_triton.grammar.compiler import GrammarCompiler
-from hf_triton.protocol.parameters import (
-    GenerationParameters,
-    Grammar,
-)
-from hf_triton.protocol.requests import GenerationRequest, RequestOptions
+from hf_triton.protocol.options import RequestOptions
+from hf_triton.protocol.parameters import GenerationParameters
+from hf_triton.protocol.requests import GenerationRequest
+from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate

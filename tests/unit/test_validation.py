@@ -8,16 +8,16 @@ import annotated_types
 import pytest
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
+from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
-from hf_triton.protocol.requests import RequestOptions
 from hf_triton.protocol.validation import (
     MAX_ENTRIES,
     allowed,
     parse_boolean,
     problems,
-    read_numbered,
+    read_integer_keys,
     read_one_or_many,
-    read_texts,
+    read_strings,
     suggest,
     table,
 )
@@ -51,7 +51,7 @@ class Declared(BaseModel):
         Annotated[
             tuple[Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(5)], ...],
             annotated_types.MaxLen(2),
-            BeforeValidator(read_texts),
+            BeforeValidator(read_strings),
         ]
         | None
     ) = None
@@ -60,7 +60,7 @@ class Declared(BaseModel):
         Annotated[
             dict[int, Annotated[float, annotated_types.Le(1)]],
             annotated_types.MaxLen(2),
-            BeforeValidator(read_numbered),
+            BeforeValidator(read_integer_keys),
         ]
         | None
     ) = None
@@ -162,15 +162,19 @@ def test_what_is_no_boolean_is_left_to_be_refused(text: str) -> None:
         (read_one_or_many, "[5, 6]", (5, 6)),
         (read_one_or_many, "x", ("x",)),
         (read_one_or_many, [5], (5,)),
-        (read_texts, "5", ("5",)),
-        (read_texts, '["5"]', ("5",)),
-        (read_texts, "[5", ("[5",)),
-        (read_texts, "", ()),
-        (read_numbered, '{"5": 6}', {5: 6}),
-        (read_numbered, {"5": 6, 7: 8}, {5: 6, 7: 8}),
-        (read_numbered, {"05": 6, "-1": 2, "\u0665": 3, "9" * 5000: 1}, {"05": 6, "-1": 2, "\u0665": 3, "9" * 5000: 1}),
-        (read_numbered, "5", 5),
-        (read_numbered, "{", "{"),
+        (read_strings, "5", ("5",)),
+        (read_strings, '["5"]', ("5",)),
+        (read_strings, "[5", ("[5",)),
+        (read_strings, "", ()),
+        (read_integer_keys, '{"5": 6}', {5: 6}),
+        (read_integer_keys, {"5": 6, 7: 8}, {5: 6, 7: 8}),
+        (
+            read_integer_keys,
+            {"05": 6, "-1": 2, "\u0665": 3, "9" * 5000: 1},
+            {"05": 6, "-1": 2, "\u0665": 3, "9" * 5000: 1},
+        ),
+        (read_integer_keys, "5", 5),
+        (read_integer_keys, "{", "{"),
     ],
 )
 def test_arrays_and_objects_are_read_from_json_too(read: Any, value: object, expected: object) -> None:

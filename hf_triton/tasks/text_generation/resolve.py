@@ -8,13 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.parameters import (
-    GREEDY_BELOW,
-    GenerationParameters,
-    Grammar,
-    check_best_of,
-    check_min_new_tokens,
-)
+from hf_triton.protocol.parameters import GREEDY_BELOW, GenerationParameters, check_best_of, check_min_new_tokens
+from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
 
 

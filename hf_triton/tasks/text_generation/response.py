@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from hf_triton.engine.types import Completion, FinishReason, Outcome
 from hf_triton.errors import CancelledError, HfTritonError, where
-from hf_triton.protocol.requests import GeneratedOutput
+from hf_triton.protocol.responses import GeneratedOutput
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint, LogitsProcessor, TokenLogprobs
 from hf_triton.tasks.hooks import CheckedHooks

@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from hf_triton.engine.types import RequestTimes
 from hf_triton.errors import HfTritonError, where
-from hf_triton.protocol import requests as wire
+from hf_triton.protocol.requests import GenerationRequest
+from hf_triton.protocol.responses import GeneratedOutput, encode_deltas, encode_outputs, encode_timings
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,7 @@ class StreamReply:
     def __init__(
         self,
         call: InferenceRequest,
-        request: wire.GenerationRequest,
+        request: GenerationRequest,
         output_names: Sequence[str],
         outbox: ResponseSender,
         times: RequestTimes,
@@ -194,7 +195,7 @@ class StreamReply:
         if not was_due:
             self._outbox.put(self._send_pieces)
 
-    def finish(self, make_texts: Callable[[], list[wire.GeneratedOutput]], *, takes_long: bool) -> None:
+    def finish(self, make_texts: Callable[[], list[GeneratedOutput]], *, takes_long: bool) -> None:
         """The texts, or what is left of them; made where they are sent."""
         put = self._outbox.put_long if takes_long else self._outbox.put
         put(partial(self._finish, make_texts))
@@ -211,12 +212,12 @@ class StreamReply:
     def _send_pieces(self) -> None:
         pieces = self._take_pieces()
         if any(pieces):
-            self._call.add(wire.encode_pieces(pieces, self._request, self._output_names))
+            self._call.add(encode_deltas(pieces, self._request, self._output_names))
 
-    def _finish(self, make_texts: Callable[[], list[wire.GeneratedOutput]]) -> None:
+    def _finish(self, make_texts: Callable[[], list[GeneratedOutput]]) -> None:
         try:
             self._send_pieces()
-            outputs = wire.encode_answer(make_texts(), self._request, self._output_names)
+            outputs = encode_outputs(make_texts(), self._request, self._output_names)
             self._call.answer(outputs, self._parameters())
         except HfTritonError as error:
             self._call.refuse(error)
@@ -235,7 +236,7 @@ class StreamReply:
         if not self._request.options.return_timings:
             return {}
         times = self._times
-        return wire.encode_times(
+        return encode_timings(
             times.arrival_s,
             admitted_s=times.admitted_s,
             first_token_s=times.first_token_s,

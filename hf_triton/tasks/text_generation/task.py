@@ -17,10 +17,7 @@ from hf_triton.engine.types import Engine, EngineLoad, Observer, RequestTimes, S
 from hf_triton.errors import HfTritonError, RequestError, SettingsError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.chat import Chat
-from hf_triton.protocol.parameters import (
-    GenerationParameters,
-    parse_parameters,
-)
+from hf_triton.protocol.parameters import GenerationParameters, parse_parameters
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.settings import ModelSettings

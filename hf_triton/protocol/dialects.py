@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names, defaults and tensor types of other servers: OpenAI's API, the vLLM and TensorRT-LLM backends, LiteLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+ALIASES: Final[Mapping[str, str]] = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n": "num_return_sequences",
+    "random_seed": "seed",
+    "stop": "stop_strings",
+    "stop_words": "stop_strings",
+    "end_id": "eos_token_id",
+}
+"""Other dialects' names for our parameters. Ours are transformers' own."""
+MEANT: Final[Mapping[str, str]] = {
+    "prompt": "text_input",
+    "system": "messages",
+    "max_length": "max_new_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "json_schema": "guided_json",
+    "guided_decoding": "guided_json",
+    "structured_outputs": "guided_json",
+    "return_log_probs": "return_logprobs",
+    "text": "text_input",
+    "max_output_length": "max_new_tokens",
+    "timeout": "max_time",
+    "echo": "exclude_input_in_output",
+    "return_full_text": "exclude_input_in_output",
+}
+"""What to suggest for names that mean nearly the same and are spelled otherwise."""
+NOT_THERE: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("num_beams", "beam_width", "use_beam_search", "length_penalty", "early_stopping"), "there is no beam search"
+    ),
+    "model": "the address names the model",
+    "skip_special_tokens": "texts hold no special tokens",
+}
+"""What to say of names that ask for what there is not."""
+DONE_ANYWAY: Final[Mapping[str, object]] = {
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "detokenize": True,
+    "include_stop_str_in_output": False,
+    "use_beam_search": False,
+    "beam_width": 1,
+    "num_beams": 1,
+    "end_id": -1,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    **dict.fromkeys(("return_log_probs", "return_context_logits", "return_generation_logits"), False),
+    **dict.fromkeys(("guided_decoding", "structured_outputs", "truncate_prompt_tokens", "logits_processors")),
+    **dict.fromkeys(("allowed_token_ids", "extra_args")),
+}
+"""Values of other servers' parameters, most of them their defaults, that ask for what is done anyway."""
+
+NOT_SERVED: Final[Mapping[str, str]] = {
+    "lora_name": "LoRA adapters are not served",
+    "embedding_request": "this model writes text and gives no embeddings",
+}
+"""Parameters of the vLLM backend that ask for something else."""
+
+DIALECT_TYPES: Final[Mapping[str, str]] = {
+    "max_tokens": "TYPE_INT32",
+    "max_completion_tokens": "TYPE_INT32",
+    "min_tokens": "TYPE_INT32",
+    "top_k": "TYPE_INT32",
+    "seed": "TYPE_UINT64",
+    "random_seed": "TYPE_UINT64",
+    "end_id": "TYPE_INT32",
+    "pad_id": "TYPE_INT32",
+}
+"""The types that clients of TensorRT-LLM and LiteLLM send, where Triton would refuse ours."""
+DIALECT_INPUTS: Final[Mapping[str, str]] = {
+    "beam_width": "TYPE_INT32",
+    "length_penalty": "TYPE_FP32",
+    "early_stopping": "TYPE_BOOL",
+    "return_log_probs": "TYPE_BOOL",
+    "return_context_logits": "TYPE_BOOL",
+    "return_generation_logits": "TYPE_BOOL",
+}
+"""Tensors that clients of TensorRT-LLM send, of parameters that there are not: taken where they ask for what is done
+anyway."""
+
+
+def is_done_anyway(name: str, value: object) -> bool:
+    """Whether a parameter of another server's asks for what is done without it."""
+    if name not in DONE_ANYWAY or isinstance(value, bool) != isinstance(DONE_ANYWAY[name], bool):
+        return False
+    return DONE_ANYWAY[name] == value
