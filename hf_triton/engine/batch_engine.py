@@ -116,7 +116,7 @@ class BatchEngine(EngineThread):
             for sequence in self._waiting:
                 if not batch or (num_rows < self._max_rows and self._may_join(sequence, batch)):
                     batch.append(sequence)
-                    num_rows += sequence.plan.num_rows
+                    num_rows += sequence.plan.num_sequences
                 else:
                     others.append(sequence)
             self._waiting = others
@@ -155,7 +155,7 @@ class BatchEngine(EngineThread):
         longest = max(len(sequence.prompt_ids) for sequence in batch)
         steps = max(sequence.plan.max_new_tokens for sequence in batch)
         columns = max(longest, steps) if self._is_encoder_decoder else longest + steps
-        rows = sum(sequence.plan.num_rows for sequence in batch)
+        rows = sum(sequence.plan.num_sequences for sequence in batch)
         return columns <= self._context_length and rows <= self._max_rows
 
     # --- one batch ---------------------------------------------------------------------------------------------------

@@ -191,13 +191,13 @@ class ContinuousBatchingEngine(EngineThread):
         room = self._max_rows - sum(1 for _ in self._all_rows())
         is_busy = self._is_busy()
         with self._wake:
-            while self._waiting and (self._waiting[0].plan.num_rows <= room or not (is_busy or self._admitting)):
+            while self._waiting and (self._waiting[0].plan.num_sequences <= room or not (is_busy or self._admitting)):
                 sequence = self._waiting.pop(0)
                 self._note_leaving(sequence)
                 ending = ending_in_queue(sequence)
                 if ending is None:
                     self._admitting.append(sequence)
-                    room -= sequence.plan.num_rows
+                    room -= sequence.plan.num_sequences
                 else:
                     ended.append((sequence, ending))
             self._num_left_waiting = len(self._waiting)

@@ -20,7 +20,8 @@ from hf_triton.engine.worker import cancellation, finish, is_late, too_late
 from hf_triton.errors import HfTritonError, where
 from hf_triton.runner.transfer import to_device
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.sampler import SampledToken, SampledTokens, SequenceSampler
+from hf_triton.sampling.sampler import SampledToken, SampledTokens
+from hf_triton.sampling.sequence_sampler import SequenceSampler
 from hf_triton.sampling.types import TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class GroupState:
         """Since when it has waited for memory while nothing runs; None: it does not."""
         self.is_finished = False
         self._context_ids = sequence.prompt_ids if context_ids is None else context_ids
-        self.rows = [Sequence(self, copy, self._sampler(copy)) for copy in range(plan.num_rows)]
+        self.rows = [Sequence(self, copy, self._sampler(copy)) for copy in range(plan.num_sequences)]
 
     def _sampler(self, copy: int) -> SequenceSampler:
         sequence = self.sequence
@@ -100,7 +101,7 @@ class GroupState:
     def _best(self) -> list[Sequence]:
         """The `num_return_sequences` rows whose tokens are likeliest on average; all of them, as a rule."""
         plan = self.sequence.plan
-        if plan.num_rows == plan.num_return_sequences:
+        if plan.num_sequences == plan.num_return_sequences:
             return self.rows
         ranked = sorted(self.rows, key=lambda row: row.mean_logprob(), reverse=True)
         return ranked[: plan.num_return_sequences]
@@ -167,7 +168,7 @@ class Sequence:
         if self.again:
             self.token_ids.append(self.again.pop(0))
             return False
-        self.sampler.note(pick.token_id)
+        self.sampler.accept(pick.token_id)
         self.job.observer.on_token_sampled(self.copy, is_text=pick.token_id not in self.job.eos_ids)
         self.finish_reason = self._appended(pick)
         if self.finish_reason:
@@ -179,8 +180,8 @@ class Sequence:
         if self.is_done:
             return
         self.token_ids, self.again = self.token_ids + self.again, []
-        for token_id in self.sampler.closing():
-            self.sampler.note(token_id)
+        for token_id in self.sampler.completion_tokens():
+            self.sampler.accept(token_id)
             if self._appended(SampledToken(token_id, TokenLogprobs(token_id, 0.0))):  # nothing else could have come
                 break
         self.finish_reason = "deadline"

@@ -69,10 +69,10 @@ class SequenceGroup:
     is_cancelled: Callable[[], bool] = lambda: False
     """Asked at every step, so it must be cheap; true gives the sequence up."""
     on_token: Callable[[int, int], bool] | None = None
-    """Called in the engine's thread with the number of the text (below `plan.num_rows`) and each of its tokens but the
-    end-of-sequence token; true ends that text here, as a stop string does."""
+    """Called in the engine's thread with a sequence's index (below `plan.num_sequences`) and each of its tokens but the
+    end-of-sequence token; true ends that sequence here, as a stop string does."""
     constraint: Callable[[], Constraint] | None = None
-    """Called in the engine's thread, once for each of `plan.num_rows` texts; None: they may hold anything."""
+    """Called in the engine's thread, once for each of `plan.num_sequences` texts; None: they may hold anything."""
     logits_processor: Callable[[], LogitsProcessor | None] = lambda: None
     """Called likewise; made of what the model's user brings, it is applied before the constraint."""
     deadline_s: float | None = None

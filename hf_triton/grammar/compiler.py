@@ -224,19 +224,19 @@ class GrammarConstraint:
         self._mask: npt.NDArray[np.uint8] | None = None
         self._next: dict[int, _State | None] = {}  # behind tokens that were asked for, for the text as it is
 
-    def mask(self) -> npt.NDArray[np.uint8]:
+    def bitmask(self) -> npt.NDArray[np.uint8]:
         """The tokens that may come next, a bit each, the lowest first; of the end, where it may come."""
         if self._mask is None:
             self._mask = self._forced_mask() if self._is_forced else self._free_mask()
         return self._mask
 
-    def closing(self) -> list[int]:
+    def completion_tokens(self) -> list[int]:
         """Tokens that end the text, an end-of-sequence token the last."""
         return [*self._state.closing, self._end_ids[0]]
 
-    def resolve_sampling_params(self, token_id: int) -> int:
-        """The token where the text can be ended within its room behind it, else the next of `closing`."""
-        return token_id if self._may_come(token_id) else self.closing()[0]
+    def enforce(self, token_id: int) -> int:
+        """The token where the text can be ended within its room behind it, else the next of `completion_tokens`."""
+        return token_id if self._may_come(token_id) else self.completion_tokens()[0]
 
     def accept(self, token_id: int) -> None:
         """The text goes on with a token that was settled."""
@@ -287,7 +287,7 @@ class GrammarConstraint:
         return mask
 
     def _forced_mask(self) -> npt.NDArray[np.uint8]:
-        token_id = self.closing()[0]
+        token_id = self.completion_tokens()[0]
         mask = np.zeros(token_id // 8 + 1, np.uint8)
         _set_bit(mask, token_id, True)
         return mask

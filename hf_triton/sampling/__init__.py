@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which token comes next in each row. Knows no model, no cache and no queue."""
+"""Samples the next token of every sequence in a batch. Knows no model, no KV cache and no queue."""

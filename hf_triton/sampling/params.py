@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SamplingParams: what sampling and the engine are asked for one prompt, every value resolved. Knows no request."""
+"""SamplingParams: how the tokens of one prompt's completions are sampled, every value resolved. Knows no request."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the engine picks tokens for one prompt, every value settled."""
+    """How the engine samples the completions of one prompt."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
-    """End-of-sequence tokens are not picked before."""
+    """End-of-sequence tokens are banned before."""
     do_sample: bool = False
     temperature: float = 1.0
-    """Above 0; 1 where `do_sample` is false."""
+    """Above 0; 1 if `do_sample` is false."""
     top_k: int = 0
     """0 keeps all tokens."""
     top_p: float = 1.0
@@ -28,23 +28,23 @@ class SamplingParams:
     no_repeat_ngram_size: int = 0
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits."""
+    """Token ids and the bias added to their logits."""
     eos_ids: frozenset[int] | None = None
-    """Tokens that end a text; None: the model's own."""
+    """End-of-sequence tokens; None: the model's own."""
     num_return_sequences: int = 1
     best_of: int | None = None
-    """Texts to write, of which the `num_return_sequences` likeliest are kept; None: just those."""
+    """Sequences to generate, of which the `num_return_sequences` likeliest are returned; None: only those."""
     logprobs: int | None = None
-    """Log probabilities of every new token and of this many likeliest; None: none at all."""
+    """Return the log probability of every new token and of this many likeliest tokens; None: no log probabilities."""
     prompt_logprobs: int | None = None
-    """The same of every prompt token."""
+    """The same for every prompt token."""
 
     @property
-    def num_rows(self) -> int:
-        """Texts that are written."""
+    def num_sequences(self) -> int:
+        """Sequences that are generated for the prompt."""
         return self.best_of or self.num_return_sequences
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Log probabilities that a sampler must give beside that of the token itself; None: none at all."""
-        return 0 if self.logprobs is None and self.num_rows > self.num_return_sequences else self.logprobs
+        """Log probabilities that sampling returns beside the token's own; None: not even that."""
+        return 0 if self.logprobs is None and self.num_sequences > self.num_return_sequences else self.logprobs

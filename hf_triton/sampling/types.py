@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a text brings along for the choice of its tokens, and how likely they were. No torch."""
+"""Types that sampling shares with the engine: constraints, logits processors and log probabilities. No torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 LogitsProcessor = Callable[[list[int], Any], Any]
-"""Given a text's tokens so far, prompt included, and the scores of the next one, a float32 tensor `[vocabulary]`: the
-scores to go by."""
+"""Maps a sequence's token ids, prompt included, and the scores of its next token (float32 tensor `[vocabulary]`) to new
+scores of the same shape."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """One token, and how likely the model found it and others in its place.
+    """Log probabilities of one token and of its likeliest alternatives.
 
     Natural logarithms of the softmax of the model's own logits, before penalties, biases and temperature.
     """
@@ -25,26 +25,23 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens with theirs, the likeliest first; as many as the plan asks for."""
+    """`(token_id, logprob)` of the likeliest tokens in descending order; as many as the sampling parameters ask for."""
 
 
 class Constraint(Protocol):
-    """What one text may hold. It knows how many tokens the text may have, and that it can be ended within them."""
+    """Restricts the tokens of one sequence, such as by a grammar."""
 
-    def mask(self) -> npt.NDArray[np.uint8]:
-        """The tokens that may come next, a bit each, the lowest first; token ids beyond it may not.
+    def bitmask(self) -> npt.NDArray[np.uint8]:
+        """The tokens that may come next, one bit each, lowest bit first; token ids beyond its length are banned.
 
-        An end-of-sequence token may come exactly where the text may end.
+        An end-of-sequence token is allowed exactly where the completion may end.
         """
 
-    def resolve_sampling_params(self, token_id: int) -> int:
-        """The token itself where it may come and the text can still be ended behind it, else the first of `closing`.
+    def enforce(self, token_id: int) -> int:
+        """Return the token if the constraint allows it, else the first of `completion_tokens`. Changes no state."""
 
-        It changes nothing.
-        """
-
-    def closing(self) -> list[int]:
-        """Tokens with which the text can be ended, in order, an end-of-sequence token the last."""
+    def completion_tokens(self) -> list[int]:
+        """Tokens that complete the sequence, an end-of-sequence token last. Never empty."""
 
     def accept(self, token_id: int) -> None:
-        """The text goes on with a token that was settled; to be called once for each, end-of-sequence included."""
+        """Advance by one enforced token; called once for each, end-of-sequence included."""

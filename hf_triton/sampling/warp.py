@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows may draw from: temperature, top_k, top_p, min_p and typical_p, in transformers' order.
+"""Applies temperature, top_k, top_p, min_p and typical_p to a batch of scores, in transformers' order.
 
-Every limit is a score of the row's own, and tokens of just that score are kept: what a row draws depends on no other.
+Every limit is a score of the row's own, and ties with it are kept: no row's draw depends on another row.
 """
 
 from __future__ import annotations
@@ -14,61 +14,62 @@ import torch
 from hf_triton.runner.transfer import to_column, to_index
 from hf_triton.sampling.params import SamplingParams
 
-FIRST_CANDIDATES: Final = 128  # a language model's nucleus is rarely larger; sorting a vocabulary on a CPU takes long
+FIRST_CANDIDATES: Final = 128
+"""A language model's nucleus is rarely larger, and sorting a vocabulary on a CPU is slow."""
 CANDIDATES_GROWTH: Final = 8
 
 
-def warp_scores(scores: torch.Tensor, plans: Sequence[SamplingParams]) -> torch.Tensor:
-    """The scores that rows draw from, minus infinity for what they may not draw.
+def warp_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """The scores to draw from, with minus infinity for tokens that are cut off.
 
     Args:
-        scores: `[rows, vocabulary]`, float32, after `edit_scores`.
-        plans: One for each row; `do_sample` is not looked at.
+        scores: `[rows, vocabulary]`, float32, after `edit_logits`.
+        params: One for each row; `do_sample` is ignored.
     """
-    if any(plan.temperature != 1.0 for plan in plans):
-        scores = scores / to_column([plan.temperature for plan in plans], scores.device)
-    if any(plan.top_k or plan.top_p < 1.0 or plan.min_p for plan in plans):
-        scores = scores.masked_fill(scores < _floors(scores, plans), -torch.inf)
-    typical = [index for index, plan in enumerate(plans) if plan.typical_p < 1.0]
+    if any(one.temperature != 1.0 for one in params):
+        scores = scores / to_column([one.temperature for one in params], scores.device)
+    if any(one.top_k or one.top_p < 1.0 or one.min_p for one in params):
+        scores = scores.masked_fill(scores < _floors(scores, params), -torch.inf)
+    typical = [row for row, one in enumerate(params) if one.typical_p < 1.0]
     if typical:
         index = to_index(typical, scores.device)
-        mass = to_column([plans[each].typical_p for each in typical], scores.device)
+        mass = to_column([params[row].typical_p for row in typical], scores.device)
         scores = scores.index_copy(0, index, _keep_typical(scores[index], mass))
     return scores
 
 
-def _floors(scores: torch.Tensor, plans: Sequence[SamplingParams]) -> torch.Tensor:
+def _floors(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """The lowest score that top_k, top_p and min_p leave each row, `[rows, 1]`."""
     size = scores.shape[1]
     floors = torch.full_like(scores[:, :1], -torch.inf)
-    by_top_k = [index for index, plan in enumerate(plans) if 0 < plan.top_k < size]
-    by_top_p = [index for index, plan in enumerate(plans) if not 0 < plan.top_k < size and plan.top_p < 1.0]
+    by_top_k = [row for row, one in enumerate(params) if 0 < one.top_k < size]
+    by_top_p = [row for row, one in enumerate(params) if not 0 < one.top_k < size and one.top_p < 1.0]
     for indices, find_floors in ((by_top_k, _top_k_floors), (by_top_p, _top_p_floors)):
         if indices:
             index = to_index(indices, scores.device)
-            floors[index] = find_floors(scores[index], [plans[each] for each in indices])
-    if any(plan.min_p for plan in plans):
-        min_p = to_column([plan.min_p for plan in plans], scores.device)
+            floors[index] = find_floors(scores[index], [params[row] for row in indices])
+    if any(one.min_p for one in params):
+        min_p = to_column([one.min_p for one in params], scores.device)
         floors = floors.maximum(scores.amax(-1, keepdim=True) + min_p.log())
     return floors
 
 
-def _top_k_floors(scores: torch.Tensor, plans: Sequence[SamplingParams]) -> torch.Tensor:
+def _top_k_floors(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """The lowest score of top_k, and of top_p among what that leaves."""
-    sizes = to_column([plan.top_k for plan in plans], scores.device, torch.int64)
-    ordered = scores.topk(max(plan.top_k for plan in plans)).values
+    sizes = to_column([one.top_k for one in params], scores.device, torch.int64)
+    ordered = scores.topk(max(one.top_k for one in params)).values
     floors = ordered.gather(1, sizes - 1)
-    if all(plan.top_p == 1.0 for plan in plans):
+    if all(one.top_p == 1.0 for one in params):
         return floors
     normalisers = scores.masked_fill(scores < floors, -torch.inf).logsumexp(-1, keepdim=True)
-    top_p = to_column([plan.top_p if plan.top_p < 1.0 else torch.inf for plan in plans], scores.device, torch.float64)
+    top_p = to_column([one.top_p if one.top_p < 1.0 else torch.inf for one in params], scores.device, torch.float64)
     return floors.maximum(_nucleus_floors(ordered, normalisers, top_p))
 
 
-def _top_p_floors(scores: torch.Tensor, plans: Sequence[SamplingParams]) -> torch.Tensor:
+def _top_p_floors(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """The lowest score of top_p among all tokens."""
     normalisers = scores.logsumexp(-1, keepdim=True)
-    top_p = to_column([plan.top_p for plan in plans], scores.device, torch.float64)
+    top_p = to_column([one.top_p for one in params], scores.device, torch.float64)
     return _nucleus_floors(_likeliest(scores, normalisers, top_p), normalisers, top_p)
 
 
@@ -86,9 +87,9 @@ def _nucleus_floors(ordered: torch.Tensor, normalisers: torch.Tensor, top_p: tor
 
 
 def _likeliest(scores: torch.Tensor, normalisers: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The highest scores in descending order, so many that every row's nucleus is among them.
+    """The highest scores in descending order, enough to hold every row's nucleus.
 
-    A GPU sorts the vocabulary sooner than the host could look at a part of it.
+    A GPU sorts the vocabulary faster than the host could inspect a part of it.
     """
     count = FIRST_CANDIDATES
     while scores.device.type == "cpu" and count < scores.shape[1]:

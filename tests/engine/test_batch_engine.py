@@ -130,7 +130,7 @@ class Asked:
     @property
     def told_ids(self) -> list[list[int]]:
         """What listeners heard, text by text."""
-        return [[token_id for at, token_id in self.told if at == copy] for copy in range(self.plan.num_rows)]
+        return [[token_id for at, token_id in self.told if at == copy] for copy in range(self.plan.num_sequences)]
 
 
 class Bench:

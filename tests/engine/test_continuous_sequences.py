@@ -511,13 +511,13 @@ def test_the_next_turn_computes_only_what_is_new(model: Any, start: Callable[...
 class Closing:
     """Lets a text hold anything, and has it end with tokens of its own."""
 
-    def mask(self) -> npt.NDArray[np.uint8]:
+    def bitmask(self) -> npt.NDArray[np.uint8]:
         return np.full(VOCAB_SIZE // 8 + 1, 255, np.uint8)
 
-    def resolve_sampling_params(self, token_id: int) -> int:
+    def enforce(self, token_id: int) -> int:
         return token_id
 
-    def closing(self) -> list[int]:
+    def completion_tokens(self) -> list[int]:
         return [50, 51, 52, 53, 54, 2]
 
     def accept(self, token_id: int) -> None: ...

@@ -15,7 +15,8 @@ from hf_triton.runner import kv_cache as cache
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.sampler import SampledTokens, SequenceSampler
+from hf_triton.sampling.sampler import SampledTokens
+from hf_triton.sampling.sequence_sampler import SequenceSampler
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import CONTINUOUS, WHOLE, build
 from tests.support.engine import NOT_ROLLING

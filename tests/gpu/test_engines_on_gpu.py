@@ -20,7 +20,8 @@ from hf_triton.runner import device
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.sampler import SequenceSampler, sample_tokens
+from hf_triton.sampling.sampler import sample_tokens
+from hf_triton.sampling.sequence_sampler import SequenceSampler
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build

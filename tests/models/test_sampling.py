@@ -14,12 +14,11 @@ import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_triton.sampling import logprobs
-from hf_triton.sampling import sampler as picks
-from hf_triton.sampling.edits import edit_scores
+from hf_triton.sampling.logits_edits import edit_logits
 from hf_triton.sampling.logprobs import token_logprobs
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.sampler import SampledToken, SequenceSampler, sample_tokens
+from hf_triton.sampling.sampler import SampledToken, gumbel_noise, sample_tokens
+from hf_triton.sampling.sequence_sampler import SequenceSampler
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.sampling.warp import warp_scores
 from tests.support.sampling import EOS_IDS, ONE_BY_ONE, VOCABULARY, Text
@@ -95,7 +94,7 @@ class CountPenalties:
 
 
 def our_scores(logits: torch.Tensor, rows: list[SequenceSampler]) -> torch.Tensor:
-    return warp_scores(edit_scores(logits, rows), [row.plan for row in rows])
+    return warp_scores(edit_logits(logits, rows), [row.params for row in rows])
 
 
 def picked(logits: torch.Tensor, rows: list[SequenceSampler]) -> list[int]:
@@ -168,7 +167,7 @@ def test_tokens_of_the_lowest_kept_score_are_all_kept() -> None:
 def test_a_prompt_may_hold_tokens_that_the_model_cannot_write() -> None:
     plan = SamplingParams(8, repetition_penalty=2.0, no_repeat_ngram_size=1, logit_bias=((9, 1.0),), min_new_tokens=9)
     row = SequenceSampler(plan, 0, [0, 5, 4], frozenset([3, 8]))
-    scores = edit_scores(torch.ones(1, 5), [row])
+    scores = edit_logits(torch.ones(1, 5), [row])
     assert scores.tolist() == [[-math.inf, 1.0, 1.0, -math.inf, -math.inf]]
 
 
@@ -193,7 +192,7 @@ def test_draws_follow_the_distribution(seed: int) -> None:
     row, drawn = text.sampler(plan), []
     for _ in range(NUM_DRAWS):
         drawn += picked(logits.unsqueeze(0), [row])
-        row.note(drawn[-1])
+        row.accept(drawn[-1])
     found = torch.bincount(torch.tensor(drawn), minlength=VOCABULARY) / NUM_DRAWS
     assert set(drawn) <= set(wanted.nonzero().flatten().tolist())  # nothing outside the kept tokens
     # A frequency of 4000 draws strays from its probability by more than 5 sigma once in 1.7 million.
@@ -213,11 +212,11 @@ def test_noise_is_gumbel_s() -> None:
     """Its mean is Euler's constant, its variance pi^2 / 6; neighbours and successive keys have nothing in common."""
     source = np.random.default_rng(0)
     for keys in (source.integers(2**64, size=2000, dtype=np.uint64).tolist(), [2**64 - 1, 0, *range(1, 1999)]):
-        noise = picks._gumbel(keys, 1000, torch.device("cpu")).double()
+        noise = gumbel_noise(keys, 1000, torch.device("cpu")).double()
         assert noise.isfinite().all()
         assert noise.mean().item() == pytest.approx(0.577216, abs=0.02)
         assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.1)
-    noise = picks._gumbel(source.integers(2**64, size=2000, dtype=np.uint64).tolist(), 1000, torch.device("cpu"))
+    noise = gumbel_noise(source.integers(2**64, size=2000, dtype=np.uint64).tolist(), 1000, torch.device("cpu"))
     noise = (noise - noise.mean()) / noise.std()
     for product in (noise[1:] * noise[:-1], noise[:, 1:] * noise[:, :-1], noise[:, 16:] * noise[:, :-16]):
         assert abs(product.mean().item()) < 5 / math.sqrt(product.numel())
@@ -250,8 +249,8 @@ def test_a_rows_text_does_not_depend_on_the_other_rows() -> None:
         for index, row in enumerate(alone):
             (pick,) = sample_tokens(logits[index : index + 1], [row])
             assert pick.token_id == picks[index].token_id
-            row.note(pick.token_id)
-            together[index].note(pick.token_id)
+            row.accept(pick.token_id)
+            together[index].accept(pick.token_id)
 
 
 def test_picking_changes_nothing_so_that_a_failed_step_can_be_picked_again() -> None:
@@ -268,10 +267,10 @@ def test_a_stream_keeps_step_with_the_text() -> None:
     for step in range(20):
         again = SequenceSampler(plan, 0, [1])
         for token_id in new:
-            again.note(token_id)
+            again.accept(token_id)
         assert picked(logits[step : step + 1], [again]) == picked(logits[step : step + 1], [row])
         new += picked(logits[step : step + 1], [row])
-        row.note(new[-1])
+        row.accept(new[-1])
     assert len(set(new)) > 10
 
 
@@ -287,11 +286,11 @@ def test_copies_of_one_seed_have_streams_of_their_own() -> None:
     ("seed", "key"), [(0, 15023647771317767168), (1, 5705853004827290377), (2**63 - 1, 15586116291310964194)]
 )
 def test_a_seed_gives_the_same_stream_after_a_restart(seed: int, key: int) -> None:
-    assert SequenceSampler(SamplingParams(1, do_sample=True, seed=seed), 2, []).key() == key
+    assert SequenceSampler(SamplingParams(1, do_sample=True, seed=seed), 2, []).draw_key() == key
 
 
 def test_a_key_gives_the_same_noise_on_every_machine() -> None:
-    noise = picks._gumbel([0, 2**64 - 1], 3, torch.device("cpu")).tolist()
+    noise = gumbel_noise([0, 2**64 - 1], 3, torch.device("cpu")).tolist()
     assert noise == [
         pytest.approx([22.18071, -0.528639, 0.933809], abs=1e-5),
         pytest.approx([22.18071, 22.18071, -0.528639], abs=1e-5),
@@ -329,7 +328,7 @@ def test_the_end_may_come_after_the_shortest_length() -> None:
     found = []
     for _ in range(3):
         found += picked(logits, [row])
-        row.note(found[-1])
+        row.accept(found[-1])
     assert found == [0, 0, 3]
 
 
@@ -404,11 +403,10 @@ def test_logprobs_of_a_greedy_row_leave_its_token_alone() -> None:
     assert pick.logprobs.top == ((pick.token_id, pick.logprobs.logprob),)
 
 
-def test_a_long_prompts_logprobs_are_worked_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompts_logprobs_are_worked_out_in_parts() -> None:
     logits, token_ids = random_logits(50, VOCABULARY), list(range(50))
     whole = token_logprobs(logits, token_ids, 2)
-    monkeypatch.setattr(logprobs, "MAX_LOGPROB_SCORES", 3 * VOCABULARY)
-    assert token_logprobs(logits, token_ids, 2) == whole
+    assert token_logprobs(logits, token_ids, 2, max_scores=3 * VOCABULARY) == whole
     assert [each.token_id for each in whole] == token_ids
 
 
@@ -431,15 +429,15 @@ class Fenced:
         self.allowed, self.ending, self.never = allowed, ending, never
         self.accepted: list[int] = []
 
-    def mask(self) -> npt.NDArray[np.uint8]:
+    def bitmask(self) -> npt.NDArray[np.uint8]:
         bits = np.zeros(max(self.allowed, default=0) + 1, np.uint8)
         bits[sorted(self.allowed)] = 1
         return np.packbits(bits, bitorder="little")
 
-    def resolve_sampling_params(self, token_id: int) -> int:
+    def enforce(self, token_id: int) -> int:
         return token_id if token_id in self.allowed - self.never else self.ending[0]
 
-    def closing(self) -> list[int]:
+    def completion_tokens(self) -> list[int]:
         return self.ending
 
     def accept(self, token_id: int) -> None:
@@ -506,7 +504,7 @@ def test_a_constraint_is_told_each_token_once() -> None:
     row = fenced({4, 5})
     for _ in range(3):
         picked(random_logits(1, VOCABULARY), [row])
-    row.note(4)
-    row.note(7)
+    row.accept(4)
+    row.accept(7)
     assert isinstance(row.constraint, Fenced)
     assert row.constraint.accepted == [4, 7]

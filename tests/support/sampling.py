@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.sampler import SequenceSampler
+from hf_triton.sampling.sequence_sampler import SequenceSampler
 
 VOCABULARY = 200
 EOS_IDS = frozenset([7, 11])
@@ -45,5 +45,5 @@ class Text:
     def sampler(self, plan: SamplingParams) -> SequenceSampler:
         row = SequenceSampler(plan, 0, self.prompt, EOS_IDS)
         for token_id in self.new:
-            row.note(token_id)
+            row.accept(token_id)
         return row

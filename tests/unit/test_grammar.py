@@ -157,7 +157,7 @@ def least_of(kind: str, grammar: Grammar) -> int:
 
 
 def allowed_by(constraint: GrammarConstraint, size: int) -> list[int]:
-    bits = np.unpackbits(constraint.mask(), bitorder="little")[:size]
+    bits = np.unpackbits(constraint.bitmask(), bitorder="little")[:size]
     return [int(token_id) for token_id in np.flatnonzero(bits)]
 
 
@@ -170,7 +170,7 @@ def draw(kind: str, constraint: GrammarConstraint, most: int, source: random.Ran
         wanted = source.choice(going_on if going_on and source.random() < 0.9 else allowed)
         if source.random() < 0.05:
             wanted = source.randrange(size)
-        token_id = constraint.resolve_sampling_params(wanted)
+        token_id = constraint.enforce(wanted)
         assert token_id in allowed
         constraint.accept(token_id)
         if token_id == end:
@@ -267,7 +267,7 @@ FREE: list[tuple[Grammar, str]] = [
 def test_what_a_model_would_write_is_not_ended_before(grammar: Grammar, text: str) -> None:
     constraint = constraint_of(KIND, grammar, len(text) + 60)
     for token_id in tokenizer_of(KIND).encode(text, add_special_tokens=False):
-        assert constraint.resolve_sampling_params(token_id) == token_id
+        assert constraint.enforce(token_id) == token_id
         constraint.accept(token_id)
 
 
@@ -313,7 +313,7 @@ def test_a_text_goes_on_freely_while_there_is_room() -> None:
     text = '{"name": "Ann, who said \\"no\\"", "age": 41}'
     constraint = constraint_of(KIND, json_schema(SCHEMAS["object"]), 200)
     for token_id in raw_ids(KIND, text):
-        assert constraint.resolve_sampling_params(token_id) == token_id
+        assert constraint.enforce(token_id) == token_id
         constraint.accept(token_id)
     assert allowed_by(constraint, len(tokenizer_of(KIND))) == [end_of(KIND)]
 
@@ -325,11 +325,11 @@ def test_the_end_may_come_exactly_where_the_text_may_end() -> None:
     constraint, end = constraint_of(KIND, regex("a+b?"), 20), end_of(KIND)
     (letter,) = raw_ids(KIND, "a")
     assert end not in allowed_by(constraint, 400)
-    assert constraint.resolve_sampling_params(end) != end
+    assert constraint.enforce(end) != end
     constraint.accept(letter)
     assert end in allowed_by(constraint, 400)
-    assert constraint.resolve_sampling_params(end) == end
-    assert constraint.closing() == [end]
+    assert constraint.enforce(end) == end
+    assert constraint.completion_tokens() == [end]
 
 
 def test_other_tokens_that_end_a_text_write_none() -> None:
@@ -349,7 +349,7 @@ def test_tokens_that_only_the_tokenizer_has_end_no_text() -> None:
     assert max(raw_ids(KIND, "the river goes")) >= size
     compiler = GrammarCompiler(tokenizer_of(KIND), size, frozenset([end_of(KIND)]))
     constraint = compiler.compile(choice("the river goes"), SamplingParams(40))[1]()
-    ids = constraint.closing()
+    ids = constraint.completion_tokens()
     assert max(ids) < size
     assert read(KIND, ids[:-1]) == "the river goes"
 
@@ -437,11 +437,11 @@ def test_asking_changes_nothing() -> None:
     constraint, other = constraint_of(KIND, grammar, 40), constraint_of(KIND, grammar, 40)
     for _ in range(30):
         for _ in range(5):
-            constraint.resolve_sampling_params(source.randrange(400))
-        assert constraint.mask().tolist() == other.mask().tolist()
+            constraint.enforce(source.randrange(400))
+        assert constraint.bitmask().tolist() == other.bitmask().tolist()
         wanted = source.choice(allowed_by(other, 400))
-        token_id = constraint.resolve_sampling_params(wanted)
-        assert token_id == other.resolve_sampling_params(wanted)
+        token_id = constraint.enforce(wanted)
+        assert token_id == other.enforce(wanted)
         constraint.accept(token_id)
         other.accept(token_id)
         if token_id == end_of(KIND):
@@ -457,10 +457,8 @@ def test_a_grammar_that_grows_too_large_on_its_way_still_ends_whole(monkeypatch:
     pattern, source = "(a|b)*a(a|b){12}", random.Random(0)
     constraint = constraint_of(KIND, regex(pattern), 1000)
     ids: list[int] = []
-    while (token_id := constraint.resolve_sampling_params(source.choice(bytes_of(KIND, "ab")))) != end_of(KIND) and len(
-        ids
-    ) < 1000:
-        constraint.mask()
+    while (token_id := constraint.enforce(source.choice(bytes_of(KIND, "ab")))) != end_of(KIND) and len(ids) < 1000:
+        constraint.bitmask()
         constraint.accept(token_id)
         ids.append(token_id)
     assert len(ids) < 200

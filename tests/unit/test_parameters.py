@@ -371,7 +371,7 @@ def test_best_of_needs_sampling() -> None:
     with pytest.raises(RequestError, match="best_of 3 would give 3 equal texts"):
         resolve_sampling_params(GenerationParameters(best_of=3), TOKENS)
     plan = resolve_sampling_params(GenerationParameters(best_of=3, min_p=0.1), TOKENS)
-    assert (plan.best_of, plan.num_return_sequences, plan.num_rows, plan.num_top_logprobs) == (3, 1, 3, 0)
+    assert (plan.best_of, plan.num_return_sequences, plan.num_sequences, plan.num_top_logprobs) == (3, 1, 3, 0)
 
 
 def test_a_greedy_request_is_not_shaped_by_its_folder() -> None:

@@ -92,7 +92,7 @@ def write(text: str) -> Callable[[SequenceGroup], Outcome]:
     """An engine that writes this text, in all copies, token by token, until it is stopped."""
 
     def outcome(sequence: SequenceGroup) -> Outcome:
-        return [written(sequence, copy, text) for copy in range(sequence.plan.num_rows)]
+        return [written(sequence, copy, text) for copy in range(sequence.plan.num_sequences)]
 
     return outcome
 

@@ -144,7 +144,7 @@ def _check_plan(plan: SamplingParams, least_asked: int | None) -> None:
         plan: Of all layers.
         least_asked: The request's own `min_new_tokens`.
     """
-    for name, count in (("num_return_sequences", plan.num_return_sequences), ("best_of", plan.num_rows)):
+    for name, count in (("num_return_sequences", plan.num_return_sequences), ("best_of", plan.num_sequences)):
         if count > 1 and not plan.do_sample:
             raise RequestError(
                 "invalid_parameter",

@@ -117,7 +117,7 @@ class ResponseBuilder:
         listener = reply if streams and not hooks.overrides("postprocess") else None
         self._writers = [PromptOutputs(codec, prompt, hooks, listener, row) for row, prompt in enumerate(prompts)]
         if streams:
-            reply.start(sum(prompt.plan.num_rows for prompt in prompts))
+            reply.start(sum(prompt.plan.num_sequences for prompt in prompts))
         self._completions: dict[int, list[Completion]] = {}
         self._is_answered = False
         self._is_made = False
@@ -265,16 +265,16 @@ class PromptOutputs:
         self._hooks = hooks
         self._has_rule = hooks.overrides("is_complete") and prompt.constraint is None
         self._reply = reply
-        self._first_text = row * prompt.plan.num_rows
+        self._first_text = row * prompt.plan.num_sequences
         self.is_needed = reply is not None or self._has_rule or bool(prompt.task.stop_strings)
         """Whether it must hear every token."""
         self._streams: list[TextStream] = (
-            [codec.stream(prompt.preceding_ids, prompt.task.stop_strings) for _ in range(prompt.plan.num_rows)]
+            [codec.stream(prompt.preceding_ids, prompt.task.stop_strings) for _ in range(prompt.plan.num_sequences)]
             if self.is_needed
             else []
         )
-        self._fronts = [prompt.front] * prompt.plan.num_rows  # what is still to be sent before the first piece
-        self._texts = [""] * prompt.plan.num_rows  # so far, for the folder's own stopping rule
+        self._fronts = [prompt.front] * prompt.plan.num_sequences  # what is still to be sent before the first piece
+        self._texts = [""] * prompt.plan.num_sequences  # so far, for the folder's own stopping rule
 
     def push(self, copy: int, token_id: int) -> bool:
         """Write a token; whether the text ends with it."""

@@ -283,7 +283,7 @@ class TextGeneration:
         model_text = text if is_chat else self._hooks.build_prompt(text)
         ids = self._codec.encode(model_text, row, adds_special_tokens=not is_chat)
         plan = self._plan(row, len(ids), parameters)
-        if streams and plan.num_rows > plan.num_return_sequences:
+        if streams and plan.num_sequences > plan.num_return_sequences:
             raise RequestError("invalid_parameter", "best_of cannot be streamed: leave it out, or say stream false")
         if plan.logprobs is None and (options.return_logprobs or options.return_cumulative_logprob):
             plan = replace(plan, logprobs=0)
@@ -322,11 +322,11 @@ class TextGeneration:
                 )
         plan = resolve_sampling_params(parameters, *self._defaults, max_new_tokens=self._max_output_length)
         plan = replace(plan, max_new_tokens=min(plan.max_new_tokens, room))
-        if plan.num_rows > self._max_rows:
+        if plan.num_sequences > self._max_rows:
             name = "num_return_sequences" if plan.best_of is None else "best_of"
             raise RequestError(
                 "invalid_parameter",
-                f"{name} must be <= {self._max_rows} here (setting max_batch_rows), got {plan.num_rows}",
+                f"{name} must be <= {self._max_rows} here (setting max_batch_rows), got {plan.num_sequences}",
             )
         check_token_ids(plan, self._codec.vocabulary_size)
         return plan

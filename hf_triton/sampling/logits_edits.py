@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applies biases, penalties, bans, logits processors and constraints to a batch of logits, in transformers' order.
+
+That of `_get_logits_processor` (transformers 5.23): logit bias, repetition penalty, n-grams, bad words, minimum length.
+Presence and frequency penalties, which transformers does not have, follow the repetition penalty; a sequence's own
+logits processor follows the bans, and its constraint comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hf_triton.runner.transfer import array_to_device, to_column, to_device, to_index
+from hf_triton.sampling.history import Array
+from hf_triton.sampling.sequence_sampler import SequenceSampler
+
+
+def edit_logits(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> torch.Tensor:
+    """The scores after biases, penalties and bans, `[rows, vocabulary]`.
+
+    Returns:
+        float32, or `logits` itself if no sampler edits them. Banned tokens are at minus infinity, never a whole row.
+    """
+    if not any(sampler.edits_logits for sampler in samplers):
+        return logits
+    histories = [sampler.history for sampler in samplers]
+    size = logits.shape[1]
+    scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    flat = scores.view(-1)
+    indices, biases = _flatten([history.biases() for history in histories], size, scores.device)
+    flat.index_add_(0, indices, biases)
+    indices, factors, subtrahends = _flatten([history.penalties() for history in histories], size, scores.device)
+    before = flat[indices]
+    flat[indices] = torch.where(before < 0, before * factors, before / factors) - subtrahends
+    (indices,) = _flatten([(history.banned_ids(),) for history in histories], size, scores.device)
+    if len(indices):
+        flat.index_fill_(0, indices, -torch.inf)
+    processed = [row for row, sampler in enumerate(samplers) if sampler.processor]
+    for row in processed:
+        scores[row] = samplers[row].process(scores[row])
+    is_masked = _apply_bitmasks(scores, samplers)
+    if is_masked or processed or len(indices):
+        _allow_fallback_tokens(scores, logits, samplers)
+    return scores
+
+
+def _flatten(parts: Sequence[tuple[Array, ...]], size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Concatenate every row's token ids, as indices into the flattened scores, and the numbers that belong to them.
+
+    Args:
+        parts: For each row its token ids and columns of numbers, all `[ids]`. Ids from `size` on are skipped: a prompt
+            may hold tokens for which the model has no logit.
+        size: The vocabulary.
+        device: Where the result goes.
+    """
+    ids, *columns = (np.concatenate(column) for column in zip(*parts, strict=True))
+    indices = ids + np.repeat(np.arange(len(parts)) * size, [len(part[0]) for part in parts])
+    is_in_vocabulary = ids < size
+    return tuple(array_to_device(column[is_in_vocabulary], device) for column in (indices, *columns))
+
+
+def _apply_bitmasks(scores: torch.Tensor, samplers: Sequence[SequenceSampler]) -> bool:
+    """Ban what constraints do not allow; returns whether there is any constraint."""
+    bitmasks = {row: sampler.constraint.bitmask() for row, sampler in enumerate(samplers) if sampler.constraint}
+    if not bitmasks:
+        return False
+    size = scores.shape[1]
+    packed = np.zeros((len(bitmasks), -(-size // 8)), np.uint8)
+    for line, bitmask in zip(packed, bitmasks.values(), strict=True):
+        line[: len(bitmask)] = bitmask[: packed.shape[1]]
+    index = to_index(list(bitmasks), scores.device)
+    weights = to_device([1 << bit for bit in range(8)], torch.uint8, scores.device)
+    is_banned = (array_to_device(packed, scores.device).unsqueeze(-1) & weights) == 0
+    scores[index] = scores[index].masked_fill_(is_banned.view(len(bitmasks), -1)[:, :size], -torch.inf)
+    return True
+
+
+def _allow_fallback_tokens(scores: torch.Tensor, logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> None:
+    """Allow one token in each row in which all are banned: see `SampledTokens`."""
+    fallbacks = [sampler.fallback_token(scores.shape[1]) for sampler in samplers]
+    tokens = to_column([-1 if token_id is None else token_id for token_id in fallbacks], scores.device, torch.int64)
+    if None in fallbacks:
+        tokens = torch.where(tokens < 0, logits.argmax(-1, keepdim=True), tokens)
+    is_all_banned = scores.amax(-1, keepdim=True) == -torch.inf
+    scores.scatter_(1, tokens, scores.gather(1, tokens).masked_fill(is_all_banned, 0.0))
