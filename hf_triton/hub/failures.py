@@ -1,229 +1,293 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an error of the Hub's client means and what to do about it, as a table. Fetches nothing itself."""
+"""Translates exceptions of the Hub's client and of transformers to an error code and a sentence with the remedy."""
 
 from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from textwrap import shorten
+from typing import Final, NamedTuple
 
-from hf_triton.errors import HfTritonError, HubError
+from hf_triton.errors import CheckpointError, HfTritonError, HubError
+from hf_triton.hub.spec import CheckpointSpec
 
-if TYPE_CHECKING:
-    from hf_triton.hub.download import Job
-
-OF_FOLDERS: Final = "a folder on disk begins with `/`, `./` or `../`"
-"""What whoever meant a folder, and named one as a model on the Hub is named, wants to know."""
+FOLDER_HINT: Final = "a folder on disk begins with `/`, `./` or `../`"
+"""For users who meant a folder and wrote its name in the form of a Hub name."""
 TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses that may be another one in a moment."""
+"""HTTP statuses that are worth a retry."""
 INCOMPLETE: Final = ("Consistency check failed", "without sending complete message body")
-"""What the client and its HTTP library say where a file broke off."""
+"""Messages of the client and its HTTP library for a file that broke off."""
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
 
 class Failure:
-    """A failed download, seen through the chain of its causes.
+    """A failed download and the chain of its causes.
 
     Args:
-        error: What the client raised.
-        has_token: Whether there was an access token.
+        error: The exception that the client raised.
+        has_token: Whether the client had an access token.
     """
 
     def __init__(self, error: BaseException, has_token: bool) -> None:
         self.causes = list(_causes(error))
         self.has_token = has_token
-        self.status = next((status for each in self.causes if (status := status_of(each))), None)
-        self.errno = next((each.errno for each in self.causes if isinstance(each, OSError) and each.errno), None)
+        self.status = next((status for cause in self.causes if (status := status_of(cause))), None)
+        self.errno = next((cause.errno for cause in self.causes if isinstance(cause, OSError) and cause.errno), None)
 
-    def has(self, *names: str) -> bool:
-        """Whether a cause is of a class of one of these names, or of a subclass."""
-        return any(_is_a(each, *names) for each in self.causes)
+    def has_cause(self, *names: str) -> bool:
+        """Whether a cause is an instance of a class with one of these names."""
+        return any(_is_a(cause, *names) for cause in self.causes)
 
     def describe(self) -> str:
-        """The cause in the client's words, in one line."""
-        cause = next((each for each in self.causes if _is_a(each, "TransportError")), self.causes[0])
+        """The cause in the client's words, on one line."""
+        cause = next((cause for cause in self.causes if _is_a(cause, "TransportError")), self.causes[0])
         return f"{type(cause).__name__}: {one_line(str(cause))}".rstrip(".: ")
 
 
-class _Meaning(NamedTuple):
+class Meaning(NamedTuple):
     """A row of the table."""
 
     applies: Callable[[Failure], bool]
     code: str
     sentence: str
-    """A format of what `explain` knows: the job's fields, `page`, `endpoint`, `status`, `cause`."""
+    """A format string; `explain_download` fills in the fields of the spec, `page`, `endpoint`, `status`, `cause`."""
 
 
 MEANINGS: Final = (
-    _Meaning(
-        lambda it: it.has("GatedRepoError") and it.has_token,
+    Meaning(
+        lambda failure: failure.has_cause("GatedRepoError") and failure.has_token,
         "hub_gated",
-        "{model} is gated, and the access token in HF_TOKEN does not open it: accept its terms at {page} with the "
+        "{model} is gated, and the access token in HF_TOKEN has no access to it: accept its terms at {page} with the "
         "account that the token belongs to",
     ),
-    _Meaning(
-        lambda it: it.has("GatedRepoError"),
+    Meaning(
+        lambda failure: failure.has_cause("GatedRepoError"),
         "hub_gated",
         "{model} is gated, and there is no access token: accept its terms at {page}, and set HF_TOKEN to an access "
         "token of that account",
     ),
-    _Meaning(
-        lambda it: it.has("RevisionNotFoundError"),
+    Meaning(
+        lambda failure: failure.has_cause("RevisionNotFoundError"),
         "hub_revision_not_found",
         "{model} has no revision '{revision}': choose one of {page}, and set {revision_setting} to it",
     ),
-    _Meaning(
-        lambda it: it.has("DisabledRepoError"),
+    Meaning(
+        lambda failure: failure.has_cause("DisabledRepoError"),
         "hub_not_found",
         "{model} has been disabled by the Hub: see {page}, and set {setting} to another model",
     ),
-    _Meaning(
-        lambda it: it.has("HFValidationError"),
+    Meaning(
+        lambda failure: failure.has_cause("HFValidationError"),
         "hub_not_found",
-        "'{model}' is no name on the Hub: set {setting} to namespace/name; " + OF_FOLDERS,
+        "'{model}' is not a valid name on the Hub: set {setting} to namespace/name; " + FOLDER_HINT,
     ),
-    _Meaning(
-        lambda it: it.has("RepositoryNotFoundError") and it.has_token,
+    Meaning(
+        lambda failure: failure.has_cause("RepositoryNotFoundError") and failure.has_token,
         "hub_not_found",
         "there is no model {model} at {endpoint}, or the access token in HF_TOKEN may not read it: correct {setting}, "
-        "or set HF_TOKEN to another token; " + OF_FOLDERS,
+        "or set HF_TOKEN to another token; " + FOLDER_HINT,
     ),
-    _Meaning(
-        lambda it: it.has("RepositoryNotFoundError") or (it.status == 401 and not it.has_token),
+    Meaning(
+        lambda failure: (
+            failure.has_cause("RepositoryNotFoundError") or (failure.status == 401 and not failure.has_token)
+        ),
         "hub_not_found",
         "there is no model {model} at {endpoint}, or it is private: correct {setting}, or set HF_TOKEN to an access "
-        "token; " + OF_FOLDERS,
+        "token; " + FOLDER_HINT,
     ),
-    _Meaning(
-        lambda it: it.status in (401, 403) and it.has_token,
+    Meaning(
+        lambda failure: failure.status in (401, 403) and failure.has_token,
         "hub_auth",
-        "the Hub at {endpoint} refuses the access token in HF_TOKEN for {model} ({status}): make a new one",
+        "the Hub at {endpoint} rejects the access token in HF_TOKEN for {model} ({status}): make a new one",
     ),
-    _Meaning(
-        lambda it: it.status == 403,
+    Meaning(
+        lambda failure: failure.status == 403,
         "hub_auth",
         "the Hub at {endpoint} forbids {model} ({status}): set HF_TOKEN to an access token that may read it",
     ),
-    _Meaning(
-        lambda it: it.status == 404,
+    Meaning(
+        lambda failure: failure.status == 404,
         "hub_not_found",
-        "{endpoint} has no {model} (404): correct {setting}, or HF_ENDPOINT if that is no Hub",
+        "{endpoint} has no {model} (404): correct {setting}, or HF_ENDPOINT if that is not a Hub",
     ),
-    _Meaning(
-        lambda it: it.status == 429,
+    Meaning(
+        lambda failure: failure.status == 429,
         "hub_rate_limited",
-        "the Hub answers 429 (too many requests) for {model}: wait some minutes, or set HF_TOKEN to be allowed more",
+        "the Hub answers 429 (too many requests) for {model}: wait some minutes, or set HF_TOKEN for a higher limit",
     ),
-    _Meaning(
-        lambda it: it.has("OfflineModeIsEnabled"),
+    Meaning(
+        lambda failure: failure.has_cause("OfflineModeIsEnabled"),
         "offline_and_not_cached",
-        "{model} is in no cache, and HF_HUB_OFFLINE forbids a download: unset it once, or mount a cache that has the "
-        "model; " + OF_FOLDERS,
+        "{model} is not cached, and HF_HUB_OFFLINE forbids a download: unset it once, or mount a cache that has the "
+        "model; " + FOLDER_HINT,
     ),
-    _Meaning(
-        lambda it: it.errno in NO_ROOM,
+    Meaning(
+        lambda failure: failure.errno in NO_ROOM,
         "disk_full",
-        "{cache_dir} has no room left for {model}: make room, or set TRANSFORMERS_CACHE to a folder on a larger disk",
+        "{cache_dir} has no space left for {model}: make room, or set TRANSFORMERS_CACHE to a folder on a larger disk",
     ),
-    _Meaning(
-        lambda it: it.errno in NOT_WRITABLE,
+    Meaning(
+        lambda failure: failure.errno in NOT_WRITABLE,
         "cache_not_writable",
-        "{model} cannot be written to {cache_dir}: set TRANSFORMERS_CACHE to a folder that can be written to",
+        "{model} cannot be written to {cache_dir}: set TRANSFORMERS_CACHE to a writable folder",
     ),
-    _Meaning(
-        lambda it: any(is_incomplete(each) for each in it.causes),
+    Meaning(
+        lambda failure: any(map(is_incomplete, failure.causes)),
         "hub_incomplete",
-        "the download of {model} broke off again and again ({cause}): check the network, and start again",
+        "the download of {model} broke off repeatedly ({cause}): check the network, and start again",
     ),
-    _Meaning(
-        lambda it: it.status is not None,
+    Meaning(
+        lambda failure: failure.status is not None,
         "hub_unavailable",
-        "{model} is in no cache, and the Hub at {endpoint} answers {status}: try again later, or copy the model into "
+        "{model} is not cached, and the Hub at {endpoint} answers {status}: try again later, or copy the model into "
         "the cache",
     ),
-    _Meaning(
-        lambda it: it.has("FileMetadataError", "JSONDecodeError"),
+    Meaning(
+        lambda failure: failure.has_cause("FileMetadataError", "JSONDecodeError"),
         "hub_unavailable",
-        "{model} is in no cache, and what answers at {endpoint} is not the Hub (a sign-in page of the network?): check "
+        "{model} is not cached, and the server at {endpoint} is not the Hub (a sign-in page of the network?): check "
         "the network, HF_ENDPOINT and HTTPS_PROXY, or copy the model into the cache",
     ),
-    _Meaning(
-        lambda it: True,
+    Meaning(
+        lambda _: True,
         "hub_unavailable",
-        "{model} is in no cache, and the Hub at {endpoint} cannot be reached ({cause}): check the network, HF_ENDPOINT "
-        "and HTTPS_PROXY, or copy the model into the cache; " + OF_FOLDERS,
+        "{model} is not cached, and the Hub at {endpoint} cannot be reached ({cause}): check the network, HF_ENDPOINT "
+        "and HTTPS_PROXY, or copy the model into the cache; " + FOLDER_HINT,
     ),
 )
-"""The first row that applies is the answer."""
+"""The first row that applies gives the error."""
 
 
-def explain(error: BaseException, job: Job, environment: Mapping[str, str]) -> HfTritonError:
-    """Say in one sentence what an error of the Hub's client means and what to do.
+def explain_download(
+    error: BaseException, spec: CheckpointSpec, cache_dir: str, environment: Mapping[str, str]
+) -> HfTritonError:
+    """Translate an exception of the Hub's client.
 
     Args:
-        error: What the client raised; its causes are looked at too.
-        job: What was being fetched.
-        environment: To know whether there is an access token, and which Hub it was.
+        error: The exception; its causes are examined too.
+        spec: The checkpoint that was being downloaded.
+        cache_dir: The cache folder that was written to.
+        environment: Tells whether there was an access token, and the Hub's address.
     """
     failure = Failure(error, has_token=bool(environment.get("HF_TOKEN")))
-    ours = next((each for each in failure.causes if isinstance(each, HfTritonError)), None)
+    ours = next((cause for cause in failure.causes if isinstance(cause, HfTritonError)), None)
     if ours is not None:
         return ours
-    meaning = next(each for each in MEANINGS if each.applies(failure))
-    endpoint = _shown_endpoint(environment)
+    meaning = next(meaning for meaning in MEANINGS if meaning.applies(failure))
+    endpoint = _endpoint_without_password(environment)
     sentence = meaning.sentence.format(
-        model=job.model,
-        revision=job.revision,
-        cache_dir=job.cache_dir,
-        setting=job.setting,
-        revision_setting="revision" if job.setting == "huggingface_model" else f"{job.setting}_revision",
+        model=spec.name,
+        revision=spec.revision,
+        cache_dir=cache_dir,
+        setting=spec.setting,
+        revision_setting=spec.revision_setting,
         endpoint=endpoint,
-        page=f"{endpoint}/{job.model}",
+        page=f"{endpoint}/{spec.name}",
         status=failure.status,
         cause=failure.describe(),
     )
     return HubError(meaning.code, sentence)
 
 
+def incomplete_on_hub(spec: CheckpointSpec, missing: Iterable[str]) -> CheckpointError:
+    """The error for a repository that lacks needed files."""
+    names = ", ".join(list(missing)[:3])
+    return CheckpointError(
+        "checkpoint_incomplete",
+        f"{spec.name} (revision {spec.revision}) has no {names} on the Hub: set {spec.setting} to a complete model in "
+        "the form of transformers",
+    )
+
+
+def explain_load(error: Exception, part: str, name: str, has_quantization_setting: bool) -> CheckpointError:
+    """Translate an exception of transformers.
+
+    Args:
+        error: The exception.
+        part: The part of the checkpoint that was being loaded, for the sentence: `the tokenizer`, `config.json`.
+        name: The model's name, as in the settings.
+        has_quantization_setting: Whether the setting quantization_config may be the cause.
+    """
+    message = " ".join(str(error).split())
+    short = shorten(message, 300, placeholder=" ...")
+    if "trust_remote_code" in message:
+        return CheckpointError(
+            "needs_trust_remote_code",
+            f"{name} brings its own Python code: read it, and set trust_remote_code to true in config.pbtxt to run it",
+        )
+    if "does not recognize this architecture" in message or "Unrecognized configuration class" in message:
+        return _unsupported_model(name, message)
+    if "weights_only" in message:
+        return CheckpointError(
+            "weights_not_safe",
+            f"the pickle weights of {name} hold more than tensors, which can run code when they are read: do not use "
+            "them; find safetensors",
+        )
+    if isinstance(error, ImportError):
+        return CheckpointError(
+            "checkpoint_invalid",
+            f"{part} of {name} cannot be loaded without a Python package ({short}): install it, or leave out the "
+            "setting that asks for it",
+        )
+    remedy = "fetch the checkpoint again, or choose another revision"
+    if has_quantization_setting and "quantiz" in message.lower():
+        remedy = "correct the setting quantization_config"
+    return CheckpointError(
+        "checkpoint_invalid", f"{part} of {name} cannot be loaded ({type(error).__name__}: {short}): {remedy}"
+    )
+
+
+def _unsupported_model(name: str, message: str) -> CheckpointError:
+    import transformers
+
+    match = re.search(r"(?<=model type `)[^`]+|(?<=\.)\w+Config(?=')", message)
+    kind = f" ({match[0]})" if match else ""
+    return CheckpointError(
+        "unsupported_model",
+        f"transformers {transformers.__version__} has no text generation model for the architecture of {name}{kind}: "
+        "choose another model, or build the image with a newer transformers (--build-arg TRANSFORMERS=...); outside "
+        "the image, install a newer one",
+    )
+
+
 def is_incomplete(error: BaseException) -> bool:
-    """Whether a file came in part."""
+    """Whether a file broke off."""
     return any(words in str(error) for words in INCOMPLETE)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether trying again may help: the Hub is busy, or a connection was lost.
+    """Whether a retry may help: the Hub is busy, or a connection was lost.
 
-    A file that broke off is none: the client has gone on with it several times by itself.
+    A file that broke off is not transient: the client has already resumed it several times.
     """
     return status_of(error) in TRANSIENT or (_is_a(error, "TransportError") and not is_incomplete(error))
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status behind an error of the client, where it is one of failure."""
+    """The HTTP status behind an exception of the client, if it is 400 or more."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) and status >= 400 else None
 
 
 def one_line(text: str) -> str:
-    """Text of the client, cut, without the queries of URLs, which may hold a signature."""
+    """A message of the client, shortened, without the queries of URLs, which may hold a signature."""
     return " ".join(re.sub(r"(?<=\w)\?\S*", "", text).split())[:200]
 
 
 def _is_a(error: BaseException, *names: str) -> bool:
-    """By name, because the client's HTTP library was httpx before huggingface_hub 2 and is httpx2 since."""
-    return any(each.__name__ in names for each in type(error).__mro__)
+    """By name, because the client's HTTP library is httpx before huggingface_hub 2 and httpx2 since."""
+    return any(kind.__name__ in names for kind in type(error).__mro__)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
-def _shown_endpoint(environment: Mapping[str, str]) -> str:
-    """The Hub's address, without a password that it may hold."""
+def _endpoint_without_password(environment: Mapping[str, str]) -> str:
     endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
     return re.sub(r"(?<=://)[^/@]*@", "", endpoint.rstrip("/"))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A download in a process of its own: started, listened to, stopped at its deadline. Knows nothing of the Hub's API."""
+"""The parent's side of a download: starts the process, reads its events, kills it at a deadline. Knows no Hub API."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -12,52 +13,52 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any
 
 from hf_triton.errors import CheckpointError, HubError
-from hf_triton.hub.download import Job, encode
-from hf_triton.server import die_with_parent
+from hf_triton.hub.spec import CheckpointSpec
 
 logger = logging.getLogger(__name__)
-
-LOG_INTERVAL_S: Final = 10.0
 
 _Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long to wait, in seconds."""
+class DownloadLimits:
+    """Deadlines and the interval of log lines, in seconds."""
 
     total_s: float
-    """For the whole download."""
+    """Limit of the whole download."""
     stall_s: float
-    """For the next byte."""
+    """Limit of the time without a new byte."""
+    log_interval_s: float = 10.0
 
 
-def download(job: Job, environment: Mapping[str, str], patience: Patience) -> Path:
-    """Fetch what a job wants; progress and retries are logged every ten seconds.
+def download(spec: CheckpointSpec, cache_dir: Path, environment: Mapping[str, str], limits: DownloadLimits) -> Path:
+    """Download a checkpoint; progress and retries are logged.
 
     Args:
-        job: What to fetch.
-        environment: The process's, the access token in HF_TOKEN included.
-        patience: When to give up.
+        spec: The checkpoint.
+        cache_dir: A cache in the layout of the Hub's client.
+        environment: The process's, including the access token in HF_TOKEN.
+        limits: When to give up.
 
     Returns:
-        The snapshot folder.
+        The snapshot folder, which has every needed file.
 
     Raises:
-        HubError: It cannot be had, or not in time.
-        CheckpointError: The repository has no usable weights.
+        HubError: The download failed or exceeded a limit.
+        CheckpointError: The repository lacks needed files.
     """
-    with _running(job, environment) as process:
-        events, watch = _events(process), _Watch(job, patience)
+    with _running(spec, cache_dir, environment) as process:
+        events, watch = _events(process), DownloadWatch(spec.name, limits)
         while True:
-            event = _next(events, watch.remaining_s())
-            if event is None:
+            try:
+                event = events.get(timeout=watch.remaining_s())
+            except queue.Empty:
                 continue
             if "snapshot" in event:
                 return Path(event["snapshot"])
@@ -65,130 +66,124 @@ def download(job: Job, environment: Mapping[str, str], patience: Patience) -> Pa
                 kind = CheckpointError if event["code"].startswith("checkpoint_") else HubError
                 raise kind(event["code"], event["sentence"])
             if "ended" in event:
-                raise _ended(job, process)
-            watch.take(event)
+                raise HubError(
+                    "hub_unavailable",
+                    f"the process that downloads {spec.name} ended without a result (exit code {process.wait()}; -9: "
+                    f"killed, often for lack of memory): run `{sys.executable} -m hf_triton.hub.download` to see "
+                    "whether it starts, and try again",
+                )
+            watch.update(event)
 
 
-class _Watch:
-    """Keeps the deadlines, and tells the log how far it is."""
+class DownloadWatch:
+    """Keeps the deadlines of a download and logs its progress.
 
-    def __init__(self, job: Job, patience: Patience) -> None:
-        now = time.monotonic()
-        self._job, self._patience = job, patience
-        self._deadline = now + patience.total_s
-        self._last_sign = self._last_log = now
+    Args:
+        name: The model, for messages.
+        limits: The deadlines.
+        clock: Seconds that only increase.
+    """
+
+    def __init__(self, name: str, limits: DownloadLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._limits, self._clock = name, limits, clock
+        self._deadline = clock() + limits.total_s
+        self._last_progress = self._last_log = clock()
         self._num_bytes = 0
         self._last_warning = ""
 
     def remaining_s(self) -> float:
-        """Seconds until patience ends.
+        """Seconds until the next deadline.
 
         Raises:
-            HubError: It has.
+            HubError: A deadline has passed.
         """
-        now, stalls_at = time.monotonic(), self._last_sign + self._patience.stall_s
+        now, stalls_at = self._clock(), self._last_progress + self._limits.stall_s
         if now >= self._deadline:
-            raise self._too_slow("was not done after", "download_timeout_s", self._patience.total_s)
+            raise self._timeout("did not finish within", "download_timeout_s", self._limits.total_s)
         if now >= stalls_at:
-            raise self._too_slow("sent no byte for", "download_stall_timeout_s", self._patience.stall_s)
+            raise self._timeout("received no byte for", "download_stall_timeout_s", self._limits.stall_s)
         return min(self._deadline, stalls_at) - now
 
-    def take(self, event: _Event) -> None:
-        """Note progress or a warning."""
-        now = time.monotonic()
+    def update(self, event: _Event) -> None:
+        """Record progress or a warning, and log it at intervals; a checksum being computed counts as progress."""
+        now = self._clock()
         if event.get("num_bytes", 0) > self._num_bytes or event.get("is_checking"):
-            self._last_sign = now
+            self._last_progress = now
         self._num_bytes = event.get("num_bytes", self._num_bytes)
         self._last_warning = event.get("warning", self._last_warning)
-        if now - self._last_log < LOG_INTERVAL_S:
+        if now - self._last_log < self._limits.log_interval_s:
             return
         self._last_log = now
         if "warning" in event:
-            logger.warning("%s: the Hub's client says: %s", self._job.model, event["warning"])
+            logger.warning("%s: warning of the Hub's client: %s", self._name, event["warning"])
         else:
-            total, doing = event["total_bytes"], "checking" if event["is_checking"] else "downloading"
-            logger.info("%s: %s, %.2f of %.2f GB", self._job.model, doing, self._num_bytes / 1e9, total / 1e9)
+            state = "verifying" if event["is_checking"] else "downloading"
+            num_gb, total_gb = self._num_bytes / 1e9, event["total_bytes"] / 1e9
+            logger.info("%s: %s, %.2f of %.2f GB", self._name, state, num_gb, total_gb)
 
-    def _too_slow(self, what: str, setting: str, limit_s: float) -> HubError:
-        last = f", and its client said last: {self._last_warning}" if self._last_warning else ""
+    def _timeout(self, what: str, setting: str, limit_s: float) -> HubError:
+        warning = f"; last warning of the client: {self._last_warning}" if self._last_warning else ""
         return HubError(
             "hub_timeout",
-            f"the Hub {what} {limit_s:g} s while {self._job.model} was downloaded ({self._num_bytes / 1e9:.2f} GB had "
-            f"come{last}): check the network and HF_ENDPOINT, or raise {setting}; the files that are complete are kept",
+            f"the download of {self._name} {what} {limit_s:g} s ({self._num_bytes / 1e9:.2f} GB received{warning}): "
+            f"check the network and HF_ENDPOINT, or raise {setting}; complete files are kept",
         )
 
 
-def _ended(job: Job, process: subprocess.Popen[bytes]) -> HubError:
-    return HubError(
-        "hub_unavailable",
-        f"the process that downloads {job.model} ended without a word (exit code {process.wait()}; -9 is a kill for "
-        f"want of memory): run `{sys.executable} -m hf_triton.hub.download` to see whether it starts, and try again",
-    )
-
-
-# --- the process -----------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
-def _running(job: Job, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The process with its job; it does not outlive this block, nor this process, and leaves no part of a file."""
+def _running(
+    spec: CheckpointSpec, cache_dir: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The download process. It is killed at the end of this block, and its partial files are removed.
+
+    It exits by itself if this process dies, since its standard input ends then.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "hf_triton.hub.download"],
         env=dict(environment),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # the client's own words; ours come as events
+        stderr=subprocess.DEVNULL,  # output of the client; ours comes as events
         start_new_session=True,
-        preexec_fn=die_with_parent,
     )
+    assert process.stdin is not None
     try:
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it may have ended, which the events tell
-            stdin.write(encode(job))
+        request = {"spec": dataclasses.asdict(spec), "cache_dir": str(cache_dir)}
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, which the events show
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
         yield process
     finally:
         parts = _open_parts(process.pid)
         process.kill()
         process.wait()
+        with contextlib.suppress(BrokenPipeError):  # a request that was never read
+            process.stdin.close()
         for part in parts:
             part.unlink(missing_ok=True)
 
 
 def _open_parts(pid: int) -> list[Path]:
-    """The unfinished files that a process is writing; the client would never go on with them."""
-    parts = []
-    with contextlib.suppress(OSError):  # it has ended
+    """The partial files that a process has open; the client would never resume them."""
+    paths = []
+    with contextlib.suppress(OSError):  # the process has ended
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                parts.append(Path(os.readlink(descriptor)))
-    return [part for part in parts if part.name.endswith(".incomplete")]
+                paths.append(Path(os.readlink(descriptor)))
+    return [path for path in paths if path.name.endswith(".incomplete")]
 
 
 def _events(process: subprocess.Popen[bytes]) -> queue.Queue[_Event]:
-    """The events of the process, read by a thread so that waiting for one can end."""
+    """The process's events, read by a thread so that waiting for one can time out."""
     events: queue.Queue[_Event] = queue.Queue()
 
     def read(stdout: IO[bytes]) -> None:
         with stdout:
-            for event in _json_lines(stdout):
-                events.put(event)
+            for line in stdout:
+                with contextlib.suppress(ValueError):
+                    events.put(json.loads(line))
         events.put({"ended": True})
 
     assert process.stdout is not None
     threading.Thread(target=read, args=(process.stdout,), name="hf_triton-download", daemon=True).start()
     return events
-
-
-def _json_lines(stdout: IO[bytes]) -> Iterator[_Event]:
-    for line in stdout:
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
-
-
-def _next(events: queue.Queue[_Event], timeout_s: float) -> _Event | None:
-    try:
-        return events.get(timeout=timeout_s)
-    except queue.Empty:
-        return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model's name to a folder on disk: caches first, Hub second. Loads nothing and reads no weights.
+"""From a model's name to a folder on disk: caches first, then the Hub. Loads nothing and reads no weights.
 
-Transformers 5 ignores TRANSFORMERS_CACHE, and every system has its own name for the access token: settled here.
+transformers 5 ignores TRANSFORMERS_CACHE, and tools disagree on the variable of the access token; both are read here.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 from hf_triton.errors import CheckpointError, HubError, SettingsError
-from hf_triton.hub.download import Job
-from hf_triton.hub.failures import OF_FOLDERS
-from hf_triton.hub.process import Patience, download
-from hf_triton.hub.snapshot import missing_files, missing_weights
+from hf_triton.hub.failures import FOLDER_HINT
+from hf_triton.hub.process import DownloadLimits, download
+from hf_triton.hub.snapshot import has_only_pickle, missing_files
+from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLES: Final = ("TRANSFORMERS_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
-"""Variables that name a cache folder, in the order they are looked at; then comes `hub` in HF_HOME."""
+"""Variables that name a cache folder, in search order; `hub` in HF_HOME follows."""
 TOKEN_VARIABLES: Final = (
     "HF_TOKEN",
     "HF_TOKEN_PATH",
@@ -33,153 +32,126 @@ TOKEN_VARIABLES: Final = (
     "HUGGING_FACE_HUB_TOKEN",
     "HUGGINGFACEHUB_API_TOKEN",
 )
-"""Variables that hold an access token (HF_TOKEN_PATH: the file of one), the first that is set winning."""
+"""Variables that hold an access token (HF_TOKEN_PATH: the name of its file); the first that is set wins."""
 FOLDER_CACHE: Final = "hf_cache"
 """The cache inside a model folder, which survives the container together with the model repository."""
 OFFLINE_VARIABLES: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-"""Variables that forbid to ask the Hub, as its client and transformers know them."""
+"""Variables with which the Hub's client and transformers forbid network access."""
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """A repository, and what of it is needed."""
-
-    name: str
-    """Name on the Hub, or a folder."""
-    revision: str
-    setting: str
-    """The setting that names it."""
-    wants_model: bool
-    """Whether it is needed for the model, not for its tokenizer alone."""
-    wants_weights: bool
-    wants_tokenizer: bool
-    allows_pickle: bool
-    wants_code: bool
-
-    def missing_in(self, folder: Path) -> list[str]:
-        """The files that `folder` lacks."""
-        return missing_files(
-            folder,
-            wants_model=self.wants_model,
-            wants_weights=self.wants_weights,
-            wants_tokenizer=self.wants_tokenizer,
-            allows_pickle=self.allows_pickle,
-            wants_code=self.wants_code,
-        )
-
-    def has_only_pickle(self, folder: Path) -> bool:
-        """Whether `folder` has weights, and of the kind alone that may not be read."""
-        is_wanting = self.wants_weights and bool(missing_weights(folder, self.allows_pickle))
-        return is_wanting and not missing_weights(folder, allows_pickle=True)
+Download = Callable[[CheckpointSpec, Path, Mapping[str, str], DownloadLimits], Path]
 
 
 class Hub:
-    """Finds checkpoints for one model folder.
+    """Finds the checkpoints of one model folder, and downloads them if no cache has them.
 
     Args:
         model_folder: The folder with config.pbtxt: relative paths start there, and its `hf_cache` is the last cache.
         settings: Cache folder, revisions, deadlines.
-        environment: Where cache and token variables are read.
+        environment: Holds cache, token and offline variables.
+        download: Downloads a checkpoint into a cache.
     """
 
-    def __init__(self, model_folder: Path, settings: ModelSettings, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        model_folder: Path,
+        settings: ModelSettings,
+        environment: Mapping[str, str],
+        download: Download = download,
+    ) -> None:
         self._model_folder = model_folder
         self._settings = settings
         self._environment = environment
+        self._download = download
 
-    def model_folder(self) -> Path:
-        """The folder with the model's files, downloaded if no cache has them all.
+    def resolve_model(self) -> Path:
+        """Return the folder with the model's files; download them if no cache is complete.
 
         Raises:
-            HubError: It cannot be had.
+            HubError: The checkpoint cannot be found or downloaded.
             CheckpointError: It lacks files.
         """
         settings = self._settings
-        self._warn_of_idle_settings()
-        return self._find(
-            Wanted(
+        self._warn_of_unused_settings()
+        return self._resolve(
+            CheckpointSpec(
                 settings.huggingface_model,
                 settings.revision,
-                "huggingface_model",
-                wants_model=True,
-                wants_weights=settings.load_format == "auto",
-                wants_tokenizer=settings.tokenizer is None,
-                allows_pickle=settings.allow_pickle,
-                wants_code=settings.trust_remote_code,
+                needs_weights=settings.load_format == "auto",
+                needs_tokenizer=settings.tokenizer is None,
+                allow_pickle=settings.allow_pickle,
+                trust_remote_code=settings.trust_remote_code,
             )
         )
 
-    def tokenizer_folder(self) -> Path | None:
-        """The folder of a separate tokenizer; None where the model's own is used."""
+    def resolve_tokenizer(self) -> Path | None:
+        """Return the folder of a separate tokenizer; None if the model's own is used."""
         settings = self._settings
         if settings.tokenizer is None:
             return None
-        return self._find(
-            Wanted(
+        return self._resolve(
+            CheckpointSpec(
                 settings.tokenizer,
                 settings.tokenizer_revision,
-                "tokenizer",
-                wants_model=False,
-                wants_weights=False,
-                wants_tokenizer=True,
-                allows_pickle=False,
-                wants_code=settings.trust_remote_code,
+                setting="tokenizer",
+                needs_config=False,
+                needs_weights=False,
+                trust_remote_code=settings.trust_remote_code,
             )
         )
 
-    def _warn_of_idle_settings(self) -> None:
+    def _warn_of_unused_settings(self) -> None:
         settings = self._settings
-        needs_hub = not _is_local(settings.huggingface_model)
-        tokenizer_needs_hub = settings.tokenizer is not None and not _is_local(settings.tokenizer)
-        idle = {
-            "revision": settings.revision != "main" and not needs_hub,
-            "tokenizer_revision": settings.tokenizer_revision != "main" and not tokenizer_needs_hub,
-            "cache_dir": settings.cache_dir is not None and not (needs_hub or tokenizer_needs_hub),
+        model_is_local = CheckpointSpec(settings.huggingface_model).is_local
+        tokenizer_is_local = settings.tokenizer is None or CheckpointSpec(settings.tokenizer).is_local
+        is_unused = {
+            "revision": settings.revision != "main" and model_is_local,
+            "tokenizer_revision": settings.tokenizer_revision != "main" and tokenizer_is_local,
+            "cache_dir": settings.cache_dir is not None and model_is_local and tokenizer_is_local,
         }
-        for name in filter(idle.get, idle):
-            logger.warning("the setting %s does nothing: what it is for does not come from the Hub", name)
+        for name in filter(is_unused.get, is_unused):
+            logger.warning("the setting %s has no effect: nothing that it applies to comes from the Hub", name)
 
-    def _find(self, wanted: Wanted) -> Path:
-        if _is_local(wanted.name):
-            return self._local(wanted)
-        lacking = []
+    def _resolve(self, spec: CheckpointSpec) -> Path:
+        if spec.is_local:
+            return self._local_folder(spec)
+        searched = []
         for cache in self.caches():
             try:
-                folder = _cached_snapshot(wanted, cache)
-                missing = [] if folder is None else wanted.missing_in(folder)
+                folder = _cached_snapshot(spec, cache)
+                missing = [] if folder is None else missing_files(folder, spec)
             except PermissionError as error:
-                logger.warning("the cache %s is left out: %s may not be read", cache, error.filename)
-                lacking.append(f"{cache} (which may not be read)")
+                logger.warning("skipping the cache %s: no permission to read %s", cache, error.filename)
+                searched.append(f"{cache} (no permission)")
                 continue
             if folder is not None and not missing:
-                logger.info("%s: taken from the cache %s", wanted.name, cache)
+                logger.info("%s: found in the cache %s", spec.name, cache)
                 return folder
-            lacking.append(f"{cache} (without {', '.join(missing[:3])})" if missing else str(cache))
+            searched.append(f"{cache} (without {', '.join(missing[:3])})" if missing else str(cache))
         if is_offline(self._environment):
             raise HubError(
                 "offline_and_not_cached",
-                f"{wanted.name} (revision {wanted.revision}) is complete in no cache, and HF_HUB_OFFLINE forbids a "
-                f"download: unset it once, or mount a cache that has the model; looked in {', '.join(lacking)}; "
-                f"{OF_FOLDERS}",
+                f"{spec.name} (revision {spec.revision}) is not complete in any cache, and HF_HUB_OFFLINE forbids a "
+                f"download: unset it once, or mount a cache that has the model; searched {', '.join(searched)}; "
+                f"{FOLDER_HINT}",
             )
-        return self._download(wanted, self._writable_cache(wanted))
+        return self._download_to(self._writable_cache(spec), spec)
 
-    def _local(self, wanted: Wanted) -> Path:
-        folder = (self._model_folder / wanted.name).resolve()
+    def _local_folder(self, spec: CheckpointSpec) -> Path:
+        folder = (self._model_folder / spec.name).resolve()
         if not os.path.isdir(folder):
-            base = "" if os.path.isabs(wanted.name) else f", taken from {self._model_folder.resolve()}"
+            base = "" if os.path.isabs(spec.name) else f", relative to {self._model_folder.resolve()}"
             raise HubError(
-                "path_not_found", f"there is no folder {folder} for '{wanted.name}'{base}: correct {wanted.setting}"
+                "path_not_found", f"there is no folder {folder} for '{spec.name}'{base}: correct {spec.setting}"
             )
         try:
-            missing = wanted.missing_in(folder)
+            missing = missing_files(folder, spec)
         except PermissionError as error:
             raise CheckpointError(
                 "checkpoint_invalid",
-                f"{error.filename} may not be read by the user of this process ({os.geteuid()}): change its mode or "
-                "owner, or the user",
+                f"the user of this process ({os.geteuid()}) may not read {error.filename}: change its mode or owner, "
+                "or the user",
             ) from None
-        if missing and wanted.has_only_pickle(folder):
+        if missing and spec.needs_weights and not spec.allow_pickle and has_only_pickle(folder):
             raise CheckpointError(
                 "weights_not_safe",
                 f"{folder} has pickle weights only, which can run code when they are read: convert them to "
@@ -189,48 +161,62 @@ class Hub:
             raise CheckpointError(
                 "checkpoint_incomplete", f"{folder} has no {', '.join(missing[:3])}: copy the whole checkpoint there"
             )
-        logger.info("%s: taken from the folder %s", wanted.name, folder)
+        logger.info("%s: found in the folder %s", spec.name, folder)
         return folder
 
-    def can_fetch_again(self, folder: Path) -> bool:
+    def can_download_again(self, folder: Path) -> bool:
         """Whether a damaged file of this snapshot can be removed and downloaded again."""
         if is_offline(self._environment) or not any(cache in folder.parents for cache in self.caches()):
             return False
-        return all(os.access(each, os.W_OK) for each in (folder, folder.parents[1] / "blobs"))
+        return all(os.access(path, os.W_OK) for path in (folder, folder.parents[1] / "blobs"))
+
+    def _download_to(self, cache: Path, spec: CheckpointSpec) -> Path:
+        logger.info("%s (revision %s): downloading to %s", spec.name, spec.revision, cache)
+        started_s = time.monotonic()
+        limits = DownloadLimits(self._settings.download_timeout_s, self._settings.download_stall_timeout_s)
+        folder = self._download(spec, cache, self._download_environment(), limits)
+        logger.info("%s: downloaded in %.1f s", spec.name, time.monotonic() - started_s)
+        return folder
+
+    def _download_environment(self) -> dict[str, str]:
+        """The process's environment: the chosen access token, and no other."""
+        environment = {name: value for name, value in self._environment.items() if name not in TOKEN_VARIABLES}
+        token = self.access_token()
+        if token is not None:
+            environment["HF_TOKEN"] = token
+        return environment | {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "0"}
 
     # --- caches ------------------------------------------------------------------------------------------------------
 
     def caches(self) -> list[Path]:
-        """Every folder a checkpoint may be cached in, in the order they are looked at."""
-        standard = [self._standard_cache()]
-        return list(dict.fromkeys([*self._chosen_caches(), *standard, self._model_folder / FOLDER_CACHE]))
+        """All folders in which a checkpoint may be cached, in search order."""
+        return list(dict.fromkeys([*self._named_caches(), self._standard_cache(), self._model_folder / FOLDER_CACHE]))
 
-    def _chosen_caches(self) -> list[Path]:
-        """The caches that somebody asked for by name."""
+    def _named_caches(self) -> list[Path]:
+        """The caches that settings or environment name."""
         named = [self._environment.get(variable) for variable in CACHE_VARIABLES]
-        chosen = [_expanded(os.path.expandvars(text)) for text in named if text]
+        caches = [_expand_home(os.path.expandvars(path)) for path in named if path]
         if self._settings.cache_dir is not None:
-            chosen.insert(0, self._model_folder / _expanded(self._settings.cache_dir))
+            caches.insert(0, self._model_folder / _expand_home(self._settings.cache_dir))
         if self._environment.get("HF_HOME"):
-            chosen.append(self._standard_cache())
-        return chosen
+            caches.append(self._standard_cache())
+        return caches
 
     def _standard_cache(self) -> Path:
-        """`hub` in HF_HOME, where the Hub's own client caches."""
+        """The default cache of the Hub's client: `hub` in HF_HOME."""
         home = self._environment.get("HF_HOME")
         if not home:
             home = os.path.join(self._environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-        return _expanded(os.path.expandvars(home)) / "hub"
+        return _expand_home(os.path.expandvars(home)) / "hub"
 
-    def _writable_cache(self, wanted: Wanted) -> Path:
-        """Where a download goes: the caches asked for by name, or the standard one if it exists, else `hf_cache`.
+    def _writable_cache(self, spec: CheckpointSpec) -> Path:
+        """The cache to download to: a named one, or the standard one if it exists, else `hf_cache`.
 
         Raises:
-            HubError: None of them can be written to.
+            HubError: None of them is writable.
         """
-        chosen = self._chosen_caches()
         standard = self._standard_cache()
-        candidates = chosen or [
+        candidates = self._named_caches() or [
             *([standard] if os.path.isdir(standard) else []),
             self._model_folder / FOLDER_CACHE,
             standard,
@@ -238,94 +224,54 @@ class Hub:
         for folder in candidates:
             if _is_writable(folder):
                 return folder
-        looked = ", ".join(map(str, dict.fromkeys(candidates)))
         raise HubError(
             "cache_not_writable",
-            f"{wanted.name} is in no cache and must be downloaded, but {looked} cannot be written to: set "
-            "TRANSFORMERS_CACHE to a folder that can be, or mount a cache that has the model",
+            f"{spec.name} is not cached and must be downloaded, but {', '.join(map(str, dict.fromkeys(candidates)))} "
+            "cannot be written to: set TRANSFORMERS_CACHE to a writable folder, or mount a cache that has the model",
         )
 
-    # --- download ----------------------------------------------------------------------------------------------------
+    # --- access token ------------------------------------------------------------------------------------------------
 
     def access_token(self) -> str | None:
-        """The Hub's access token, by the first of `TOKEN_VARIABLES` that is set.
+        """The Hub's access token: of the first of `TOKEN_VARIABLES` that is set, else of a login.
 
-        Two that disagree give a warning, which shows neither.
+        Different tokens cause a warning, which shows none of them.
         """
-        found = {name: token for name in TOKEN_VARIABLES if (token := self._read_token(name))}
-        if len(set(found.values())) > 1:
-            names = list(found)
-            logger.warning("%s hold different access tokens; %s is used", " and ".join(names), names[0])
-        return next(iter(found.values()), None) or _read_file(self._standard_cache().parent / "token")
+        tokens = {name: token for name in TOKEN_VARIABLES if (token := self._read_token(name))}
+        if len(set(tokens.values())) > 1:
+            logger.warning("%s hold different access tokens; using %s", " and ".join(tokens), next(iter(tokens)))
+        return next(iter(tokens.values()), None) or _read_file(self._standard_cache().parent / "token")
 
     def _read_token(self, variable: str) -> str | None:
         value = self._environment.get(variable, "").strip()
         if variable != "HF_TOKEN_PATH" or not value:
             return value or None
-        token = _read_file(_expanded(value))
+        token = _read_file(_expand_home(value))
         if token is None:
             logger.warning("HF_TOKEN_PATH names %s, which cannot be read or is empty", value)
         return token
 
-    def _download(self, wanted: Wanted, cache: Path) -> Path:
-        logger.info("%s (revision %s): downloading to %s", wanted.name, wanted.revision, cache)
-        job = Job(
-            wanted.name,
-            wanted.revision,
-            str(cache),
-            wants_weights=wanted.wants_weights,
-            allows_pickle=wanted.allows_pickle,
-            wants_code=wanted.wants_code,
-            setting=wanted.setting,
-        )
-        started = time.monotonic()
-        patience = Patience(self._settings.download_timeout_s, self._settings.download_stall_timeout_s)
-        folder = download(job, self._child_environment(), patience)
-        missing = wanted.missing_in(folder)
-        if missing:
-            raise CheckpointError(
-                "checkpoint_incomplete",
-                f"{wanted.name} (revision {wanted.revision}) has no {', '.join(missing[:3])} on the Hub: set "
-                f"{wanted.setting} to a complete model in the form of transformers",
-            )
-        logger.info("%s: downloaded in %.1f s", wanted.name, time.monotonic() - started)
-        return folder
-
-    def _child_environment(self) -> dict[str, str]:
-        """The download's environment: the one token that was chosen, and no other."""
-        environment = {key: value for key, value in self._environment.items() if key not in TOKEN_VARIABLES}
-        token = self.access_token()
-        if token is not None:
-            environment["HF_TOKEN"] = token
-        return environment | {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "0"}
-
 
 def is_offline(environment: Mapping[str, str]) -> bool:
-    """Whether the Hub may not be asked, by the variables that its client and transformers know."""
+    """Whether network access is forbidden, read as the Hub's client reads it."""
     return any(environment.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in OFFLINE_VARIABLES)
 
 
-def _is_local(name: str) -> bool:
-    """Whether a model's or tokenizer's name is that of a folder on disk."""
-    return name.startswith(("/", "./", "../"))
-
-
-def _cached_snapshot(wanted: Wanted, cache: Path) -> Path | None:
-    """The snapshot folder of a revision in the Hub client's cache layout, complete or not."""
-    repository = cache / ("models--" + wanted.name.replace("/", "--"))
-    commit: str | None = wanted.revision
-    if not re.fullmatch(r"[0-9a-f]{40}", wanted.revision):
-        commit = _read_file(repository / "refs" / wanted.revision)
+def _cached_snapshot(spec: CheckpointSpec, cache: Path) -> Path | None:
+    """The snapshot folder of a revision in the cache layout of the Hub's client, complete or not."""
+    repository = cache / spec.cache_name
+    commit: str | None = spec.revision
+    if not re.fullmatch(r"[0-9a-f]{40}", spec.revision):
+        commit = _read_file(repository / "refs" / spec.revision)
     folder = repository / "snapshots" / commit if commit else None
     return folder if folder is not None and os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK) else None
 
 
-def _expanded(path: str) -> Path:
-    """A path of the environment or the settings, whose `~` is a home."""
+def _expand_home(path: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise SettingsError(f"{path} is in the home of a user who has none here") from None
+        raise SettingsError(f"{path} cannot be expanded: its user has no home directory here") from None
 
 
 def _read_file(path: Path) -> str | None:
@@ -336,6 +282,6 @@ def _read_file(path: Path) -> str | None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether a folder can be written to, or be made."""
-    existing = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
+    """Whether a folder can be written to, or created."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     return os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)

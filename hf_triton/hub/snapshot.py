@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint folder must hold, and whether a file in the Hub's cache is what its name says. No network."""
+"""Completeness of a checkpoint folder, and checksums of files in the Hub's cache. Knows no network."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError
+from hf_triton.hub.spec import CheckpointSpec
 
 SAFETENSORS: Final = ("model.safetensors.index.json", "model.safetensors")
 PICKLE: Final = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-"""Index of a checkpoint in pieces, and the file of one in one piece; transformers' names."""
+"""transformers' names: the index of a sharded checkpoint, and the file of one that is not sharded."""
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer.model",
@@ -27,18 +28,18 @@ TOKENIZER_FILES: Final = (
 CHUNK_BYTES: Final = 1 << 20
 
 
-def weight_files(folder: Path, available: Collection[str], allows_pickle: bool) -> list[str]:
-    """The weight files that a model needs; empty where there are none that may be read.
+def weight_files(folder: Path, available: Collection[str], allow_pickle: bool) -> list[str]:
+    """Name the weight files that a model needs; empty if none of an accepted format is available.
 
     Args:
-        folder: Where an index file lies, if there is one.
-        available: Names of the files that exist.
-        allows_pickle: Whether pickle files may be taken where there are no safetensors.
+        folder: Holds the index file of a sharded checkpoint.
+        available: Names of the files that exist, here or on the Hub.
+        allow_pickle: Whether pickle files are accepted if there are no safetensors.
 
     Raises:
         CheckpointError: The index cannot be read.
     """
-    for index, single in (SAFETENSORS, PICKLE) if allows_pickle else (SAFETENSORS,):
+    for index, single in (SAFETENSORS, PICKLE) if allow_pickle else (SAFETENSORS,):
         if index in available and (folder / index).exists():
             return _shards(folder / index)
         if single in available:
@@ -49,24 +50,29 @@ def weight_files(folder: Path, available: Collection[str], allows_pickle: bool) 
 def _shards(index: Path) -> list[str]:
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return sorted({Path(name).name for name in names})
+        return sorted({Path(name).name for name in names})  # a name cannot lead out of the folder
     except (ValueError, KeyError, AttributeError, TypeError):
         raise CheckpointError(
-            "checkpoint_invalid", f"{index} does not say which files the weights are in: fetch that file again"
+            "checkpoint_invalid", f"{index} does not name the files of the weights: download that file again"
         ) from None
 
 
-def missing_weights(folder: Path, allows_pickle: bool) -> list[str]:
-    """The weight files that a folder lacks; `["model.safetensors"]` where it has none at all."""
+def missing_weights(folder: Path, allow_pickle: bool) -> list[str]:
+    """The weight files that a folder lacks; `["model.safetensors"]` if it has none at all."""
     try:
-        names = weight_files(folder, [each.name for each in folder.iterdir()], allows_pickle)
+        names = weight_files(folder, [path.name for path in folder.iterdir()], allow_pickle)
     except CheckpointError:
         return [SAFETENSORS[0]]
     return [name for name in names if not (folder / name).exists()] if names else [SAFETENSORS[1]]
 
 
+def has_only_pickle(folder: Path) -> bool:
+    """Whether a folder has complete weights in the pickle format alone."""
+    return bool(missing_weights(folder, allow_pickle=False)) and not missing_weights(folder, allow_pickle=True)
+
+
 def missing_code(folder: Path) -> list[str]:
-    """The Python files that a folder's configs name and that it lacks; those of other repositories are left out."""
+    """The Python files that a folder's configs name and the folder lacks, except those of other repositories."""
     modules = {module for name in ("config.json", "tokenizer_config.json") for module in _modules(folder / name)}
     return sorted(module for module in modules if not (folder / module).exists())
 
@@ -82,32 +88,25 @@ def _modules(config: Path) -> Iterator[str]:
         yield from (name.split(".")[0] + ".py" for name in names if isinstance(name, str) and "--" not in name)
 
 
-def missing_files(
-    folder: Path,
-    *,
-    wants_model: bool,
-    wants_weights: bool,
-    wants_tokenizer: bool,
-    allows_pickle: bool,
-    wants_code: bool,
-) -> list[str]:
-    """What a folder lacks to be a checkpoint; empty where it is complete."""
-    missing = ["config.json"] if wants_model and not (folder / "config.json").exists() else []
-    if wants_tokenizer and not any((folder / name).exists() for name in TOKENIZER_FILES):
+def missing_files(folder: Path, spec: CheckpointSpec) -> list[str]:
+    """The needed files that a folder lacks; empty if the checkpoint is complete."""
+    missing = ["config.json"] if spec.needs_config and not (folder / "config.json").exists() else []
+    if spec.needs_tokenizer and not any((folder / name).exists() for name in TOKENIZER_FILES):
         missing.append(TOKENIZER_FILES[0])
-    missing += missing_code(folder) if wants_code else []
-    return missing + (missing_weights(folder, allows_pickle) if wants_weights else [])
+    if spec.trust_remote_code:
+        missing += missing_code(folder)
+    return missing + (missing_weights(folder, spec.allow_pickle) if spec.needs_weights else [])
 
 
 def is_sound(path: Path, on_chunk: Callable[[], None] | None = None) -> bool:
     """Whether a cached file has the checksum that its blob is named after.
 
-    The cache names a blob by its ETag: the SHA-256 of a large file, the git blob SHA-1 of a small one. A file that is
-    named otherwise (a mirror's own ETag, a plain folder) cannot be checked and counts as sound.
+    The cache names a blob by its ETag: the SHA-256 of a large file, the git blob SHA-1 of a small one. A file with
+    another name (a mirror's own ETag, a plain folder) has no known checksum and counts as sound.
 
     Args:
         path: The file, or the link to its blob.
-        on_chunk: Called for every megabyte that was read.
+        on_chunk: Called after each megabyte.
     """
     blob = path.resolve()
     if re.fullmatch(r"[0-9a-f]{64}", blob.name):
@@ -127,8 +126,8 @@ def is_sound(path: Path, on_chunk: Callable[[], None] | None = None) -> bool:
 def purge_damaged(folder: Path) -> list[str]:
     """Remove the blobs of a snapshot whose checksum is wrong.
 
-    Where there are any, every link of the snapshot goes too: an incomplete snapshot might pass for a whole one. The
-    client makes links anew without fetching what is sound.
+    If there are any, all links of the snapshot are removed too, so that the incomplete snapshot does not pass for a
+    complete one. The next download restores the links without downloading sound blobs again.
 
     Returns:
         The names of the damaged files.

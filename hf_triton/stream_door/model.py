@@ -60,7 +60,9 @@ class StreamDoor(TritonPythonModel):
             self._engines.submit(call, outlet.output_names, streams=outlet.streams)
 
     def _cancel_here(self, request_id: str) -> None:
-        self._poller.cancel(request_id)
+        from hf_triton.triton_backend import request as _triton
+
+        _triton.cancel_requests(request_id)
 
 
 def _other_folder(own_name: str, stream_of: str | None) -> str:

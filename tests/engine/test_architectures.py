@@ -14,16 +14,16 @@ from hf_triton.runner.cpu import attention
 from hf_triton.runner.cpu import decode_attention as one_token
 from hf_triton.testing import ARCHITECTURES
 from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build, load, requests
-from tests.support.engine import NOT_CONTINUOUS, Client, check, start_engine
+from tests.support.engine import NOT_ROLLING, Client, check, start_engine
 
 NUM_REQUESTS = 120
 NUM_BATCH_REQUESTS = 24
-SHIPPED = [name for name in ARCHITECTURES if name not in NOT_CONTINUOUS]
+SHIPPED = [name for name in ARCHITECTURES if name not in NOT_ROLLING]
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
 @pytest.mark.parametrize("name", [*CONTINUOUS, *WHOLE, *SHIPPED])
-def test_the_continuous_engine_writes_what_generate_writes(name: str, decoding: str, tmp_path: Path) -> None:
+def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: str, tmp_path: Path) -> None:
     model, source = load(name, tmp_path), random.Random(name + decoding)
     engine = start_engine(model, max_rows=source.choice([3, 5, 8]), context_length=256, decoding=decoding)
     assert isinstance(engine, ContinuousBatchingEngine)

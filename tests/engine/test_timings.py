@@ -31,7 +31,6 @@ from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.sender import ResponseConfig, ResponseSender
 from hf_triton.tasks.text_generation.task import build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
-from hf_triton.triton_backend.cancellation import RequestPoller
 from tests.support.triton_stand_in import Request as BareRequest
 from tests.support.triton_stand_in import Response, stand_in
 
@@ -126,18 +125,17 @@ def door() -> Iterator[Any]:
         yield module
 
 
-@pytest.fixture(params=["continuous", "batch"])
+@pytest.fixture(params=["rolling", "batch"])
 def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterator[Callable[..., TritonPythonModel]]:
     """A model as `initialize` makes it, without what ties it to a server's process; it writes one text at a time."""
     started: list[TritonPythonModel] = []
 
     def start(meter: NoMeter, *, is_decoupled: bool = False) -> TritonPythonModel:
-        settings = ModelSettings(huggingface_model=str(checkpoint), engine=request.param, max_num_seqs=1)
+        settings = ModelSettings(huggingface_model=str(checkpoint), engine=request.param, max_batch_rows=1)
         loaded = load_checkpoint(Hub(checkpoint, settings, {}), settings, Placement("CPU", 0))
         model = SlowModel()
         model.settings = settings
         model._meter = meter
-        model._poller = RequestPoller()
         model._limits = Limits(8, 1000)
         model._outlet = ResponseConfig(
             ["text_output"], is_decoupled=is_decoupled, streams=False, outbox=ResponseSender()
@@ -236,7 +234,7 @@ def test_they_pass_a_stream_door(
         )
         server.open()
         engines = Engines("plain")
-        engines.submit(door.TritonRequest(request, RequestPoller()), ["text_output"], streams=True)
+        engines.submit(door.InferenceRequest(request), ["text_output"], streams=True)
         times_of(request.wait())
         engines.close()
         server.drain()

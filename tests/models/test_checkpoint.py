@@ -83,11 +83,11 @@ def use_pickle(checkpoint: Path, content: object = None) -> None:
         (lambda folder: reshape_tensor(folder, WEIGHT), f"({WEIGHT} is [63, 128] and must be [64, 128])"),
         (
             lambda folder: add_tensor(folder, "vision.weight"),
-            "1 not the model's (vision.weight): use a complete checkpoint of this architecture, or set "
+            "1 not in the model (vision.weight): use a complete checkpoint of this architecture, or set "
             "allow_extra_weights to true",
         ),
         (lambda folder: edit(folder / "config.json", num_hidden_layers=3), "9 missing (model.layers.2."),
-        (lambda folder: edit(folder / "config.json", num_hidden_layers=1), "9 not the model's (model.layers.1."),
+        (lambda folder: edit(folder / "config.json", num_hidden_layers=1), "9 not in the model (model.layers.1."),
         (lambda folder: edit(folder / "config.json", vocab_size=500), "lm_head.weight is [384, 64] and must be [500"),
     ],
     ids=["missing", "shape", "extra", "layer too few", "layer too many", "vocabulary"],
@@ -106,7 +106,7 @@ def test_a_model_that_writes_nothing_is_refused_by_name(checkpoint: Path, kind: 
     edit(checkpoint / "config.json", architectures=[kind])
     refused = reason(checkpoint)
     assert refused.code == "unsupported_model"
-    assert f"is a {kind} by its config.json, which writes no text" in refused.sentence
+    assert f"is a {kind} according to its config.json, which does not generate text" in refused.sentence
 
 
 def test_extra_tensors_may_be_allowed_and_other_faults_may_not(checkpoint: Path) -> None:
@@ -235,7 +235,7 @@ def test_the_text_part_alone_is_loaded_where_it_is_a_model_of_its_own(checkpoint
     transformers.AutoModelForMultimodalLM.from_config(config).save_pretrained(checkpoint)
     refused = reason(checkpoint)
     assert refused.code == "weights_mismatch"
-    assert "or set allow_extra_weights to true if they may be left out" in refused.sentence
+    assert "or set allow_extra_weights to true to ignore them" in refused.sentence
     assert type(load(checkpoint, allow_extra_weights=True).model).__name__ == "Llama4ForCausalLM"
     assert type(load(checkpoint, load_format="dummy").model).__name__ == "Llama4ForCausalLM"
 
@@ -421,7 +421,7 @@ def test_a_dtype_that_a_processor_lacks_is_a_warning(
     for name in ("avx512", "avx512_bf16"):
         monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda has=name in avx512: has)
     load(checkpoint, dtype=dtype)
-    words = f"no instructions for {dtype}: texts come several times as fast with the setting dtype {advised}"
+    words = f"no instructions for {dtype}: generation is several times faster with the setting dtype {advised}"
     assert (words in caplog.text) is (advised is not None)
     assert len(caplog.records) == (advised is not None)
 
@@ -449,7 +449,7 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_a_warning(
     tokenizer.save_pretrained(checkpoint)
     loaded = load(checkpoint)
     assert loaded.vocabulary_size == 384
-    assert "the tokenizer knows 385 tokens and the model 384" in caplog.text
+    assert "the tokenizer has 385 tokens and the model 384" in caplog.text
 
 
 def test_a_quantization_config_is_passed_on(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,11 +510,11 @@ def test_a_damaged_file_of_a_cached_tokenizer_is_fetched_again(
         loopback.add("org/tokenizer", checkpoint)
         hub = Hub(checkpoint, settings, loopback.environment() | {"HF_HOME": str(tmp_path / "home")})
         load_checkpoint(hub, settings, CPU)
-        folder = hub.tokenizer_folder()
+        folder = hub.resolve_tokenizer()
         assert folder is not None
         (folder / "tokenizer.json").write_text("{")
         load_checkpoint(hub, settings, CPU)
-    assert "tokenizer.json damaged in the cache (checkpoint_invalid); fetching again" in caplog.text
+    assert "tokenizer.json damaged in the cache (checkpoint_invalid); downloading again" in caplog.text
 
 
 def test_damage_that_is_on_the_hub_too_is_not_fetched_for_ever(checkpoint: Path, tmp_path: Path) -> None:

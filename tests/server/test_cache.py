@@ -138,7 +138,7 @@ def test_offline_the_cache_serves_without_a_token_or_a_request(site: Site, first
         log = server.read_log()
     assert site.hub.requests == []
     assert texts == {"gated": first_start.texts["gated"], "relative": first_start.texts["twins"]}
-    assert f"gated: {GATED}: taken from the cache {site.cache}" in log
+    assert f"gated: {GATED}: found in the cache {site.cache}" in log
     assert "offline_and_not_cached: org/absent" in states["absent"]["reason"]
     assert "unset it once, or mount a cache" in states["absent"]["reason"]
 
@@ -157,7 +157,7 @@ def test_a_second_start_asks_nothing_and_mends_a_damaged_cache(site: Site, first
         texts = texts_of(server, "twins", "gated")
         log = server.read_log()
     assert texts == {name: first_start.texts[name] for name in ("twins", "gated")}
-    assert "twins: model.safetensors damaged in the cache (checkpoint_invalid); fetching again" in log
+    assert "twins: model.safetensors damaged in the cache (checkpoint_invalid); downloading again" in log
     assert weights.read_bytes() == content
     assert not [path for path in site.paths() if GATED in path]
     assert len([path for path in site.paths("GET") if path.startswith(f"/cdn/{SHARED}")]) == 1

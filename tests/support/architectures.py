@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from hf_triton.hub.checkpoint import auto_class_of
+from hf_triton.hub.pretrained import auto_class_of
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 
@@ -235,7 +235,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-mamba": ("FalconMambaConfig", BASE | {"state_size": 8, "time_step_rank": 4}),
 }
-"""Those whose scan begins anew with every piece: the continuous engine reads their prompts at once."""
+"""Those whose scan begins anew with every piece: the rolling engine reads their prompts at once."""
 BATCH: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": (
         "DeepseekV32Config",

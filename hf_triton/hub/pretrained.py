@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads config, tokenizer and weights with transformers, and refuses what transformers would let pass.
+
+That is: weights that do not match the config (transformers initializes the rest at random), pickle files, Python code
+from the repository, and an attention implementation named by a downloaded config. No network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from hf_triton.errors import CheckpointError, LoadError
+from hf_triton.hub.failures import explain_load
+from hf_triton.settings import ModelSettings
+
+CHAT_TEMPLATE: Final = "chat_template.json"
+"""Older image processors keep their chat template here, which tokenizers do not read."""
+OTHER_TASKS: Final = (
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForNextSentencePrediction",
+)
+"""Suffixes of model classes that do not generate text."""
+STALE_BUFFERS: Final = r"(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$"
+"""Buffers that older versions of transformers saved and newer ones compute; not part of a model's weights."""
+
+
+@contextlib.contextmanager
+def loading(part: str, settings: ModelSettings) -> Iterator[None]:
+    """Turn an exception inside the block into a `CheckpointError` whose sentence names `part`."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        raise explain_load(error, part, settings.huggingface_model, bool(settings.quantization_config)) from error
+
+
+def load_config(folder: Path, settings: ModelSettings) -> Any:
+    """Load the model's config, and check that its generation_config.json can be read.
+
+    transformers would continue without the latter.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    with loading("config.json", settings):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code, local_files_only=True)
+    if (folder / "generation_config.json").exists():
+        with loading("generation_config.json", settings):
+            GenerationConfig.from_pretrained(folder)
+    return config
+
+
+def load_tokenizer(folder: Path, settings: ModelSettings) -> Any:
+    """Load the tokenizer, with the chat template of an image processor if it has none of its own."""
+    from transformers import AutoTokenizer
+
+    with loading(f"the tokenizer {settings.tokenizer}" if settings.tokenizer else "the tokenizer", settings):
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=settings.trust_remote_code, local_files_only=True
+        )
+    if tokenizer.chat_template is None and (folder / CHAT_TEMPLATE).exists():
+        with loading(CHAT_TEMPLATE, settings):
+            tokenizer.chat_template = _read_chat_template(folder)
+    return tokenizer
+
+
+def _read_chat_template(folder: Path) -> str | dict[str, str] | None:
+    """One template, or several by name, in the forms that transformers accepts of a tokenizer."""
+    template: Any = json.loads((folder / CHAT_TEMPLATE).read_text(encoding="utf-8-sig"))["chat_template"]
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    sources = list(template.values()) if isinstance(template, dict) else [template]
+    if template is not None and not all(isinstance(source, str) for source in sources):
+        raise TypeError("chat_template is not a string")
+    checked: str | dict[str, str] | None = template
+    return checked
+
+
+def load_model(folder: Path, config: Any, settings: ModelSettings, device_map: Any) -> Any:
+    """Load the model onto its device; with random weights if the settings say `load_format: dummy`.
+
+    Args:
+        folder: The checkpoint.
+        config: Its config.
+        settings: dtype, attention, quantization, and what is allowed.
+        device_map: As transformers takes it.
+
+    Raises:
+        CheckpointError: The model does not generate text, or its weights cannot be loaded or do not match its config.
+    """
+    _check_task(settings, config)
+    auto_class = auto_class_of(config)
+    if settings.load_format == "dummy":
+        with loading("the model", settings):
+            return _with_attention(settings, _dummy_loader(auto_class, config, settings, device_map))
+    arguments: dict[str, Any] = {
+        "config": config,
+        "dtype": settings.dtype,
+        "device_map": device_map,
+        "trust_remote_code": settings.trust_remote_code,
+        "local_files_only": True,
+        "use_safetensors": None if settings.allow_pickle else True,
+        "ignore_mismatched_sizes": True,  # `check_weights` refuses them, with our sentence
+        "output_loading_info": True,
+    }
+    if settings.quantization_config:
+        arguments["quantization_config"] = dict(settings.quantization_config)
+    with loading("the weights", settings):
+        model, info = _with_attention(
+            settings, lambda attention: auto_class.from_pretrained(folder, attn_implementation=attention, **arguments)
+        )
+    check_weights(settings, info)
+    return model
+
+
+def _check_task(settings: ModelSettings, config: Any) -> None:
+    """Refuse a model for another task, to which transformers would add an untrained language model head."""
+    for name in config.architectures or ():
+        if name.endswith(OTHER_TASKS):
+            raise CheckpointError(
+                "unsupported_model",
+                f"{settings.huggingface_model} is a {name} according to its config.json, which does not generate text: "
+                "choose a model that does",
+            )
+
+
+def auto_class_of(config: Any) -> Any:
+    """The auto class of transformers that loads a model for text generation.
+
+    For a model that also reads images or sound, it is the class of the whole model, unless its text part is a model of
+    its own (Llama 4, Qwen3.5).
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+
+    usual = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    known = (auto for auto in (usual, AutoModelForMultimodalLM) if type(config) in auto._model_mapping)
+    return next(known, usual)  # which lists what it knows, or runs the repository's own code
+
+
+def _dummy_loader(auto_class: Any, config: Any, settings: ModelSettings, device_map: Any) -> Callable[[str], Any]:
+    """Initialize random weights through the loader's own code, so that they are placed like real ones."""
+
+    def load(attention: str) -> Any:
+        import torch
+
+        kind = auto_class._model_mapping[type(config)]
+        is_text_part = kind.config_class is config.sub_configs.get("text_config")  # as auto classes decide it
+        dtype = config.dtype or torch.float32 if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        return kind.from_pretrained(
+            None,
+            config=config.get_text_config() if is_text_part else config,
+            state_dict={},
+            dtype=dtype,
+            device_map=device_map,
+            attn_implementation=attention,
+            local_files_only=True,
+        )
+
+    return load
+
+
+def _with_attention(settings: ModelSettings, load: Callable[[str], Any]) -> Any:
+    """Load with the attention implementation of the settings; `auto` tries sdpa, then eager."""
+    if settings.attn_implementation != "auto":
+        return load(settings.attn_implementation)
+    try:
+        return load("sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return load("eager")
+
+
+def check_weights(settings: ModelSettings, info: Any) -> None:
+    """Refuse a checkpoint whose tensors are not those of the model.
+
+    Args:
+        settings: The model's name, and whether extra tensors are allowed.
+        info: transformers' loading info: `missing_keys`, `unexpected_keys`, `mismatched_keys`, `error_msgs`.
+
+    Raises:
+        CheckpointError: Tensors are missing, extra, unreadable or have other shapes.
+    """
+    extra = [name for name in info["unexpected_keys"] if not re.search(STALE_BUFFERS, name)]
+    extra = [] if settings.allow_extra_weights else extra
+    shapes = [f"{name} is {list(shape)} and must be {list(needed)}" for name, shape, needed in info["mismatched_keys"]]
+    extra_fault = _fault("not in the model", extra)
+    faults = [
+        _fault("missing", info["missing_keys"]),
+        _fault("of a wrong shape", shapes),
+        extra_fault,
+        _fault("unreadable", info.get("error_msgs") or ()),
+    ]
+    faults = list(filter(None, faults))
+    if faults:
+        hint = ", or set allow_extra_weights to true to ignore them" if faults == [extra_fault] else ""
+        revision = "" if settings.revision == "main" else f" (revision {settings.revision})"
+        raise CheckpointError(
+            "weights_mismatch",
+            f"the tensors of {settings.huggingface_model}{revision} do not match its config.json: "
+            f"{'; '.join(faults)}: use a complete checkpoint of this architecture{hint}",
+        )
+
+
+def _fault(kind: str, names: Collection[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} {kind} ({shown})"

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which repository or folder a checkpoint comes from, and which of its files are needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """A checkpoint by name, and what a model folder needs of it."""
+
+    name: str
+    """A name on the Hub, or a folder on disk, which begins with `/`, `./` or `../`."""
+    revision: str = "main"
+    """A branch, tag or commit; folders on disk have none."""
+    setting: str = "huggingface_model"
+    """The setting that holds the name, for error messages."""
+    needs_config: bool = True
+    needs_weights: bool = True
+    needs_tokenizer: bool = True
+    allow_pickle: bool = False
+    """Whether pickle weights are accepted if there are no safetensors."""
+    trust_remote_code: bool = False
+    """Whether the repository's Python files are needed."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the name is that of a folder on disk."""
+        return self.name.startswith(("/", "./", "../"))
+
+    @property
+    def cache_name(self) -> str:
+        """The repository's folder in a cache of the Hub's client."""
+        return "models--" + self.name.replace("/", "--")
+
+    @property
+    def revision_setting(self) -> str:
+        """The setting that holds the revision."""
+        return "revision" if self.setting == "huggingface_model" else f"{self.setting}_revision"
