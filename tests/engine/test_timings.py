@@ -234,7 +234,7 @@ def test_they_pass_a_stream_door(
         )
         server.open()
         engines = Engines("plain")
-        engines.submit(door.InferenceRequest(request), ["text_output"], streams=True)
+        engines.submit(door.TritonRequest(request), ["text_output"], streams=True)
         times_of(request.wait())
         engines.close()
         server.drain()
