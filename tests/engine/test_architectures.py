@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hundreds of requests at random times to every architecture: greedy text is that of `generate` alone."""
+"""Many requests at random times to every architecture: greedy output equals that of `generate` alone."""
 
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -13,56 +18,64 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.runner.cpu import attention
 from hf_triton.runner.cpu import decode_attention as one_token
 from hf_triton.testing import ARCHITECTURES
-from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build, load, requests
-from tests.support.engine import NOT_ROLLING, Client, check, start_engine
+from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, load, requests
+from tests.support.engine import NOT_ROLLING, Client, Items, check, greedy_ids, start_engine
 
-NUM_REQUESTS = 120
 NUM_BATCH_REQUESTS = 24
 SHIPPED = [name for name in ARCHITECTURES if name not in NOT_ROLLING]
+sizes = pytest.mark.parametrize("num_requests", [32, pytest.param(88, marks=pytest.mark.full)])
+
+
+@contextmanager
+def engine_of(model: Any, kind: type, **options: Any) -> Iterator[Client]:
+    engine = start_engine(model, context_length=256, **options)
+    try:
+        assert isinstance(engine, kind)
+        yield Client(engine)
+    finally:
+        engine.close()
+
+
+@lru_cache(maxsize=1)
+def load_with_references(name: str, num_requests: int) -> tuple[Any, Items, list[list[int]]]:
+    """A model, requests, and what `generate` generates for them; one computation for both kinds of decoding."""
+    with TemporaryDirectory() as folder:
+        model = load(name, Path(folder))
+    items = requests(num_requests, random.Random(f"{name} {num_requests}"))
+    return model, items, greedy_ids(model, items)
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
+@sizes
 @pytest.mark.parametrize("name", [*CONTINUOUS, *WHOLE, *SHIPPED])
-def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: str, tmp_path: Path) -> None:
-    model, source = load(name, tmp_path), random.Random(name + decoding)
-    engine = start_engine(model, max_rows=source.choice([3, 5, 8]), context_length=256, decoding=decoding)
-    assert isinstance(engine, ContinuousBatchingEngine)
-    try:
-        check(
-            model,
-            Client(engine),
-            requests(NUM_REQUESTS, source),
-            pause=lambda: time.sleep(source.choice([0, 0, 0, 0.01])),  # so that they join and leave at odd times
-        )
-    finally:
-        engine.close()
+def test_continuous_engine_equals_generate(name: str, num_requests: int, decoding: str) -> None:
+    model, items, expected = load_with_references(name, num_requests)
+    source = random.Random(name + decoding)
+    options = {"max_rows": source.choice([3, 5, 8]), "decoding": decoding}
+    with engine_of(model, ContinuousBatchingEngine, **options) as client:
+        pauses_s = [0, 0, 0, 0.01]  # requests join and leave at odd times
+        check(model, client, items, lambda: time.sleep(source.choice(pauses_s)), expected=expected)
 
 
+@sizes
 @pytest.mark.parametrize("name", ["llama", "opt", "mistral-window", "gemma3", "deepseek-v3", "gpt-bigcode", "falcon"])
-def test_it_does_by_the_kernel_of_one_token(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_attention_kernel_equals_generate(name: str, num_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_token, "LEAST_WIDTH", 0)
-    found: list[bool] = []
+    was_used: list[bool] = []
     monkeypatch.setattr(attention, "attend", lambda *call: noted(one_token.attend(*call)))
 
     def noted(result: torch.Tensor | None) -> torch.Tensor | None:
-        found.append(result is not None)
+        was_used.append(result is not None)
         return result
 
-    model, source = load(name, tmp_path), random.Random(name)
-    engine = start_engine(model, max_rows=5, context_length=256)
-    try:
-        check(model, Client(engine), requests(NUM_REQUESTS, source), pause=lambda: None)
-    finally:
-        engine.close()
-    assert sum(found) > NUM_REQUESTS
+    model, items, expected = load_with_references(name, num_requests)
+    with engine_of(model, ContinuousBatchingEngine, max_rows=5) as client:
+        check(model, client, items, expected=expected)
+    assert sum(was_used) > num_requests
 
 
 @pytest.mark.parametrize("name", [*BATCH])
-def test_the_batch_engine_writes_what_generate_writes(name: str) -> None:
-    model, source = build(*BATCH[name]), random.Random(name)
-    engine = start_engine(model, max_rows=5, context_length=256)
-    assert isinstance(engine, BatchEngine)
-    try:
-        check(model, Client(engine), requests(NUM_BATCH_REQUESTS, source), pause=lambda: None)
-    finally:
-        engine.close()
+def test_batch_engine_equals_generate(name: str) -> None:
+    model, items, expected = load_with_references(name, NUM_BATCH_REQUESTS)
+    with engine_of(model, BatchEngine, max_rows=5) as client:
+        check(model, client, items, expected=expected)

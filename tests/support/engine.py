@@ -96,16 +96,33 @@ def slow_down(engine: ContinuousBatchingEngine, pause_s: float = 0.005) -> None:
     Faulty(engine, pause, RuntimeError())
 
 
-def check(model: Any, client: Client, items: list[tuple[list[int], SamplingParams]], pause: Callable[[], None]) -> None:
-    wanted = [  # before: Reformer's hashes are drawn from torch's generator, which all threads share
-        solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
-        for prompt, plan in items
+Items = list[tuple[list[int], SamplingParams]]
+
+
+def greedy_ids(model: Any, items: Items) -> list[list[int]]:
+    """What `model.generate` generates for each prompt alone."""
+    return [
+        solo_ids(model, prompt, params.max_new_tokens, repetition_penalty=params.repetition_penalty)
+        for prompt, params in items
     ]
+
+
+def check(
+    model: Any,
+    client: Client,
+    items: Items,
+    pause: Callable[[], None] = lambda: None,
+    *,
+    expected: list[list[int]] | None = None,
+) -> None:
+    """Submit greedy requests, and compare the outcomes with `expected`, by default `greedy_ids`."""
+    if expected is None:  # before submitting: Reformer draws its hashes from torch's generator, which threads share
+        expected = greedy_ids(model, items)
     for item in items:
         client.submit(*item)
         pause()
-    assert [token_ids(outcome) for outcome in client.outcomes()] == [[ids] for ids in wanted]
-    assert len({tuple(ids) for ids in wanted}) > len(items) / 3  # the text does depend on the prompt
+    assert [token_ids(outcome) for outcome in client.outcomes()] == [[ids] for ids in expected]
+    assert len({tuple(ids) for ids in expected}) > len(items) / 3  # the output does depend on the prompt
 
 
 class PreemptCounter(Observer):
