@@ -130,10 +130,10 @@ class ModelSettings(BaseModel):
     """How the rolling engine runs a step. `auto` is `cuda_graphs` on a GPU where the model can be captured, else
     `eager`."""
 
-    pack_weights: bool = True
-    """Whether the linear layers of a model on a CPU get their weights in the layout that oneDNN computes with:
-    about half the time of a step in float32, and another rounding. It takes memory where the checkpoint's file would
-    else stay in the page cache."""
+    pack_weights: Literal["auto"] | bool = "auto"
+    """Whether the linear layers of a model on a CPU get their weights in the layout that oneDNN computes with, which
+    rounds differently and takes memory beside the checkpoint file in the page cache. `auto` times each shape of layer
+    at load, for 1, 4 and 16 rows, and packs those that are faster; the choice may differ between two starts."""
 
     generation_defaults: dict[str, Any] = {}
     """Request parameters to use where a request leaves them out, as JSON: `{"temperature": 0.7, "top_p": 0.9}`. Those
@@ -291,7 +291,7 @@ def _refuse_unknown(parameters: Mapping[str, str], environment: Mapping[str, str
 
 def _parse(text: str, annotation: Any) -> Any:
     """Read a setting's text as its type; what cannot be read is left for the check to refuse."""
-    if annotation is bool:
+    if annotation is bool or bool in typing.get_args(annotation):
         return parse_boolean(text)
     if typing.get_origin(annotation) in (dict, list):
         try:

@@ -94,7 +94,7 @@ def _words(annotation: Any, constraints: tuple[object, ...] = ()) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_words(member) for member in arguments if member is not type(None))
     if origin is Literal:
-        return "one of " + ", ".join(f"`{value}`" for value in arguments)
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(f"`{value}`" for value in arguments)
     if origin is tuple:  # declared with `read_one_or_many` or `read_strings`
         return f"{_words(arguments[0])} or a JSON array of {_length_words(constraints)} of them"
     if origin is dict and arguments[1] is not Any:

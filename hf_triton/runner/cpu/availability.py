@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 def runs_numba() -> bool:
     """Whether the modules of kernels can be imported; a line in the log where they cannot."""
     try:
-        from hf_triton.runner.cpu import llvm as machine  # noqa: F401
+        import hf_triton.runner.cpu.llvm  # noqa: F401
     except ModuleNotFoundError:
         logger.warning("numba is not installed: models on the CPU are slower; pip install 'hf-triton[cpu]'")
     except Exception as error:  # a library, a version of numpy or a setting that it does not go with

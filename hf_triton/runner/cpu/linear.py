@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of a few vectors with the packed weights of a linear layer, on a CPU: by a kernel of our own where it can.
+"""Linear layers of a few rows, on a CPU: a kernel of our own for weights that oneDNN has packed.
 
-oneDNN has the processor wait while weights come from memory, and the memory while they are multiplied.
+oneDNN stalls on memory while it loads weights, and leaves memory idle while it multiplies them; the kernel prefetches.
 """
 
 from __future__ import annotations
@@ -15,100 +15,108 @@ import torch
 from hf_triton.runner.cpu.availability import is_usable, runs_numba
 from hf_triton.runner.numerics import agree
 
-MOST_VECTORS: Final = 64
-"""Of more, oneDNN is as fast."""
-LEAST_WIDTH: Final = 256
-"""Numbers of a vector from which on a kernel is compiled: the demo model has fewer."""
-WORTH_THREADS: Final = 2**17
-"""Products of numbers from which on it is worth to wake other threads."""
-PARTS: Final = 2
-"""Of a thread's share, which it takes one after another: threads are not equally fast."""
+MAX_ROWS: Final = 64
+"""Rows beyond which oneDNN is as fast."""
+MIN_INPUTS: Final = 256
+"""Inputs of a layer from which on a kernel is compiled; the demo model has fewer."""
+MIN_PARALLEL_PRODUCTS: Final = 2**17
+"""Multiplications from which on waking other threads pays."""
+TASKS_PER_THREAD: Final = 2
+"""Shares of the work for each thread: threads are not equally fast."""
 
 
-def by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias` of any number of vectors with packed weights."""
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ weight.T + bias` for any number of rows, with packed weights."""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return product
 
 
-class FewVectors:
-    """Computes the products of a few vectors with a layer's weights.
+class LinearKernel:
+    """Multiplies a few rows with a layer's packed weights. Use `build`, which checks the result.
 
     Args:
-        weight: Packed, `[out_features, in_features]`, as the kernel reads it: `make` tries that out.
+        weight: Packed by oneDNN, `[out_features, in_features]`, in blocks as `linear_kernel.py` reads them.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        from hf_triton.runner.cpu import linear_kernel as product_kernel
+        from hf_triton.runner.cpu import linear_kernel
 
-        self._kernel = product_kernel
+        self._kernel = linear_kernel
         self._weight, self._dtype = weight, weight.dtype
         self._address = torch.ops.mkldnn.data_ptr(weight)
         self._outputs, self._inputs = weight.shape
-        self._blocks = self._outputs // product_kernel.BLOCK
-        self._words = self._inputs * weight.itemsize // product_kernel.WORD_BYTES
+        self._blocks = self._outputs // linear_kernel.BLOCK
+        self._words = self._inputs * weight.itemsize // linear_kernel.WORD_BYTES
+        self.max_rows = MAX_ROWS
+        """Rows up to which the kernel computes; from 0 to `MAX_ROWS`."""
 
     @classmethod
-    def make(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> FewVectors | None:
-        """What does so; None where there is no kernel, or it computes something else.
+    def build(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel | None:
+        """The kernel of a layer; None if this processor has none, or it computes something else.
 
         Args:
-            weight: How oneDNN lays it out, which is its own affair, is tried out.
+            weight: Packed by oneDNN, in a layout of its own choice: the kernel is tried.
             bias: `[out_features]`.
         """
-        if weight.shape[1] < LEAST_WIDTH or not _has_kernel(weight.dtype) or not _is_laid_out(weight):
+        if weight.shape[1] < MIN_INPUTS or not _has_kernel(weight.dtype) or not _is_blocked(weight):
             return None
-        found = cls(weight)
+        kernel = cls(weight)
         with torch.inference_mode():
             x = _noise(1, weight.shape[1], weight.dtype)
-            return found if agree(by_onednn(x, weight, bias), found.multiply(x, bias), weight.dtype) else None
+            is_right = agree(onednn_linear(x, weight, bias), kernel.multiply(x, bias), weight.dtype)
+        return kernel if is_right else None
 
-    def suits(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether to ask it: plain vectors, few of them, for these weights, and no training.
+    def accepts(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether the kernel computes this input: a plain tensor of few rows, in inference.
 
         Args:
             x: `[..., in_features]`.
-            weight: What the layer has now.
+            weight: The layer's present weights.
         """
         if weight is not self._weight or x.dtype is not self._dtype or x.shape[-1] != self._inputs:
             return False
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not 0 < x.numel() <= MOST_VECTORS * self._inputs:
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or not 0 < x.numel() <= self.max_rows * self._inputs
+        ):
             return False
-        return type(x) is torch.Tensor and x.is_cpu and not x.is_neg() and not x._is_zerotensor()
+        is_plain = type(x) is torch.Tensor and x.is_cpu and not x.is_neg() and not x._is_zerotensor()
+        return is_plain and 0 < x.numel() <= self.max_rows * self._inputs
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x @ weight.T + bias`; sums are in 32 bits, and a vector's product depends on no other vector.
+        """`x @ weight.T + bias`, summed in 32 bits; a row's result is independent of the other rows.
 
         Args:
-            x: `[..., in_features]`, of which `suits` is true.
+            x: `[..., in_features]` for which `accepts` is true.
             bias: `[out_features]`.
         """
         x = x.contiguous()
-        num = x.numel() // self._inputs
+        num_rows = x.numel() // self._inputs
         shape = *x.shape[:-1], self._outputs
         if bias is None:
-            found = torch.zeros(shape, dtype=torch.float32, device="cpu")
+            result = torch.zeros(shape, dtype=torch.float32, device="cpu")
         else:
-            found = bias.float().repeat(*x.shape[:-1], 1)
-        is_worth_threads = num * self._inputs * self._outputs >= WORTH_THREADS
-        num_threads = torch.get_num_threads() if is_worth_threads else 1
-        at_once = self._blocks if num_threads == 1 else -(-self._blocks // (PARTS * num_threads))
+            result = bias.float().repeat(*x.shape[:-1], 1)
+        is_parallel = num_rows * self._inputs * self._outputs >= MIN_PARALLEL_PRODUCTS
+        num_threads = torch.get_num_threads() if is_parallel else 1
+        blocks_per_task = self._blocks if num_threads == 1 else -(-self._blocks // (TASKS_PER_THREAD * num_threads))
         progress = array("q", (0,))
         address, _ = progress.buffer_info()
-        sizes = num, self._words, self._outputs, at_once
-        task = self._kernel.Task(address, x.data_ptr(), self._address, found.data_ptr(), *sizes)
+        sizes = num_rows, self._words, self._outputs, blocks_per_task
+        task = self._kernel.Task(address, x.data_ptr(), self._address, result.data_ptr(), *sizes)
         self._kernel.run(self._dtype, task, num_threads)
-        return found if self._dtype is torch.float32 else found.to(self._dtype)
+        return result if self._dtype is torch.float32 else result.to(self._dtype)
 
 
-def _noise(num: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[num, width]`, of which no two numbers may change places unnoticed."""
-    source = torch.Generator(device="cpu").manual_seed(num * width)
-    return torch.randn(num, width, generator=source, dtype=torch.float32, device="cpu").to(dtype)
+def _noise(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random `[num_rows, width]`, so that any exchange of two numbers shows in the result."""
+    source = torch.Generator(device="cpu").manual_seed(num_rows * width)
+    return torch.randn(num_rows, width, generator=source, dtype=torch.float32, device="cpu").to(dtype)
 
 
-def _is_laid_out(weight: torch.Tensor) -> bool:
-    """Whether packed weights may be blocks of words, without anything else."""
+def _is_blocked(weight: torch.Tensor) -> bool:
+    """Whether the sizes of packed weights allow whole blocks without padding."""
     from hf_triton.runner.cpu.linear_kernel import BLOCK, STEP, WORD_BYTES
 
     outputs, inputs = weight.shape
@@ -119,27 +127,27 @@ def _is_laid_out(weight: torch.Tensor) -> bool:
 
 @cache
 def _has_kernel(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel, tried out with every number of vectors that it computes together."""
+    """Whether there is a kernel that is right for every number of rows that it computes together."""
 
     def try_out() -> bool | None:
         from hf_triton.runner.cpu.linear_kernel import can_run
 
         return _is_right(dtype) if can_run(dtype) else None
 
-    return runs_numba() and is_usable("linear layers", "oneDNN computes them", try_out)
+    return runs_numba() and is_usable("linear", "oneDNN", try_out)
 
 
 @torch.inference_mode()
 def _is_right(dtype: torch.dtype) -> bool:
-    from hf_triton.runner.cpu.linear_kernel import AT_A_TIME, BLOCK, CHUNK, SPREAD
+    from hf_triton.runner.cpu.linear_kernel import BLOCK, CHUNK, MAX_PASSES, ROWS_PER_TILE
 
-    inputs, outputs = 2 * SPREAD * CHUNK, 2 * BLOCK
+    inputs, outputs = 2 * MAX_PASSES * CHUNK, 2 * BLOCK
     plain = _noise(outputs, inputs, dtype)
     weight = torch.ops.mkldnn._reorder_linear_weight(plain, None)
-    if not _is_laid_out(weight):
+    if not _is_blocked(weight):
         return False
-    for num in range(1, (SPREAD + 1) * AT_A_TIME):
-        x = _noise(num, inputs, dtype)
-        if not agree((x.float() @ plain.float().T).to(dtype), FewVectors(weight).multiply(x, None), dtype):
+    for num_rows in range(1, (MAX_PASSES + 1) * ROWS_PER_TILE):
+        x = _noise(num_rows, inputs, dtype)
+        if not agree((x.float() @ plain.float().T).to(dtype), LinearKernel(weight).multiply(x, None), dtype):
             return False
     return True

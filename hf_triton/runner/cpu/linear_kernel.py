@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of a few vectors with weights that oneDNN has packed, compiled by numba for the processor that it runs on.
+"""The kernel of linear layers: a few rows times weights that oneDNN has packed, compiled by numba for this processor.
 
-For so few, what counts is that weights come from memory without a pause: while some are multiplied, the next ones are
-fetched, as many as the processor can take meanwhile. oneDNN waits for each.
+For few rows, memory bandwidth is the limit: while some weights are multiplied, the next ones are prefetched. oneDNN
+waits for each.
 """
 
 from __future__ import annotations
@@ -14,71 +14,68 @@ import torch
 from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 
-from hf_triton.runner.cpu import llvm as machine
+from hf_triton.runner.cpu import llvm
 from hf_triton.runner.cpu.llvm import FLOAT, LINE, LONG, WORD, compiled, intrinsic
 
 BLOCK: Final = 64
-"""Outputs whose weights stand together: those of one word of input, then those of the next."""
+"""Outputs whose weights are adjacent in memory: all weights of one input word, then those of the next."""
 WORD_BYTES: Final = 4
-"""Of a word: one number in 32 bits, or two in 16 that are multiplied and added up in one step."""
+"""A word is one number of 32 bits, or two of 16 that one instruction multiplies and adds."""
 LINES: Final = WORD_BYTES * BLOCK // LINE
-"""Of a block, for each word of input; a register holds one."""
-AT_A_TIME: Final = 6
-"""Vectors that are multiplied together. Their sums with a block, and its weights for a word, fill the registers."""
+"""Cache lines of a block for each input word; a register holds one."""
+ROWS_PER_TILE: Final = 6 if llvm.has("avx512f") else 1
+"""Rows multiplied together: their sums with a block, and its weights for a word, fill the 32 registers of AVX-512, or
+the 16 half as wide of AVX2."""
 STEP: Final = 4
-"""Words of a turn of the innermost loop."""
+"""Words of an iteration of the innermost loop."""
 CHUNK: Final = 32
-"""Words whose weights are fetched ahead, for each time that the ones before are gone through."""
-SPREAD: Final = LINES
-"""Times that these are gone through while the next are fetched, at most: as many as there are lines."""
-NEEDS: Final = {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}
-"""What a processor must have, by the dtype of vectors and weights."""
+"""Words whose weights are prefetched in each pass over the words before them."""
+MAX_PASSES: Final = LINES
+"""Passes over a chunk while the next one is prefetched, at most: one for each line."""
+FEATURES: Final = {torch.float32: ("avx512f", "fma"), torch.bfloat16: ("avx512bf16",)}
+"""Processor features for each dtype of rows and weights; one of them is needed."""
 
 
 class Task(NamedTuple):
-    """What to compute: numbers and addresses."""
+    """Arguments of the kernel: sizes and addresses."""
 
     progress: int
-    """Where an int64 is, at zero."""
-    vectors: int
-    """Of `[num, words]`."""
+    """Address of an int64, zero at first: tasks taken so far."""
+    rows: int
+    """Address of `[num_rows, words]`."""
     weights: int
-    """As oneDNN packs them: `[outputs / 64, words, 64]`."""
-    found: int
-    """Of float32 `[num, outputs]`, to which the products are added."""
-    num: int
-    """Of vectors."""
+    """Address of packed weights, `[outputs / 64, words, 64]`."""
+    result: int
+    """Address of float32 `[num_rows, outputs]`, to which the products are added."""
+    num_rows: int
     words: int
     """A multiple of `STEP`."""
     outputs: int
-    at_once: int
-    """Blocks that a thread takes at once."""
+    blocks_per_task: int
 
 
 def can_run(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for this dtype and processor.
-
-    Processors with tiles have something better for 16 bits, which oneDNN uses.
-    """
-    has_better = dtype == torch.bfloat16 and machine.has("amx-bf16")
-    return dtype in NEEDS and machine.has(NEEDS[dtype]) and not has_better
+    """Whether there is a kernel for this dtype and processor; in bfloat16, oneDNN's AMX tiles are faster."""
+    if dtype == torch.bfloat16 and llvm.has("amx-bf16"):
+        return False
+    return any(map(llvm.has, FEATURES.get(dtype, ())))
 
 
 def run(dtype: torch.dtype, task: Task, num_threads: int) -> None:
-    """Compute products, each the same whatever is computed beside it.
+    """Run the kernel; a row's result is independent of the other rows.
 
     Args:
-        dtype: One that `can_run`.
-        task: Whose addresses hold what they should.
-        num_threads: That share the work, at most.
+        dtype: One for which `can_run` is true.
+        task: Its addresses must be valid.
+        num_threads: At most.
     """
-    machine.run(make(dtype), task, num_threads)
+    llvm.run(make(dtype), task, num_threads)
 
 
 @cache
 def make(dtype: torch.dtype) -> Any:
-    """The kernel, which takes a second to compile."""
-    one, two, three, four, five, six = (_tile(dtype, number) for number in range(1, AT_A_TIME + 1))
+    """Compile the kernel, in about a second."""
+    one, two, three, four, five, six = (_tile(dtype, min(number, ROWS_PER_TILE)) for number in range(1, 7))
 
     @compiled
     def add_products(number: int, tile: Any) -> None:
@@ -95,39 +92,40 @@ def make(dtype: torch.dtype) -> Any:
         else:
             six(tile)
 
-    @machine.kernel_of(Task)
+    @llvm.kernel_of(Task)
     def multiply(address: Any) -> None:
         task = carray(address, 1)[0]
-        turns = (task.num + AT_A_TIME - 1) // AT_A_TIME
-        turns = SPREAD if turns == SPREAD - 1 else turns  # a number of which lines have an equal share
-        spread = min(turns, SPREAD)
-        block_bytes, vector_bytes, found_bytes = WORD_BYTES * BLOCK, WORD_BYTES * task.words, 4 * task.outputs
+        passes = (task.num_rows + ROWS_PER_TILE - 1) // ROWS_PER_TILE
+        if passes == MAX_PASSES - 1 and task.num_rows >= MAX_PASSES:
+            passes = MAX_PASSES  # so that the lines divide evenly
+        prefetching = min(passes, MAX_PASSES)
+        block_bytes, row_bytes, result_bytes = WORD_BYTES * BLOCK, WORD_BYTES * task.words, 4 * task.outputs
         blocks = task.outputs // BLOCK
-        item = machine.next_number(task.progress)
-        while item * task.at_once < blocks:
-            for block in range(item * task.at_once, min(blocks, (item + 1) * task.at_once)):
-                for word in range(0, task.words, CHUNK * spread):
-                    words = min(CHUNK * spread, task.words - word)
+        item = llvm.next_number(task.progress)
+        while item * task.blocks_per_task < blocks:
+            for block in range(item * task.blocks_per_task, min(blocks, (item + 1) * task.blocks_per_task)):
+                for word in range(0, task.words, CHUNK * prefetching):
+                    words = min(CHUNK * prefetching, task.words - word)
                     weights = task.weights + block_bytes * (block * task.words + word)
-                    share, done = block_bytes * words // spread, 0
-                    for turn in range(turns):
-                        number = (task.num - done + turns - turn - 1) // (turns - turn)
-                        vectors = task.vectors + done * vector_bytes + WORD_BYTES * word
-                        found = task.found + done * found_bytes + 4 * block * BLOCK
-                        ahead = weights + spread * share + turn * share if turn < spread else weights
-                        tile = vectors, vector_bytes, weights, words, found, found_bytes, ahead, spread
+                    share, done = block_bytes * words // prefetching, 0
+                    for index in range(passes):
+                        number = (task.num_rows - done + passes - index - 1) // (passes - index)
+                        first_row = task.rows + done * row_bytes + WORD_BYTES * word
+                        result = task.result + done * result_bytes + 4 * block * BLOCK
+                        ahead = weights + prefetching * share + index * share if index < prefetching else weights
+                        tile = first_row, row_bytes, weights, words, result, result_bytes, ahead, prefetching
                         add_products(number, tile)
                         done += number
-            item = machine.next_number(task.progress)
+            item = llvm.next_number(task.progress)
 
     return multiply
 
 
-# --- what numba has no words for -------------------------------------------------------------------------------------
+# --- LLVM IR ---------------------------------------------------------------------------------------------------------
 
 
 class _BFloat16(ir.HalfType):  # type: ignore[misc]
-    """LLVM's, which llvmlite does not have."""
+    """LLVM's `bfloat`, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -137,19 +135,19 @@ class _BFloat16(ir.HalfType):  # type: ignore[misc]
 
 SUMS: Final = ir.VectorType(FLOAT, LINE // 4)
 PAIRS: Final = ir.VectorType(_BFloat16(), LINE // 2)
-NOBODY: Final = ir.Constant(SUMS, ir.Undefined)
-EVERYWHERE: Final = ir.Constant(ir.VectorType(WORD, LINE // 4), [0] * (LINE // 4))
+UNDEFINED: Final = ir.Constant(SUMS, ir.Undefined)
+BROADCAST: Final = ir.Constant(ir.VectorType(WORD, LINE // 4), [0] * (LINE // 4))
 
 
 def _tile(dtype: torch.dtype, number: int) -> Any:
-    """What adds the products of `number` vectors and the weights of some words of a block, and fetches others."""
+    """Adds the products of `number` rows with the weights of some words of a block, and prefetches others."""
 
     @intrinsic
     def tile(context: Any, numbers: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            taken = [builder.extract_value(arguments[0], place) for place in range(8)]
-            vectors, vector_bytes, weights, words, found, found_bytes, ahead, spread = taken
-            places = [(row, line) for row in range(number) for line in range(LINES)]
+            taken = [builder.extract_value(arguments[0], index) for index in range(8)]
+            first_row, row_bytes, weights, words, result, result_bytes, ahead, prefetching = taken
+            positions = [(row, line) for row in range(number) for line in range(LINES)]
 
             def behind(address: Any, count: Any, size: Any) -> Any:
                 return builder.add(address, builder.mul(count, size))
@@ -157,41 +155,43 @@ def _tile(dtype: torch.dtype, number: int) -> Any:
             def at(kind: Any, address: Any) -> Any:
                 return builder.inttoptr(address, kind.as_pointer())
 
-            rows = [behind(vectors, LONG(row), vector_bytes) for row in range(number)]
+            rows = [behind(first_row, LONG(row), row_bytes) for row in range(number)]
             targets = [
-                at(SUMS, behind(behind(found, LONG(row), found_bytes), LONG(line), LONG(LINE))) for row, line in places
+                at(SUMS, behind(behind(result, LONG(row), result_bytes), LONG(line), LONG(LINE)))
+                for row, line in positions
             ]
-            part = builder.sdiv(LONG(LINE), spread)  # each line is fetched so often: that costs nothing, branches do
+            part = builder.sdiv(LONG(LINE), prefetching)  # lines are prefetched repeatedly: cheaper than a branch
             begun = [builder.load(target, align=4) for target in targets]
             entry, loop, end = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("end")
             builder.branch(loop)
             builder.position_at_end(loop)
-            place = builder.phi(LONG)
-            place.add_incoming(LONG(0), entry)
-            sums = [builder.phi(SUMS) for _ in places]
+            index = builder.phi(LONG)
+            index.add_incoming(LONG(0), entry)
+            sums = [builder.phi(SUMS) for _ in positions]
             added = list(sums)
-            for word in (builder.add(place, LONG(step)) for step in range(STEP)):
+            for word in (builder.add(index, LONG(step)) for step in range(STEP)):
                 first = builder.mul(word, LONG(LINES))
                 for line in range(LINES):
-                    machine.prefetch(builder, behind(ahead, builder.add(first, LONG(line)), part))
-                here = behind(weights, word, LONG(LINES * LINE))
-                lines = [builder.load(at(SUMS, builder.add(here, LONG(line * LINE))), align=4) for line in range(LINES)]
-                given = [builder.load(at(FLOAT, behind(row, word, LONG(WORD_BYTES))), align=2) for row in rows]
-                wide = [builder.insert_element(NOBODY, each, WORD(0)) for each in given]
-                wide = [builder.shuffle_vector(each, NOBODY, EVERYWHERE) for each in wide]
+                    llvm.prefetch(builder, behind(ahead, builder.add(first, LONG(line)), part))
+                start = behind(weights, word, LONG(LINES * LINE))
+                offsets = [LONG(line * LINE) for line in range(LINES)]
+                lines = [builder.load(at(SUMS, builder.add(start, offset)), align=4) for offset in offsets]
+                inputs = [builder.load(at(FLOAT, behind(row, word, LONG(WORD_BYTES))), align=2) for row in rows]
+                wide = [builder.insert_element(UNDEFINED, item, WORD(0)) for item in inputs]
+                wide = [builder.shuffle_vector(item, UNDEFINED, BROADCAST) for item in wide]
                 added = [
-                    _added(builder, dtype, each, wide[row], lines[line])
-                    for each, (row, line) in zip(added, places, strict=True)
+                    _added(builder, dtype, item, wide[row], lines[line])
+                    for item, (row, line) in zip(added, positions, strict=True)
                 ]
-            following = builder.add(place, LONG(STEP))
-            place.add_incoming(following, loop)
-            for each, first, last in zip(sums, begun, added, strict=True):
-                each.add_incoming(first, entry)
-                each.add_incoming(last, loop)
+            following = builder.add(index, LONG(STEP))
+            index.add_incoming(following, loop)
+            for item, first, last in zip(sums, begun, added, strict=True):
+                item.add_incoming(first, entry)
+                item.add_incoming(last, loop)
             builder.cbranch(builder.icmp_signed("<", following, words), loop, end)
             builder.position_at_end(end)
-            for each, target in zip(added, targets, strict=True):
-                builder.store(each, target, align=4)
+            for item, target in zip(added, targets, strict=True):
+                builder.store(item, target, align=4)
             return context.get_dummy_value()
 
         return types.void(types.UniTuple(types.int64, 8)), generate  # type: ignore[no-untyped-call]
@@ -200,12 +200,12 @@ def _tile(dtype: torch.dtype, number: int) -> Any:
 
 
 def _added(builder: Any, dtype: torch.dtype, sums: Any, wide: Any, line: Any) -> Any:
-    """Sums to which the products of a register of words and a line of weights are added."""
+    """Fused multiply-add of a register of words and a line of weights to sums."""
     if dtype == torch.float32:
         name, arguments = "llvm.fma.v16f32", [wide, line, sums]
     else:
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         arguments = [sums, builder.bitcast(wide, PAIRS), builder.bitcast(line, PAIRS)]
-    kind = ir.FunctionType(SUMS, [each.type for each in arguments])
+    kind = ir.FunctionType(SUMS, [item.type for item in arguments])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, arguments)

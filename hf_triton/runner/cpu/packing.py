@@ -1,77 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linear layers of a model on a CPU, with their weights laid out once as oneDNN computes with them.
 
-torch by itself gives a float32 product to a BLAS that is half as fast on many processors, and has bfloat16 weights laid
-out anew at every call. Products of a few vectors are for `product.py`. What was packed is tried out: a model that
-computes something else with it, or looks into its own weights, is put back as it was.
+torch by itself gives a float32 product to a BLAS that is half as fast on many processors, and lays out bfloat16 weights
+at every call. Products of a few rows go to `linear.py`. The packed model is tried: if it computes something else, or
+reads its own weights, it is restored.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
+import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_triton.runner.cpu.linear import FewVectors, by_onednn
+from hf_triton.runner.cpu.layer_timing import PACKED, Choice, shape_of, time_layers, weight_matrix
+from hf_triton.runner.cpu.linear import LinearKernel, onednn_linear
 from hf_triton.runner.faults import kind
 from hf_triton.runner.numerics import agree
 from hf_triton.runner.probe import same_logits, sample_logits
 
 logger = logging.getLogger(__name__)
 
-MAX_REASON: Final = 160  # characters of torch's words in the log
+MAX_REASON: Final = 160  # characters of torch's message in the log
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-
-
 SIZES: Final = (*range(1, 17), *range(24, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
-"""Vectors that are multiplied at a time. For every number of them oneDNN makes code, which takes a millisecond and half
-a mebibyte that it never gives back: others are filled up with zeros to one of these, or divided."""
+"""Rows that are multiplied at a time. oneDNN generates code for each number of rows, which takes a millisecond and half
+a mebibyte that it never frees: other inputs are padded to one of these, or divided."""
 _SIZES: Final = frozenset(SIZES)
 CHUNKS: Final = ("local_attn_chunk_length", "lsh_attn_chunk_length")
-"""Tokens, by their names in a config, beyond which a model (Reformer) looks into its weights."""
+"""Tokens, by their names in a config, beyond which a model (Reformer) reads its weights."""
 
 
 class PackedLinear(nn.Linear):
-    """`x @ weight.T + bias`, for inference on a CPU: what a linear layer becomes, in place.
+    """`x @ weight.T + bias`, for inference on a CPU; a linear layer becomes one in place.
 
-    Its `weight` has shape and dtype, and nobody but oneDNN and `product.py` reads it.
+    Its `weight` keeps shape and dtype, and only oneDNN and `linear.py` can read it.
     """
 
-    few_vectors: FewVectors | None = None
-    """What needs no oneDNN where they are few."""
+    kernel: LinearKernel | None = None
+    """Computes a few rows in place of oneDNN."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        few = self.few_vectors
-        if few is not None and few.suits(x, self.weight):
-            return few.multiply(x, self.bias)
+        kernel = self.kernel
+        if kernel is not None and kernel.accepts(x, self.weight):
+            return kernel.multiply(x, self.bias)
         if x.numel() // x.shape[-1] in _SIZES:
-            return by_onednn(x, self.weight, self.bias)
+            return onednn_linear(x, self.weight, self.bias)
         parts = torch.split(x.reshape(-1, x.shape[-1]), SIZES[-1])
-        products = [by_onednn(_filled_up(part), self.weight, self.bias)[: len(part)] for part in parts]
+        products = [onednn_linear(_padded(part), self.weight, self.bias)[: len(part)] for part in parts]
         return torch.cat(products).view(*x.shape[:-1], self.weight.shape[0])
 
     def extra_repr(self) -> str:
-        """Sizes, for those who print the model."""
+        """Sizes, shown when the model is printed."""
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
 
 
-def _filled_up(vectors: torch.Tensor) -> torch.Tensor:
-    size = SIZES[bisect.bisect_left(SIZES, len(vectors))]
-    return nn.functional.pad(vectors, (0, 0, 0, size - len(vectors)))
+def _padded(rows: torch.Tensor) -> torch.Tensor:
+    size = SIZES[bisect.bisect_left(SIZES, len(rows))]
+    return nn.functional.pad(rows, (0, 0, 0, size - len(rows)))
 
 
-def pack(model: nn.Module) -> int:
-    """Pack the linear layers of a model in place; how many. The memory of the weights as they were is given back.
+def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
+    """Pack linear layers of a model in place, freeing the memory of their former weights.
 
     Args:
-        model: A transformers model that generates, in eval mode. One that is not all on the CPU is left as it is.
+        model: A transformers model that generates, in eval mode. If parts of it are not on the CPU, it stays as it is.
+        which: `auto` times each shape of layer and packs where that is faster (`layer_timing.py`).
+
+    Returns:
+        How many layers were packed.
     """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return 0
@@ -80,50 +84,63 @@ def pack(model: nn.Module) -> int:
         plain = sample_logits(model, length)
     except Exception:  # it cannot generate: the choice of an engine says so
         return 0
-    changes: list[_Change] = []
+    packed: list[_Packed] = []
+    started = time.perf_counter()
     try:
+        layers = [layer for layer in model.modules() if _is_linear(layer)]
+        choices = time_layers(layers) if which == "auto" else {}
+        timed_s = time.perf_counter() - started
         num_users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-        for layer in model.modules():
-            if _is_linear(layer):
-                changes.append(_Change.make(layer, is_shared=num_users[id(layer.weight)] > 1))
-        obstacle = None if same_logits(model, plain, sample_logits(model, length)) else "its logits are others then"
+        for layer in layers:
+            choice = choices.get(shape_of(layer), PACKED)
+            if choice.is_packed:
+                packed.append(_Packed.make(layer, choice, is_shared=num_users[id(layer.weight)] > 1))
+        obstacle = None
+        if packed and not same_logits(model, plain, sample_logits(model, length)):
+            obstacle = "the logits differ from the original model's"
     except Exception as error:
         obstacle = f"{kind(error)}: {str(error)[:MAX_REASON]}"
-    if obstacle is None:
-        num_quick = sum(change.layer.few_vectors is not None for change in changes)
-        logger.info(
-            "%d linear layers packed for oneDNN, %d of them with a kernel for few vectors", len(changes), num_quick
-        )
-        return len(changes)
-    for change in changes:
-        change.undo()
-    logger.info("linear layers are not packed for oneDNN: %s", obstacle)
-    return 0
+    if obstacle is not None:
+        for change in packed:
+            change.undo()
+        logger.info("linear layers not packed for oneDNN (%s)", obstacle)
+        return 0
+    num_kernels = sum(change.layer.kernel is not None for change in packed)
+    timing = f" (chosen by timing, {timed_s:.1f} s)" if which == "auto" else ""
+    logger.info(
+        "%d of %d linear layers packed for oneDNN, %d of them with our kernel for few rows%s",
+        len(packed),
+        len(layers),
+        num_kernels,
+        timing,
+    )
+    return len(packed)
 
 
 @dataclass(frozen=True)
-class _Change:
-    """A layer that was packed, and how it was before."""
+class _Packed:
+    """A layer that was packed, and what it was before."""
 
     layer: Any
     layer_class: type[nn.Module]
     shared_weight: nn.Parameter | None
-    """Kept where another module, such as the input embedding, has it too."""
+    """Kept if another module, such as the input embedding, has it too."""
 
     @classmethod
-    def make(cls, layer: Any, *, is_shared: bool) -> _Change:
+    def make(cls, layer: Any, choice: Choice, *, is_shared: bool) -> _Packed:
         """Pack a layer.
 
         Raises:
             RuntimeError: oneDNN cannot compute with such weights on this processor.
         """
-        change = cls(layer, type(layer), layer.weight if is_shared else None)
-        packed = torch.ops.mkldnn._reorder_linear_weight(_matrix(layer), None)
-        weight = nn.Parameter(packed, requires_grad=False)
-        few_vectors = FewVectors.make(weight, layer.bias)
-        layer.weight, layer.few_vectors = weight, few_vectors
+        packed = cls(layer, type(layer), layer.weight if is_shared else None)
+        weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(weight_matrix(layer), None), requires_grad=False)
+        kernel = LinearKernel.build(weight, layer.bias) if choice.max_kernel_rows else None
+        if kernel is not None:
+            kernel.max_rows = choice.max_kernel_rows
+        layer.weight, layer.kernel = weight, kernel
         layer.__class__ = PackedLinear
-        return change
+        return packed
 
     def undo(self) -> None:
         weight = self.shared_weight
@@ -132,7 +149,7 @@ class _Change:
             weight = nn.Parameter(dense.t() if self.layer_class is Conv1D else dense, requires_grad=False)
         self.layer.__class__ = self.layer_class
         self.layer.weight = weight
-        del self.layer.few_vectors
+        del self.layer.kernel
 
 
 def _is_linear(layer: Any) -> bool:
@@ -147,21 +164,16 @@ def _is_linear(layer: Any) -> bool:
 
 
 def _has_nothing_else(layer: nn.Module) -> bool:
+    """Whether weight and bias are all that a layer has."""
     tensors = {name for name, _ in (*layer.named_parameters(), *layer.named_buffers())}
     return tensors <= {"weight", "bias"} and not any(layer.children())
 
 
 @torch.inference_mode()
 def _computes_the_same(layer: nn.Linear) -> bool:
-    """Of a class of its own, such as Falcon's: tried with one vector."""
+    """Whether a subclass, such as Falcon's, computes what `nn.Linear` computes: tried with one row."""
     x = torch.linspace(-1, 1, layer.in_features, dtype=layer.weight.dtype)[None]
     try:
         return agree(nn.functional.linear(x, layer.weight, layer.bias), layer(x), layer.weight.dtype)
-    except Exception:  # it takes or gives something else
+    except Exception:  # its input or output is something else
         return False
-
-
-def _matrix(layer: Any) -> torch.Tensor:
-    """A layer's weights as `[out_features, in_features]`."""
-    weight: torch.Tensor = layer.weight.detach()
-    return weight.t() if isinstance(layer, Conv1D) else weight

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way of computing a linear layer is fastest on this processor: measured at load, by shape.
+
+A sample of the model's own layers runs in the model's order, so that caches hold what they hold during a forward.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_triton.runner.cpu.linear import MAX_ROWS, LinearKernel, onednn_linear
+
+ROW_LIMITS: Final = {1: 2, 4: 8, 16: MAX_ROWS}
+"""Rows that are timed (one sequence decoding, a few, a batch), and the rows up to which each result is applied."""
+SAMPLE_BYTES: Final = 128 << 20
+"""Weights in the sample: more than caches hold. Each shape has one layer in it at least."""
+NUM_ROUNDS: Final = 5
+MIN_ROUNDS: Final = 2
+ROUNDS_S: Final = 0.4
+"""Seconds for each number of rows after which no further round begins, beyond `MIN_ROUNDS`."""
+MIN_GAIN_ALONE: Final = 0.97
+"""Torch's time for one row divided by that of packed weights, at least: a lone request must not pay for batches."""
+MIN_GAIN: Final = 1.03
+"""The same as a geometric mean over all row counts: packed weights take memory of their own."""
+
+
+class Shape(NamedTuple):
+    """What decides the speed of a layer."""
+
+    layer_class: type[nn.Module]
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How layers of one shape are computed."""
+
+    is_packed: bool
+    max_kernel_rows: int
+    """Rows up to which our kernel computes packed weights, 0 to `MAX_ROWS`; oneDNN computes more."""
+
+
+PACKED: Final = Choice(True, MAX_ROWS)
+"""What `pack_weights: true` takes, without measuring."""
+
+
+def shape_of(layer: Any) -> Shape:
+    """The shape of a linear layer, transformers' `Conv1D` included."""
+    outputs, inputs = weight_matrix(layer).shape
+    return Shape(type(layer), outputs, inputs, layer.weight.dtype)
+
+
+def weight_matrix(layer: Any) -> torch.Tensor:
+    """A layer's weights as `[out_features, in_features]`."""
+    weight: torch.Tensor = layer.weight.detach()
+    return weight if isinstance(layer, nn.Linear) else weight.t()
+
+
+class _Sample:
+    """A layer and its packed copy."""
+
+    def __init__(self, layer: Any) -> None:
+        self.shape, self._layer = shape_of(layer), layer
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_matrix(layer), None)
+        self._kernel = LinearKernel.build(self._packed, layer.bias)
+        self.ways = ("torch", "onednn", "kernel") if self._kernel else ("torch", "onednn")
+
+    def run(self, way: str, x: torch.Tensor) -> None:
+        if way == "torch":
+            self._layer(x)
+        elif way == "onednn":
+            onednn_linear(x, self._packed, self._layer.bias)
+        elif self._kernel is not None and self._kernel.accepts(x, self._packed):
+            self._kernel.multiply(x, self._layer.bias)
+
+
+@torch.inference_mode()
+def time_layers(layers: Sequence[Any]) -> dict[Shape, Choice]:
+    """Choose a way for each shape of layer; takes about a second for a small model, some seconds for billions.
+
+    Args:
+        layers: Linear layers of a model, in the model's order, on the CPU.
+
+    Raises:
+        RuntimeError: oneDNN cannot compute with such weights on this processor.
+    """
+    samples = _samples(layers)
+    best: dict[tuple[Shape, str, int], float] = {}
+    for num_rows in ROW_LIMITS:
+        inputs = {shape: torch.randn(num_rows, 1, shape.inputs).to(shape.dtype) for shape in {s.shape for s in samples}}
+        started = time.perf_counter()
+        for number in range(-1, NUM_ROUNDS):  # the first is not counted: oneDNN generates code in it
+            if number >= MIN_ROUNDS and time.perf_counter() - started > ROUNDS_S:
+                break
+            for way in ("torch", "onednn", "kernel"):
+                spent: Counter[Shape] = Counter()
+                for sample in samples:
+                    if way in sample.ways:
+                        begun = time.perf_counter()
+                        sample.run(way, inputs[sample.shape])
+                        spent[sample.shape] += time.perf_counter() - begun  # type: ignore[assignment]
+                for shape, seconds in spent.items() if number >= 0 else ():
+                    key = shape, way, num_rows
+                    best[key] = min(seconds, best.get(key, seconds))
+    return {shape: _choose(shape, best) for shape in {sample.shape for sample in samples}}
+
+
+def _samples(layers: Sequence[Any]) -> list[_Sample]:
+    """Layers of every shape; each once, and more while they fit `SAMPLE_BYTES`, in the model's order."""
+    first = {shape_of(layer): layer for layer in reversed(layers)}
+    chosen, num_bytes = {id(layer) for layer in first.values()}, sum(layer.weight.nbytes for layer in first.values())
+    for layer in layers:
+        if id(layer) not in chosen and num_bytes + layer.weight.nbytes <= SAMPLE_BYTES:
+            chosen.add(id(layer))
+            num_bytes += layer.weight.nbytes
+    return [_Sample(layer) for layer in layers if id(layer) in chosen]
+
+
+def _choose(shape: Shape, best: dict[tuple[Shape, str, int], float]) -> Choice:
+    max_kernel_rows, kernel_wins, gains = 0, True, []
+    for num_rows, limit in ROW_LIMITS.items():
+        onednn_s = best[shape, "onednn", num_rows]
+        kernel_s = best.get((shape, "kernel", num_rows), onednn_s)
+        kernel_wins = kernel_wins and kernel_s < onednn_s
+        max_kernel_rows = limit if kernel_wins else max_kernel_rows
+        packed_s = kernel_s if kernel_wins else onednn_s
+        gains.append(best[shape, "torch", num_rows] / packed_s)
+    is_packed = gains[0] >= MIN_GAIN_ALONE and statistics.geometric_mean(gains) >= MIN_GAIN
+    return Choice(is_packed, max_kernel_rows)
