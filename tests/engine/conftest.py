@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of kernels share."""
+"""Fixtures for tests of kernels."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from hf_triton.runner.cpu import availability as numba_here
-from hf_triton.runner.cpu import decode_attention as one_token
-from hf_triton.runner.cpu import linear as product
+from hf_triton.runner.cpu import availability, decode_attention, linear
 
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    """No kernel has been tried."""
-    caches = one_token._kernel, product._has_kernel, numba_here.runs_numba
-    for each in caches:
-        each.cache_clear()
+    """Forget which kernels were tried."""
+    caches = decode_attention.kernel_for, linear.has_kernel, availability.runs_numba
+    for kernel_cache in caches:
+        kernel_cache.cache_clear()
     yield
-    for each in caches:
-        each.cache_clear()
+    for kernel_cache in caches:
+        kernel_cache.cache_clear()

@@ -303,7 +303,7 @@ def test_a_kernel_is_compiled_when_a_model_is_loaded(
     build_tiny_checkpoint(tmp_path, architecture)
     auto_class = AutoModelForSeq2SeqLM if architecture == "bart" else AutoModelForCausalLM
     asked: list[torch.dtype] = []
-    monkeypatch.setattr(one_token, "_kernel", lambda dtype, *_: asked.append(dtype))
+    monkeypatch.setattr(one_token, "kernel_for", lambda dtype, *_: asked.append(dtype))
     start_engine(auto_class.from_pretrained(tmp_path), max_rows=2, context_length=64).close()
     assert set(asked) == {torch.float32}
 

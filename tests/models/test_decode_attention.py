@@ -13,7 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_triton import runner
+from hf_triton.runner import cpu
 from hf_triton.runner.cpu import attention_kernel as kernel
 from hf_triton.runner.cpu import decode_attention as one_token
 from hf_triton.runner.cpu import llvm as machine
@@ -145,7 +145,7 @@ def test_without_threads_to_ask_for_it_is_computed_by_one(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "module", "says"),
     [
-        ("machine", None, "pip install 'hf-triton[cpu]'"),
+        ("llvm", None, "pip install 'hf-triton[cpu]'"),
         ("attention_kernel", SimpleNamespace(READERS=READERS), "AttributeError"),
     ],
 )
@@ -154,10 +154,11 @@ def test_without_a_kernel_it_is_left_to_torch(
     name: str, module: Any, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """numba is not there, or fails."""
-    monkeypatch.setitem(sys.modules, f"hf_triton.runner.{name}", module)
-    monkeypatch.setattr(runner, name, module)
+    monkeypatch.setitem(sys.modules, f"hf_triton.runner.cpu.{name}", module)
     if module is None:
-        monkeypatch.delattr(runner, name)
+        monkeypatch.delattr(cpu, name)
+    else:
+        monkeypatch.setattr(cpu, name, module)
     assert attend(*tensors(torch.float32)) is None
     assert attend(*tensors(torch.float32)) is None
     assert attend(*tensors(torch.float32, key_heads=2)) is None
@@ -176,7 +177,7 @@ def test_a_numba_that_does_not_run_is_as_none(
                 raise OSError("no libllvmlite.so")
 
     monkeypatch.delitem(sys.modules, "hf_triton.runner.cpu.llvm")
-    monkeypatch.delattr(runner, "machine")
+    monkeypatch.delattr(cpu, "llvm")
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     for dtype in (torch.float32, torch.bfloat16):
         assert attend(*tensors(dtype)) is None
@@ -204,7 +205,7 @@ def test_a_kernel_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(kernel, "run", wrong)
     assert attend(*tensors(torch.float32)) is None
     (record,) = caplog.records
-    assert "it computes something else" in record.getMessage()
+    assert "wrong result" in record.getMessage()
 
 
 HOLES = last_columns(LENGTHS).logical_xor(torch.arange(COLUMNS) == COLUMNS - 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of a few vectors with packed weights, beside the same in 64 bits."""
+"""The kernel of linear layers: a few rows times packed weights, beside the same in 64 bits."""
 
 import os
 import subprocess
@@ -12,16 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hf_triton import runner
-from hf_triton.runner.cpu import linear as product
-from hf_triton.runner.cpu import linear_kernel as product_kernel
-from hf_triton.runner.cpu import llvm as machine
-from hf_triton.runner.cpu.linear import MOST_VECTORS, FewVectors
+from hf_triton.runner import cpu
+from hf_triton.runner.cpu import linear, linear_kernel, llvm
+from hf_triton.runner.cpu.linear import MAX_ROWS, LinearKernel
 from hf_triton.runner.cpu.packing import PackedLinear, pack
 from tests.support.architectures import BASE, build
 
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if product_kernel.can_run(dtype)]
-COUNTS = [*range(1, 26), 31, 48, 63, MOST_VECTORS]
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if linear_kernel.can_run(dtype)]
+COUNTS = [*range(1, 26), 31, 48, 63, MAX_ROWS]
 SHAPES = [(64, 256), (128, 288), (192, 1408), (64, 4096), (1024, 512)]
 
 pytestmark = pytest.mark.skipif(not DTYPES, reason="there is no kernel for this processor")
@@ -34,7 +32,7 @@ def packed(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return FewVectors(weight).multiply(x, bias)
+    return LinearKernel(weight).multiply(x, bias)
 
 
 @pytest.fixture
@@ -50,12 +48,12 @@ def wide_layer() -> Any:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @torch.inference_mode()
-def test_it_is_the_product(outputs: int, inputs: int, has_bias: bool, dtype: torch.dtype) -> None:
+def test_kernel_computes_the_product(outputs: int, inputs: int, has_bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     plain, weight = packed(outputs, inputs, dtype)
     bias = torch.randn(outputs).to(dtype) if has_bias else None
     before = None if bias is None else bias.clone()
-    assert FewVectors.make(weight, bias)
+    assert LinearKernel.build(weight, bias)
     for count in COUNTS:
         x = torch.randn(count, inputs).to(dtype)
         exact = functional.linear(x.double(), plain.double(), None if bias is None else bias.double())
@@ -68,11 +66,9 @@ def test_it_is_the_product(outputs: int, inputs: int, has_bias: bool, dtype: tor
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
-def test_a_product_depends_on_no_other_vector_and_on_no_thread(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_is_independent_of_other_rows_and_of_threads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     _, weight = packed(1024, 544, dtype)
-    bias, x = torch.randn(1024).to(dtype), torch.randn(MOST_VECTORS, 544).to(dtype)
+    bias, x = torch.randn(1024).to(dtype), torch.randn(MAX_ROWS, 544).to(dtype)
     alone = torch.cat([multiply(each[None], weight, bias) for each in x])
     for num_threads in (1, 2, 3, 7, 40):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
@@ -81,17 +77,17 @@ def test_a_product_depends_on_no_other_vector_and_on_no_thread(
 
 
 @torch.inference_mode()
-def test_without_threads_to_ask_for_it_is_computed_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_runs_in_one_thread_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, weight = packed(1024, 512, torch.float32)
     x = torch.randn(9, 512)
-    monkeypatch.setattr(machine, "_share_out", lambda: None)
+    monkeypatch.setattr(llvm, "_share_out", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     torch.testing.assert_close(multiply(x, weight, None), x @ plain.T, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @torch.inference_mode()
-def test_torchs_default_dtype_is_not_asked(dtype: torch.dtype) -> None:
+def test_kernel_ignores_torchs_default_dtype(dtype: torch.dtype) -> None:
     """transformers changes it for all threads while it loads a model."""
     plain, weight = packed(1024, 512, torch.float32)
     x = torch.randn(9, 512)
@@ -104,7 +100,7 @@ def test_torchs_default_dtype_is_not_asked(dtype: torch.dtype) -> None:
 
 
 @torch.inference_mode()
-def test_nan_and_inf_stay_with_their_vector() -> None:
+def test_nan_and_inf_stay_in_their_row() -> None:
     plain, weight = packed(64, 256, torch.float32)
     x = torch.randn(8, 256)
     x[2, 5], x[3, 7] = float("nan"), float("inf")
@@ -112,26 +108,26 @@ def test_nan_and_inf_stay_with_their_vector() -> None:
 
 
 @torch.inference_mode()
-def test_vectors_of_any_layout(wide_layer: PackedLinear) -> None:
+def test_rows_of_any_memory_layout(wide_layer: PackedLinear) -> None:
     weight = wide_layer.weight.to_dense()
     for x in (torch.randn(2, 3, 256), torch.randn(3, 256, 2).mT, torch.randn(256, 5).T, torch.randn(4, 1024)[:, ::4]):
-        assert wide_layer.few_vectors.suits(x, wide_layer.weight)
+        assert wide_layer.kernel.accepts(x, wide_layer.weight)
         wanted = functional.linear(x, weight, wide_layer.bias)
         torch.testing.assert_close(wide_layer(x), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_not_for_it_is_left_to_onednn(wide_layer: PackedLinear, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FewVectors, "multiply", lambda *_: pytest.fail("asked"))
+def test_other_inputs_are_left_to_onednn(wide_layer: PackedLinear, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LinearKernel, "multiply", lambda *_: pytest.fail("asked"))
     weight = wide_layer.weight.to_dense()
     x = torch.randn(3, 256)
     torch.testing.assert_close(wide_layer(x), functional.linear(x, weight, wide_layer.bias))  # may be for training
     with torch.inference_mode():
-        for other in (torch.randn(MOST_VECTORS + 1, 256), torch.randn(0, 256), torch._neg_view(x)):
+        for other in (torch.randn(MAX_ROWS + 1, 256), torch.randn(0, 256), torch._neg_view(x)):
             wanted = functional.linear(other, weight, wide_layer.bias)
             torch.testing.assert_close(wide_layer(other), wanted, atol=1e-5, rtol=1e-5)
-        few = wide_layer.few_vectors
+        kernel = wide_layer.kernel
         others = x.double(), x.to("meta"), nn.Parameter(x, requires_grad=False), torch._efficientzerotensor((3, 256))
-        assert not any(few.suits(other, wide_layer.weight) for other in others)
+        assert not any(kernel.accepts(other, wide_layer.weight) for other in others)
         for shape in ((3, 255), (3, 512), (1, 2560)):
             with pytest.raises(RuntimeError):
                 wide_layer(torch.randn(shape))
@@ -141,7 +137,7 @@ def test_what_is_not_for_it_is_left_to_onednn(wide_layer: PackedLinear, monkeypa
 
 
 @torch.inference_mode()
-def test_a_compiled_model_does_without(wide_layer: PackedLinear) -> None:
+def test_compiled_layer_computes_the_same(wide_layer: PackedLinear) -> None:
     x = torch.randn(3, 256)
     compiled = torch.compile(wide_layer, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), wide_layer(x))
@@ -150,50 +146,54 @@ def test_a_compiled_model_does_without(wide_layer: PackedLinear) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(100, 256), (65, 512), (64, 258), (64, 255), (64, 128)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
-def test_weights_that_are_laid_out_otherwise_have_no_kernel(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+def test_weights_without_whole_blocks_have_no_kernel(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     _, weight = packed(outputs, inputs, dtype)
-    assert FewVectors.make(weight, None) is None
+    assert LinearKernel.build(weight, None) is None
 
 
 @pytest.mark.usefixtures("anew")
 @pytest.mark.parametrize(
     ("name", "module", "says"),
     [
-        ("machine", None, "pip install 'hf-triton[cpu]'"),
-        ("product_kernel", SimpleNamespace(can_run=lambda _: True), "ImportError"),
-        ("product_kernel", SimpleNamespace(can_run=lambda _: False), None),
+        ("llvm", None, "pip install 'hf-triton[cpu]'"),
+        ("linear_kernel", SimpleNamespace(can_run=lambda _: True), "ImportError"),
+        ("linear_kernel", SimpleNamespace(can_run=lambda _: False), None),
     ],
 )
 @torch.inference_mode()
-def test_without_a_kernel_it_is_left_to_onednn(
+def test_without_a_kernel_onednn_computes(
     name: str, module: Any, says: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """numba is not there, or fails, or the processor has nothing for it."""
-    monkeypatch.setitem(sys.modules, f"hf_triton.runner.{name}", module)
-    monkeypatch.setattr(runner, name, module)
+    """numba is missing, or fails, or the processor has no kernel."""
+    monkeypatch.setitem(sys.modules, f"hf_triton.runner.cpu.{name}", module)
     if module is None:
-        monkeypatch.delattr(runner, name)
+        monkeypatch.delattr(cpu, name)
+    else:
+        monkeypatch.setattr(cpu, name, module)
     _, weight = packed(64, 256, torch.float32)
-    assert FewVectors.make(weight, None) is None
-    assert FewVectors.make(weight, None) is None
+    assert LinearKernel.build(weight, None) is None
+    assert LinearKernel.build(weight, None) is None
     assert [says in record.getMessage() for record in caplog.records] == ([True] if says else [])
 
 
-def test_tiles_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "has", lambda _: True)
-    assert product_kernel.can_run(torch.float32)
-    assert not product_kernel.can_run(torch.bfloat16)
-    monkeypatch.setattr(machine, "has", lambda feature: not feature.startswith("amx"))
-    assert product_kernel.can_run(torch.bfloat16)
-    assert not product_kernel.can_run(torch.float16)
+def test_kernels_by_processor_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llvm, "has", lambda _: True)
+    assert linear_kernel.can_run(torch.float32)
+    assert not linear_kernel.can_run(torch.bfloat16)
+    monkeypatch.setattr(llvm, "has", lambda feature: not feature.startswith("amx"))
+    assert linear_kernel.can_run(torch.bfloat16)
+    assert not linear_kernel.can_run(torch.float16)
+    monkeypatch.setattr(llvm, "has", lambda feature: feature in ("avx2", "fma"))
+    assert linear_kernel.can_run(torch.float32)
+    assert not linear_kernel.can_run(torch.bfloat16)
 
 
 @pytest.mark.parametrize("variable", ["NUMBA_ENABLE_AVX=0", "NUMBA_CPU_NAME=generic", "NUMBA_CPU_FEATURES=-avx512f"])
-def test_numba_is_asked_for_nothing_that_it_may_not_have(variable: str) -> None:
+def test_no_kernel_if_numba_is_configured_for_less(variable: str) -> None:
     """LLVM ends the process otherwise."""
     name, value = variable.split("=")
     program = (
-        "import torch; from hf_triton.runner.cpu.linear_kernel import NEEDS, can_run; print(any(map(can_run, NEEDS)))"
+        "import torch; from hf_triton.runner.cpu import linear_kernel as k; print(any(map(k.can_run, k.FEATURES)))"
     )
     environment = os.environ | {name: value}
     output = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
@@ -203,29 +203,55 @@ def test_numba_is_asked_for_nothing_that_it_may_not_have(variable: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [256, 512, 4096])
 @torch.inference_mode()
-def test_weights_in_another_order_are_noticed(inputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_weight_layout_is_noticed(inputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     _, weight = packed(64, inputs, dtype)
-    assert FewVectors.make(weight, None)
-    plain = FewVectors.multiply
+    assert LinearKernel.build(weight, None)
+    plain = LinearKernel.multiply
 
-    def swapped(self: FewVectors, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def swapped(self: LinearKernel, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return plain(self, x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), bias)
 
-    monkeypatch.setattr(FewVectors, "multiply", swapped)
-    assert FewVectors.make(weight, None) is None
-    assert not product._is_right(dtype)
+    monkeypatch.setattr(LinearKernel, "multiply", swapped)
+    assert LinearKernel.build(weight, None) is None
+    assert not linear.is_right(dtype)
 
 
 @pytest.mark.usefixtures("anew")
 @torch.inference_mode()
-def test_a_kernel_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    plain = product_kernel.run
+def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    plain = linear_kernel.run
 
-    def wrong(dtype: torch.dtype, task: product_kernel.Task, num_threads: int) -> None:
-        plain(dtype, task._replace(num=max(1, task.num - 1)), num_threads)
+    def wrong(dtype: torch.dtype, task: linear_kernel.Task, num_threads: int) -> None:
+        plain(dtype, task._replace(num_rows=max(1, task.num_rows - 1)), num_threads)
 
-    monkeypatch.setattr(product_kernel, "run", wrong)
+    monkeypatch.setattr(linear_kernel, "run", wrong)
     _, weight = packed(64, 256, torch.float32)
-    assert FewVectors.make(weight, None) is None
+    assert LinearKernel.build(weight, None) is None
     (record,) = caplog.records
-    assert "it computes something else" in record.getMessage()
+    assert "wrong result" in record.getMessage()
+
+
+AVX2 = """
+import os
+from llvmlite.binding import get_host_cpu_features
+
+features = get_host_cpu_features().items()
+os.environ["NUMBA_CPU_NAME"] = "haswell"
+os.environ["NUMBA_CPU_FEATURES"] = ",".join(
+    ("+" if has and not name.startswith("avx512") else "-") + name for name, has in features
+)
+from hf_triton.runner.cpu import llvm
+
+llvm.has = lambda feature: feature in ("avx2", "fma")
+import torch
+from hf_triton.runner.cpu import linear
+
+print(linear.has_kernel(torch.float32))
+"""
+
+
+@pytest.mark.skipif(not llvm.has("fma"), reason="this processor has no AVX2")
+def test_kernel_of_avx2_computes_the_product() -> None:
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    output = subprocess.run([sys.executable, "-c", AVX2], env=environment, capture_output=True, text=True)
+    assert output.stdout.strip() == "True", output.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed linear layers: what a model writes is what it wrote before, or it is as it was before."""
+"""Packed linear layers: a packed model generates what the plain one generates, or it is restored."""
 
 import random
 import subprocess
@@ -15,8 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from hf_triton.runner.cpu import linear as product
-from hf_triton.runner.cpu import linear_kernel as product_kernel
+from hf_triton.runner.cpu import layer_timing, linear, linear_kernel, packing
 from hf_triton.runner.cpu.packing import PackedLinear, pack
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import BASE, BATCH, CONTINUOUS, WHOLE, build, requests
@@ -24,7 +23,7 @@ from tests.support.engine import Client, check, start_engine
 from tests.support.reference import load_reference, solo_ids
 
 NUM_REQUESTS = 24
-LOOKS_INTO_ITS_WEIGHTS = ("mamba", "falcon-mamba", "jamba", "reformer")
+READS_ITS_WEIGHTS = ("mamba", "falcon-mamba", "jamba", "reformer")
 PROMPT = [7, 11, 13, 200, 5]
 
 
@@ -53,15 +52,15 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", [*CONTINUOUS, *WHOLE, *BATCH, *ARCHITECTURES])
-def test_a_packed_model_writes_what_the_plain_one_writes(
+def test_packed_model_generates_what_the_plain_one_generates(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(product, "LEAST_WIDTH", 0)
+    monkeypatch.setattr(linear, "MIN_INPUTS", 0)
     plain, packed, source = load(name, tmp_path / "a"), load(name, tmp_path / "b"), random.Random(name)
     layers = linear_layers(packed)
     count = pack(packed)
     assert count == len(packed_layers(packed))
-    if name not in LOOKS_INTO_ITS_WEIGHTS:
+    if name not in READS_ITS_WEIGHTS:
         assert packed_layers(packed) == layers
         assert count
     engine = start_engine(packed, max_rows=5, context_length=256)
@@ -74,16 +73,16 @@ def test_a_packed_model_writes_what_the_plain_one_writes(
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4, "vocab_size": 320}
 
 
-@pytest.mark.skipif(not product_kernel.can_run(torch.float32), reason="there is no kernel for this processor")
+@pytest.mark.skipif(not linear_kernel.can_run(torch.float32), reason="there is no kernel for this processor")
 @pytest.mark.parametrize("name", ["mistral-window", "olmo2", "cohere", "stablelm", "smollm3"])
-def test_so_does_one_whose_layers_all_have_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "LEAST_WIDTH", 0)
+def test_model_with_a_kernel_for_every_layer_generates_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "MIN_INPUTS", 0)
     config, options = CONTINUOUS[name]
     plain, packed = (build(config, options | WIDE) for _ in range(2))
     pack(packed)
     layers = [module for module in packed.modules() if isinstance(module, PackedLinear)]
     assert layers
-    assert all(layer.few_vectors for layer in layers)
+    assert all(layer.kernel for layer in layers)
     engine = start_engine(packed, max_rows=9, context_length=256)
     try:
         check(plain, Client(engine), requests(NUM_REQUESTS, random.Random(name)), lambda: None)
@@ -92,7 +91,7 @@ def test_so_does_one_whose_layers_all_have_a_kernel(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_logits_are_those_of_the_plain_model_up_to_rounding(dtype: torch.dtype) -> None:
+def test_packed_logits_equal_plain_ones_up_to_rounding(dtype: torch.dtype) -> None:
     plain, packed = llama().to(dtype), llama().to(dtype)
     exact = llama().double()(torch.tensor([PROMPT])).logits
     if not pack(packed):
@@ -102,7 +101,7 @@ def test_the_logits_are_those_of_the_plain_model_up_to_rounding(dtype: torch.dty
     assert strays[1] < 2 * strays[0]
 
 
-def test_a_bias_and_any_number_of_dimensions() -> None:
+def test_packed_layer_with_bias_and_any_number_of_dimensions() -> None:
     model = llama(attention_bias=True, mlp_bias=True)
     layer, x = model.model.layers[0].mlp.up_proj, torch.randn(2, 3, 7, BASE["hidden_size"])
     nn.init.normal_(layer.bias)
@@ -114,7 +113,7 @@ def test_a_bias_and_any_number_of_dimensions() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 16, 17, 64, 65, 255, 256, 257, 300, 1000])
-def test_any_number_of_vectors(count: int) -> None:
+def test_packed_layer_with_any_number_of_rows(count: int) -> None:
     model = llama(mlp_bias=True)
     layer, x = model.model.layers[0].mlp.up_proj, torch.randn(count, BASE["hidden_size"])
     nn.init.normal_(layer.bias)
@@ -141,20 +140,20 @@ with torch.inference_mode():
 """
 
 
-def test_memory_does_not_grow_with_every_number_of_vectors() -> None:
+def test_memory_does_not_grow_with_every_number_of_rows() -> None:
     run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 64 << 20
 
 
-def test_the_weights_are_held_once() -> None:
+def test_packed_weights_replace_the_plain_ones() -> None:
     model = llama()
     pack(model)
     assert all(model.get_submodule(name).weight.is_mkldnn for name in packed_layers(model))  # nothing else has them
     assert not model.get_input_embeddings().weight.is_mkldnn
 
 
-def test_a_head_that_shares_its_weights_with_the_embedding_leaves_them_there() -> None:
+def test_tied_embedding_keeps_its_weights() -> None:
     model = llama(tie_word_embeddings=True)
     embedding = model.get_input_embeddings()
     before = embedding.weight.detach().clone()
@@ -163,7 +162,7 @@ def test_a_head_that_shares_its_weights_with_the_embedding_leaves_them_there() -
     assert torch.equal(embedding.weight, before)
 
 
-def test_a_layer_that_does_more_than_a_linear_layer_stays_as_it_is() -> None:
+def test_subclass_that_computes_something_else_is_not_packed() -> None:
     class Doubling(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(input)
@@ -178,7 +177,7 @@ def test_a_layer_that_does_more_than_a_linear_layer_stays_as_it_is() -> None:
     assert solo_ids(model, PROMPT, 8) == solo_ids(plain, PROMPT, 8)
 
 
-def test_weights_of_a_type_of_their_own_stay_as_they_are() -> None:
+def test_quantized_weights_are_not_packed() -> None:
     class Quantized(torch.Tensor):
         pass
 
@@ -191,7 +190,7 @@ def test_weights_of_a_type_of_their_own_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_model_that_looks_into_its_weights_is_put_back(is_tied: bool) -> None:
+def test_model_that_reads_its_weights_is_restored(is_tied: bool) -> None:
     class Looking(nn.Module):
         def __init__(self, layer: nn.Linear) -> None:
             super().__init__()
@@ -213,17 +212,60 @@ def test_a_model_that_looks_into_its_weights_is_put_back(is_tied: bool) -> None:
     assert solo_ids(model, PROMPT, 8) == written
 
 
-def test_a_layer_of_gpt2_is_put_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_conv1d_of_gpt2_is_restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = load("gpt2", tmp_path)
     before, written = weights(model), solo_ids(model, PROMPT, 8)
-    monkeypatch.setattr("hf_triton.runner.cpu.packing.same_logits", lambda *_: False)
+    monkeypatch.setattr(packing, "same_logits", lambda *_: False)
     assert pack(model) == 0
     after = weights(model)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert solo_ids(model, PROMPT, 8) == written
 
 
-def test_a_model_that_is_not_all_on_the_cpu_stays_as_it_is() -> None:
+def seconds(*ways: tuple[float, float, float]) -> dict[tuple[Any, str, int], float]:
+    names = ("torch", "onednn", "kernel")
+    return {
+        ("shape", name, num_rows): time_s
+        for name, times in zip(names, ways, strict=False)
+        for num_rows, time_s in zip((1, 4, 16), times, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("ways", "is_packed", "max_kernel_rows"),
+    [
+        ([(2, 3, 4), (1, 2, 3)], True, 0),
+        ([(2, 3, 4), (2.2, 1, 1)], False, 0),  # slower for a lone sequence
+        ([(2, 3, 4), (2, 3, 4)], False, 0),  # not worth the memory
+        ([(2, 3, 4), (2.2, 2, 3), (1, 1, 1)], True, 64),
+        ([(2, 3, 4), (2.2, 2, 3), (1, 1, 4)], True, 8),
+        ([(2, 3, 4), (1, 2, 3), (2, 1, 1)], True, 0),
+    ],
+)
+def test_the_fastest_way_of_a_layer_is_chosen(
+    ways: list[tuple[float, float, float]], is_packed: bool, max_kernel_rows: int
+) -> None:
+    assert layer_timing.choose("shape", seconds(*ways)) == layer_timing.Choice(is_packed, max_kernel_rows)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_auto_packs_the_shapes_that_are_faster_packed(
+    is_packed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama()
+    heads = layer_timing.shape_of(model.lm_head)
+    monkeypatch.setattr(
+        layer_timing, "choose", lambda shape, _: layer_timing.Choice(is_packed and shape == heads, max_kernel_rows=0)
+    )
+    with caplog.at_level("INFO"):
+        assert pack(model, "auto") == is_packed
+    assert packed_layers(model) == ["lm_head"] * is_packed
+    (record,) = caplog.records
+    assert f"{int(is_packed)} of 15 linear layers packed for oneDNN" in record.getMessage()
+    assert "chosen by timing" in record.getMessage()
+
+
+def test_model_on_several_devices_is_not_packed() -> None:
     model = llama()
     model.lm_head.to("meta")
     assert pack(model) == 0

@@ -70,6 +70,7 @@ def test_every_setting_can_come_from_the_environment(name: str) -> None:
         "attn_implementation": "sdpa",
         "decoding": "eager",
         "max_cache_tokens": "1024",
+        "pack_weights": "yes",
     }
     field = ModelSettings.model_fields[name]
     text = examples.get(name) or {bool: "true", dict[str, Any]: "{}"}.get(field.annotation, "7")

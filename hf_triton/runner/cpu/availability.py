@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether numba, which comes with `hf-triton[cpu]`, compiles kernels here that are of use. Else a CPU is slower."""
+"""Whether numba, which `hf-triton[cpu]` installs, compiles working kernels on this machine."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ logger = logging.getLogger(__name__)
 
 @cache
 def runs_numba() -> bool:
-    """Whether the modules of kernels can be imported; a line in the log where they cannot."""
+    """Whether the kernel modules can be imported; logs the reason if not."""
     try:
         import hf_triton.runner.cpu.llvm  # noqa: F401
     except ModuleNotFoundError:
         logger.warning("numba is not installed: models on the CPU are slower; pip install 'hf-triton[cpu]'")
-    except Exception as error:  # a library, a version of numpy or a setting that it does not go with
+    except Exception as error:  # a missing library, an incompatible numpy, a setting of numba's
         logger.warning("numba does not run (%s: %s): models on the CPU are slower", kind(error), error)
     else:
         return True
     return False
 
 
-def is_usable(what: str, otherwise: str, try_out: Callable[[], bool | None]) -> bool:
-    """Whether a kernel can be made and computes what it should; a line in the log where it does not.
+def is_usable(name: str, fallback: str, try_out: Callable[[], bool | None]) -> bool:
+    """Whether a kernel compiles and computes the right result; logs the reason if not.
 
     Args:
-        what: It computes.
-        otherwise: Who computes it without a kernel.
-        try_out: Makes the kernel, and says whether it is right; None where none is meant for what is asked.
+        name: Of the kernel.
+        fallback: The library that computes without it.
+        try_out: Compiles the kernel and compares its result; None if there is none for this dtype and processor.
     """
     try:
         is_right = try_out()
-        obstacle = "it computes something else"
-    except Exception as error:  # a processor or a version that numba has no code for
+        obstacle = "wrong result"
+    except Exception as error:  # a processor or a version that numba does not support
         is_right, obstacle = False, kind(error)
     if is_right is False:
-        logger.warning("the kernel of %s is of no use (%s): %s, more slowly", what, obstacle, otherwise)
+        logger.warning("%s kernel unavailable (%s); using the slower %s", name, obstacle, fallback)
     return bool(is_right)

@@ -61,7 +61,7 @@ def attend(
     if key.stride(3) != 1 or value.stride(3) != 1 or key.is_neg() or value.is_neg():
         return None
     lengths = _lengths(attn_mask, rows, columns)
-    kernel = _kernel(query.dtype, size, value.shape[3])
+    kernel = kernel_for(query.dtype, size, value.shape[3])
     if lengths is None or kernel is None:
         return None
     return _compute(kernel, query, key, value, lengths, size**-0.5 if scale is None else scale)
@@ -88,7 +88,7 @@ def _compute(
 
 
 @cache
-def _kernel(dtype: torch.dtype, size: int, value_size: int) -> ModuleType | None:
+def kernel_for(dtype: torch.dtype, size: int, value_size: int) -> ModuleType | None:
     """What has such a kernel ready, tried out; None, and a line in the log, where there is none to be had."""
 
     def try_out() -> bool | None:
@@ -96,7 +96,7 @@ def _kernel(dtype: torch.dtype, size: int, value_size: int) -> ModuleType | None
 
         return _is_right(kernel, dtype, size, value_size) if dtype in kernel.READERS else None
 
-    if not runs_numba() or not is_usable("attention", "torch computes it", try_out):
+    if not runs_numba() or not is_usable("attention", "torch", try_out):
         return None
     from hf_triton.runner.cpu import attention_kernel
 

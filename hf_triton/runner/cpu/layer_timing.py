@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -112,7 +112,7 @@ def time_layers(layers: Sequence[Any]) -> dict[Shape, Choice]:
                 for shape, seconds in spent.items() if number >= 0 else ():
                     key = shape, way, num_rows
                     best[key] = min(seconds, best.get(key, seconds))
-    return {shape: _choose(shape, best) for shape in {sample.shape for sample in samples}}
+    return {shape: choose(shape, best) for shape in {sample.shape for sample in samples}}
 
 
 def _samples(layers: Sequence[Any]) -> list[_Sample]:
@@ -126,7 +126,8 @@ def _samples(layers: Sequence[Any]) -> list[_Sample]:
     return [_Sample(layer) for layer in layers if id(layer) in chosen]
 
 
-def _choose(shape: Shape, best: dict[tuple[Shape, str, int], float]) -> Choice:
+def choose(shape: Shape, best: Mapping[tuple[Shape, str, int], float]) -> Choice:
+    """Choose by the best seconds of each way (`torch`, `onednn`, `kernel` if there is one) and number of rows."""
     max_kernel_rows, kernel_wins, gains = 0, True, []
     for num_rows, limit in ROW_LIMITS.items():
         onednn_s = best[shape, "onednn", num_rows]

@@ -58,7 +58,7 @@ class LinearKernel:
             weight: Packed by oneDNN, in a layout of its own choice: the kernel is tried.
             bias: `[out_features]`.
         """
-        if weight.shape[1] < MIN_INPUTS or not _has_kernel(weight.dtype) or not _is_blocked(weight):
+        if weight.shape[1] < MIN_INPUTS or not has_kernel(weight.dtype) or not _is_blocked(weight):
             return None
         kernel = cls(weight)
         with torch.inference_mode():
@@ -126,19 +126,20 @@ def _is_blocked(weight: torch.Tensor) -> bool:
 
 
 @cache
-def _has_kernel(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel that is right for every number of rows that it computes together."""
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Whether this processor has a kernel, and it is right."""
 
     def try_out() -> bool | None:
         from hf_triton.runner.cpu.linear_kernel import can_run
 
-        return _is_right(dtype) if can_run(dtype) else None
+        return is_right(dtype) if can_run(dtype) else None
 
     return runs_numba() and is_usable("linear", "oneDNN", try_out)
 
 
 @torch.inference_mode()
-def _is_right(dtype: torch.dtype) -> bool:
+def is_right(dtype: torch.dtype) -> bool:
+    """Whether the kernel computes what torch computes, for every number of rows that it multiplies together."""
     from hf_triton.runner.cpu.linear_kernel import BLOCK, CHUNK, MAX_PASSES, ROWS_PER_TILE
 
     inputs, outputs = 2 * MAX_PASSES * CHUNK, 2 * BLOCK
