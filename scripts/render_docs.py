@@ -1,31 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated parts of README.md from the code: `make docs`. Tests compare the two."""
+"""Write the generated parts of README.md and docs/ from the declarations: `make docs`. Tests compare the two."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from hf_triton.errors import CODES
 from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES
+from hf_triton.protocol.chat import ChatOptions
 from hf_triton.protocol.dialects import ALIASES
 from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
+from hf_triton.protocol.ports import missing_ports
+from hf_triton.protocol.structured_output import GRAMMARS
 from hf_triton.protocol.validation import table
-from hf_triton.settings import ModelSettings
+from hf_triton.settings import DoorSettings, ModelSettings
 from hf_triton.tasks.metrics import METRICS
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+MARKED = re.compile(r"(<!-- made by `make docs`: (.*?) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
-def parameters_table() -> str:
-    """Every request parameter, with its aliases behind its name."""
+def parameters_table(*, guided: bool) -> str:
+    """The sampling parameters with their aliases, or those of structured output."""
     aliases: dict[str, list[str]] = {}
     for alias, name in ALIASES.items():
         aliases.setdefault(name, []).append(f"`{alias}`")
     extra = {name: ", also " + ", ".join(others) for name, others in aliases.items()}
-    options = table(RequestOptions).splitlines()[2:]
-    return "\n".join([table(GenerationParameters, extra), *options])
+    head, rule, *rows = table(GenerationParameters, extra).splitlines()
+    return "\n".join([head, rule, *(row for row in rows if (row.split("`")[1] in GRAMMARS) is guided)])
+
+
+def ports_tables() -> Mapping[str, str]:
+    """The tensors that a folder declares by itself, and those that `parameters_as_inputs` adds."""
+    config: dict[str, Any] = {"input": [], "output": [], "max_batch_size": 0}
+    prompt, outputs = missing_ports(config, parameters_as_inputs=False)
+    inputs, _ = missing_ports(config, parameters_as_inputs=True)
+    known = {port["name"] for port in prompt}
+    return {
+        "outputs": _ports(outputs),
+        "input tensors": _ports([port for port in inputs if port["name"] not in known]),
+    }
+
+
+def _ports(ports: Collection[Mapping[str, Any]]) -> str:
+    names: dict[str, list[str]] = {}
+    for port in ports:
+        data_type = port["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
+        shape = ", ".join("n" if size == -1 else str(size) for size in port["dims"])
+        names.setdefault(f"{data_type} `[{shape}]`", []).append(f"`{port['name']}`")
+    rows = (f"| {kind} | {', '.join(group)} |" for kind, group in names.items())
+    return "\n".join(["| type and shape | names |", "|---|---|", *rows])
 
 
 def codes_table() -> str:
@@ -35,23 +65,26 @@ def codes_table() -> str:
 
 def metrics_table() -> str:
     """Every metric, with its own label in its name."""
-    head = ["| name | kind | meaning |", "|---|---|---|"]
-    names = [f"{metric.name}{{{metric.label}}}" if metric.label else metric.name for metric in METRICS]
-    return "\n".join(
-        [*head, *(f"| `{name}` | {each.kind} | {each.help} |" for name, each in zip(names, METRICS, strict=True))]
-    )
+    names = (f"{metric.name}{{{metric.label}}}" if metric.label else metric.name for metric in METRICS)
+    rows = (f"| `{name}` | {metric.kind} | {metric.help} |" for name, metric in zip(names, METRICS, strict=True))
+    return "\n".join(["| name | kind | meaning |", "|---|---|---|", *rows])
 
 
-def variables(names: tuple[str, ...]) -> str:
-    """Variables in the order they are looked at."""
+def variables(names: Collection[str]) -> str:
+    """Environment variables in the order of their precedence."""
     return ", ".join(f"`{name}`" for name in names)
 
 
-def parts() -> dict[str, str]:
-    """The generated parts by the name in README.md's markers."""
+def parts() -> Mapping[str, str]:
+    """The generated parts by the name in their markers."""
     return {
         "settings": table(ModelSettings),
-        "parameters": parameters_table(),
+        "stream door settings": table(DoorSettings),
+        "parameters": parameters_table(guided=False),
+        "structured output parameters": parameters_table(guided=True),
+        "request options": table(RequestOptions),
+        "chat parameters": table(ChatOptions),
+        **ports_tables(),
         "codes": codes_table(),
         "metrics": metrics_table(),
         "cache variables": variables(CACHE_VARIABLES),
@@ -59,15 +92,28 @@ def parts() -> dict[str, str]:
     }
 
 
-def render(text: str) -> str:
-    """README text with its generated parts made anew."""
-    for name, part in parts().items():
-        pattern = rf"(<!-- made by `make docs`: {re.escape(name)} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(pattern, lambda match, part=part: f"{match[1]}{part}\n{match[2]}", text, flags=re.DOTALL)
-        if count != 1:
-            raise SystemExit(f"README.md has {count} places for '{name}'")
-    return text
+def render(documents: Mapping[Path, str]) -> dict[Path, str]:
+    """The documents with their generated parts rewritten.
+
+    Raises:
+        SystemExit: A part is in no document, or in more than one place.
+    """
+    made = parts()
+    places = Counter(name for text in documents.values() for _, name, _ in MARKED.findall(text))
+    wrong = [name for name in (*made, *places) if places[name] != 1 or name not in made]
+    if wrong:
+        raise SystemExit(f"not in exactly one place of README.md and docs/: {', '.join(dict.fromkeys(wrong))}")
+    return {
+        path: MARKED.sub(lambda match: f"{match[1]}{made[match[2]]}\n{match[3]}", text)
+        for path, text in documents.items()
+    }
+
+
+def read() -> dict[Path, str]:
+    """The documents as they are."""
+    return {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 
 
 if __name__ == "__main__":
-    README.write_text(render(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for document, text in render(read()).items():
+        document.write_text(text, encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever the README shows is true: its tables, its file tree, its commands, its links to names in the code."""
+"""README.md and docs/ are true: tables, file tree, links, commands and examples are checked or run."""
 
 import importlib.util
 import json
@@ -14,24 +14,36 @@ from types import ModuleType
 import pytest
 
 from hf_triton import __version__
+from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.settings import load_settings
 from hf_triton.testing import TritonServer
 from tests.support.client import post
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
+GUIDES = (*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
 DEMO = ROOT / "hf_triton" / "demo"
+MAX_README_LINES = 250
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```\n", README, flags=re.DOTALL | re.MULTILINE)
-    return [text for kind, text in found if kind == language]
+def blocks(language: str, *documents: Path) -> list[str]:
+    """The fenced blocks of a language in some documents, or in all."""
+    texts = [path.read_text(encoding="utf-8") for path in documents or DOCUMENTS]
+    fences = [match for text in texts for match in re.findall(r"^```(\w*)\n(.*?)^```\n", text, flags=re.S | re.M)]
+    return [block for kind, block in fences if kind == language]
 
 
 def commands(*beginnings: str) -> list[str]:
-    """The lines of the README's bash blocks that begin so."""
+    """The different lines of the bash blocks that begin so."""
     lines = [line for block in blocks("bash") for line in block.splitlines()]
-    return [line for line in lines if line.startswith(beginnings)]
+    return list(dict.fromkeys(line for line in lines if line.startswith(beginnings)))
+
+
+def python_blocks(*, port: str) -> list[str]:
+    """The different Python examples that connect to a port; with an empty port, those that need no server."""
+    examples = dict.fromkeys(blocks("python"))
+    return [block for block in examples if (f"localhost:{port}" in block if port else "localhost:" not in block)]
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +56,16 @@ def render_docs() -> ModuleType:
     return module
 
 
-def test_tables_are_those_of_the_declarations(render_docs: ModuleType) -> None:
-    assert render_docs.render(README) == README, "run `make docs`"
+def test_tables_match_their_declarations(render_docs: ModuleType) -> None:
+    assert render_docs.render(render_docs.read()) == render_docs.read(), "run `make docs`"
 
 
-def test_the_first_screen_has_the_two_commands() -> None:
-    first_screen = "\n".join(README.splitlines()[:40])
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_first_screen_has_the_two_commands() -> None:
+    first_screen = "\n".join(README.read_text().splitlines()[:40])
     assert "make serve" in first_screen
     assert "make test" in first_screen
 
@@ -57,19 +73,24 @@ def test_the_first_screen_has_the_two_commands() -> None:
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
-    named = {line.split()[1] for line in commands("make ")} | set(re.findall(r"`make ([a-z-]+)`", README))
+    text = "\n".join(path.read_text() for path in GUIDES)
+    named = {line.split()[1] for line in commands("make ")} | set(re.findall(r"`make ([a-z-]+)", text))
     assert named <= targets
 
 
-def test_ci_runs_the_readmes_commands() -> None:
+def test_ci_runs_the_documented_commands() -> None:
     script = (ROOT / ".ci" / "run").read_text()
+    text = "
+".join(path.read_text() for path in GUIDES)
     for command in ("make test-all", "make check", "make test-container"):
-        assert f"\n{command}\n" in script
-        assert command in README or command in (ROOT / "CONTRIBUTING.md").read_text()
+        assert f"
+{command}
+" in script
+        assert command in text
 
 
 def _tree() -> list[tuple[str, str]]:
-    [tree] = blocks("")
+    [tree] = blocks("", README)
     entries, folder = [], ""
     for line in tree.splitlines():
         names, purpose = re.fullmatch(r"( *(?:\S+ ?)+?)(?:  +(.*))?", line).groups()  # type: ignore[union-attr]
@@ -85,7 +106,7 @@ def test_the_file_tree_names_what_exists(path: str) -> None:
     assert (ROOT / path).exists()
 
 
-def test_the_file_tree_has_every_module() -> None:
+def test_the_file_tree_has_every_package() -> None:
     named = {path.rstrip("/") for path, _ in _tree()}
     present = {
         str(path.relative_to(ROOT))
@@ -95,20 +116,50 @@ def test_the_file_tree_has_every_module() -> None:
     assert present <= named
 
 
-def test_settings_blocks_can_be_loaded() -> None:
-    [block] = [block for block in blocks("protobuf") if "parameters {" in block]
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)
+def test_links_and_paths_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)]*)\)", text):
+        name, _, anchor = target.partition("#")
+        linked = path.parent / name if name else path
+        assert linked.exists(), target
+        assert not anchor or anchor in _anchors(linked), target
+    for named in re.findall(r"`((?:hf_triton|benchmarks|scripts|tests)/[\w/.-]+)`", text):
+        assert (ROOT / named).exists(), named
+
+
+def _anchors(document: Path) -> set[str]:
+    """The anchors that GitHub makes of a document's headings."""
+    titles = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_document_is_linked_from_the_readme() -> None:
+    text = README.read_text()
+    assert [path.name for path in DOCUMENTS[1:] if f"(docs/{path.name}" not in text] == []
+
+
+def test_readme_names_the_images_and_limits_in_use() -> None:
+    text = README.read_text()
+    [image] = re.findall(r"tritonserver:([\d.]+)-py3", (ROOT / "Dockerfile").read_text())
+    assert f"the container uses {image}" in text
+    assert f"{MAX_MESSAGES:,} messages and {MAX_TOOLS} tools" in text
+
+
+@pytest.mark.parametrize("block", blocks("protobuf"))
+def test_settings_blocks_can_be_loaded(block: str) -> None:
     pairs = re.findall(r'key: "(.*?)" value \{ string_value: "((?:[^"\\]|\\.)*)" \}', block)
-    assert len(pairs) == block.count("parameters {")
-    load_settings({key: text.replace('\\"', '"') for key, text in pairs}, {})
+    assert len(pairs) == block.count("parameters {") > 0
+    settings = {key: text.replace('\\"', '"') for key, text in pairs}
+    load_settings({"huggingface_model": "tiiuae/falcon-7b"} | settings, {})
 
 
 def test_python_blocks_run() -> None:
-    for block in blocks("python"):
-        if "localhost:" not in block:
-            exec(compile(block, "README.md", "exec"), {})
+    for block in python_blocks(port=""):
+        exec(compile(block, "README.md", "exec"), {})
 
 
-def test_a_fourth_model_is_one_line(tmp_path: Path) -> None:
+def test_another_model_is_one_changed_line(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "falcon7b", tmp_path / "falcon7b")
     (tmp_path / "model_repository").mkdir()
     for command in commands("cp ", "sed "):
@@ -122,7 +173,7 @@ def test_a_fourth_model_is_one_line(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[TritonServer]:
-    """The demo model, and the folder `mine` by the README's own commands."""
+    """The demo model, and the folder `mine` made by the documents' own commands."""
     root = tmp_path_factory.mktemp("checkout")
     for name in ("falcon7b", "hf_triton"):
         (root / name).symlink_to(ROOT / name)
@@ -141,7 +192,7 @@ def curls(model: str, key: str) -> list[str]:
 
 
 def run(server: TritonServer, script: str) -> str:
-    """Run lines of the README against a server of the tests."""
+    """Run lines of the documents against a server of the tests."""
     local = script.replace("localhost:8000", server.http_url.removeprefix("http://")).replace("curl ", "curl --silent ")
     return subprocess.run(["bash", "-c", local + "\nwait"], capture_output=True, text=True, check=True).stdout
 
@@ -155,51 +206,67 @@ def test_curl_lines_work(demo: TritonServer, line: str) -> None:
     assert text in json.loads(body["guided_choice"]) if "guided_choice" in body else len(text) > 10
 
 
+def run_python(server: TritonServer, block: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a Python example prints against a server of the tests."""
+    local = block.replace("localhost:8000", server.http_url.removeprefix("http://"))
+    exec(compile(local.replace("localhost:8001", server.grpc_url), "example", "exec"), {})
+    return capsys.readouterr().out
+
+
 def test_the_python_client_gets_its_outputs(demo: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
-    [block] = [block for block in blocks("python") if "localhost:8000" in block]
-    exec(compile(block.replace("localhost:8000", demo.http_url.removeprefix("http://")), "README.md", "exec"), {})
-    texts, reasons = capsys.readouterr().out.split("] [")
+    [block] = [block for block in python_blocks(port="8000") if "finish_reason" in block]
+    texts, reasons = run_python(demo, block, capsys).split("] [")
     assert "The model" in texts
     assert "Today" in texts
     assert reasons.count("length") == 2
 
 
-def test_the_chat_works(demo: TritonServer) -> None:
-    [line] = curls("demo", "messages")
+def test_the_python_chat_answers(demo: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
+    [block] = [block for block in python_blocks(port="8000") if "messages" in block]
+    assert len(run_python(demo, block, capsys)) > 10
+
+
+def test_the_python_schema_is_followed(demo: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
+    [block] = [block for block in python_blocks(port="8000") if "guided_json" in block]
+    assert re.fullmatch(r"\{'city': '(Rome|Oslo)', 'days': [1-9]\}\n", run_python(demo, block, capsys))
+
+
+@pytest.mark.parametrize("line", curls("demo", "messages"))
+def test_the_chat_works(demo: TritonServer, line: str) -> None:
     assert len(json.loads(run(demo, line))["text_output"]) > 10
 
 
-def test_the_stream_has_several_pieces(demo: TritonServer) -> None:
+def stream_pieces(server: TritonServer) -> list[str]:
     [line] = curls("mine", "text_input")
-    events = [json.loads(event.removeprefix("data: ")) for event in run(demo, line).split("\n\n") if event]
-    assert len(events) > 1
-    assert all("text_output" in event for event in events)
+    events = [json.loads(event.removeprefix("data: ")) for event in run(server, line).split("\n\n") if event]
+    return [event["text_output"] for event in events]
+
+
+def test_the_stream_has_several_pieces(demo: TritonServer) -> None:
+    assert len(stream_pieces(demo)) > 1
 
 
 def test_the_python_client_gets_the_pieces(demo: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
-    [line] = curls("mine", "text_input")
-    events = [json.loads(event.removeprefix("data: ")) for event in run(demo, line).split("\n\n") if event]
-    [block] = [block for block in blocks("python") if "localhost:8001" in block]
-    exec(compile(block.replace("localhost:8001", demo.grpc_url), "README.md", "exec"), {})
-    assert capsys.readouterr().out == "".join(event["text_output"] for event in events)
+    [block] = python_blocks(port="8001")
+    assert run_python(demo, block, capsys) == "".join(stream_pieces(demo))
 
 
-def test_a_request_gives_up_another(demo: TritonServer) -> None:
+def test_a_request_cancels_another(demo: TritonServer) -> None:
     [block] = [block for block in blocks("bash") if '"stop":true' in block]
     for _ in range(5):  # on a busy machine the second request may overtake the first
-        answers = run(demo, block)
-        assert '"text_output":""' in answers
-        if "cancelled: " in answers:
+        responses = run(demo, block)
+        assert '"text_output":""' in responses
+        if "cancelled: " in responses:
             return
-    pytest.fail(answers)
+    pytest.fail(responses)
 
 
 def test_the_answer_shown_is_the_answer_given(demo: TritonServer) -> None:
-    shown = json.loads(blocks("json")[0])
+    shown = json.loads(blocks("json", README)[0])
     assert post(demo, "/v2/models/demo/generate", {"text_input": "How can you be"}).json() == shown
 
 
-def test_the_version_is_told_once() -> None:
+def test_the_version_is_stated_once() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     project = (ROOT / "pyproject.toml").read_text()
     assert f'\nversion = "{__version__}"\n' in project
