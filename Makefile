@@ -96,7 +96,7 @@ bench: $(SETUP) ## Measure the engine and the server; figures and plots go to .v
 soak: $(SETUP) ## Send 20,000 requests of all kinds and watch the memory
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py
 
-docs: $(SETUP) ## Write the generated parts of README.md again
+docs: $(SETUP) ## Write the generated tables of README.md and docs/
 	$(BIN)/python scripts/render_docs.py
 
 test-container: $(SETUP) ## Build the container image on a stand-in base and try it (podman or docker)

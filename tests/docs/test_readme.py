@@ -80,12 +80,9 @@ def test_make_targets_exist() -> None:
 
 def test_ci_runs_the_documented_commands() -> None:
     script = (ROOT / ".ci" / "run").read_text()
-    text = "
-".join(path.read_text() for path in GUIDES)
+    text = "\n".join(path.read_text() for path in GUIDES)
     for command in ("make test-all", "make check", "make test-container"):
-        assert f"
-{command}
-" in script
+        assert f"\n{command}\n" in script
         assert command in text
 
 
