@@ -82,9 +82,9 @@ def main(rounds: int, out: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "repository"
         checkpoint = build_tiny_checkpoint(Path(folder) / "checkpoint", "llama", eos_token_id=None)
-        make_folder(repository, "plain", checkpoint, share_prefixes="false")
+        make_folder(repository, "plain", checkpoint, enable_prefix_caching="false")
         decoupled = "model_transaction_policy { decoupled: true }"
-        make_folder(repository, "direct", checkpoint, decoupled, stream="true", share_prefixes="false")
+        make_folder(repository, "direct", checkpoint, decoupled, stream="true", enable_prefix_caching="false")
         shutil.copytree(ROOT / "stream_door", repository / "plain_stream")
         with TritonServer(repository) as server:
             figures = take_turns(CASES, list(WAYS), rounds, lambda case, way: CASES[case](server, WAYS[way]))

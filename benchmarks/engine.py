@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rolling engine beside `model.generate` and a bare forward loop, in one process and one run: `make bench`.
+"""The continuous engine beside `model.generate` and a bare forward loop, in one process and one run: `make bench`.
 
 A Llama of 34 million random parameters (float32, eos off, so that lengths are exact). All figures are useful tokens a
 second by the clock; what counts is their ratio within a round, because machines are shared and noisy.
@@ -163,7 +163,7 @@ def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Req
     try:
         generate_s = seconds(lambda: generate(plain, requests, width))
         packed_s = seconds(lambda: generate(model, requests, width))
-        rolling_s = seconds(lambda: roll(engine, requests, width))
+        continuous_s = seconds(lambda: roll(engine, requests, width))
     finally:
         engine.close()
     num_tokens = sum(count for _, count in requests)
@@ -175,7 +175,7 @@ def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Req
     return {
         "generate": num_tokens / generate_s,
         "generate, packed": num_tokens / packed_s,
-        "rolling": num_tokens / rolling_s,
+        "continuous": num_tokens / continuous_s,
         "bare": num_tokens / plain_bare_s,
         "bare, packed": num_tokens / bare_s,
         "bare, packed, prompts": num_tokens / (bare_s + apart(lambda: reading_s(model, requests))),
@@ -191,12 +191,12 @@ def table(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, floa
         figures = [each[case] for each in rounds]
         row = {name: statistics.median(each[name] for each in figures) for name in figures[0]}
         for bound in ("generate", "generate, packed", "bare", "bare, packed", "bare, packed, prompts"):
-            row[f"rolling / {bound}"] = statistics.median(each["rolling"] / each[bound] for each in figures)
-        row["rolling / rolling equal"] = statistics.median(
-            each[case]["rolling"] / each["equal 16"]["rolling"] for each in rounds
+            row[f"continuous / {bound}"] = statistics.median(each["continuous"] / each[bound] for each in figures)
+        row["continuous / continuous equal"] = statistics.median(
+            each[case]["continuous"] / each["equal 16"]["continuous"] for each in rounds
         )
-        row["rolling / generate equal"] = statistics.median(
-            each[case]["rolling"] / each["equal 16"]["generate"] for each in rounds
+        row["continuous / generate equal"] = statistics.median(
+            each[case]["continuous"] / each["equal 16"]["generate"] for each in rounds
         )
         rows[case] = row
     return rows
@@ -206,7 +206,7 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
     """Bars of tokens a second, a group for each case."""
     from matplotlib.figure import Figure
 
-    ways = ("generate", "generate, packed", "rolling", "bare", "bare, packed, prompts", "bare, packed")
+    ways = ("generate", "generate, packed", "continuous", "bare", "bare, packed, prompts", "bare, packed")
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     for number, way in enumerate(ways):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rolling engine on a GPU beside `model.generate`, transformers' paged manager and the memory's bandwidth.
+"""The continuous engine on a GPU beside `model.generate`, transformers' paged manager and the memory's bandwidth.
 
     python benchmarks/gpu.py --model llama-2-7b --model falcon-7b --out figures/
 

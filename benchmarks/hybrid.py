@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid models in rolling rows beside `generate`, a batch at a time: `python benchmarks/hybrid.py`.
+"""Hybrid models with continuous batching beside `generate`, a batch at a time: `python benchmarks/hybrid.py`.
 
 64 requests of mixed lengths (`mixed` of `engine.py`), 16 in flight, to models of 24 to 39 million random parameters in
 float32 with packed linear layers: one of convolutions, one of state space and one of linear attention layers, three of
@@ -69,7 +69,7 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
     "Falcon-Mamba": ("FalconMambaConfig", {"state_size": 16, "num_hidden_layers": 12}),
 }
-ENGINES: Final[tuple[EngineName, EngineName]] = ("batch", "rolling")
+ENGINES: Final[tuple[EngineName, EngineName]] = ("batch", "continuous")
 
 
 def build(name: str) -> Any:
@@ -112,14 +112,14 @@ def main(rounds: int, requests: int, out: Path | None) -> None:
     """Measure, and print a table."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    print(f"{'tokens a second':<16}{'batch':>9}{'rolling':>9}{'ratio':>8}")
+    print(f"{'tokens a second':<16}{'batch':>9}{'continuous':>9}{'ratio':>8}")
     figures: dict[str, list[dict[str, float]]] = {}
     for name in MODELS:
         model = build(name)
         found = [{engine: measure(model, engine, requests) for engine in ENGINES} for _ in range(rounds)]
-        batch, rolling = (statistics.median(each[engine] for each in found) for engine in ENGINES)
-        ratio = statistics.median(each["rolling"] / each["batch"] for each in found)
-        print(f"{name:<16}{batch:>9.1f}{rolling:>9.1f}{ratio:>8.2f}", flush=True)
+        batch, continuous = (statistics.median(each[engine] for each in found) for engine in ENGINES)
+        ratio = statistics.median(each["continuous"] / each["batch"] for each in found)
+        print(f"{name:<16}{batch:>9.1f}{continuous:>9.1f}{ratio:>8.2f}", flush=True)
         figures[name] = found
     if out is not None:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cpu": platform.processor()}

@@ -64,8 +64,8 @@ def main(rounds: int, out: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "repository"
         checkpoint = build_tiny_checkpoint(Path(folder) / "checkpoint", "llama", eos_token_id=None)
-        make_folder(repository, "on", checkpoint, metrics="true", share_prefixes="false")
-        make_folder(repository, "off", checkpoint, metrics="false", share_prefixes="false")
+        make_folder(repository, "on", checkpoint, metrics="true", enable_prefix_caching="false")
+        make_folder(repository, "off", checkpoint, metrics="false", enable_prefix_caching="false")
         with TritonServer(repository) as server, grpcclient.InferenceServerClient(server.grpc_url) as client:
             figures = take_turns(CASES, ("on", "off"), rounds, partial(tokens_per_s, client))
     print(f"{'tokens/s':<8}{'off':>9}{'on':>9}{'ratio':>8}{'quartiles':>16}")

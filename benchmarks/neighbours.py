@@ -81,7 +81,7 @@ CASES: dict[str, Callable[[TritonServer], float]] = {"two busy": two_busy, "load
 
 def make_repository(folder: Path, checkpoint: Path, *, are_shared: bool) -> Path:
     for name in ("a", "b"):
-        make_folder(folder, name, checkpoint, share_prefixes="false", exclude_input_in_output="true")
+        make_folder(folder, name, checkpoint, enable_prefix_caching="false", exclude_input_in_output="true")
         if not are_shared:
             file = folder / name / "1" / "model.py"
             head, _, rest = file.read_text().partition("import hf_triton\n")

@@ -93,7 +93,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> Path:
 
 def add_folder(repository: Path, name: str, checkpoint: Path, config: str = "", **settings: object) -> None:
     make_folder(
-        repository, name, checkpoint, config, share_prefixes="false", exclude_input_in_output="true", **settings
+        repository, name, checkpoint, config, enable_prefix_caching="false", exclude_input_in_output="true", **settings
     )
     shutil.copy(ROOT / "benchmarks" / "inside.py", repository / name / "1" / "model.py")
 
@@ -319,10 +319,10 @@ def main(rounds: int, out: Path | None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch) / "repository"
         checkpoint = save(build_model(), Path(scratch) / "large")
-        add_folder(repository, "small", save(build_small_model(), Path(scratch) / "small"), max_batch_rows=128)
-        add_folder(repository, "plain", checkpoint, max_batch_rows=WIDTH)
+        add_folder(repository, "small", save(build_small_model(), Path(scratch) / "small"), max_num_seqs=128)
+        add_folder(repository, "plain", checkpoint, max_num_seqs=WIDTH)
         decoupled = "model_transaction_policy { decoupled: true }"
-        add_folder(repository, "streamed", checkpoint, decoupled, max_batch_rows=WIDTH, stream="true")
+        add_folder(repository, "streamed", checkpoint, decoupled, max_num_seqs=WIDTH, stream="true")
         with TritonServer(repository, environment={"OMP_NUM_THREADS": "1"}, exit_on_error=True) as server:
             runs, rows = asyncio.run(measure_load(server)), measure_overhead(server, rounds)
     cases = {name: run.figures() for name, run in runs.items()}

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model folder may say: config.pbtxt parameters and environment variables become one frozen, checked value.
+"""Settings of a model folder, from config.pbtxt and the environment to one frozen, checked object.
 
-Knows neither Triton nor the Hub. A setting comes from config.pbtxt's `parameters`, else from the environment variable
-`HF_TRITON_` + its name in capitals, else it has its default. An unknown or impossible one is refused at load.
+Knows neither Triton nor the Hub. A setting comes from config.pbtxt's `parameters`, then from the environment variable
+`HF_TRITON_` + its name in capitals, then from its default. An unknown name or an impossible value fails the load.
 """
 
 from __future__ import annotations
 
 import json
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Generic, Literal, Self, TypeVar
 
 import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from hf_triton.errors import RequestError, SettingsError
 from hf_triton.protocol.dialects import ALIASES
@@ -30,129 +31,142 @@ Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(7 * 24 * 36
 Count = Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)]
 
 
+@dataclass(frozen=True)
+class FormerName:
+    """Metadata of a field: its name in earlier versions, still accepted."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class FormerValue:
+    """Metadata of a field: one of its values as earlier versions spelled it, still accepted."""
+
+    old: str
+    new: str
+
+
 class ModelSettings(BaseModel):
-    """Everything a folder may set. Subclass it for settings of your own: `settings_class` of the model names it."""
+    """Settings of a model folder. Subclass it to add your own; the model's `settings_class` names the subclass."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, str_strip_whitespace=True
     )
 
     huggingface_model: Annotated[str, annotated_types.MinLen(1)]
-    """The model: its name on the Hub (`tiiuae/falcon-7b`), or a folder on disk (beginning with `/`, `./` or `../`,
-    a relative one taken from the model folder)."""
+    """The model to serve: a name on the Hub (`tiiuae/falcon-7b`), or a path that begins with `/`, `./` or `../`.
+    Relative paths start at the model folder."""
 
     revision: Annotated[str, annotated_types.MinLen(1)] = "main"
-    """Branch, tag or commit on the Hub. A 40-digit commit is the only one that never changes."""
+    """Branch, tag or commit of the model on the Hub. Only a 40-digit commit never changes."""
 
     tokenizer: Annotated[str, annotated_types.MinLen(1)] | None = None
-    """Where the tokenizer comes from when it is not the model's own: a Hub name or a folder."""
+    """Hub name or path of a tokenizer to use instead of the model's own."""
 
     tokenizer_revision: Annotated[str, annotated_types.MinLen(1)] = "main"
-    """Branch, tag or commit of a separate `tokenizer`."""
+    """Branch, tag or commit of `tokenizer`."""
 
     chat_template: Annotated[str, annotated_types.MinLen(1)] | None = None
-    """A file with a Jinja chat template, in place of the tokenizer's own. A relative path is taken from the model
-    folder."""
+    """Path of a Jinja chat template to use instead of the tokenizer's own. Relative paths start at the model folder."""
 
     cache_dir: str | None = None
-    """A Hub cache folder to look in first and to download to. A relative one is taken from the model folder."""
+    """Hub cache to look in first and to download to. Relative paths start at the model folder."""
 
     load_format: Literal["auto", "dummy"] = "auto"
-    """`dummy` gives random weights of the shapes that the config says, so that a machine can be sized without a
-    download of weights."""
+    """How to load the weights. `dummy` fills them with random values without downloading them, to size a machine."""
 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Number format of the weights. `auto` keeps the checkpoint's own; the log says so where a CPU has no instructions
-    for that."""
+    """Data type of the weights. `auto` keeps the checkpoint's; the log warns if the CPU has no instructions for it."""
 
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """The attention code. `auto` is `sdpa` where the model has it, else `eager`; never what a downloaded config asks
-    for, because that may name code on the Hub."""
+    """Attention implementation. `auto` is `sdpa` if the model supports it, otherwise `eager`. The checkpoint's own
+    choice is ignored, because it may name code on the Hub."""
 
     quantization_config: dict[str, Any] = {}
-    """The whole of transformers' quantization config as JSON, such as
-    `{"quant_method": "bitsandbytes", "load_in_4bit": true}`. Its package must be installed."""
+    """transformers' quantization config as JSON: `{"quant_method": "bitsandbytes", "load_in_4bit": true}`. The method's
+    package must be installed."""
 
     trust_remote_code: bool = False
-    """Whether Python code from the model's repository may run in the server."""
+    """Whether to run Python code from the model's repository. Turn it on only for repositories that you trust."""
 
     allow_pickle: bool = False
-    """Whether weights may be read from pickle files (`pytorch_model.bin`) where there are no safetensors."""
+    """Whether to load pickled weights (`pytorch_model.bin`) if there are no safetensors. A pickle can run any code."""
 
     allow_extra_weights: bool = False
-    """Whether the checkpoint may hold tensors that the model does not use, such as the image part of a model served
-    for its text."""
+    """Whether the checkpoint may hold tensors that the model does not use, such as the vision tower of a model that is
+    served as a language model."""
 
     download_timeout_s: Seconds = 7200.0
-    """Seconds that the download may take in all."""
+    """Time limit in seconds for the whole download."""
 
     download_stall_timeout_s: Seconds = 180.0
-    """Seconds without a byte from the Hub after which the download is given up."""
+    """Seconds without data from the Hub after which the download fails."""
 
     max_output_length: Count = 128
-    """New tokens to generate where a request does not say `max_new_tokens`. The prompt is not counted. At the end of
-    the context this default becomes what is left of it."""
+    """Default of `max_new_tokens`, the maximum number of tokens to generate; the prompt does not count. The default
+    shrinks to the space that the prompt leaves in the context."""
 
     max_context_length: Annotated[int, annotated_types.Ge(2), annotated_types.Le(2**31 - 1)] | None = None
-    """Tokens that a prompt and its continuation may have together. By default what the model's config says, and 32768
-    where it says nothing."""
+    """Maximum number of tokens of prompt and completion together. By default the model config's, or 32768 if the config
+    gives none."""
 
     max_prompt_bytes: Count | None = None
-    """Bytes that one prompt may have, checked before it is tokenized, because a tokenizer takes seconds for a
-    megabyte. By default 16 times the context."""
+    """Maximum size of one prompt in UTF-8 bytes, checked before tokenization, which takes seconds for a megabyte. By
+    default 16 times the context length."""
 
-    engine: Literal["auto", "rolling", "batch"] = "auto"
-    """What runs the model. `rolling`: prompts join the running batch and leave it at any step. `batch`: `generate`, a
-    padded batch at a time. `auto` tries at load whether rolling gives what `generate` gives."""
+    engine: Annotated[Literal["auto", "continuous", "batch"], FormerValue("rolling", "continuous")] = "auto"
+    """Engine that generates. `continuous` is continuous batching: sequences join and leave the running batch at any
+    step. `batch` runs transformers' `generate` on one padded batch after the other, for models that need it, such as
+    encoder-decoders. `auto` compares both at load and takes `continuous` if the logits agree."""
 
     max_prompts: Count = 1024
-    """Prompts that one request may hold."""
+    """Maximum number of prompts in one request."""
 
-    max_batch_rows: Annotated[int, annotated_types.Ge(1), annotated_types.Le(4096)] = 32
-    """Texts that the engine generates at a time; the others wait."""
+    max_num_seqs: Annotated[int, annotated_types.Ge(1), annotated_types.Le(4096), FormerName("max_batch_rows")] = 32
+    """Maximum number of sequences decoded concurrently; further ones are queued."""
 
     max_waiting_prompts: Count = 4096
-    """Prompts that may wait for a row, and as many for the tokenizer, a grammar or `build_prompt`. What comes on top is
-    refused at once (`queue_full`, status 503), but for a request that finds nobody waiting."""
+    """Maximum number of queued prompts. A request that exceeds it is rejected at once (`queue_full`, status 503),
+    unless the queue is empty."""
 
     max_cache_tokens: Annotated[int, annotated_types.Ge(256), annotated_types.Le(2**31 - 1)] | None = None
-    """Tokens of key/value memory that the rolling engine may hold, padding counted. By default it takes what the device
-    has free (on a CPU within the limits of its cgroup) as it needs it, and gives it back when it has nothing to do, but
-    for what `share_prefixes` keeps. Where the texts outgrow it, the youngest wait; a request that could never fit is
-    refused: prompt and `max_new_tokens` together, rounded up to a multiple of 128, must fit twice. States of hybrid
-    models are not counted, but for those of past texts."""
+    """KV cache size of the continuous engine in tokens, padding included. By default the cache grows with demand into
+    the device's free memory (on a CPU, into the cgroup's limit), and shrinks when the engine is idle, except for cached
+    prefixes. If the running sequences outgrow it, the youngest is preempted. A request that cannot fit is rejected:
+    prompt plus `max_new_tokens`, rounded up to a multiple of 128, must fit twice. Running states of hybrid models do
+    not count; cached ones do."""
 
-    share_prefixes: bool = True
-    """Whether the rolling engine computes a beginning that several prompts have in common, such as a system prompt or
-    the turns before, only once. The time of an answer then tells whether somebody else sent the same beginning."""
+    enable_prefix_caching: Annotated[bool, FormerName("share_prefixes")] = True
+    """Whether the continuous engine reuses the KV cache of a prefix that prompts share, such as a system prompt or the
+    earlier messages of a chat. Response times then reveal whether another request had the same prefix."""
 
     decoding: Literal["auto", "eager", "cuda_graphs"] = "auto"
-    """How the rolling engine runs a step. `auto` is `cuda_graphs` on a GPU where the model can be captured, else
-    `eager`."""
+    """How the continuous engine runs a decode step. `auto` is `cuda_graphs` on a GPU if the model can be captured,
+    otherwise `eager`."""
 
     pack_weights: Literal["auto"] | bool = "auto"
-    """Whether the linear layers of a model on a CPU get their weights in the layout that oneDNN computes with, which
-    rounds differently and takes memory beside the checkpoint file in the page cache. `auto` times each shape of layer
-    at load, for 1, 4 and 16 rows, and packs those that are faster; the choice may differ between two starts."""
+    """Whether to repack the weights of linear layers for oneDNN on a CPU. `auto` times each shape of layer at load, for
+    1, 4 and 16 rows, and packs those that are faster; two starts may choose differently. Packed weights round
+    differently, and take memory that unpacked ones share with the page cache."""
+
 
     generation_defaults: dict[str, Any] = {}
-    """Request parameters to use where a request leaves them out, as JSON: `{"temperature": 0.7, "top_p": 0.9}`. Those
-    that say how an answer is given have settings of their own (`stream`, `exclude_input_in_output`), or no default
-    (`return_logprobs` and its like)."""
+    """Defaults of generation parameters, as JSON: `{"temperature": 0.7, "top_p": 0.9}`. Not for parameters of a whole
+    request: `stream` and `exclude_input_in_output` are settings, and `return_logprobs` and the like have no default."""
 
     exclude_input_in_output: bool = False
-    """Whether `text_output` leaves the prompt out where a request does not say."""
+    """Default of the request parameter `exclude_input_in_output`: whether `text_output` leaves out the prompt."""
 
     stream: bool = False
-    """Whether a folder that says `model_transaction_policy { decoupled: true }` answers piece by piece where a request
-    does not say. Then `/generate`, which takes one response only, needs `stream` false in the request."""
+    """Default of the request parameter `stream`, in a folder with `model_transaction_policy { decoupled: true }`. If
+    true, `/generate` needs `stream` false in the request, because it takes one response only."""
 
     metrics: bool = True
-    """Whether what the model does is counted, for the server's metrics endpoint."""
+    """Whether to export metrics on the server's metrics endpoint."""
 
     parameters_as_inputs: bool = False
-    """Whether every request parameter is also declared as an optional input tensor, for clients that send tensors.
-    JSON clients then get Triton's own messages for values of a wrong type."""
+    """Whether to declare every request parameter as an optional input tensor, for clients that send tensors. JSON
+    clients then get Triton's own messages for values of a wrong type."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -162,21 +176,37 @@ class ModelSettings(BaseModel):
 
 
 class DoorSettings(BaseModel):
-    """What a stream door's folder may set, which has no model of its own; the rest is set where the model is."""
+    """Settings of a stream door's folder, which has no model of its own."""
 
     model_config = ModelSettings.model_config
 
     stream_of: Annotated[str, annotated_types.MinLen(1)] | None = None
-    """The folder whose model writes the text. By default the door's own name without `_stream` at its end."""
+    """The folder that serves the model. By default the door's own name without the suffix `_stream`."""
 
     stream: bool = True
-    """Whether the door answers piece by piece where a request does not say."""
+    """Default of the request parameter `stream`: whether the response is sent in deltas."""
 
     parameters_as_inputs: bool = False
-    """Whether every request parameter is also declared as an optional input tensor."""
+    """Whether to declare every request parameter as an optional input tensor."""
 
 
-OUR_FIELDS: Final = frozenset([*ModelSettings.model_fields, *DoorSettings.model_fields])
+def _accepted_names(settings_class: type[BaseModel]) -> dict[str, str]:
+    """Every name that a setting is accepted by, former ones included, and the field that it sets.
+
+    Raises:
+        SettingsError: A subclass declares a field by a former name; nothing would read it.
+    """
+    fields = settings_class.model_fields
+    former = {
+        entry.name: name for name, field in fields.items() for entry in field.metadata if isinstance(entry, FormerName)
+    }
+    for old in former.keys() & fields:
+        raise SettingsError(f"{settings_class.__name__} declares {old}, which is {former[old]} now: rename it")
+    return {name: name for name in fields} | former
+
+
+SETTING_NAMES: Final[Mapping[str, str]] = {**_accepted_names(DoorSettings), **_accepted_names(ModelSettings)}
+"""Every name that a setting of this package is accepted by, and its field."""
 Settings = TypeVar("Settings", ModelSettings, DoorSettings)
 
 
@@ -186,7 +216,7 @@ class LoadedSettings(Generic[Settings]):
 
     settings: Settings
     sources: Mapping[str, str]
-    """`config.pbtxt`, the variable's name, or `default`, by setting."""
+    """By setting: `config.pbtxt`, the name of the environment variable, or `default`."""
 
     def describe(self) -> list[str]:
         """The start-up table: one setting a line, with its source."""
@@ -214,30 +244,32 @@ def load_settings(
         settings_class: The declarations.
 
     Raises:
-        SettingsError: Something is unknown, unusable or contradictory; the message names it, its value, where it came
-            from and what would do.
+        SettingsError: A setting is unknown, impossible, contradictory or given twice; the message names it, its value,
+            its source and what is allowed.
     """
     fields = settings_class.model_fields
-    _refuse_unknown(parameters, environment, fields)
-    set_variables = {key: text for key, text in environment.items() if text.strip()}
-    _refuse_twice(set_variables, fields)
-    texts = {name: text for key, text in set_variables.items() if (name := _field_name(key, fields))}
-    sources = dict.fromkeys(fields, "default") | {name: ENVIRONMENT_PREFIX + name.upper() for name in texts}
-    ours = {key: text for key, text in parameters.items() if key in fields}
-    texts |= ours
-    sources |= dict.fromkeys(ours, "config.pbtxt")
-    values = {name: _parse(text, fields[name].annotation) for name, text in texts.items()}
+    names = _accepted_names(settings_class)
+    _reject_unknown(parameters, environment, names)
+    variables = {key: name for key in environment if environment[key].strip() and (name := _field_of(key, names))}
+    keys = {key: names[key] for key in parameters if key in names}
+    _reject_duplicates("the environment", environment, variables)
+    _reject_duplicates("config.pbtxt", parameters, keys)
+    sources = dict.fromkeys(fields, "default") | {name: key for key, name in variables.items()}
+    sources |= {name: "config.pbtxt" if key == name else f"config.pbtxt: {key}" for key, name in keys.items()}
+    texts = {name: environment[key] for key, name in variables.items()}
+    texts |= {name: parameters[key] for key, name in keys.items()}
+    values = {name: _parse(text, fields[name]) for name, text in texts.items()}
     try:
         settings = settings_class.model_validate(values)
         if isinstance(settings, ModelSettings):
             parse_parameters(settings.generation_defaults)
     except ValidationError as error:
-        found = problems(settings_class, error)
-        raise SettingsError("; ".join(_with_source(each.name, each.sentence, sources) for each in found)) from None
+        sentences = [_with_source(each.name, each.sentence, sources) for each in problems(settings_class, error)]
+        raise SettingsError("; ".join(sentences)) from None
     except RequestError as error:
         sentence = error.sentence
         if "; known are" in sentence:
-            sentence += "; those that say how an answer is given have no default here"
+            sentence += "; parameters of a whole request have no default here"
         raise SettingsError(_with_source("generation_defaults", f"generation_defaults: {sentence}", sources)) from None
     return LoadedSettings(settings, sources)
 
@@ -251,51 +283,57 @@ def _with_source(name: str, sentence: str, sources: Mapping[str, str]) -> str:
     return sentence
 
 
-def _field_name(variable: str, fields: Iterable[str]) -> str | None:
-    name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-    return name if variable.startswith(ENVIRONMENT_PREFIX) and name in fields else None
+def _field_of(variable: str, names: Mapping[str, str]) -> str | None:
+    """The field that an environment variable sets."""
+    if not variable.startswith(ENVIRONMENT_PREFIX):
+        return None
+    return names.get(variable.removeprefix(ENVIRONMENT_PREFIX).lower())
 
 
-def _refuse_twice(variables: Mapping[str, str], fields: Iterable[str]) -> None:
-    """Refuse a setting that two variables give, whose names differ in capitals, unless they say the same."""
-    found: dict[str, str] = {}
-    for variable, text in variables.items():
-        name = _field_name(variable, fields)
-        first = found.setdefault(name, variable) if name else variable
-        if variables[first] != text:
-            raise SettingsError(f"the environment has both {first} and {variable}, which differ: keep one of them")
+def _reject_duplicates(source: str, texts: Mapping[str, str], fields: Mapping[str, str]) -> None:
+    """Refuse two keys of one source for one setting, unless they differ in capitals alone and hold the same text."""
+    keys: dict[str, str] = {}
+    for key, field in fields.items():
+        first = keys.setdefault(field, key)
+        if first.lower() != key.lower():
+            raise SettingsError(
+                f"{source} has both {first} and {key}, which are one setting: keep the new name {field}"
+            )
+        if texts[first] != texts[key]:
+            raise SettingsError(f"{source} has both {first} and {key}, which differ: keep one of them")
 
 
-def _refuse_unknown(parameters: Mapping[str, str], environment: Mapping[str, str], fields: Iterable[str]) -> None:
+def _reject_unknown(parameters: Mapping[str, str], environment: Mapping[str, str], names: Mapping[str, str]) -> None:
     for key in parameters:
-        if key in fields or key in TRITONS_OWN:
+        if key in names or key in TRITONS_OWN:
             continue
         if key in GenerationParameters.model_fields or key in ALIASES:
             raise SettingsError(
-                f"'{key}' (from config.pbtxt) is a parameter of requests and no setting: give its default as "
+                f"'{key}' (from config.pbtxt) is a request parameter, not a setting: set its default with "
                 f'parameters {{ key: "generation_defaults" value {{ string_value: "{{\\"{key}\\": ...}}" }} }}'
             )
         if any(word in key.lower() for word in SECRET_WORDS):
             raise SettingsError(
                 f"'{key}' in config.pbtxt would be shown to every client by GET /v2/models/NAME/config: "
-                "give the access token in the environment variable HF_TOKEN, or its file in HF_TOKEN_PATH"
+                "set the access token in the environment variable HF_TOKEN, or the path of its file in HF_TOKEN_PATH"
             )
-        raise SettingsError(f"there is no setting '{key}' (from config.pbtxt){suggest(key, fields)}")
+        raise SettingsError(f"there is no setting '{key}' (from config.pbtxt){suggest(key, names)}")
+    names = {**SETTING_NAMES, **names}  # the environment is that of all folders
     for variable in environment:
-        if variable.startswith(ENVIRONMENT_PREFIX) and _field_name(variable, {*fields, *OUR_FIELDS}) is None:
-            known = [ENVIRONMENT_PREFIX + name.upper() for name in sorted({*fields, *OUR_FIELDS})]
-            hint = suggest(variable, known)
-            if "did you mean" in hint:  # any other may be a setting of another folder's own
-                raise SettingsError(f"there is no setting behind the environment variable {variable}{hint}")
+        if variable.startswith(ENVIRONMENT_PREFIX) and _field_of(variable, names) is None:
+            hint = suggest(variable, [ENVIRONMENT_PREFIX + name.upper() for name in names])
+            if "did you mean" in hint:  # otherwise it may be a setting that another folder declares itself
+                raise SettingsError(f"no setting has the environment variable {variable}{hint}")
 
 
-def _parse(text: str, annotation: Any) -> Any:
-    """Read a setting's text as its type; what cannot be read is left for the check to refuse."""
-    if annotation is bool or bool in typing.get_args(annotation):
+def _parse(text: str, field: FieldInfo) -> Any:
+    """Read a setting's text as its type; text that cannot be read is left for validation to refuse."""
+    if field.annotation is bool or bool in typing.get_args(field.annotation):
         return parse_boolean(text)
-    if typing.get_origin(annotation) in (dict, list):
+    if typing.get_origin(field.annotation) in (dict, list):
         try:
             return json.loads(text) if text.strip() else {}
-        except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, thousands of brackets
+        except (ValueError, RecursionError):  # not JSON, a number of thousands of digits, thousands of brackets
             return text
-    return text
+    former = {entry.old: entry.new for entry in field.metadata if isinstance(entry, FormerValue)}
+    return former.get(text.strip(), text)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_triton.protocol.validation import suggest
 from hf_triton.server import is_plain
-from hf_triton.settings import OUR_FIELDS
+from hf_triton.settings import SETTING_NAMES
 
 CONFIG = "config.pbtxt"
 
@@ -98,7 +98,7 @@ def _hint(sentence: str, config: str, fields: Mapping[str, object]) -> str:
         return f': a setting is parameters {{ key: "..." value {{ string_value: "..." }} }}{inner}'
     if message != "ModelConfig":
         return ": is a } missing before it?" if name in fields else ""
-    if name not in OUR_FIELDS:
+    if name not in SETTING_NAMES:
         return suggest(name, fields)
     value = re.search(rf'^\s*{name}\s*:\s*"?([^"\s]+)', config, flags=re.MULTILINE)
     text = value[1] if value else "..."

@@ -2,8 +2,8 @@
 """The plain engine: `model.generate`, a batch at a time, in a thread of its own.
 
 It runs every architecture that transformers generates with. `generate` does the forward passes and what the
-checkpoint's own generation_config asks for; which token comes next is decided by the same sampler that the rolling
-engine has, row by row, so that rows of different settings share a batch. Which may not is in `_batch_key`.
+checkpoint's own generation_config asks for; which token comes next is decided by the same sampler that the
+continuous engine has, row by row, so that rows of different settings share a batch. Which may not is in `_batch_key`.
 """
 
 from __future__ import annotations

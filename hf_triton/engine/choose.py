@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EngineName = Literal["auto", "rolling", "batch"]
+EngineName = Literal["auto", "continuous", "batch"]
 
 GENERATE_ONLY: Final = (
     "encoder_no_repeat_ngram_size",
@@ -50,8 +50,9 @@ NOWHERE: Final = ("top_h", "epsilon_cutoff", "eta_cutoff", "watermarking_config"
 """What it may ask for and no engine does: `generate` does it after its sampler, and we have our own."""
 
 NOT_IN_ROWS: Final = {"doge": "keep_window_size", "moshi": "sliding_window"}
-"""By model type, what no text may be longer than in rolling rows. Which of Doge's tokens stay depends on their columns
-where they score alike; Moshi's window is in transformers' cache, which the rows do not have, and in no mask."""
+"""By model type, the config entry that bounds the context under continuous batching. Which of Doge's tokens stay
+depends on their columns where they score alike; Moshi's window is in transformers' cache, which the rows do not have,
+and in no mask."""
 
 
 def build_engine(
@@ -70,17 +71,17 @@ def build_engine(
 
     Args:
         model: In eval mode, on its device.
-        wanted: `auto` takes the rolling engine where it gives what the model's own `generate` gives.
+        wanted: `auto` takes the continuous engine where it gives what the model's own `generate` gives.
         max_rows: Texts that are written at a time.
-        max_cache_tokens: The rolling engine's key/value memory; None: what the device has free.
-        shares_prefixes: Whether the rolling engine computes the common beginning of prompts only once.
-        decoding: How the rolling engine runs a step.
+        max_cache_tokens: The continuous engine's key/value memory; None: what the device has free.
+        shares_prefixes: Whether the continuous engine computes the common beginning of prompts only once.
+        decoding: How the continuous engine runs a step.
         context_length: Tokens that a prompt and its continuation may have together.
         on_fatal: Called after the engine has failed for good.
         observer: Is told what the engine does.
 
     Raises:
-        CheckpointError: `rolling` was asked for by name and cannot run this model right, or nothing can.
+        CheckpointError: `continuous` was asked for by name and cannot run this model right, or nothing can.
     """
     asked = _asked(model, NOWHERE)
     if asked:
@@ -96,7 +97,7 @@ def build_engine(
 
         _check_decoding(model, decoding)
         how = ", each prompt read at once, none shared" if reading == "whole" else ""
-        logger.info("engine rolling: up to %d rows at a time%s", max_rows, how)
+        logger.info("engine continuous: up to %d rows at a time%s", max_rows, how)
         return ContinuousBatchingEngine(
             model,
             max_rows=max_rows,
@@ -108,10 +109,10 @@ def build_engine(
             observer=observer,
         )
     has_failed = obstacle is None
-    obstacle = obstacle or "its logits in rolling rows are not those of generate"
-    if wanted == "rolling":
+    obstacle = obstacle or "its logits in a continuous batch are not those of generate"
+    if wanted == "continuous":
         raise CheckpointError(
-            "unsupported_model", f"engine rolling cannot run this model ({obstacle}): set engine to auto"
+            "unsupported_model", f"engine continuous cannot run this model ({obstacle}): set engine to auto"
         )
     sharing = _sharing(model, context_length)
     level = logging.WARNING if has_failed else logging.INFO  # it costs many users their pace, and was not looked for
@@ -159,14 +160,14 @@ def _sharing(model: Any, context_length: int) -> Sharing:
 
 
 def _obstacle(model: Any, context_length: int) -> str | None:
-    """Why the rolling engine is not for this model, whatever its logits are; None where these decide."""
+    """Why the continuous engine is not for this model, whatever its logits are; None where these decide."""
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
     if _shares_positions(model, context_length) and not has_long_rope(model):
         return "its positions change with the longest row beside it"
     size = NOT_IN_ROWS.get(model.config.model_type)
     if size is not None and context_length > getattr(model.config, size):
-        return f"its {size} is shorter than its context, and is not kept in rolling rows"
+        return f"its {size} is shorter than its context, and is not kept in a continuous batch"
     asked = _asked(model, GENERATE_ONLY)
     return f"its generation_config has {', '.join(asked)}" if asked else None
 

@@ -87,14 +87,14 @@ def probe_continuous_batching(model: Any) -> PrefillMode | None:
             return "in_pieces"
         return "whole" if same_logits(model, alone[-1:], _logits_read_again(model, alone)) else None
     except Exception as error:  # no cache, or one of another kind
-        logger.info("rolling rows were tried and failed (%s)", described(error))
+        logger.info("the probe of continuous batching failed (%s)", described(error))
         return None
 
 
 def _continuous_logits(model: Any) -> torch.Tensor:
     """The logits of a short prompt's first tokens beside a longer one, `[NUM_STEPS, 1, vocabulary]` float32 on the CPU.
 
-    As the rolling engine does it: a prompt is read apart, joins the running row after a step of its own, and both go
+    As the continuous engine does it: a prompt is read apart, joins the running row after a step of its own, and both go
     on together.
     """
     import torch
@@ -125,8 +125,8 @@ def _continuous_logits(model: Any) -> torch.Tensor:
 def _logits_in_chunks(model: Any) -> torch.Tensor:
     """The first logits of a short prompt that is read beside a longer one, `[1, 2, vocabulary]` float32 on the CPU.
 
-    In pieces, as the rolling engine reads: the first holds nothing but padding of the short prompt, the second a part
-    of it. A model whose state does not go on from a piece (Mamba's first kind) shows here.
+    In chunks, as the continuous engine does: the first holds nothing but padding of the short prompt, the second a
+    part of it. A model whose state does not go on from a piece (Mamba's first kind) shows here.
     """
     short, _, long = (_prompt(model, *place) for place in PROMPTS)
     num_padding = len(long) - len(short)

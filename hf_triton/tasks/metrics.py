@@ -124,7 +124,7 @@ PREEMPTIONS: Final = Metric(
 USED_TOKENS: Final = Metric(
     "hf_triton_kv_cache_tokens",
     "gauge",
-    "Tokens of key/value memory that the rolling engine holds, padding counted, and a state by the tokens it weighs.",
+    "KV cache tokens in use by the continuous engine, padding included; a hybrid model's states count by their size.",
 )
 MAX_TOKENS: Final = Metric("hf_triton_kv_cache_max_tokens", "gauge", "Tokens of key/value memory that it may hold now.")
 

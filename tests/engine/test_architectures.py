@@ -19,10 +19,10 @@ from hf_triton.runner.cpu import attention
 from hf_triton.runner.cpu import decode_attention as one_token
 from hf_triton.testing import ARCHITECTURES
 from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, load, requests
-from tests.support.engine import NOT_ROLLING, Client, Items, check, greedy_ids, start_engine
+from tests.support.engine import NOT_CONTINUOUS, Client, Items, check, greedy_ids, start_engine
 
 NUM_BATCH_REQUESTS = 24
-SHIPPED = [name for name in ARCHITECTURES if name not in NOT_ROLLING]
+SHIPPED = [name for name in ARCHITECTURES if name not in NOT_CONTINUOUS]
 sizes = pytest.mark.parametrize("num_requests", [32, pytest.param(88, marks=pytest.mark.full)])
 
 

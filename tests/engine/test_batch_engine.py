@@ -646,7 +646,7 @@ def test_what_no_engine_does_is_refused_at_load(name: str, llama: Any, monkeypat
 
 def test_graphs_without_a_gpu_are_refused_at_load(llama: Any) -> None:
     with pytest.raises(CheckpointError, match="decoding cuda_graphs needs a GPU"):
-        build_engine(llama, "rolling", **(CHOICE | {"decoding": "cuda_graphs"}))
+        build_engine(llama, "continuous", **(CHOICE | {"decoding": "cuda_graphs"}))
 
 
 # --- one row's trouble -----------------------------------------------------------------------------------------------

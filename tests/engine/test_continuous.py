@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rolling engine alone: it writes what `generate` writes, whoever joins, leaves, fails or gives up meanwhile."""
+"""The continuous engine alone: it writes what `generate` writes, whoever joins, leaves, fails or gives up meanwhile."""
 
 import random
 import threading
@@ -25,7 +25,7 @@ from hf_triton.runner.kv_lanes import KVCacheLanes
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import BASE, CONTINUOUS, HEADS, WINDOWS, build
-from tests.support.engine import NOT_ROLLING, WAIT_S, Client, Faulty, prompts, slow_down, start_engine, token_ids
+from tests.support.engine import NOT_CONTINUOUS, WAIT_S, Client, Faulty, prompts, slow_down, start_engine, token_ids
 from tests.support.reference import load_reference, solo_ids
 
 LLAMA4 = CONTINUOUS["llama4"][1]
@@ -345,7 +345,7 @@ def test_an_idle_engine_holds_no_rows(
 def test_the_engine_is_chosen_by_trying(architecture: str, load: Callable[[str], Any]) -> None:
     engine = start_engine(load(architecture), max_rows=4, context_length=256)
     engine.close()
-    assert isinstance(engine, ContinuousBatchingEngine) is (architecture not in NOT_ROLLING)
+    assert isinstance(engine, ContinuousBatchingEngine) is (architecture not in NOT_CONTINUOUS)
 
 
 def test_a_model_whose_positions_depend_on_its_company_runs_alone(tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ MOSHI = BASE | HEADS | {"ffn_dim": 64, "audio_vocab_size": 300}
 
 
 @pytest.mark.parametrize(
-    ("name", "context_length", "is_rolling"),
+    ("name", "context_length", "is_continuous"),
     [
         (("Gemma3TextConfig", BASE | HEADS | WINDOWS | {"use_bidirectional_attention": True}), 256, False),
         (("Llama4TextConfig", LLAMA4 | {"floor_scale": 32}), 256, False),
@@ -439,10 +439,10 @@ MOSHI = BASE | HEADS | {"ffn_dim": 64, "audio_vocab_size": 300}
         *("moshi beyond its window", "moshi within it"),
     ],
 )
-def test_rows_that_would_feel_each_other_are_not_rolled(name: Any, context_length: int, is_rolling: bool) -> None:
+def test_rows_that_would_feel_each_other_are_not_rolled(name: Any, context_length: int, is_continuous: bool) -> None:
     engine = start_engine(build(*name), max_rows=4, context_length=context_length)
     engine.close()
-    assert isinstance(engine, ContinuousBatchingEngine) is is_rolling
+    assert isinstance(engine, ContinuousBatchingEngine) is is_continuous
 
 
 def test_whoever_is_put_back_when_the_device_is_lost_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

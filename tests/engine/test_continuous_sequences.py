@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row of the rolling engine may ask for: stops, deadlines, log probabilities, memory, shared prefixes."""
+"""What a row of the continuous engine may ask for: stops, deadlines, log probabilities, memory, shared prefixes."""
 
 import itertools
 import random

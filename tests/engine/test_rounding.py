@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In bfloat16 and float16 a batch's shape changes the last bits: the rolling engine rounds no worse than `generate`.
+"""In bfloat16 and float16 a batch's shape changes the last bits: the continuous engine rounds no worse than `generate`.
 
 The log probabilities of every text are compared with those that the same weights give it in float64. The engine's stray
 from them by as much as those of `generate` do, alone or in padded batches, and its text differs from the one of

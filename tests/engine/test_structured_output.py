@@ -51,7 +51,7 @@ def start() -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def start(model: Any, name: str) -> Engine:
-        if name == "rolling":
+        if name == "continuous":
             engines.append(ContinuousBatchingEngine(model, max_rows=8))
         else:
             engines.append(BatchEngine(model, max_rows=8, context_length=256, sharing="padded"))
@@ -99,7 +99,7 @@ class Writer:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "engine"), [("llama", "rolling"), ("llama", "batch"), ("t5", "batch"), ("mamba", "batch")]
+    ("architecture", "engine"), [("llama", "continuous"), ("llama", "batch"), ("t5", "batch"), ("mamba", "batch")]
 )
 def test_every_text_is_whole_whatever_its_settings_and_company(
     architecture: str, engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
@@ -131,7 +131,7 @@ def test_a_seed_gives_the_same_text_in_both_engines(
     load: Callable[[str], Reference], start: Callable[..., Engine]
 ) -> None:
     reference, texts = load("llama"), []
-    for name in ("rolling", "batch"):
+    for name in ("continuous", "batch"):
         writer = Writer(start(reference.model, name), reference)
         waits = [writer.submit(SamplingParams(60, do_sample=True, seed=seed), GRAMMAR) for seed in range(4)]
         texts.append([wait()[0].token_ids for wait in waits])
@@ -139,7 +139,7 @@ def test_a_seed_gives_the_same_text_in_both_engines(
     assert len({tuple(token_ids) for token_ids in texts[0]}) > 1
 
 
-@pytest.mark.parametrize("engine", ["rolling", "batch"])
+@pytest.mark.parametrize("engine", ["continuous", "batch"])
 def test_a_text_whose_time_is_up_is_whole_too(
     engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
 ) -> None:

@@ -125,13 +125,13 @@ def door() -> Iterator[Any]:
         yield module
 
 
-@pytest.fixture(params=["rolling", "batch"])
+@pytest.fixture(params=["continuous", "batch"])
 def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterator[Callable[..., TritonPythonModel]]:
     """A model as `initialize` makes it, without what ties it to a server's process; it writes one text at a time."""
     started: list[TritonPythonModel] = []
 
     def start(meter: NoMeter, *, is_decoupled: bool = False) -> TritonPythonModel:
-        settings = ModelSettings(huggingface_model=str(checkpoint), engine=request.param, max_batch_rows=1)
+        settings = ModelSettings(huggingface_model=str(checkpoint), engine=request.param, max_num_seqs=1)
         loaded = load_checkpoint(Hub(checkpoint, settings, {}), settings, Placement("CPU", 0))
         model = SlowModel()
         model.settings = settings

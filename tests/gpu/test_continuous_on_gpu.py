@@ -19,7 +19,7 @@ from hf_triton.sampling.sampler import SampledTokens
 from hf_triton.sampling.sequence_sampler import SequenceSampler
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import CONTINUOUS, WHOLE, build
-from tests.support.engine import NOT_ROLLING
+from tests.support.engine import NOT_CONTINUOUS
 from tests.support.reference import solo_ids
 from tests.support.running_texts import Texts, prompts, schedule
 from tests.support.simulated_gpu import HAS_GPU, Device
@@ -51,7 +51,7 @@ FALCON: dict[str, Any] = {
     "eos_token_id": None,
 }
 CONFIGS = CONTINUOUS | WHOLE | {"llama": ("LlamaConfig", LLAMA), "falcon": ("FalconConfig", FALCON)}
-SHIPPED = [name for name in ARCHITECTURES if name not in (*NOT_ROLLING, *CONFIGS)]
+SHIPPED = [name for name in ARCHITECTURES if name not in (*NOT_CONTINUOUS, *CONFIGS)]
 
 
 def load(name: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -52,7 +52,7 @@ def check(engine: Any, reference: Any, count: int = 12) -> None:
 
 @pytest.mark.parametrize("decoding", ["eager", "cuda_graphs"])
 @pytest.mark.parametrize("name", ["gemma3", "mixtral", "phi3-longrope", "granite4"])
-def test_the_rolling_engine_writes_what_generate_writes(name: str, decoding: DecodingMode) -> None:
+def test_the_continuous_engine_writes_what_generate_writes(name: str, decoding: DecodingMode) -> None:
     plain = build(*CONTINUOUS[name])
     model = copy.deepcopy(plain).to("cuda")
     with closing(ContinuousBatchingEngine(model, max_rows=5, decoding=decoding)) as engine:
@@ -180,14 +180,14 @@ def load(folder: Path, placement: Placement, **settings: Any) -> Checkpoint:
     return load_checkpoint(Hub(folder, chosen, {}), chosen, placement)
 
 
-@pytest.mark.parametrize(("name", "is_rolling"), [("llama", True), ("falcon", True), ("t5", False), ("bart", False)])
-def test_a_checkpoint_is_served_from_its_device(name: str, is_rolling: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "is_continuous"), [("llama", True), ("falcon", True), ("t5", False), ("bart", False)])
+def test_a_checkpoint_is_served_from_its_device(name: str, is_continuous: bool, tmp_path: Path) -> None:
     last = torch.cuda.device_count() - 1
     build_tiny_checkpoint(tmp_path, name, eos_token_id=None)
     model = load(tmp_path, Placement("GPU", last)).model
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cuda", last)}
     with closing(start_engine(model, max_rows=5, context_length=128)) as engine:
-        assert isinstance(engine, ContinuousBatchingEngine) is is_rolling
+        assert isinstance(engine, ContinuousBatchingEngine) is is_continuous
         check(engine, model if HAS_GPU else load_reference(tmp_path).model)
 
 

@@ -34,7 +34,7 @@ def test_the_engine_is_measured_beside_generate_and_a_bare_loop(benchmark: Modul
     assert 1 < figures["mean rows"] <= 2
     assert min(figures.values()) > 0
     rows = benchmark.table([{"equal 16": figures}, {"equal 16": figures}])
-    assert rows["equal 16"]["rolling / bare"] == figures["rolling"] / figures["bare"]
+    assert rows["equal 16"]["continuous / bare"] == figures["continuous"] / figures["bare"]
 
 
 @pytest.mark.parametrize("benchmark", ["engine"], indirect=True)
@@ -72,8 +72,8 @@ def test_hybrid_models_are_measured_in_both_engines(benchmark: ModuleType) -> No
     lines = run(benchmark, "--rounds 1 --requests 2").splitlines()
     assert len(lines) == 1 + len(benchmark.MODELS)
     for line in lines[1:]:
-        batch, rolling, ratio = map(float, line.split()[-3:])
-        assert rolling / batch == pytest.approx(ratio, abs=0.1)
+        batch, continuous, ratio = map(float, line.split()[-3:])
+        assert continuous / batch == pytest.approx(ratio, abs=0.1)
 
 
 @pytest.mark.parametrize("benchmark", ["linear"], indirect=True)

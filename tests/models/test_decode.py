@@ -16,12 +16,12 @@ from hf_triton.runner.forward import Forward
 from hf_triton.runner.kv_cache import KVCache
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import CONTINUOUS, NEO, WHOLE, build
-from tests.support.engine import NOT_ROLLING
+from tests.support.engine import NOT_CONTINUOUS
 from tests.support.reference import solo_ids
 from tests.support.running_texts import Texts, prompts, schedule
 
 NOT_STATIC = ("gpt-neo",)  # its local layers take the newest column to be the last one
-ALL = [*CONTINUOUS, *WHOLE, *(name for name in ARCHITECTURES if name not in NOT_ROLLING)]
+ALL = [*CONTINUOUS, *WHOLE, *(name for name in ARCHITECTURES if name not in NOT_CONTINUOUS)]
 
 
 def load(name: str, folder: Path) -> Any:

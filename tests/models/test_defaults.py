@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(folder: Path, **defaults: Any) -> None:
-    settings = ModelSettings(huggingface_model=str(folder), generation_defaults=defaults, max_batch_rows=4)
+    settings = ModelSettings(huggingface_model=str(folder), generation_defaults=defaults, max_num_seqs=4)
     loaded = load_checkpoint(Hub(folder, settings, {}), settings, Placement("CPU", 0))
     template = ChatTemplate(loaded.tokenizer, None, 1000)
     build_text_generation(loaded, template, settings, Hooks(), 1000, on_fatal=lambda: None).close()
@@ -35,7 +35,7 @@ def build(folder: Path, **defaults: Any) -> None:
         ({"guided_choice": ["yes", "no"], "max_new_tokens": 1}, "max_new_tokens"),
         ({"eos_token_id": 999_999}, "eos_token_id"),
         ({"n": 2}, "num_return_sequences"),
-        ({"n": 40, "temperature": 1.0}, "max_batch_rows"),
+        ({"n": 40, "temperature": 1.0}, "max_num_seqs"),
         ({"max_new_tokens": 257}, "max_new_tokens <= 255"),
     ],
 )

@@ -41,7 +41,7 @@ def test_a_model_computes_with_its_part_of_the_cores_while_another_is_busy(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")
-    for name, engine, pause_s in (("slow", "rolling", 0.1), ("rolling", "rolling", 0), ("batch", "batch", 0)):
+    for name, engine, pause_s in (("slow", "continuous", 0.1), ("continuous", "continuous", 0), ("batch", "batch", 0)):
         folder = make_folder(
             tmp_path / "repository",
             name,
@@ -51,7 +51,7 @@ def test_a_model_computes_with_its_part_of_the_cores_while_another_is_busy(
         )
         (folder / "1" / "model.py").write_text(MODEL.format(pause_s=pause_s))
     with TritonServer(tmp_path / "repository", exit_on_error=True) as server, ThreadPoolExecutor() as pool:
-        for name in ("rolling", "batch"):
+        for name in ("continuous", "batch"):
             wait_for_threads(server, name, alone := int(generate(server, name, "a").json()["text_output"]))
             long_text = pool.submit(generate, server, "slow", "a", id="long", max_new_tokens=200, ignore_eos=True)
             wait_for_threads(server, name, max(1, min(alone, NUM_CORES // 2)))

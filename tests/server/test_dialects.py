@@ -63,7 +63,7 @@ def server(
             huggingface_model=checkpoint,
             exclude_input_in_output=True,
             parameters_as_inputs=name in (FLAT, BATCHED, STREAM, BATCHED_STREAM),
-            max_batch_rows=1 if name == SLOW else 32,
+            max_num_seqs=1 if name == SLOW else 32,
         )
         if name == SLOW:
             (folder / "1" / "model.py").write_text(SLOW_MODEL)
@@ -604,7 +604,7 @@ def test_stop_reaches_every_instance(checkpoint: Path, make_folder: Callable[...
         SLOW,
         config="instance_group [{ kind: KIND_CPU, count: 2 }]",
         huggingface_model=checkpoint,
-        max_batch_rows=4,
+        max_num_seqs=4,
     )
     (folder / "1" / "model.py").write_text(SLOW_MODEL)
     with TritonServer(tmp_path) as server, ThreadPoolExecutor(5) as pool:

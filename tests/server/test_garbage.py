@@ -50,7 +50,7 @@ REQUESTS: dict[str, dict[str, object]] = {
 NUM_EACH = 4
 
 
-@pytest.mark.parametrize("engine", ["rolling", "batch"])
+@pytest.mark.parametrize("engine", ["continuous", "batch"])
 def test_a_request_that_was_answered_is_gone(engine: str, tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")
     config = "model_transaction_policy { decoupled: true }"

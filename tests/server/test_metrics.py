@@ -76,10 +76,10 @@ def server(
     root = tmp_path_factory.mktemp("repository")
     twins = "instance_group { count: 2 kind: KIND_CPU }"
     folders = [
-        make_folder(root, "rolling", huggingface_model=checkpoint, engine="rolling"),
+        make_folder(root, "continuous", huggingface_model=checkpoint, engine="continuous"),
         make_folder(root, "batch", huggingface_model=checkpoint, engine="batch"),
         make_folder(root, "twins", huggingface_model=checkpoint, config=twins),
-        make_folder(root, "tight", huggingface_model=checkpoint, max_cache_tokens=512, share_prefixes="false"),
+        make_folder(root, "tight", huggingface_model=checkpoint, max_cache_tokens=512, enable_prefix_caching="false"),
         make_folder(root, "uncounted", huggingface_model=checkpoint, metrics="false"),
     ]
     for folder in folders[:3]:
@@ -131,7 +131,7 @@ def by_label(found: Figures, name: str) -> dict[str, float]:
     return {value: count for (each, value), count in found.items() if each == name and count}
 
 
-@pytest.mark.parametrize("engine", ["rolling", "batch"])
+@pytest.mark.parametrize("engine", ["continuous", "batch"])
 def test_what_was_sent_is_what_is_counted(server: TritonServer, engine: str, num_tokens: Callable[[str], int]) -> None:
     before = figures(exported(server), engine)
     assert not any(count for (name, _), count in before.items() if name.endswith(("_total", "_count", "_sum")))
@@ -161,9 +161,9 @@ def test_what_was_sent_is_what_is_counted(server: TritonServer, engine: str, num
     assert by_label(found, "completions_total") == {"length": 5, "stop_string": 1, "eos": 1}
     assert found["num_preemptions_total", ""] == 0
 
-    num_picks = 3 * 6 + 2 * 5 + 3 + 1  # the rolling engine picks a text's first token without a step
+    num_picks = 3 * 6 + 2 * 5 + 3 + 1  # the continuous engine picks a text's first token without a step
     num_texts = 3 + 2 + 1 + 1
-    assert found["step_rows_total", ""] == num_picks - (num_texts if engine == "rolling" else 0)
+    assert found["step_rows_total", ""] == num_picks - (num_texts if engine == "continuous" else 0)
     assert 5 + 4 + 2 <= found["steps_total", ""] <= found["step_rows_total", ""]
 
     assert found["queue_time_seconds_count", ""] == found["time_to_first_token_seconds_count", ""] == len(read)
@@ -177,7 +177,7 @@ def test_what_was_sent_is_what_is_counted(server: TritonServer, engine: str, num
     assert found["time_per_output_token_seconds_bucket", "+Inf"] == num_texts - 1
 
 
-@pytest.mark.parametrize("engine", ["rolling", "batch"])
+@pytest.mark.parametrize("engine", ["continuous", "batch"])
 def test_what_is_cancelled_is_seen_at_work_and_then_counted(server: TritonServer, engine: str) -> None:
     before = figures(exported(server), engine)
     tensor = grpcclient.InferInput("text_input", [1], "BYTES")
@@ -190,7 +190,7 @@ def test_what_is_cancelled_is_seen_at_work_and_then_counted(server: TritonServer
             lambda found: found["requests_in_flight", ""] == 1 == found["rows_running", ""],
             "a request in flight, with its row",
         )
-        if engine == "rolling":
+        if engine == "continuous":
             assert 0 < working["kv_cache_tokens", ""] <= working["kv_cache_max_tokens", ""]
         call.cancel()
         found = settled(server, engine, int(outcomes(before).total()) + 1)
@@ -201,7 +201,7 @@ def test_what_is_cancelled_is_seen_at_work_and_then_counted(server: TritonServer
         assert by_label(found, name) == by_label(before, name)
 
 
-@pytest.mark.parametrize("engine", ["rolling", "batch"])
+@pytest.mark.parametrize("engine", ["continuous", "batch"])
 def test_what_runs_out_of_time_is_counted_by_its_finish_reason(server: TritonServer, engine: str) -> None:
     before = figures(exported(server), engine)
     late = {"max_new_tokens": 240, "max_time": 0.5}
@@ -214,10 +214,10 @@ def test_what_runs_out_of_time_is_counted_by_its_finish_reason(server: TritonSer
 
 def test_tokens_of_a_shared_beginning_are_counted(server: TritonServer, num_tokens: Callable[[str], int]) -> None:
     text = "The river goes to the mill, and then to the sea, and what comes after the sea nobody knows."
-    before = settled(server, "rolling", int(outcomes(figures(exported(server), "rolling")).total()))
+    before = settled(server, "continuous", int(outcomes(figures(exported(server), "continuous")).total()))
     for _ in range(2):
-        assert generate(server, "rolling", text, max_new_tokens=4).status == 200
-    found = settled(server, "rolling", int(outcomes(before).total()) + 2)
+        assert generate(server, "continuous", text, max_new_tokens=4).status == 200
+    found = settled(server, "continuous", int(outcomes(before).total()) + 2)
     num_cached = found["prefix_cache_hits_total", ""] - before["prefix_cache_hits_total", ""]
     assert 16 <= num_cached < num_tokens(text)
     num_read = found["prompt_tokens_total", ""] - before["prompt_tokens_total", ""]
@@ -265,7 +265,7 @@ def test_every_model_has_every_metric_from_the_start_but_one_that_wants_none(ser
     for metric in METRICS:
         family = families[metric.name.removesuffix("_total")]
         assert (family.type, family.documentation) == (metric.kind, metric.help)
-        assert {sample.labels["model"] for sample in family.samples} == {"rolling", "batch", "twins", "tight"}
+        assert {sample.labels["model"] for sample in family.samples} == {"continuous", "batch", "twins", "tight"}
         assert not any("instance" in label for sample in family.samples for label in sample.labels)
 
 
@@ -345,11 +345,11 @@ def until(ask: Callable[[], bool]) -> bool:
 
 
 def test_prometheus_reads_the_same(server: TritonServer, query: Callable[[str], list[Any]]) -> None:
-    num_before = int(outcomes(figures(exported(server), "rolling")).total())
-    assert infer(server, "rolling", ["one", "two"], parameters={"max_new_tokens": 6}).status == 200
-    found = settled(server, "rolling", num_before + 1)
+    num_before = int(outcomes(figures(exported(server), "continuous")).total())
+    assert infer(server, "continuous", ["one", "two"], parameters={"max_new_tokens": 6}).status == 200
+    found = settled(server, "continuous", num_before + 1)
     for name in ("generation_tokens_total", "prompt_tokens_total", "time_to_first_token_seconds_count"):
-        asked = f'hf_triton_{name}{{model="rolling"}}'
+        asked = f'hf_triton_{name}{{model="continuous"}}'
         assert until(
             lambda asked=asked, name=name: [float(each["value"][1]) for each in query(asked)] == [found[name, ""]]
         )
@@ -359,12 +359,12 @@ def test_the_readmes_queries_have_answers(server: TritonServer, query: Callable[
     blocks = re.findall(r"^```promql\n(.*?)^```\n", README, flags=re.DOTALL | re.MULTILINE)
     expressions = [line for block in blocks for line in block.splitlines() if line and not line.startswith("#")]
     assert expressions
-    assert generate(server, "rolling", "x", no_such_parameter=1).status == 400
+    assert generate(server, "continuous", "x", no_such_parameter=1).status == 400
     for expression in expressions:
-        assert infer(server, "rolling", ["one", "two"], parameters={"max_new_tokens": 6}).status == 200
+        assert infer(server, "continuous", ["one", "two"], parameters={"max_new_tokens": 6}).status == 200
 
         def has_numbers(expression: str = expression) -> bool:
-            values = [each["value"][1] for each in query(expression) if each["metric"].get("model") == "rolling"]
+            values = [each["value"][1] for each in query(expression) if each["metric"].get("model") == "continuous"]
             return bool(values) and "NaN" not in values
 
         assert until(has_numbers), expression

@@ -66,7 +66,7 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
 """
 
 
-@pytest.fixture(scope="module", params=["rolling", "batch"])
+@pytest.fixture(scope="module", params=["continuous", "batch"])
 def repository(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
 ) -> Path:

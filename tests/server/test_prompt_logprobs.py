@@ -31,7 +31,7 @@ def reference(checkpoint: Path) -> Reference:
     return load_reference(checkpoint)
 
 
-@pytest.fixture(scope="module", params=["rolling", "batch"])
+@pytest.fixture(scope="module", params=["continuous", "batch"])
 def server(
     request: pytest.FixtureRequest,
     checkpoint: Path,

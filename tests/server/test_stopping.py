@@ -23,7 +23,7 @@ PROMPT, OTHER_PROMPT = "The canary sings", "Where does the river go"
 NUM_TOKENS = 60
 
 
-@pytest.fixture(scope="module", params=["rolling", "batch"])
+@pytest.fixture(scope="module", params=["continuous", "batch"])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
 ) -> Iterator[TritonServer]:
@@ -33,7 +33,7 @@ def server(
     shared = {"huggingface_model": checkpoint, "engine": request.param, "exclude_input_in_output": True}
     make_folder(root, "plain", **shared)
     make_folder(root, "typed", config="max_batch_size: 8", parameters_as_inputs=True, **shared)
-    slow = make_folder(root, "slow", max_batch_rows=1, **shared)
+    slow = make_folder(root, "slow", max_num_seqs=1, **shared)
     (slow / "1" / "model.py").write_text(SLOW_MODEL)
     with TritonServer(root) as running:
         for name in ("plain", "typed", "slow"):

@@ -60,7 +60,7 @@ def make_repository(
     def make() -> Path:
         root = tmp_path_factory.mktemp("repository")
         make_folder(root, "plain", huggingface_model=checkpoint)
-        slow = make_folder(root, "slow", huggingface_model=checkpoint, max_batch_rows=NUM_ROWS)
+        slow = make_folder(root, "slow", huggingface_model=checkpoint, max_num_seqs=NUM_ROWS)
         (slow / "1" / "model.py").write_text(SLOW_MODEL)
         add_door(root, "plain_stream")
         add_door(root, "slow_stream")

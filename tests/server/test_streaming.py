@@ -45,7 +45,7 @@ NUM_TOKENS = 30
 LONG_TOKENS = 230
 
 
-@pytest.fixture(scope="module", params=["rolling", "batch"])
+@pytest.fixture(scope="module", params=["continuous", "batch"])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
 ) -> Iterator[TritonServer]:
@@ -65,7 +65,7 @@ def server(
             config=f"{'' if name == 'whole' else DECOUPLED} {batching}",
             huggingface_model=known.get(name, known["bytes"] if name == "failing" else plain),
             stream=name == "always",
-            max_batch_rows=2 if name == "slow" else 32,
+            max_num_seqs=2 if name == "slow" else 32,
             **shared,
         )
         if name == "slow":

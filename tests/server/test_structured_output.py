@@ -22,7 +22,7 @@ PROMPT = "The old harbour has"
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
-@pytest.fixture(scope="module", params=["rolling", "batch"])
+@pytest.fixture(scope="module", params=["continuous", "batch"])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
 ) -> Iterator[TritonServer]:

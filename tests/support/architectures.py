@@ -235,7 +235,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-mamba": ("FalconMambaConfig", BASE | {"state_size": 8, "time_step_rank": 4}),
 }
-"""Those whose scan begins anew with every piece: the rolling engine reads their prompts at once."""
+"""Those whose scan begins anew with every piece: the continuous engine reads their prompts at once."""
 BATCH: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": (
         "DeepseekV32Config",

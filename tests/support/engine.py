@@ -15,7 +15,7 @@ from hf_triton.engine.types import Observer, Outcome, SequenceGroup
 from hf_triton.sampling.params import SamplingParams
 from tests.support.reference import solo_ids
 
-NOT_ROLLING = ("t5", "bart", "rwkv")
+NOT_CONTINUOUS = ("t5", "bart", "rwkv")
 WAIT_S = 60.0
 
 

@@ -50,12 +50,12 @@ def test_config_pbtxt_comes_before_the_environment_and_that_before_the_default()
 
 
 def test_every_setting_has_a_source_and_a_line() -> None:
-    loaded = load({"HF_TRITON_MAX_BATCH_ROWS": "4"})
+    loaded = load({"HF_TRITON_MAX_NUM_SEQS": "4"})
     names = list(ModelSettings.model_fields)
     assert list(loaded.sources) == names
     lines = loaded.describe()
     assert [line.split(" ")[0] for line in lines] == names
-    assert "max_batch_rows           = 4  (HF_TRITON_MAX_BATCH_ROWS)" in lines
+    assert "max_num_seqs             = 4  (HF_TRITON_MAX_NUM_SEQS)" in lines
     assert lines[0].endswith("= tiiuae/falcon-7b  (config.pbtxt)")
     assert any(line.endswith("= -  (default)") for line in lines)
 
@@ -86,6 +86,48 @@ def test_the_process_environment_may_hold_anything_else() -> None:
 @pytest.mark.parametrize("name", sorted(TRITONS_OWN))
 def test_tritons_own_parameters_are_passed_over(name: str) -> None:
     assert load(**{name: "yes"}).settings == load().settings
+
+
+FORMER = [
+    ("share_prefixes", "enable_prefix_caching", "false", False),
+    ("max_batch_rows", "max_num_seqs", "4", 4),
+    ("engine", "engine", "rolling", "continuous"),
+]
+
+
+@pytest.mark.parametrize(("old", "name", "text", "value"), FORMER)
+def test_former_names_and_values_are_accepted(old: str, name: str, text: str, value: object) -> None:
+    variable = ENVIRONMENT_PREFIX + old.upper()
+    config, environment = load(**{old: text}), load({variable: text})
+    assert getattr(config.settings, name) == getattr(environment.settings, name) == value
+    assert config.sources[name] == ("config.pbtxt" if old == name else f"config.pbtxt: {old}")
+    assert environment.sources[name] == variable
+    assert any(line.startswith(f"{name} ") and f"= {value}  (" in line for line in config.describe())
+
+
+def test_config_pbtxt_comes_first_under_a_former_name_too() -> None:
+    assert load({"HF_TRITON_MAX_NUM_SEQS": "8"}, max_batch_rows="4").settings.max_num_seqs == 4
+    assert load({"HF_TRITON_MAX_BATCH_ROWS": "8"}, max_num_seqs="4").settings.max_num_seqs == 4
+
+
+def test_a_former_and_a_new_name_together_are_rejected() -> None:
+    words = "max_batch_rows and max_num_seqs, which are one setting: keep the new name max_num_seqs"
+    assert rejection(max_batch_rows="4", max_num_seqs="4") == f"config.pbtxt has both {words}"
+    variables = {"HF_TRITON_MAX_BATCH_ROWS": "4", "HF_TRITON_MAX_NUM_SEQS": "4"}
+    assert rejection(variables).startswith("the environment has both HF_TRITON_MAX_BATCH_ROWS and HF_TRITON_MAX_NUM")
+
+
+def test_a_bad_value_under_a_former_name_names_both() -> None:
+    assert rejection(max_batch_rows="0").startswith("max_num_seqs must be an integer >= 1 and <= 4096, got '0'")
+    assert rejection(max_batch_rows="0").endswith("(from config.pbtxt: max_batch_rows)")
+
+
+def test_a_subclass_cannot_declare_a_former_name() -> None:
+    class Mine(ModelSettings):
+        max_batch_rows: int = 8
+
+    with pytest.raises(SettingsError, match="Mine declares max_batch_rows, which is max_num_seqs now: rename it"):
+        load_settings(MODEL, {}, Mine)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -121,8 +163,8 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "a fraction": ({"max_output_length": "1.5"}, "max_output_length must be an integer"),
     "zero": (
-        {"max_batch_rows": "0"},
-        "max_batch_rows must be an integer >= 1 and <= 4096, got '0' (from config.pbtxt)",
+        {"max_num_seqs": "0"},
+        "max_num_seqs must be an integer >= 1 and <= 4096, got '0' (from config.pbtxt)",
     ),
     "less memory than one text needs": ({"max_cache_tokens": "255"}, "max_cache_tokens must be an integer >= 256 and"),
     "not finite": ({"download_timeout_s": "inf"}, "download_timeout_s must be a number > 0 and <= 604800, got 'inf'"),
@@ -137,7 +179,7 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "a default of how to answer": (
         {"generation_defaults": '{"return_timings": true}'},
-        "; those that say how an answer is given have no default here (from config.pbtxt)",
+        "; parameters of a whole request have no default here (from config.pbtxt)",
     ),
     "an impossible default": (
         {"generation_defaults": '{"top_p": 2}'},
@@ -147,7 +189,7 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
         {"load_format": "dummy", "quantization_config": '{"quant_method": "x"}'},
         "quantization_config needs real weights: leave it out, or set load_format to auto",
     ),
-    "two mistakes": ({"dtype": "x", "max_batch_rows": "0"}, "(from config.pbtxt); max_batch_rows must be"),
+    "two mistakes": ({"dtype": "x", "max_num_seqs": "0"}, "(from config.pbtxt); max_num_seqs must be"),
 }
 
 
@@ -193,7 +235,7 @@ def test_a_secret_is_refused_and_not_repeated(name: str) -> None:
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens", "temperature"])
 def test_a_request_parameter_is_told_where_its_default_goes(name: str) -> None:
     sentence = rejection(**{name: "256"})
-    assert f"'{name}' (from config.pbtxt) is a parameter of requests" in sentence
+    assert f"'{name}' (from config.pbtxt) is a request parameter, not a setting" in sentence
     [line] = re.findall(r"parameters \{.*\}", sentence)
     config = text_format.Parse(line.replace("...", "1"), model_config_pb2.ModelConfig())
     assert load(**{key: value.string_value for key, value in config.parameters.items()})

@@ -326,7 +326,7 @@ class TextGeneration:
             name = "num_return_sequences" if plan.best_of is None else "best_of"
             raise RequestError(
                 "invalid_parameter",
-                f"{name} must be <= {self._max_rows} here (setting max_batch_rows), got {plan.num_sequences}",
+                f"{name} must be <= {self._max_rows} here (setting max_num_seqs), got {plan.num_sequences}",
             )
         check_token_ids(plan, self._codec.vocabulary_size)
         return plan
@@ -365,9 +365,9 @@ def build_text_generation(
         engine = build_engine(
             checkpoint.model,
             settings.engine,
-            max_rows=settings.max_batch_rows,
+            max_rows=settings.max_num_seqs,
             max_cache_tokens=settings.max_cache_tokens,
-            shares_prefixes=settings.share_prefixes,
+            shares_prefixes=settings.enable_prefix_caching,
             decoding=settings.decoding,
             context_length=checkpoint.context_length,
             on_fatal=on_fatal,
@@ -382,7 +382,7 @@ def build_text_generation(
         is_encoder_decoder=checkpoint.is_encoder_decoder,
         defaults=(parse_parameters(settings.generation_defaults), checkpoint.generation_defaults()),
         max_output_length=settings.max_output_length,
-        max_rows=settings.max_batch_rows,
+        max_rows=settings.max_num_seqs,
         max_waiting=settings.max_waiting_prompts,
         excludes_prompt=settings.exclude_input_in_output,
         hooks=CheckedHooks(hooks, max_prompt_bytes),
