@@ -30,11 +30,12 @@ from hf_triton.stream_door.server import DoorServer
 from hf_triton.tasks.hooks import OWN_FILE, Hooks, check_hooks, checked_load
 from hf_triton.tasks.metrics import NoMeter, build_meter
 from hf_triton.tasks.text_generation.sender import InferenceRequest, ResponseConfig, ResponseSender, StreamReply
+from hf_triton.triton_backend.cancellation import RequestPoller
 
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.tasks.text_generation.task import TextGeneration
-    from hf_triton.triton_backend.request import Sentinel
+    from hf_triton.triton_backend.process import Sentinel
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class TritonPythonModel(Hooks):
     _engine_name: str  # of the model that writes the texts
     _sentinel: Sentinel
     _limits: Limits
+    _poller: RequestPoller
     _meter: NoMeter
 
     @classmethod
@@ -80,15 +82,15 @@ class TritonPythonModel(Hooks):
         Args:
             auto_complete_model_config: Triton's `ModelConfig`.
         """
-        from hf_triton.triton_backend import request as _triton
+        from hf_triton.triton_backend import config as triton_config
 
         config = auto_complete_model_config.as_dict()
         try:
             settings = cls._load_settings(config).settings
             ports = missing_ports(config, settings.parameters_as_inputs)
         except HfTritonError as error:
-            raise _triton.load_failure(error) from None
-        return _triton.add_missing_ports(auto_complete_model_config, ports)
+            raise triton_config.load_failure(error) from None
+        return triton_config.add_missing_ports(auto_complete_model_config, ports)
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint and start the engine.
@@ -101,11 +103,13 @@ class TritonPythonModel(Hooks):
             TritonModelException: The folder cannot be served; one sentence says why, and what would do. Other folders
                 are not touched.
         """
-        from hf_triton.triton_backend import request as _triton
+        from hf_triton.triton_backend import process
+        from hf_triton.triton_backend.config import load_failure
 
-        _triton.speak_utf8()
-        _triton.end_with_server()
-        _triton.send_logs_to_triton(args["model_name"])
+        process.speak_utf8()
+        process.end_with_server()
+        process.send_logs_to_triton(args["model_name"])
+        self._poller = RequestPoller()
         config = json.loads(args["model_config"])
         self._engine_name = args["model_name"]
         try:
@@ -127,11 +131,11 @@ class TritonPythonModel(Hooks):
             # sleep between any two operations, which makes a step on two cores a third slower.
             with ThreadPoolExecutor(1, thread_name_prefix="hf_triton-load") as loader:
                 loader.submit(self._start, loaded.settings, args).result()
-            self._sentinel = _triton.Sentinel(args["model_name"])
+            self._sentinel = process.Sentinel(args["model_name"])
         except HfTritonError as error:
-            raise _triton.load_failure(error) from None
+            raise load_failure(error) from None
         except UnicodeEncodeError as error:
-            raise _triton.load_failure(
+            raise load_failure(
                 SettingsError(f"the path {error.object!a} is not ASCII, and Triton's Python opens no other: rename it")
             ) from None
 
@@ -143,10 +147,10 @@ class TritonPythonModel(Hooks):
         Args:
             requests: Triton's `InferenceRequest`s.
         """
-        from hf_triton.triton_backend import request as _triton
+        from hf_triton.triton_backend.request import TritonRequest
 
         for request in requests:
-            call = _triton.TritonRequest(request, self._meter.begin_request())
+            call = TritonRequest(request, self._poller, self._meter.begin_request())
             self._take(call, self._outlet)
             call.release_inputs()
 
@@ -179,19 +183,20 @@ class TritonPythonModel(Hooks):
 
     @classmethod
     def _load_settings(cls, config: Mapping[str, Any]) -> LoadedSettings[ModelSettings]:
-        from hf_triton.triton_backend import request as _triton
+        from hf_triton.triton_backend.config import parameter_texts
 
         declared: object = cls.settings_class
         if not (isinstance(declared, type) and issubclass(declared, (ModelSettings, DoorSettings))):
             raise SettingsError(f"settings_class of {OWN_FILE} must be a subclass of hf_triton.settings.ModelSettings")
-        return load_settings(_triton.parameter_texts(config), os.environ, cls.settings_class)
+        return load_settings(parameter_texts(config), os.environ, cls.settings_class)
 
     def _start(self, settings: ModelSettings, args: Mapping[str, str]) -> None:
         from hf_triton.hub.checkpoint import Placement, load_checkpoint
         from hf_triton.hub.resolve import Hub
         from hf_triton.tasks.text_generation.chat_template import ChatTemplate, load_chat_template
         from hf_triton.tasks.text_generation.task import build_text_generation
-        from hf_triton.triton_backend import request as _triton
+        from hf_triton.triton_backend.metrics_sink import MetricsSink
+        from hf_triton.triton_backend.process import stop_server
 
         folder_template = load_chat_template(settings.chat_template, Path(args["model_repository"]))
         hub = Hub(Path(args["model_repository"]), settings, os.environ)
@@ -201,14 +206,14 @@ class TritonPythonModel(Hooks):
         max_prompt_bytes = settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length
         self._limits = Limits(settings.max_prompts, max_prompt_bytes)
         labels = {"model": args["model_name"], "version": args["model_version"]}
-        self._meter = build_meter(lambda: _triton.MetricsSink(labels)) if settings.metrics else NoMeter()
+        self._meter = build_meter(lambda: MetricsSink(labels)) if settings.metrics else NoMeter()
         self._task = build_text_generation(
             checkpoint,
             ChatTemplate(checkpoint.tokenizer, folder_template, max_prompt_bytes),
             settings,
             hooks=self,
             max_prompt_bytes=max_prompt_bytes,
-            on_fatal=_triton.stop_server,
+            on_fatal=stop_server,
             observer=self._meter,
         )
         self._meter.start(self._task.load)
@@ -217,7 +222,7 @@ class TritonPythonModel(Hooks):
             int(args["model_version"]),
             take=self._take,
             begin_request=self._meter.begin_request,
-            cancel_own_requests=_triton.cancel_requests,
+            cancel_own_requests=self._poller.cancel,
         )
         self._door.open()
         _freeze_objects()
@@ -276,9 +281,9 @@ class TritonPythonModel(Hooks):
 
 def _check_timings() -> None:
     """Refuse a request for times where no response could tell them."""
-    from hf_triton.triton_backend import request as _triton
+    from hf_triton.triton_backend.request import takes_response_parameters
 
-    if not _triton.takes_response_parameters():
+    if not takes_response_parameters():
         raise RequestError(
             "invalid_parameter",
             "return_timings needs a server of Triton 25.02 or newer, and this one is older: leave it out",

@@ -60,9 +60,7 @@ class StreamDoor(TritonPythonModel):
             self._engines.submit(call, outlet.output_names, streams=outlet.streams)
 
     def _cancel_here(self, request_id: str) -> None:
-        from hf_triton.triton_backend import request as _triton
-
-        _triton.cancel_requests(request_id)
+        self._poller.cancel(request_id)
 
 
 def _other_folder(own_name: str, stream_of: str | None) -> str:

@@ -31,6 +31,7 @@ from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.sender import ResponseConfig, ResponseSender
 from hf_triton.tasks.text_generation.task import build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
+from hf_triton.triton_backend.cancellation import RequestPoller
 from tests.support.triton_stand_in import Request as BareRequest
 from tests.support.triton_stand_in import Response, stand_in
 
@@ -136,6 +137,7 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
         model = SlowModel()
         model.settings = settings
         model._meter = meter
+        model._poller = RequestPoller()
         model._limits = Limits(8, 1000)
         model._outlet = ResponseConfig(
             ["text_output"], is_decoupled=is_decoupled, streams=False, outbox=ResponseSender()
@@ -234,7 +236,7 @@ def test_they_pass_a_stream_door(
         )
         server.open()
         engines = Engines("plain")
-        engines.submit(door.TritonRequest(request), ["text_output"], streams=True)
+        engines.submit(door.TritonRequest(request, RequestPoller()), ["text_output"], streams=True)
         times_of(request.wait())
         engines.close()
         server.drain()

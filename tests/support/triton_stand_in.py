@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-import hf_triton
+from hf_triton import triton_backend
 
 FINAL = 1
+MODULES = ("request", "process", "config", "metrics_sink")  # of `triton_backend`, those that import Triton's module
 
 
 class Sender:
@@ -35,7 +36,7 @@ class Sender:
         assert not self.sent, "SIGSEGV: asked after the final answer"
         self.num_asked += 1
         if self.is_broken:
-            raise KeyboardInterrupt
+            raise RuntimeError
         return self.was_cancelled
 
 
@@ -97,9 +98,9 @@ def stand_in(response: Callable[..., Any]) -> Iterator[types.ModuleType]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "triton_python_backend_utils", fake)
-        patch.delitem(sys.modules, "hf_triton.triton_backend.request", raising=False)
-        door = importlib.import_module("hf_triton.triton_backend.request")
-        patch.setattr(door, "CANCEL_POLL_S", 0.001)
-        yield door
-        sys.modules.pop("hf_triton.triton_backend.request", None)
-        del hf_triton.triton_backend.request
+        for name in MODULES:
+            patch.delitem(sys.modules, f"{triton_backend.__name__}.{name}", raising=False)
+        yield importlib.import_module("hf_triton.triton_backend.request")
+        for name in MODULES:
+            sys.modules.pop(f"{triton_backend.__name__}.{name}", None)
+            vars(triton_backend).pop(name, None)

@@ -2,6 +2,7 @@
 """The owner of Triton's sender, beside a stand-in for Triton's module that dies of what kills the real server."""
 
 import gc
+import importlib
 import json
 import logging
 import sys
@@ -14,13 +15,19 @@ import numpy as np
 import pytest
 
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
+from hf_triton.triton_backend.cancellation import RequestPoller
 from tests.support.triton_stand_in import FINAL, Request, Response, Sender, response_before_25_02, stand_in
 
 
 @pytest.fixture
-def make_call() -> Iterator[Callable[[Request], Any]]:
-    with stand_in(response_before_25_02) as door:
-        yield door.TritonRequest
+def poller() -> RequestPoller:
+    return RequestPoller(interval_s=0.001)
+
+
+@pytest.fixture
+def make_call(poller: RequestPoller) -> Iterator[Callable[..., Any]]:
+    with stand_in(response_before_25_02) as module:
+        yield lambda request, *arguments: module.TritonRequest(request, poller, *arguments)
 
 
 def test_only_the_first_answer_is_sent(make_call: Callable[[Request], Any]) -> None:
@@ -98,13 +105,11 @@ def test_whoever_asks_waits_for_no_round_trip(make_call: Callable[[Request], Any
     go_on.set()
 
 
-def test_calls_are_given_up_by_their_id(make_call: Callable[[Request], Any]) -> None:
-    from hf_triton.triton_backend import request as _triton
-
+def test_calls_are_given_up_by_their_id(make_call: Callable[[Request], Any], poller: RequestPoller) -> None:
     calls = [make_call(Request(name)) for name in ("one", "two", "two", "")]
-    _triton.cancel_requests("two")
+    poller.cancel("two")
     assert [call.is_cancelled() for call in calls] == [False, True, True, False]
-    _triton.cancel_requests("nobody")
+    poller.cancel("nobody")
     assert [call.is_cancelled() for call in calls] == [False, True, True, False]
 
 
@@ -123,7 +128,7 @@ def test_a_call_that_is_given_up_while_triton_is_asked_about_it_stays_given_up(
     call = make_call(request)
     may_ask.set()
     wait_until(lambda: request.sender.num_asked > 0)
-    assert not call.watch()
+    assert not call.poll()
     assert call.is_cancelled()
 
 
@@ -135,13 +140,11 @@ def test_an_id_that_is_no_text_is_none(make_call: Callable[[Request], Any]) -> N
     assert make_call(Unnamed()).request_id == ""
 
 
-def test_a_call_that_is_answered_is_not_given_up(make_call: Callable[[Request], Any]) -> None:
-    from hf_triton.triton_backend import request as _triton
-
+def test_a_call_that_is_answered_is_not_given_up(make_call: Callable[[Request], Any], poller: RequestPoller) -> None:
     request = Request("one")
     call = make_call(request)
     call.answer(text(b"done"))
-    _triton.cancel_requests("one")
+    poller.cancel("one")
     assert texts_of(request.sender.sent) == [b"done"]
 
 
@@ -157,13 +160,11 @@ def test_after_the_answer_the_sender_is_not_asked_again(make_call: Callable[[Req
     del other_call
 
 
-def test_nobody_is_asked_while_no_call_is_open(make_call: Callable[[Request], Any]) -> None:
-    from hf_triton.triton_backend import request as _triton
-
+def test_nobody_is_asked_while_no_call_is_open(make_call: Callable[[Request], Any], poller: RequestPoller) -> None:
     for _ in range(3):
         call = make_call(Request())
         call.refuse(CancelledError())
-    wait_until(lambda: not _triton._cancel_watch._open)
+    wait_until(lambda: not poller.num_open)
     request = Request()
     call = make_call(request)  # and it wakes up again
     wait_until(lambda: request.sender.num_asked > 0)
@@ -218,7 +219,7 @@ def test_many_threads_send_one_answer(make_call: Callable[[Request], Any]) -> No
 
         def race(call: Any = call, barrier: threading.Barrier = barrier) -> None:
             barrier.wait()
-            call.watch()
+            call.poll()
             call.refuse(HfTritonError("internal", "race"))
 
         threads = [threading.Thread(target=race) for _ in range(4)]
@@ -336,8 +337,10 @@ def test_a_part_that_does_not_fit_ends_the_answer_with_an_error(make_call: Calla
 
 
 def test_a_line_that_the_log_does_not_take_stops_nobody(capsys: pytest.CaptureFixture[str]) -> None:
-    with stand_in(response_before_25_02) as door:
-        handler = door._TritonHandler()  # and Triton's log is not there either
+    with stand_in(response_before_25_02):
+        handler = importlib.import_module(
+            "hf_triton.triton_backend.process"
+        ).TritonLogHandler()  # and Triton's log is not there either
         for line, arguments in (("fine", ()), ("%d rows", ("no number",))):
             handler.emit(logging.LogRecord("folder", logging.INFO, __file__, 1, line, arguments, None))
     assert "Logging error" in capsys.readouterr().err
@@ -353,10 +356,10 @@ def test_a_server_is_known_to_take_parameters_or_not() -> None:
             assert door.takes_response_parameters() == takes_them
 
 
-def test_parameters_go_with_the_last_response_alone() -> None:
+def test_parameters_go_with_the_last_response_alone(poller: RequestPoller) -> None:
     with stand_in(Response) as door:
         request = Request()
-        call = door.TritonRequest(request)
+        call = door.TritonRequest(request, poller)
         call.add(text(b"one"))
         call.answer(text(b"two"), {"queue_time_us": 2**40})
         [part], [last] = request.sender.parts, request.sender.sent
@@ -365,10 +368,10 @@ def test_parameters_go_with_the_last_response_alone() -> None:
     assert last.error is None
 
 
-def test_an_error_has_none_and_is_what_it_was() -> None:
+def test_an_error_has_none_and_is_what_it_was(poller: RequestPoller) -> None:
     with stand_in(Response) as door:
         request = Request()
-        door.TritonRequest(request).refuse(UnavailableError("queue_full", "x"))
+        door.TritonRequest(request, poller).refuse(UnavailableError("queue_full", "x"))
     [sent] = request.sender.sent
     assert (sent.error.message, sent.error.code, sent.parameters()) == ("queue_full: x", 1, "{}")
 
