@@ -149,7 +149,6 @@ class ModelSettings(BaseModel):
     1, 4 and 16 rows, and packs those that are faster; two starts may choose differently. Packed weights round
     differently, and take memory that unpacked ones share with the page cache."""
 
-
     generation_defaults: dict[str, Any] = {}
     """Defaults of generation parameters, as JSON: `{"temperature": 0.7, "top_p": 0.9}`. Not for parameters of a whole
     request: `stream` and `exclude_input_in_output` are settings, and `return_logprobs` and the like have no default."""
