@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine's forms of attention save: `python benchmarks/attention.py`.
+"""Decode attention on a CPU, with and without our forms of it: `python benchmarks/attention.py`.
 
 Milliseconds of a decoding step of models as wide as Falcon-7B (71 heads, one of keys and values), Llama-2-7B (32 and
-32) and Llama-3-8B (32 and 8), with few layers and random weights, as transformers has it and with
-`hf_triton/runner/attention.py`, in turn; the least of each counts, as the machines are shared. The rows have between a
-tenth of the columns and all of them.
+32) and Llama-3-8B (32 and 8), with few layers and random weights: as transformers has it and with
+`hf_triton/runner/cpu/attention.py`, in turn. The minimum of each counts, because machines are shared. The sequences
+have between a tenth of the columns and all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES = (
 
 
 def build_model(name: str, num_layers: int, dtype: torch.dtype) -> Any:
-    """One of the models but for its number of layers and its vocabulary, packed as the server does."""
+    """One of the models with fewer layers and a smaller vocabulary, packed as the server packs it."""
     torch.manual_seed(0)
     config: PretrainedConfig
     if name == "falcon":
@@ -54,7 +54,7 @@ def build_model(name: str, num_layers: int, dtype: torch.dtype) -> Any:
 
 
 class Steps:
-    """Running rows, and the seconds of their steps."""
+    """Running sequences, and the seconds of their steps."""
 
     def __init__(self, model: Any, rows: int, columns: int, *, is_fast: bool) -> None:
         forward, source = Forward(model), random.Random(0)
@@ -76,10 +76,16 @@ class Steps:
 
 @click.command()
 @click.option(
-    "--layers", type=click.IntRange(1), default=2, show_default=True, help="Of the model; all have 32 in full."
+    "--layers",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="Layers of each model; the real ones have 32.",
 )
-@click.option("--columns", type=click.IntRange(10), default=300, show_default=True, help="Tokens of the longest row.")
-@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Of each way.")
+@click.option(
+    "--columns", type=click.IntRange(10), default=300, show_default=True, help="Tokens of the longest sequence."
+)
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Repetitions of each way.")
 @click.option("--threads", default=2, show_default=True, help="Threads of torch.")
 def main(layers: int, columns: int, steps: int, threads: int) -> None:
     """Measure, and print a table."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stream door costs beside a folder that streams by itself: `python benchmarks/door.py`.
+"""A stream door beside a folder that streams by itself: `python benchmarks/door.py`.
 
-One server, one tiny checkpoint, two ways to stream it over `/generate_stream`: `direct` is decoupled, `door` goes
-through `plain_stream` to the engine in `plain`. The two take turns; the ratio is door to direct within a round, and its
-median is shown with its quartiles, because machines are shared and noisy. The checkpoint's steps take a millisecond or
-so: for a model of any use the share of the cost is smaller.
+One server, one tiny checkpoint, two ways to stream over `/generate_stream`: `direct` is decoupled, `door` goes through
+`plain_stream` to the engine in `plain`. The two take turns; the ratio is door to direct within a round, and its median
+is shown with its quartiles, because machines are shared and noisy. A step of the checkpoint takes about a millisecond:
+for a useful model the share of the cost is smaller.
 
     tokens/s  16 streams of 64 tokens at a time, 64 streams in all
-    first ms  from a request to the first token of a stream that is alone
-    whole ms  from a request to the end of a stream of 32 tokens that is alone
+    first ms  from a request to the first token of a lone stream
+    whole ms  from a request to the end of a lone stream of 32 tokens
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from folders import ROOT, make_folder, save, take_turns
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 
 WAYS = {"direct": "direct", "door": "plain_stream"}
-"""A way's name in the table, and the folder that is asked."""
+"""A way's name in the table, and its folder."""
 WIDTH, NUM_STREAMS = 16, 64
 ALONE = 20
 

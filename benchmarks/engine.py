@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The continuous engine beside `model.generate` and a bare forward loop, in one process and one run: `make bench`.
 
-A Llama of 34 million random parameters (float32, eos off, so that lengths are exact). All figures are useful tokens a
-second by the clock; what counts is their ratio within a round, because machines are shared and noisy.
+A Llama of 34 million random parameters (float32, eos off, so that lengths are exact). All figures are useful tokens per
+second of wall time; what counts is their ratio within a round, because machines are shared and noisy.
 
     equal   16 requests at a time, 32 prompt tokens, 32 new ones
-    mixed   64 requests, 8-128 prompt tokens, 8-192 new ones, in arrival order, 16 or 32 at a time
+    mixed   64 requests, 8-128 prompt tokens, 8-192 new ones, in order of arrival, 16 or 32 at a time
     single  one request of 128 new tokens, alone
 
-`generate` runs padded batches in arrival order, each as long as its longest request. `bare` is a loop of nothing but
-the model's forward and an argmax, as many rows wide and columns long as the engine's steps were on average; it reads
-no prompts. Both run the model as transformers loads it. The engine runs it as the server does, with packed linear
-layers (`hf_triton/runner/packing.py`), and so do `generate, packed` and `bare, packed`, which no engine beats.
-`bare, packed, prompts` adds the time of reading each prompt by itself.
+`generate` runs padded batches in order of arrival, each as long as its longest request. `bare` is a loop of the model's
+forward and an argmax, as wide and as long as the engine's steps were on average, without prefill. Both run the model as
+transformers loads it. The engine runs it as the server does, with packed linear layers
+(`hf_triton/runner/cpu/packing.py`), and so do `generate, packed` and `bare, packed`, the upper bound of any engine.
+`bare, packed, prompts` adds the time to prefill each prompt by itself.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import random
 import statistics
 import time
@@ -31,6 +30,7 @@ from typing import Any, TypeVar
 import click
 import torch
 import transformers
+from folders import processor
 from inside import Request, roll
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -130,7 +130,7 @@ def bare_step_s(model: LlamaForCausalLM, rows: int, columns: int) -> float:
 
 @torch.inference_mode()
 def reading_s(model: LlamaForCausalLM, requests: list[Request]) -> float:
-    """Seconds of reading every prompt by itself."""
+    """Seconds to prefill every prompt by itself."""
     started = time.perf_counter()
     for prompt, _ in requests:
         model(input_ids=torch.tensor([prompt]), **{cache_name(model): DynamicCache()}, logits_to_keep=1)
@@ -138,7 +138,7 @@ def reading_s(model: LlamaForCausalLM, requests: list[Request]) -> float:
 
 
 def apart(work: Callable[[], Result]) -> Result:
-    """Do some work in a thread that ends: OpenMP's threads go with it, and do not slow down those of the next work."""
+    """Run work in a thread that ends, so that its OpenMP threads end too and do not slow down the next work."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
 
@@ -150,7 +150,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Request], width: int) -> dict[str, float]:
-    """One round of one case: tokens a second of each way.
+    """One round of one case: tokens per second of each way.
 
     Args:
         plain: The model as transformers loads it.
@@ -168,7 +168,7 @@ def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Req
         engine.close()
     num_tokens = sum(count for _, count in requests)
     rows, columns = statistics.mean(widths.rows), statistics.mean(widths.columns)
-    # The engine's first token of every text comes from reading its prompt, without a step.
+    # The first token of every sequence comes from prefill, without a step.
     num_steps = (num_tokens - len(requests)) / rows
     plain_bare_s = num_steps * apart(lambda: bare_step_s(plain, round(rows), round(columns)))
     bare_s = num_steps * apart(lambda: bare_step_s(model, round(rows), round(columns)))
@@ -185,7 +185,7 @@ def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Req
 
 
 def table(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """By case: each way's median tokens a second, and the medians of the rounds' ratios."""
+    """By case: each way's median tokens per second, and the medians of the rounds' ratios."""
     rows: dict[str, dict[str, float]] = {}
     for case in rounds[0]:
         figures = [each[case] for each in rounds]
@@ -203,7 +203,7 @@ def table(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, floa
 
 
 def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
-    """Bars of tokens a second, a group for each case."""
+    """Bars of tokens per second, a group for each case."""
     from matplotlib.figure import Figure
 
     ways = ("generate", "generate, packed", "continuous", "bare", "bare, packed, prompts", "bare, packed")
@@ -242,7 +242,7 @@ def main(rounds: int, threads: int, out: Path | None) -> None:
         print(f"{name:34}" + "".join(f"{row[name]:>12.{digits}f}" for row in rows.values()))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": threads}
+        machine = {"cpu": processor(), "cores": os.cpu_count(), "threads": threads}
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         content = {"machine": machine, "versions": versions, "medians": rows, "rounds": figures}
         (out / "engine.json").write_text(json.dumps(content, indent=1))

@@ -18,6 +18,11 @@ Figures = dict[str, list[dict[str, float]]]
 """By case, a figure of each way for each round."""
 
 
+def processor() -> str:
+    """The processor's architecture and the instruction set that torch uses: `x86_64 AVX512`."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
 def make_folder(repository: Path, name: str, checkpoint: Path, config: str = "", **settings: object) -> None:
     """A folder like falcon7b/ for another checkpoint.
 
@@ -54,10 +59,10 @@ def take_turns(cases: Iterable[str], ways: Sequence[str], rounds: int, take: Cal
 
 
 def save(figures: Figures, out: Path) -> None:
-    """Write the figures as JSON, with what they were measured on."""
+    """Write the figures as JSON, with the machine and the versions."""
     versions = {
         "torch": torch.__version__,
-        "cpu": platform.processor(),
+        "cpu": processor(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
     }
     out.write_text(json.dumps({"versions": versions, "rounds": figures}, indent=1))

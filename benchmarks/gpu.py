@@ -3,15 +3,15 @@
 
     python benchmarks/gpu.py --model llama-2-7b --model falcon-7b --out figures/
 
-Models have their real shapes and random weights, made on the device: nothing is downloaded. Every text has the same
-number of prompt tokens and of new ones, greedy, and no end token. Figures are tokens a second of one run after another
-that warms up:
+Models have their real shapes and random weights, made on the device: nothing is downloaded. All sequences have the same
+number of prompt tokens and of new ones, greedy, without an end token. Figures are tokens per second of a second run,
+after one that warms up:
 
-    engine     all texts submitted at once, prompts read and texts written
+    engine     all sequences submitted at once, prefill and decoding
     generate   the same by `model.generate`, eager
     paged      the same by `model.generate_batch`, transformers' continuous batching
-    decode     the engine's steps alone, model and sampler, while all texts run
-    bound      what `decode` could be at most: weights and keys and values read once a step, at the bandwidth of a copy
+    decode     the engine's steps alone, model and sampler, while all sequences run
+    bound      the maximum of `decode`: weights, keys and values read once per step, at the bandwidth of a copy
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NO_END: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token
 
 
 def configs() -> dict[str, PretrainedConfig]:
-    """The models' own settings, as their `config.json` has them."""
+    """The models' own configs, as in their `config.json`."""
     return {
         "llama-2-7b": LlamaConfig(
             vocab_size=32000,
@@ -91,7 +91,7 @@ def finish(device: torch.device) -> None:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of a second run."""
+    """Seconds of a second run; the first warms up."""
     work()
     finish(device)
     started = time.perf_counter()
@@ -113,7 +113,7 @@ def bytes_per_s(device: torch.device) -> float:
 
 
 def weight_bytes(model: Any) -> int:
-    """Of the parameters that a step reads whole: all but the input embedding, of which it reads a few lines."""
+    """Bytes of the parameters that a step reads: all but the input embedding, of which it reads a few rows."""
     embedding = model.get_input_embeddings().weight
     is_tied = model.get_output_embeddings().weight is embedding
     total = sum(each.numel() * each.element_size() for each in model.parameters())
@@ -121,13 +121,13 @@ def weight_bytes(model: Any) -> int:
 
 
 class Steps:
-    """Stands in for the engine's decoder: when full steps begin, and what they read of keys and values."""
+    """Replaces the engine's decoder: records when full steps begin, and what they read of keys and values."""
 
     def __init__(self, engine: ContinuousBatchingEngine) -> None:
         self._decoder = engine._decoder
         self.is_static = self._decoder.is_static
         self.full = 0
-        """Rows of a step that counts."""
+        """Sequences in a step that counts."""
         self.intervals_s: list[float] = []
         self.read_bytes: list[int] = []
         self._last_s: float | None = None
@@ -224,12 +224,12 @@ def measure(name: str, device: torch.device, sizes: list[int], lengths: tuple[in
             release(device)
             try:
                 whole_s = seconds(lambda run=run, prompts=prompts: run(model, prompts, num_new), device)  # type: ignore[misc]
-            except Exception as error:  # no memory, no such method, no kernel for this device
+            except Exception as error:  # out of memory, no such method, no kernel for this device
                 missing[f"{way} {size}"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             else:
                 rows[size][way] = size * num_new / whole_s
             if way == "paged" and hasattr(model, "destroy_cached_continuous_batching_manager"):
-                model.destroy_cached_continuous_batching_manager()  # it was made for this batch
+                model.destroy_cached_continuous_batching_manager()  # it was built for this batch
     for row in rows.values():
         for way, base in (("engine", "generate"), ("engine", "paged"), ("decode", "bound")):
             if base in row:

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid models with continuous batching beside `generate`, a batch at a time: `python benchmarks/hybrid.py`.
+"""Hybrid models in the continuous engine beside the batch engine: `python benchmarks/hybrid.py`.
 
 64 requests of mixed lengths (`mixed` of `engine.py`), 16 in flight, to models of 24 to 39 million random parameters in
-float32 with packed linear layers: one of convolutions, one of state space and one of linear attention layers, three of
-four; the fourth is attention. Falcon-Mamba is state space of Mamba's first kind throughout, whose prompts are read at
-once, and some of whose layers cannot be packed. Useful tokens a second by the clock, in one run; what counts is the
-ratio. `batch` is the engine that takes up to 16 waiting requests and runs `generate` to the end of the longest.
+float32 with packed linear layers: three of four layers are convolutions, state space or linear attention; the fourth is
+attention. Falcon-Mamba is state space of Mamba's first kind throughout, prefills each prompt at once, and has layers
+that cannot be packed. Useful tokens per second of wall time in one run; what counts is the ratio. `batch` is the engine
+that takes up to 16 waiting requests and runs `generate` to the end of the longest.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ import click
 import torch
 import transformers
 from engine import VOCABULARY, build_requests
+from folders import processor
 from inside import roll
 
 from hf_triton.engine.choose import EngineName, build_engine
@@ -84,7 +84,7 @@ def build(name: str) -> Any:
 
 
 def measure(model: Any, wanted: EngineName, num_requests: int) -> float:
-    """Useful tokens a second."""
+    """Useful tokens per second."""
     requests = build_requests()["mixed"][:num_requests]
     engine = build_engine(
         model,
@@ -122,7 +122,7 @@ def main(rounds: int, requests: int, out: Path | None) -> None:
         print(f"{name:<16}{batch:>9.1f}{continuous:>9.1f}{ratio:>8.2f}", flush=True)
         figures[name] = found
     if out is not None:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cpu": platform.processor()}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cpu": processor()}
         out.write_text(
             json.dumps({"versions": versions, "threads": torch.get_num_threads(), "rows": figures}, indent=1)
         )

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model folder's model.py that also runs its engine by itself, inside the server's process.
+"""A model folder's model.py that also runs its engine alone, inside the server's process.
 
-Two processes that run one model differ by some percent in speed, each time in another way, by where its weights come to
-lie in memory: more than the way through the server takes. So the way is measured against the engine at its end.
+Two processes that run one model differ in speed by some percent, each time in another way, because their weights lie
+elsewhere in memory: more than the server costs. So the server is measured beside the engine in its own process.
 
-A request of the id `inside` says in its `text_input` what to run, as JSON: `{"requests": [[[1, 2], 8]], "width": 16}`.
-These are prompts' tokens and how many new ones to write, `width` of them in flight. The answer is the seconds that they
-took.
+A request with the id `inside` says in its `text_input` what to run, as JSON:
+`{"requests": [[[1, 2], 8]], "width": 16}`. Each request is a prompt's tokens and the number of new ones; `width`
+requests are in flight. The response is the seconds that they took.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_triton.tasks.text_generation.sender import InferenceRequest, ResponseCon
 INSIDE = "inside"
 
 Request = tuple[list[int], int]
-"""A prompt's tokens, and how many new ones to write."""
+"""A prompt's tokens, and the number of tokens to generate."""
 
 
 def roll(engine: Engine, requests: list[Request], width: int) -> None:
@@ -50,7 +50,7 @@ def roll(engine: Engine, requests: list[Request], width: int) -> None:
 
 
 class TritonPythonModel(hf_triton.TritonPythonModel):
-    """Serves, and runs its engine by itself for requests of the id `inside`."""
+    """Serves, and runs its engine alone for requests with the id `inside`."""
 
     def _take(self, call: InferenceRequest, outlet: ResponseConfig) -> None:
         if call.request_id == INSIDE:

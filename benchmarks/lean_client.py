@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that costs next to nothing, where it shares a few cores with the server that is measured.
+"""A client that costs next to nothing, for measurements in which it shares a few cores with the server.
 
-Requests are written before the clock starts, and answers are read as they come and looked at when it has stopped.
+Requests are written before the clock starts; responses are read as they come and checked after the clock has stopped.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from typing import cast
 
-LAST_CHUNK = b"\r\n0\r\n\r\n"  # Triton sends answers and errors in chunks
+LAST_CHUNK = b"\r\n0\r\n\r\n"  # Triton sends responses and errors in chunks
 TIMEOUT_S = 600
 
 
 class LostAnswerError(Exception):
-    """A request that was not answered as asked."""
+    """A response is missing or wrong."""
 
 
 class LeanClient:
@@ -34,7 +34,7 @@ class LeanClient:
         self._sockets: list[socket.socket] = []
 
     def close(self) -> None:
-        """An open connection would hold up the server's end."""
+        """Close the connections: an open one delays the server's exit."""
         for each in self._sockets:
             each.close()
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What running texts notice of a long prompt: `python benchmarks/long_prompt.py`.
+"""What a long prompt does to running sequences: `python benchmarks/long_prompt.py`.
 
-Four texts of 300 tokens are being written when a prompt of 8,000 tokens arrives. It is read in one piece, in pieces of
-512 tokens, and in the engine's own, which get shorter as the attention gets longer, in the same run, and the gaps
-between two tokens of a running text are measured. Wall time, which a busy machine disturbs, but for `cpu`. The model is
-that of `engine.py`.
+Four sequences of 300 tokens are decoding when a prompt of 8,000 tokens arrives. It is prefilled at once, in chunks of
+512 tokens, and in the engine's own chunks, which get shorter as attention gets longer, in the same run. Measured are
+the gaps between two tokens of a running sequence. Wall time, which a busy machine disturbs, except for `cpu`. The model
+is that of `engine.py`.
 
-    longest  the longest gap between two tokens of a running text, seconds
+    longest  the longest gap between two tokens of a running sequence, seconds
     cpu      the longest gap in CPU seconds of the engine's thread
-    reading  the median gap from the prompt's arrival to its first token; none where no text got a token meanwhile
+    reading  the median gap during the prefill; none if no sequence got a token meanwhile
     median   the median gap of the whole run
     first    from the prompt's arrival to its first token, seconds
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import platform
 import random
 import statistics
 import threading
@@ -32,6 +31,7 @@ import click
 import torch
 import transformers
 from engine import VOCABULARY, build_packed_model
+from folders import processor
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Outcome, SequenceGroup
@@ -42,14 +42,14 @@ from hf_triton.sampling.params import SamplingParams
 NUM_ROWS = 4
 NUM_TOKENS = 300
 NUM_TOKENS_BEFORE = 50
-"""Of each running text, when the long prompt arrives."""
+"""Tokens of each running sequence when the long prompt arrives."""
 PROMPT_TOKENS = 8000
 WAIT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One run's."""
+    """Gaps of one run."""
 
     pieces: str
     longest_s: float
@@ -60,7 +60,7 @@ class Figures:
 
 
 class Text:
-    """A text being written, and when its tokens came."""
+    """A running sequence, and when its tokens came."""
 
     def __init__(self, prompt: list[int], max_new_tokens: int) -> None:
         self.times_s: list[float] = []
@@ -82,7 +82,7 @@ class Text:
             self._came.notify()
 
     def wait_for(self, num_tokens: int) -> None:
-        """Return when it has so many tokens.
+        """Return when the sequence has this many tokens.
 
         Raises:
             HfTritonError: It was refused.
@@ -100,7 +100,7 @@ def random_prompt(source: random.Random, length: int) -> list[int]:
 
 @contextmanager
 def pieces_of(num_tokens: int) -> Iterator[None]:
-    """Have the engine read so many tokens at a time, whoever waits."""
+    """Make the engine prefill this many tokens at a time."""
     before = device.CHUNK_SIZES["cpu"]
     device.CHUNK_SIZES["cpu"] = replace(before, alone=num_tokens, in_company=num_tokens, columns=math.inf)
     try:
@@ -161,7 +161,7 @@ def main(threads: int, out: Path | None) -> None:
             f"{row.median_s:>10.3f}{row.first_s:>10.2f}"
         )
     if out is not None:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cpu": platform.processor()}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cpu": processor()}
         figures = {"versions": versions, "threads": threads, "rows": [asdict(row) for row in rows]}
         out.write_text(json.dumps(figures, indent=1))
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counting costs: one server, two folders of one checkpoint, metrics on and off: `python benchmarks/metrics.py`.
+"""What metrics cost: one server, two folders of one checkpoint, metrics on and off: `python benchmarks/metrics.py`.
 
-Useful tokens a second by the clock, the two taking turns; the ratio is on to off within a round, and its median is
-shown with its quartiles, because machines are shared and noisy. The checkpoint is a tiny one, whose steps take a
-millisecond or so: for a model of any use the cost is smaller.
+Useful tokens per second of wall time, the two taking turns; the ratio is on to off within a round, and its median is
+shown with its quartiles, because machines are shared and noisy. A step of the tiny checkpoint takes about a
+millisecond: for a useful model the cost is smaller.
 
-    many   one request of 256 prompts, 32 new tokens each, 32 rows at a time: every row's tokens are noted
+    many   one request of 256 prompts, 32 new tokens each, 32 sequences at a time: every token is recorded
     short  256 requests of one prompt and one new token, 16 at a time: most figures for the fewest tokens
 """
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model on a CPU loses to another one of the same server: `python benchmarks/neighbours.py`.
+"""What a model on a CPU loses to another model in the same server: `python benchmarks/neighbours.py`.
 
-A Llama of 34 million parameters (`benchmarks/engine.py`), random weights, as many threads as torch takes. A text of 60
-tokens is asked for again and again; shown is its time as a multiple of what it takes alone, the median over rounds, in
-which two ways take turns: `shared` as models are served, `each alone` with models that do not see each other.
+A Llama of 34 million parameters (`benchmarks/engine.py`), random weights, torch's own number of threads. A
+completion of 60 tokens is requested again and again; shown is its time as a multiple of its time alone, the median over
+rounds in which two ways take turns: `shared` as models are served, `each alone` with models that do not see each other.
 
-    two busy  another model writes the same
-    loading   another model is being loaded; the longest text
+    two busy  another model generates the same
+    loading   another model is loading; the slowest completion
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def post(server: TritonServer, path: str, body: object) -> None:
 
 
 def ask(server: TritonServer, model: str) -> float:
-    """Seconds of a text."""
+    """Seconds of one completion."""
     began_s = time.perf_counter()
     post(server, f"models/{model}/generate", {"text_input": "w1 w2 w3", "max_new_tokens": NUM_TOKENS})
     return time.perf_counter() - began_s
 
 
 def times_of_alone(server: TritonServer, path: str, body: object) -> list[float]:
-    """Times of texts while another request to the server is answered, as multiples of one alone."""
+    """Times of completions while the server answers another request, as multiples of one alone."""
     alone_s = statistics.median(ask(server, "a") for _ in range(NUM_ALONE))
     other = threading.Thread(target=post, args=(server, path, body))
     other.start()
@@ -72,7 +72,7 @@ def two_busy(server: TritonServer) -> float:
 
 def loading(server: TritonServer) -> float:
     post(server, "repository/models/b/unload", {})
-    time.sleep(1)  # its process ends
+    time.sleep(1)  # until its process has ended
     return max(times_of_alone(server, "repository/models/b/load", {}))
 
 
@@ -91,10 +91,10 @@ def make_repository(folder: Path, checkpoint: Path, *, are_shared: bool) -> Path
 
 @click.command()
 @click.option(
-    "--rounds", default=3, show_default=True, help="In which each way is measured once, beside one to warm up."
+    "--rounds", default=3, show_default=True, help="Rounds; each way is measured once in each, after one to warm up."
 )
 def main(rounds: int) -> None:
-    """Print the times of a text beside another model."""
+    """Measure, and print a table."""
     print(f"{torch.get_num_threads()} threads; times of a text as multiples of one alone")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sharing prefixes saves, and what looking for them costs: `python benchmarks/prefixes.py`.
+"""What prefix caching saves and costs: `python benchmarks/prefixes.py`.
 
-The same requests go through an engine that shares prefixes and through one that does not, in the same run. CPU seconds
-of this process; the ratio is those without sharing to those with it. The model is that of `engine.py`. Set
-OMP_NUM_THREADS to what the server would have.
+The same requests go through an engine with a prefix cache and through one without, in the same run. CPU seconds of this
+process; the ratio is those without to those with. The model is that of `engine.py`. Set OMP_NUM_THREADS to what the
+server would have.
 
     system        32 requests, 512 prompt tokens in common and 32 of their own, 16 new ones, 8 in flight
-    conversation  8 turns, one after the other: 64 tokens more of the user's after each answer of 32
+    conversation  8 turns, one after the other: 64 more tokens of the user's after each answer of 32
     distinct      32 requests, 544 prompt tokens, nothing in common, 16 new ones, 8 in flight
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import random
 import threading
 import time
@@ -28,6 +27,7 @@ import click
 import torch
 import transformers
 from engine import VOCABULARY, build_packed_model
+from folders import processor
 from transformers.cache_utils import DynamicCache
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
@@ -42,14 +42,14 @@ Texts = list[list[int]]
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one workload, without and with sharing."""
+    """Figures of one workload, without and with the prefix cache."""
 
     requests: str
     cpu_s: tuple[float, float]
     prompt_tokens: tuple[int, int]
-    """Computed, padding counted."""
+    """Computed prompt tokens, padding included."""
     num_equal: int
-    """Texts that are the same with both; float32 rounds by the shape of the batch."""
+    """Completions that are the same with both; float32 rounds by the shape of the batch."""
     num_texts: int
 
     @property
@@ -162,7 +162,7 @@ def main(rounds: int, out: Path | None) -> None:
             f"{row.prompt_tokens[0]:>11}{row.prompt_tokens[1]:>9}{f'{row.num_equal}/{row.num_texts}':>10}"
         )
     if out is not None:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cpu": platform.processor()}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cpu": processor()}
         figures = [asdict(row) | {"ratio": row.ratio} for row in rows]
         out.write_text(
             json.dumps({"versions": versions, "threads": torch.get_num_threads(), "rows": figures}, indent=1)

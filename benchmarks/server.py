@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real server under load, and what the way through it costs beside the bare engine: `make bench`.
+"""The real server under load, and what it costs beside the bare engine: `make bench`.
 
-Random weights, eos off, one thread of torch for each process: the figures are about the serving path and this machine,
-not about a model. Every answer is checked for its length, and the command ends with status 1 if one is lost.
+Random weights, eos off, one thread of torch in each process: the figures are about the request path and this machine,
+not about a model. Every response is checked for its length, and the command ends with status 1 if one is lost.
 
 On a Llama of 3.4 million parameters:
 
@@ -12,10 +12,10 @@ On a Llama of 3.4 million parameters:
     prompts  one request of 512 prompts and 8 new tokens
 
 On the 34 million of `benchmarks/engine.py`, 32 prompt tokens, beside the engine in the same process of the same server
-(`inside.py`), which take turns in every round; ratios and differences are within a round, and their medians are shown:
+(`inside.py`), taking turns in every round; ratios and differences are within a round, and their medians are shown:
 
     overhead  tokens/s, 16 requests at a time, through the server / in the engine, 32 new tokens and 128, and 32
-              streamed; the milliseconds that the server adds to a request of 8 that is alone
+              streamed; the milliseconds that the server adds to a lone request of 8
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import asyncio
 import json
 import math
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -40,7 +39,7 @@ import click
 import torch
 import transformers
 from engine import VOCABULARY, build_model
-from folders import make_folder
+from folders import make_folder, processor
 from inside import INSIDE, Request
 from lean_client import LeanClient, LostAnswerError
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -53,7 +52,7 @@ WIDTH = 16
 NUM_PROMPT_TOKENS = NUM_NEW_TOKENS = 32
 NUM_LONG_TOKENS = 128
 MIN_PIECES = 16
-"""Of a stream, which holds several tokens in a piece where they come faster than they can be sent."""
+"""Events of a stream; one holds several tokens if they come faster than they can be sent."""
 NUM_OVERHEAD_REQUESTS = 128
 NUM_ALONE_TOKENS = 8
 NUM_ALONE = 60
@@ -61,7 +60,7 @@ NUM_ALONE = 60
 Figures = dict[str, float]
 
 
-# --- what is served --------------------------------------------------------------------------------------------------
+# --- models ----------------------------------------------------------------------------------------------------------
 
 
 def build_small_model() -> LlamaForCausalLM:
@@ -124,7 +123,7 @@ class Client:
             return content
 
     async def generate(self, model: str, text: str, num_tokens: int) -> None:
-        """One request, answered at once."""
+        """One request with one response."""
         content = await self._post(f"{model}/generate", {"text_input": text, "max_new_tokens": num_tokens})
         check(json.loads(content)["text_output"], num_tokens)
 
@@ -145,7 +144,7 @@ def check(text: str, num_tokens: int) -> None:
 
 
 class Run:
-    """Requests, their latencies in seconds, and what went wrong with them."""
+    """Requests, their latencies in seconds, and their errors."""
 
     def __init__(self) -> None:
         self.latencies: list[float] = []
@@ -176,7 +175,7 @@ class Run:
 
 
 async def at_rate(request: Callable[[int], Awaitable[None]], per_s: float, count: int) -> Run:
-    """Requests at planned times, however long the answers take."""
+    """Requests at planned times, however long the responses take."""
     run, start_s = Run(), time.perf_counter()
 
     async def ask(number: int) -> None:
@@ -225,20 +224,20 @@ def build_prompts(count: int) -> list[list[int]]:
 
 
 class Ways:
-    """To the same engine, by itself and through the server."""
+    """Ways to the same engine, alone and through the server."""
 
     def __init__(self, client: LeanClient, prompts: list[list[int]]) -> None:
         self._client = client
         self._prompts = prompts
 
     def inside_s(self, model: str, requests: list[Request], width: int) -> float:
-        """Seconds of the engine by itself."""
+        """Seconds of the engine alone."""
         asked = json.dumps({"requests": requests, "width": width})
         _, [answer] = self._client.post(f"/v2/models/{model}/generate", [{"id": INSIDE, "text_input": asked}], 1)
         return float(json.loads(answer)["text_output"])
 
     def take(self, model: str, num_tokens: int, count: int, width: int = WIDTH) -> tuple[float, float]:
-        """Seconds of the engine by itself, and through the server, streamed where the model does."""
+        """Seconds of the engine alone, and through the server, streamed if the model streams."""
         prompts = self._prompts[:count]
         inside_s = self.inside_s(model, [(prompt, num_tokens) for prompt in prompts], width)
         texts = [" ".join(f"w{token}" for token in prompt) for prompt in prompts]
@@ -254,14 +253,14 @@ class Ways:
 
 
 def text_pieces(answer: str) -> list[str]:
-    """The texts of an answer's events, or its one text."""
+    """The text of each event of a response, or its only text."""
     lines = answer.splitlines()
     events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")] or lines
     return [json.loads(event)["text_output"] for event in events]
 
 
 def overhead(ways: Ways, count: int) -> Figures:
-    """One round: each way beside the engine of its folder."""
+    """One round: each way beside its folder's engine."""
     inside_s, served_s = ways.take("plain", NUM_NEW_TOKENS, count)
     long_inside_s, long_served_s = ways.take("plain", NUM_LONG_TOKENS, count // 2)
     stream_inside_s, streamed_s = ways.take("streamed", NUM_NEW_TOKENS, count)
@@ -282,13 +281,13 @@ def overhead(ways: Ways, count: int) -> Figures:
 
 
 async def measure_load(server: TritonServer) -> dict[str, Run]:
-    """By case."""
+    """Figures by case."""
     async with Client(server) as client:
         return await load_cases(client)
 
 
 def measure_overhead(server: TritonServer, rounds: int) -> list[Figures]:
-    """By round; the first, which warms up, is left out."""
+    """Figures by round, without the first, which warms up."""
     client = LeanClient(server.http_url)
     try:
         ways = Ways(client, build_prompts(NUM_OVERHEAD_REQUESTS))
@@ -332,7 +331,7 @@ def main(rounds: int, out: Path | None) -> None:
     print("\nload average " + ", ".join(f"{when} {load[0]:.1f}" for when, load in loads.items()))
     errors = {name: dict(run.errors) for name, run in runs.items() if run.errors}
     if out is not None:
-        machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "load average": loads}
+        machine = {"cpu": processor(), "cores": os.cpu_count(), "load average": loads}
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         content = {"machine": machine, "versions": versions, "cases": cases, "errors": errors}
         out.mkdir(parents=True, exist_ok=True)

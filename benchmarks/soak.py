@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of all kinds against the real server, and what its processes hold meanwhile: `make soak`.
+"""Requests of all kinds against the real server, and the memory of its processes: `make soak`.
 
-16 clients send, in an order that a seed gives: greedy and sampled texts of many lengths, requests of several prompts,
-streams, streams that are left after their first event, gRPC requests that are cancelled, and requests that are refused.
-The resident memory (RSS) of the server and of each model's stub is sampled; the first half of the requests warms
-them up. Exit status 1:
+16 clients send, in an order that a seed gives: greedy and sampled requests of many lengths, requests of several
+prompts, streams, streams that are closed after their first event, gRPC requests that are cancelled, and requests that
+are refused. The resident memory (RSS) of the server and of each model's stub is sampled; the first half of the requests
+warms them up. Exit status 1:
 
-- an answer is lost, or not the one that its kind has;
-- the answer to one prompt, asked before and after, has changed;
-- something is still in work at the end;
+- a response is lost, or is not what its kind expects;
+- the response to one prompt, requested before and after, has changed;
+- a request is still in flight at the end;
 - a process grew after the warm-up by more than `ALLOWED_KIB` and `ALLOWED_BYTES_PER_REQUEST` for every request.
 """
 
@@ -42,21 +42,21 @@ ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 16
 TIMEOUT_S = 60.0
 CANARY = {"text_input": "The canary sings", "max_new_tokens": 16}
-MAX_CACHE_TOKENS = 4096  # key/value memory that the prefixes fill within the warm-up
+MAX_CACHE_TOKENS = 4096  # a KV cache that the prefix cache fills within the warm-up
 
 ALLOWED_KIB = 4096
 """Single steps of up to some MiB were seen in 1,000 requests, up and down."""
 ALLOWED_BYTES_PER_REQUEST = 512
-"""A leak goes on for ever, and what leaks is a request's Python objects and texts, some KiB: at 20,000 requests every
-leak of 1 KiB a request is found. The second 10,000 of 20,000 took 2.2 and 4.6 MiB, less with every thousand; a run of a
-few thousand fails, because the heap and oneDNN's code for sizes not met before still grow then.
+"""A leak never ends, and leaks a request's Python objects and strings, some KiB: 20,000 requests show every leak of
+1 KiB per request. The second 10,000 of 20,000 took 2.2 and 4.6 MiB, less with every thousand; a run of a few thousand
+fails, because the heap and oneDNN's code for new sizes still grow then.
 """
 
 Kind = Callable[["Client", random.Random], None]
 
 
 class WrongAnswerError(Exception):
-    """A request that was not answered as its kind is."""
+    """A response is not what its kind of request expects."""
 
 
 class Client:
@@ -67,7 +67,7 @@ class Client:
         self._grpc = grpcclient.InferenceServerClient(server.grpc_url)
 
     def close(self) -> None:
-        """An open connection would hold the server's exit."""
+        """Close the connections: an open one delays the server's exit."""
         self._http.close()
         self._grpc.close()
 
@@ -77,7 +77,7 @@ class Client:
             return answer.status, answer.read()
 
     def leave(self, path: str, body: object) -> None:
-        """Read the first line of the answer and close the connection."""
+        """Read the first line of the response and close the connection."""
         self._http.request("POST", f"/v2/models/{path}", json.dumps(body), {"Content-Type": "application/json"})
         with self._http.getresponse() as answer:
             line = answer.readline()
@@ -86,7 +86,7 @@ class Client:
             raise WrongAnswerError(f"no event: {line[:200]!r}")
 
     def cancel(self, text: str, num_tokens: int, after_s: float) -> None:
-        """Ask over gRPC, and cancel; the call has to end."""
+        """Send over gRPC, and cancel; the call has to end."""
         is_over = threading.Event()
         tensor = grpcclient.InferInput("text_input", [1], "BYTES")
         tensor.set_data_from_numpy(np.array([text.encode()], dtype=np.object_))
@@ -99,7 +99,7 @@ class Client:
             raise WrongAnswerError("a cancelled call did not end")
 
 
-# --- the kinds of requests -------------------------------------------------------------------------------------------
+# --- kinds of requests -----------------------------------------------------------------------------------------------
 
 
 def expect(answer: tuple[int, bytes], status: int = 200) -> bytes:
@@ -166,14 +166,14 @@ SHARES: dict[Kind, int] = {
     refused: 10,
     broken: 5,
 }
-"""Of a hundred requests."""
+"""How many of a hundred requests."""
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
 class Soak:
-    """Sends requests of all kinds and counts their ends."""
+    """Sends requests of all kinds and counts their outcomes."""
 
     def __init__(self, server: TritonServer, seed: int) -> None:
         self._server = server
@@ -219,7 +219,7 @@ def resident_kib(server: TritonServer) -> dict[str, int]:
 
 
 def in_work(server: TritonServer) -> float:
-    """Requests without an answer and running texts, of all models."""
+    """Requests in flight and running sequences, of all models."""
     with urllib.request.urlopen(server.metrics_url, timeout=10) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     names = ("hf_triton_requests_in_flight", "hf_triton_prompts_waiting", "hf_triton_rows_running")
@@ -242,7 +242,7 @@ def sing(server: TritonServer) -> str:
 
 
 def build_repository(scratch: Path) -> Path:
-    """`plain` answers at once, `streamed` piece by piece."""
+    """`plain` answers with one response, `streamed` with several."""
     checkpoint = build_tiny_checkpoint(scratch / "checkpoint", "llama", eos_token_id=None)
     repository = scratch / "repository"
     make_folder(repository, "plain", checkpoint, max_cache_tokens=MAX_CACHE_TOKENS)
@@ -264,11 +264,11 @@ def judge(samples: list[dict[str, int]], num_requests: int) -> list[str]:
 
 @click.command()
 @click.option("--requests", default=20_000, show_default=True, help="How many requests to send.")
-@click.option("--samples", default=20, show_default=True, help="How often to look at the memory.")
+@click.option("--samples", default=20, show_default=True, help="How often to sample the memory.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for soak.json.")
 def main(requests: int, samples: int, seed: int, out: Path | None) -> None:
-    """Send, and print what the processes hold."""
+    """Send, and print the memory of the processes."""
     with tempfile.TemporaryDirectory() as scratch:
         repository = build_repository(Path(scratch))
         with TritonServer(repository, environment={"OMP_NUM_THREADS": "1"}, exit_on_error=True) as server:
