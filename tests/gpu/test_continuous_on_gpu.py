@@ -24,6 +24,7 @@ from tests.support.reference import solo_ids
 from tests.support.running_texts import Texts, prompts, schedule
 from tests.support.simulated_gpu import HAS_GPU, Device
 
+pytestmark = pytest.mark.full
 MODELS = ("llama", "falcon", "gemma3", "mistral-window", "phi3", "gpt-bigcode", "stablelm", "starcoder2")
 NOT_CAPTURED = (
     "gpt-neo",  # its local layers take the newest column to be the last one

@@ -31,6 +31,7 @@ from tests.support.running_texts import prompts
 from tests.support.sampling import ONE_BY_ONE, VOCABULARY, Text
 from tests.support.simulated_gpu import CAPTURE, HAS_GPU, Device
 
+pytestmark = pytest.mark.full
 PLANS = {
     "greedy": SamplingParams(40),
     "drawn": SamplingParams(40, do_sample=True, temperature=0.8, top_k=20, top_p=0.9, seed=3),

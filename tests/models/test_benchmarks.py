@@ -67,6 +67,7 @@ def test_the_gpu_benchmark_says_what_is_missing(benchmark: ModuleType, monkeypat
     assert "no paged 2: RuntimeError: it takes all memory of a CPU" in output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("benchmark", ["hybrid"], indirect=True)
 def test_hybrid_models_are_measured_in_both_engines(benchmark: ModuleType) -> None:
     lines = run(benchmark, "--rounds 1 --requests 2").splitlines()
@@ -86,6 +87,7 @@ def test_the_benchmark_of_linear_layers_has_all_ways(benchmark: ModuleType, monk
         assert min(ratios) > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("benchmark", ["attention"], indirect=True)
 def test_the_attention_benchmark_has_both_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "ROWS", (2,))

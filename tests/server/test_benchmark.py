@@ -4,6 +4,7 @@
 import contextlib
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -57,3 +58,10 @@ def test_a_lost_answer_is_no_figure(benchmark: ModuleType, tmp_path: Path) -> No
         ):
             with pytest.raises(benchmark.LostAnswerError, match="memory_exceeded"):
                 post(body)
+
+
+@pytest.mark.full
+def test_short_soak() -> None:
+    options = ["--requests", "2000", "--samples", "4", "--allowed-kib", str(64 << 10)]
+    run = subprocess.run([sys.executable, FOLDER / "soak.py", *options], capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout + run.stderr

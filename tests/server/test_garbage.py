@@ -9,6 +9,7 @@ import pytest
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, generate, post
+from tests.support.engines import ENGINES
 
 MODEL = """import gc, json
 from collections import Counter
@@ -50,7 +51,7 @@ REQUESTS: dict[str, dict[str, object]] = {
 NUM_EACH = 4
 
 
-@pytest.mark.parametrize("engine", ["continuous", "batch"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_request_that_was_answered_is_gone(engine: str, tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")
     config = "model_transaction_policy { decoupled: true }"

@@ -3,7 +3,7 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+BASIC = ("absent", "gated", "down", "hanging", "corrupted", "pickle", "no-folder")
+"""The cases of `make test`; `make test-all` serves the others on a second server."""
 CASES = (
     Case("absent", "hub_not_found", "correct huggingface_model, or set HF_TOKEN", checkpoint=None),
     Case("refused", "hub_not_found", "set HF_TOKEN to another token", lambda hub, repo: hub.fail(401, path=repo)),
@@ -87,8 +89,8 @@ def build_checkpoints(root: Path) -> dict[str, Path]:
     return folders
 
 
-def make_trouble(hub: LoopbackHub, checkpoints: dict[str, Path]) -> None:
-    for case in CASES:
+def make_trouble(hub: LoopbackHub, checkpoints: dict[str, Path], cases: Sequence[Case]) -> None:
+    for case in cases:
         if case.checkpoint is not None:
             hub.add(repo_of(case.name), checkpoints[case.checkpoint], gated=case.is_gated)
         if case.arm is not None:
@@ -101,6 +103,7 @@ def make_trouble(hub: LoopbackHub, checkpoints: dict[str, Path]) -> None:
 
 @dataclass(frozen=True)
 class Scene:
+    cases: Sequence[Case]
     hub: LoopbackHub
     server: TritonServer
     states: dict[str, dict[str, str]]
@@ -108,36 +111,39 @@ class Scene:
     started_in_s: float
 
 
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[Scene]:
+@pytest.fixture(scope="module", params=["basic", pytest.param("others", marks=pytest.mark.full)])
+def scene(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
+) -> Iterator[Scene]:
+    cases = [case for case in CASES if (case.name in BASIC) == (request.param == "basic")]
     root = tmp_path_factory.mktemp("hub_errors")
     checkpoints, repository = build_checkpoints(root), root / "repository"
-    for case in CASES:
+    for case in cases:
         make_folder(repository, case.name, **({"huggingface_model": repo_of(case.name)} | case.settings))
     make_folder(repository, "recovers", huggingface_model=repo_of("recovers"))
     make_folder(repository, "healthy", huggingface_model=checkpoints["good"])
     with LoopbackHub() as hub:
-        make_trouble(hub, checkpoints)
+        make_trouble(hub, checkpoints, cases)
         environment = hub.environment() | {"HF_HOME": str(root / "home"), "HF_TOKEN": hub.stranger_token}
         started = time.monotonic()
         with TritonServer(repository, environment=environment, ready_timeout_s=200) as server:
             index = post(server, "/v2/repository/index", {}).json()
-            yield Scene(hub, server, {each["name"]: each for each in index}, time.monotonic() - started)
+            yield Scene(cases, hub, server, {each["name"]: each for each in index}, time.monotonic() - started)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_failing_folder_says_why_and_what_would_do(scene: Scene, case: Case) -> None:
-    state = scene.states[case.name]
-    name = case.settings.get("huggingface_model", repo_of(case.name))
-    assert state["state"] == "UNAVAILABLE"
-    assert f"{case.code}: " in state["reason"]
-    assert case.code in CODES
-    assert name in state["reason"]
-    assert case.remedy in state["reason"]
+def test_the_reason_has_a_code_the_name_and_a_remedy(scene: Scene) -> None:
+    for case in scene.cases:
+        state = scene.states[case.name]
+        name = case.settings.get("huggingface_model", repo_of(case.name))
+        assert state["state"] == "UNAVAILABLE", case.name
+        assert f"{case.code}: " in state["reason"]
+        assert case.code in CODES
+        assert name in state["reason"]
+        assert case.remedy in state["reason"]
 
 
 def test_the_code_comes_first(scene: Scene) -> None:
-    for case in CASES:
+    for case in scene.cases:
         reason = scene.states[case.name]["reason"].removeprefix("Internal: TritonModelException: ")  # Triton's own
         assert reason.startswith(f"{case.code}: ")
 
@@ -168,7 +174,7 @@ def test_everything_ends_in_a_bounded_time(scene: Scene) -> None:
 
 
 def test_a_failed_folder_can_be_asked_and_shows_nothing_inside(scene: Scene) -> None:
-    for case in CASES[:3]:
+    for case in scene.cases[:3]:
         reply = generate(scene.server, case.name, "The old harbour")
         assert reply.status in (400, 404)
         assert "Traceback" not in reply.body
@@ -184,6 +190,6 @@ def test_the_access_token_is_nowhere(scene: Scene) -> None:
 
 def test_the_log_has_every_reason(scene: Scene) -> None:
     log = scene.server.read_log()
-    for case in CASES:
+    for case in scene.cases:
         assert f"{case.code}: " in log
         assert case.remedy in log

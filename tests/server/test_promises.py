@@ -15,6 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, generate, get, infer, post
+from tests.support.engines import ENGINES
 
 # The engine knows token ids only, so a request says by its length which fault it wants.
 FAILS, IS_FATAL, IS_SLOW, IS_DROPPED = 13, 17, 19, 23
@@ -66,7 +67,7 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
 """
 
 
-@pytest.fixture(scope="module", params=["continuous", "batch"])
+@pytest.fixture(scope="module", params=ENGINES)
 def repository(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
 ) -> Path:

@@ -13,6 +13,7 @@ import torch
 from hf_triton.testing import TritonServer
 from tests.support.chat import CHAT, build_chat_checkpoint
 from tests.support.client import generate, generate_stream, infer, post
+from tests.support.engines import ENGINES
 from tests.support.paths import ROOT
 from tests.support.reference import Reference, load_reference
 
@@ -31,7 +32,7 @@ def reference(checkpoint: Path) -> Reference:
     return load_reference(checkpoint)
 
 
-@pytest.fixture(scope="module", params=["continuous", "batch"])
+@pytest.fixture(scope="module", params=ENGINES)
 def server(
     request: pytest.FixtureRequest,
     checkpoint: Path,

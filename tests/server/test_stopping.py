@@ -15,6 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, generate, infer
+from tests.support.engines import ENGINES
 from tests.support.slow_model import slow_model
 
 STEP_S = 0.1
@@ -23,7 +24,7 @@ PROMPT, OTHER_PROMPT = "The canary sings", "Where does the river go"
 NUM_TOKENS = 60
 
 
-@pytest.fixture(scope="module", params=["continuous", "batch"])
+@pytest.fixture(scope="module", params=ENGINES)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
 ) -> Iterator[TritonServer]:

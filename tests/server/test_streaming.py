@@ -23,6 +23,7 @@ from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.chain import build_chain
 from tests.support.client import Reply, generate, generate_stream, get, infer, open_stream, post, read_events
 from tests.support.doors import pack
+from tests.support.engines import ENGINES
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL, STEP_S
 from tests.support.tokenizers import tokenizer_of
 
@@ -45,7 +46,7 @@ NUM_TOKENS = 30
 LONG_TOKENS = 230
 
 
-@pytest.fixture(scope="module", params=["continuous", "batch"])
+@pytest.fixture(scope="module", params=ENGINES)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
 ) -> Iterator[TritonServer]:

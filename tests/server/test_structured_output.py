@@ -10,6 +10,7 @@ import pytest
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, generate_stream, infer
+from tests.support.engines import ENGINES
 
 SCHEMA = {
     "type": "object",
@@ -22,7 +23,7 @@ PROMPT = "The old harbour has"
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
-@pytest.fixture(scope="module", params=["continuous", "batch"])
+@pytest.fixture(scope="module", params=ENGINES)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
 ) -> Iterator[TritonServer]:
