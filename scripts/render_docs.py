@@ -18,7 +18,7 @@ from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.ports import missing_ports
 from hf_triton.protocol.structured_output import GRAMMARS
 from hf_triton.protocol.validation import table
-from hf_triton.settings import DoorSettings, ModelSettings
+from hf_triton.settings import DoorSettings, FormerName, ModelSettings
 from hf_triton.tasks.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +34,17 @@ def parameters_table(*, guided: bool) -> str:
     extra = {name: ", also " + ", ".join(others) for name, others in aliases.items()}
     head, rule, *rows = table(GenerationParameters, extra).splitlines()
     return "\n".join([head, rule, *(row for row in rows if (row.split("`")[1] in GRAMMARS) is guided)])
+
+
+def settings_table() -> str:
+    """The settings, each with the name that it had before."""
+    former = {
+        name: f", formerly `{entry.name}`"
+        for name, field in ModelSettings.model_fields.items()
+        for entry in field.metadata
+        if isinstance(entry, FormerName)
+    }
+    return table(ModelSettings, former)
 
 
 def ports_tables() -> Mapping[str, str]:
@@ -78,7 +89,7 @@ def variables(names: Collection[str]) -> str:
 def parts() -> Mapping[str, str]:
     """The generated parts by the name in their markers."""
     return {
-        "settings": table(ModelSettings),
+        "settings": settings_table(),
         "stream door settings": table(DoorSettings),
         "parameters": parameters_table(guided=False),
         "structured output parameters": parameters_table(guided=True),
