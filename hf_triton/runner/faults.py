@@ -3,56 +3,57 @@
 
 from __future__ import annotations
 
-import dis
 import logging
+import re
+import traceback
+from typing import Final
 
 from hf_triton.errors import GenerationError, HfTritonError, UnavailableError, where
 
 logger = logging.getLogger(__name__)
 
-MEMORY_WORDS = (  # of errors that are not an OutOfMemoryError: the CPU's (Linux, Windows), CUDA's outside the allocator
+MEMORY_MESSAGES: Final = (
     "can't allocate memory",
     "not enough memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
+"""In messages of errors other than OutOfMemoryError: the CPU's (Linux, Windows), CUDA's outside the allocator."""
 
 
 def is_memory(error: Exception) -> bool:
-    """Whether the device has run out of memory."""
+    """Whether the device ran out of memory."""
     import torch
 
-    is_named_so = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return is_named_so or (_is_torch_s(error) and any(words in str(error) for words in MEMORY_WORDS))
+    is_by_type = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_by_type or (_is_torch_error(error) and any(part in str(error) for part in MEMORY_MESSAGES))
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether the device is lost: a CUDA error other than out of memory poisons its context for good."""
-    is_device_s = _is_accelerator_s(error) or (_is_torch_s(error) and "CUDA error" in str(error))
-    return is_device_s and not is_memory(error)
+    """Whether the device is lost: a CUDA error other than out of memory leaves its context unusable."""
+    is_device_error = _is_accelerator_error(error) or (_is_torch_error(error) and "CUDA error" in str(error))
+    return is_device_error and not is_memory(error)
 
 
-def _is_accelerator_s(error: BaseException) -> bool:
+def _is_accelerator_error(error: BaseException) -> bool:
     import torch
 
-    return isinstance(error, getattr(torch, "AcceleratorError", ()))  # it has that from 2.8 on
+    return isinstance(error, getattr(torch, "AcceleratorError", ()))  # new in torch 2.8
 
 
-def _is_torch_s(error: BaseException) -> bool:
-    """Whether an exception's words may be torch's about a device: others may quote what a client sent."""
-    return type(error) is RuntimeError or _is_accelerator_s(error)
+def _is_torch_error(error: BaseException) -> bool:
+    """Whether an exception has a type that torch's operators raise: only then may its message speak of a device."""
+    return type(error) is RuntimeError or _is_accelerator_error(error)
 
 
-def is_raised_by_hand(error: BaseException) -> bool:
-    """Whether a `raise` of Python made an exception, and no operation."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return place is not None and dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
+def is_raised_in_python(error: BaseException) -> bool:
+    """Whether a `raise` statement made an exception, not a torch operator; so too if the source is unavailable."""
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    return bool(frames) and "raise" in re.findall(r"\w+", frames[0].line or "raise")
 
 
 def error_outcome(error: Exception) -> HfTritonError:
-    """What to answer to the one sequence that the model failed on."""
+    """The outcome of the sequence that the model failed on."""
     import torch
 
     if is_memory(error):
@@ -67,12 +68,12 @@ def error_outcome(error: Exception) -> HfTritonError:
 
 
 def loggable(error: BaseException) -> str:
-    """What a log may hold of an exception amid requests: torch's words; those of others may quote a prompt."""
-    return described(error) if _is_torch_s(error) and not is_raised_by_hand(error) else kind(error)
+    """What a log may hold of an exception while requests run: torch's messages; any other may quote a prompt."""
+    return described(error) if _is_torch_error(error) and not is_raised_in_python(error) else kind(error)
 
 
 def described(error: BaseException) -> str:
-    """An exception's type and the beginning of its words; for those that no prompt can be in, as at load."""
+    """An exception's type and the beginning of its message, for exceptions that cannot quote a prompt, as at load."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import numpy as np
 
 from hf_triton.errors import HfTritonError, LoadError, RequestError, TritonCode, where
-from hf_triton.runner.faults import is_fatal, is_memory, is_raised_by_hand
+from hf_triton.runner.faults import is_fatal, is_memory, is_raised_in_python
 from hf_triton.sampling.types import LogitsProcessor
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def _has_text(error: HfTritonError) -> bool:
 def _is_the_engine_s(error: BaseException) -> bool:
     if isinstance(error, HfTritonError):
         return True
-    if isinstance(error, MemoryError) or (type(error) is RuntimeError and is_raised_by_hand(error)):
+    if isinstance(error, MemoryError) or (type(error) is RuntimeError and is_raised_in_python(error)):
         return False  # and not the device's, whatever words of a prompt it quotes
     return isinstance(error, Exception) and (is_memory(error) or is_fatal(error))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a failed forward is answered with, and what the log has of it: torch's words, none that may quote a prompt."""
+"""The outcome of a failed forward, and its log line: torch's messages, none that may quote a prompt."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from hf_triton.runner.faults import error_outcome
 SECRET = "a secret prompt"
 
 
-def raise_by_hand() -> None:
+def raise_in_python() -> None:
     raise RuntimeError(f"cannot write {SECRET}")
 
 
@@ -29,8 +29,12 @@ def raised_by(work: Callable[[], object]) -> Exception:
     return caught.value
 
 
-@pytest.mark.parametrize("work", [raise_by_hand, look_up, raise_another], ids=lambda work: work.__name__)
-def test_no_words_that_may_quote_a_prompt_are_logged(
+def run_without_source() -> None:
+    exec(compile(f"raise RuntimeError({SECRET!r})", "<no file>", "exec"))
+
+
+@pytest.mark.parametrize("work", [raise_in_python, look_up, raise_another], ids=lambda work: work.__name__)
+def test_messages_that_may_quote_a_prompt_are_not_logged(
     work: Callable[[], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     outcome = error_outcome(raised_by(work))
@@ -40,11 +44,17 @@ def test_no_words_that_may_quote_a_prompt_are_logged(
     assert f"in {work.__name__} (test_faults.py:" in caplog.text
 
 
-def test_torch_s_own_words_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_of_code_without_source_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    error_outcome(raised_by(run_without_source))
+    assert "(RuntimeError)" in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_messages_of_torch_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     error_outcome(raised_by(lambda: torch.zeros(2, 3) @ torch.zeros(2, 3)))
     assert "mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)" in caplog.text
 
 
-def test_want_of_memory_is_told_from_a_fault(caplog: pytest.LogCaptureFixture) -> None:
+def test_out_of_memory_is_not_a_fault(caplog: pytest.LogCaptureFixture) -> None:
     assert error_outcome(raised_by(lambda: torch.empty(1 << 50))).code == "out_of_memory"
     assert "failed" not in caplog.text
