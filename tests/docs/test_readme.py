@@ -16,7 +16,7 @@ import pytest
 from hf_triton import __version__
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.settings import load_settings
-from hf_triton.testing import TritonServer
+from hf_triton.testing import ARCHITECTURES, TritonServer
 from tests.support.client import post
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,11 +136,12 @@ def test_every_document_is_linked_from_the_readme() -> None:
     assert [path.name for path in DOCUMENTS[1:] if f"(docs/{path.name}" not in text] == []
 
 
-def test_readme_names_the_images_and_limits_in_use() -> None:
+def test_versions_and_limits_in_words_are_current() -> None:
     text = README.read_text()
     [image] = re.findall(r"tritonserver:([\d.]+)-py3", (ROOT / "Dockerfile").read_text())
     assert f"the container uses {image}" in text
     assert f"{MAX_MESSAGES:,} messages and {MAX_TOOLS} tools" in text
+    assert f"checkpoints of {len(ARCHITECTURES)} architectures" in (ROOT / "docs" / "testing.md").read_text()
 
 
 @pytest.mark.parametrize("block", blocks("protobuf"))
