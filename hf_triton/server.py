@@ -42,44 +42,45 @@ STACK_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Installation:
-    """A tritonserver binary and the Python backend that goes with it."""
+    """A tritonserver binary and its Python backend."""
 
     binary: Path
     backend_directory: Path | None
-    """Where `python/` with the backend and its stub lies; None where the server knows by itself."""
+    """The folder that holds `python/` with the backend and its stub; None if the server has a default."""
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """A folder as the server sees it."""
+    """The state of a model folder in the server."""
 
     name: str
     state: str
     """Triton's: `READY`, `LOADING`, `UNLOADING` or `UNAVAILABLE`."""
     reason: str
-    """Why it is not served; Triton's words around ours."""
+    """Why it is not served: our sentence inside Triton's message."""
 
     @property
     def sentence(self) -> str:
-        """The reason without Triton's words: `code: sentence`."""
-        text = self.reason.partition("TritonModelException: ")[2] or self.reason
-        return text.partition("\n")[0]
+        """Our sentence alone: `code: sentence`."""
+        message = self.reason.partition("TritonModelException: ")[2] or self.reason
+        return message.partition("\n")[0]
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Get a signal when the thread that started this process ends. To be called in the child."""
+    """Have the kernel send a signal to this process when the thread that started it ends; called in the child."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
 def find_tritonserver(scratch: Path) -> Installation:
-    """Find a tritonserver, the one on PATH first.
+    """Find a tritonserver: on PATH, else in the nvidia-pytriton wheel.
 
     Args:
-        scratch: A folder that lives as long as the server. The wheel carries one Python stub per Python version and
-            its own folder may be read-only, so the backend is laid out there.
+        scratch: A folder that exists as long as the server. The wheel's Python backend is assembled in it, because the
+            wheel has one stub per Python version and its own folder may be read-only.
 
     Raises:
-        ServerError: There is none, or the wheel's has no stub for this Python or cannot do with this numpy.
+        ServerError: There is no tritonserver, or the wheel's has no stub for this Python or does not work with this
+            numpy.
     """
     on_path = shutil.which("tritonserver")
     if on_path:
@@ -91,15 +92,15 @@ def find_tritonserver(scratch: Path) -> Installation:
             "there is no tritonserver on PATH and no nvidia-pytriton wheel; run `make setup`, or use the container",
         )
     root = Path(spec.origin).parent / "tritonserver"
-    return Installation(root / "bin" / "tritonserver", _lay_out_backend(root, scratch))
+    return Installation(root / "bin" / "tritonserver", _assemble_backend(root, scratch))
 
 
-def _lay_out_backend(root: Path, scratch: Path) -> Path:
+def _assemble_backend(root: Path, scratch: Path) -> Path:
     numpy = importlib.metadata.version("numpy")
     if int(numpy.partition(".")[0]) >= 2:
         raise ServerError(
             "server_not_found",
-            f"the nvidia-pytriton wheel's server breaks texts with numpy {numpy}: `pip install 'numpy<2'`",
+            f"the nvidia-pytriton wheel's server corrupts strings with numpy {numpy}: `pip install 'numpy<2'`",
         )
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = root / "python_backend_stubs" / version / "triton_python_backend_stub"
@@ -110,7 +111,7 @@ def _lay_out_backend(root: Path, scratch: Path) -> Path:
         )
     backend = scratch / "backends" / "python"
     backend.mkdir(parents=True)
-    # The stub finds its libraries through an rpath relative to where it really lies, so files are linked, not copied.
+    # Links, not copies: the stub finds its libraries through an rpath relative to its real path.
     for source in [*(root / "backends" / "python").glob("*.*"), stub]:
         (backend / source.name).symlink_to(source)
     return backend.parent
@@ -119,8 +120,8 @@ def _lay_out_backend(root: Path, scratch: Path) -> Path:
 def server_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment in which the Python stub finds this interpreter, its packages and its libpython.
 
-    The stub is linked to `libpythonX.Y.so` and takes the first `python3` on PATH for its packages. With a Python that
-    is not the distribution's own, the loader would pick the distribution's libpython, and `import ssl` fails in it.
+    The stub is linked to `libpythonX.Y.so` and uses the packages of the first `python3` on PATH. With a Python that is
+    not the distribution's own, the loader would choose the distribution's libpython, in which `import ssl` fails.
     """
     environment = dict(os.environ)
     libraries = [str(sysconfig.get_config_var("LIBDIR") or ""), environment.get("LD_LIBRARY_PATH", "")]
@@ -130,16 +131,16 @@ def server_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different TCP ports that nobody listens on."""
+    """`count` different TCP ports that are free."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [int(listener.getsockname()[1]) for listener in sockets]
 
 
 def busy_ports(ports: Sequence[int]) -> list[int]:
-    """Those of `ports` that somebody listens on already."""
+    """The ports among `ports` that are in use."""
 
     def is_busy(port: int) -> bool:
         with socket.socket() as probe:
@@ -153,34 +154,37 @@ def busy_ports(ports: Sequence[int]) -> list[int]:
     return [port for port in ports if is_busy(port)]
 
 
-def is_plain(text: str) -> bool:
-    """Whether a name or path reaches a model's process as it is: Triton starts that with a line for the shell."""
-    return shlex.quote(text) == text  # which leaves ASCII letters, digits and @%_-+=:,./ alone
+def is_shell_safe(name: str) -> bool:
+    """Whether a name or path has ASCII letters, digits and `@%_-+=:,./` only.
+
+    Triton starts a model's process through a shell, without quotes.
+    """
+    return shlex.quote(name) == name
 
 
 def _prepare_process() -> None:
-    """Runs in the new process before tritonserver does."""
+    """Runs in the new process before tritonserver."""
     die_with_parent(signal.SIGTERM)
-    # Triton's HTTP library copies a form body, which is what `curl -d` sends, to the stack (libevhtp issue 118).
+    # Triton's HTTP library copies a form body, as sent by `curl -d`, to the stack (libevhtp issue 118).
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    wanted = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
+    soft = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
 
 
 class TritonServer:
     """A tritonserver process as a context manager.
 
-    The server is told to stop when the thread that started it ends: a killed test or command leaves none behind.
+    The server gets SIGTERM when the thread that started it ends, so a killed test or command leaves no server behind.
 
     Args:
         model_repository: The folder of model folders.
         ports: HTTP, gRPC and metrics port; free ones by default.
         host: The address to listen on.
-        arguments: More tritonserver arguments, such as `["--model-control-mode=explicit"]`.
-        environment: Variables to set beside the present ones.
-        ready_timeout_s: How long models may take to load; they may be downloading.
-        exit_on_error: Whether one folder's failure ends the server; by default the other folders are served.
-        log: Where the server's output goes; a temporary file by default (`read_log` shows it).
+        arguments: Further tritonserver arguments, such as `["--model-control-mode=explicit"]`.
+        environment: Variables to set on top of the current ones.
+        ready_timeout_s: Limit for loading the models, in seconds, downloads included.
+        exit_on_error: Whether the server exits if a folder fails to load; by default it serves the other folders.
+        log: A file descriptor for the server's output; by default a temporary file, which `read_log` returns.
     """
 
     def __init__(
@@ -236,25 +240,25 @@ class TritonServer:
         installation = find_tritonserver(scratch)
         with (scratch / "log").open("wb") as own_log:
             self.process = subprocess.Popen(
-                self.command(installation, self._plain_repository(scratch)),
-                env=self._environment | {"TMPDIR": str(scratch)},  # what Triton leaves there goes with it
+                self.command(installation, self._safe_repository(scratch)),
+                env=self._environment | {"TMPDIR": str(scratch)},  # deleted with what Triton leaves in it
                 stdin=subprocess.DEVNULL,
                 stdout=own_log if self._log is None else self._log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl+C reaches us alone, and we stop the server in good order
+                start_new_session=True,  # Ctrl+C reaches this process alone, which stops the server gracefully
                 preexec_fn=_prepare_process,
             )
 
-    def _plain_repository(self, scratch: Path) -> Path:
-        """A path to the repository that Triton can start models with."""
-        if is_plain(str(self.model_repository)):
+    def _safe_repository(self, scratch: Path) -> Path:
+        """A path to the repository that is safe in a shell."""
+        if is_shell_safe(str(self.model_repository)):
             return self.model_repository
         link = scratch / "models"
         link.symlink_to(self.model_repository.resolve())
         return link
 
     def command(self, installation: Installation, model_repository: Path) -> list[str]:
-        """The command line, in tritonserver's own flags."""
+        """The command line of tritonserver."""
         backend = installation.backend_directory
         return [
             str(installation.binary),
@@ -272,21 +276,20 @@ class TritonServer:
         ]
 
     def wait_until_started(self) -> None:
-        """Wait until every folder is loaded or has failed: the HTTP port opens then.
+        """Wait until each folder is loaded or has failed, which is when the HTTP port opens.
 
         Raises:
-            ServerError: The process ended, or `ready_timeout_s` passed; the message holds the log's tail.
+            ServerError: The process ended, or `ready_timeout_s` passed; the message has the log's tail.
         """
         deadline = time.monotonic() + self._ready_timeout_s
         while time.monotonic() < deadline:
             if not self.is_running():
-                raise ServerError("server_failed", f"tritonserver ended while starting{self.log_words()}")
+                raise ServerError("server_failed", f"tritonserver exited while starting{self.describe_log()}")
             if self.is_live():
                 return
             time.sleep(0.05)
         raise ServerError(
-            "server_failed",
-            f"tritonserver was not up after {self._ready_timeout_s:g} s{self.log_words()}",
+            "server_failed", f"tritonserver did not start within {self._ready_timeout_s:g} s{self.describe_log()}"
         )
 
     def is_running(self) -> bool:
@@ -294,17 +297,17 @@ class TritonServer:
         return self.process is not None and self.process.poll() is None
 
     def is_live(self) -> bool:
-        """Whether the server answers its liveness route."""
+        """Whether the server answers its liveness endpoint."""
         return self._status("/v2/health/live") == 200
 
     def is_model_ready(self, name: str) -> bool:
-        """Whether the model `name` takes requests."""
+        """Whether the model `name` accepts requests."""
         return self._status(f"/v2/models/{name}/ready") == 200
 
     def _status(self, path: str) -> int:
         try:
-            with urllib.request.urlopen(self.http_url + path, timeout=5) as answer:
-                return int(answer.status)
+            with urllib.request.urlopen(self.http_url + path, timeout=5) as response:
+                return int(response.status)
         except urllib.error.HTTPError as error:
             with error:
                 return error.code
@@ -312,23 +315,25 @@ class TritonServer:
             return 0
 
     def models(self) -> list[ModelState]:
-        """What became of every folder, by name; those that load again and again included."""
+        """The state of each folder, by name, including folders that are reloading."""
         entries = self._json("/v2/repository/index", data=b"{}")
-        return [ModelState(each["name"], each.get("state", "UNAVAILABLE"), each.get("reason", "")) for each in entries]
+        return [
+            ModelState(entry["name"], entry.get("state", "UNAVAILABLE"), entry.get("reason", "")) for entry in entries
+        ]
 
     def model_config(self, name: str) -> dict[str, Any]:
-        """The config of a model that takes requests, as the server completed it."""
+        """The config of a ready model, as completed by the server."""
         config: dict[str, Any] = self._json(f"/v2/models/{name}/config")
         return config
 
     def _json(self, path: str, data: bytes | None = None) -> Any:
         request = urllib.request.Request(self.http_url + path, data=data)
         request.add_header("Connection", "close")
-        with urllib.request.urlopen(request, timeout=5) as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(request, timeout=5) as response:
+            return json.load(response)
 
     def read_log(self) -> str:
-        """What the server and its models have printed so far; empty where `log` was given."""
+        """The output of the server and its models so far; empty if `log` was given."""
         if self._scratch is None:
             return ""
         return (Path(self._scratch.name) / "log").read_text(errors="replace")
@@ -337,23 +342,23 @@ class TritonServer:
         """The last `lines` lines of the log."""
         return "\n".join(self.read_log().splitlines()[-lines:])
 
-    def log_words(self) -> str:
-        """The end of a sentence that says where to look: the log's tail, or that it has been shown."""
+    def describe_log(self) -> str:
+        """The end of an error message: the log's tail, or a pointer to the log."""
         tail = self.log_tail()
         return f"; its log ends:\n{tail}" if tail else ": its log above says why"
 
-    def ending_words(self) -> str:
-        """How the process ended by itself, for a sentence."""
+    def describe_exit(self) -> str:
+        """How the process exited, for an error message."""
         code = None if self.process is None else self.process.poll()
         if code is None or code >= 0:
             return f"with status {code}"
-        return f"by the signal {-code} ({signal.strsignal(-code)})"
+        return f"by signal {-code} ({signal.strsignal(-code)})"
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> int | None:
-        """Let requests in flight finish, then stop; kill the whole process group after `grace_s` seconds.
+        """Let requests in flight finish, then stop; kill the process group after `grace_s` seconds.
 
         Returns:
-            The exit code, None where the server never ran.
+            The exit code; None if the server never ran.
         """
         process = self.process
         try:
@@ -367,11 +372,11 @@ class TritonServer:
 
     def _clean_up(self) -> None:
         if self.process is not None:
-            # Python stubs outlive a server that was killed: take the whole group down.
+            # Python stubs outlive a killed server, so the whole group is killed.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):  # a killed server leaves its regions
+        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):  # left by a killed server
             region.unlink(missing_ok=True)
         if self._scratch is not None:
             self._scratch.cleanup()
