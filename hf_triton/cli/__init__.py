@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `hf-triton serve`. Speaks to the server as any client would; nothing imports this."""
+"""The command line: `hf-triton serve`. A client of the server like any other; no module imports it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ cli.add_command(serve)
 
 
 def main() -> None:
-    """Run the command; our own errors are one line on standard error, and exit code 1."""
+    """Run the command; an `HfTritonError` becomes one line on standard error and exit code 1."""
     try:
         cli()
     except HfTritonError as error:

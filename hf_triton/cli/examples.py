@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that `hf-triton serve` prints: those that the named folder answers."""
+"""Example requests that `hf-triton serve` prints, in a form that the named folder accepts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STREAM = """  curl -N -X POST {host}:{port}/v2/models/{name}/generate_stream \\
 
 
 def example_requests(configs: Iterable[Mapping[str, Any]], host: str, http_port: int) -> str:
-    """The curl lines for one of the folders, as Triton shows their configs: one that answers /infer goes first."""
+    """The curl lines for one of the folders, given their configs; folders that accept /infer are preferred."""
     host = "localhost" if host in ("127.0.0.1", "0.0.0.0") else host
     config = min(configs, key=_is_decoupled)
     shape = "[1,1]" if config.get("max_batch_size", 0) > 0 else "[1]"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-triton serve`: a tritonserver in the foreground, with the demo model where no repository is given."""
+"""`hf-triton serve`: a tritonserver in the foreground; without a repository it serves the demo model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import click
 
 import hf_triton
 from hf_triton.cli.examples import example_requests
-from hf_triton.cli.folders import explained, flaws, is_model_folder, model_folders, silent_reason
+from hf_triton.cli.folders import defects, guess_reason, is_model_folder, model_folders, with_remedy
 from hf_triton.errors import ServerError
 from hf_triton.server import TritonServer, busy_ports
 
@@ -69,14 +69,14 @@ def serve(
     busy = busy_ports(ports)
     if busy:
         raise click.UsageError(
-            f"port {' and '.join(map(str, busy))} in use: stop what listens there, or choose others with --http-port, "
-            "--grpc-port and --metrics-port (make serve HTTP_PORT=... GRPC_PORT=... METRICS_PORT=...)"
+            f"port {' and '.join(map(str, busy))} in use: stop the program that listens there, or choose others "
+            "with --http-port, --grpc-port and --metrics-port (make serve HTTP_PORT=... GRPC_PORT=... METRICS_PORT=...)"
         )
-    left_out = {} if model_repository is None else _check_folders(model_repository)
+    excluded = {} if model_repository is None else _check_folders(model_repository)
     show_log = verbose or model_repository is not None
-    for number in (signal.SIGINT, signal.SIGTERM):  # a supervisor's stop is Ctrl+C to us; a shell's `&` ignores SIGINT
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's `&` ignores SIGINT
         signal.signal(number, signal.default_int_handler)
-    with _repository(model_repository, left_out) as repository:
+    with _served_repository(model_repository, excluded) as repository:
         server = TritonServer(
             repository,
             ports=ports,
@@ -85,58 +85,54 @@ def serve(
             log=sys.stderr.fileno() if show_log else None,
         )
         click.echo("Starting tritonserver and loading models; a model that is not cached is downloaded first.")
-        is_serving = False
+        was_ready = False
         with contextlib.suppress(KeyboardInterrupt), server:
-            _show(server, left_out)
-            is_serving = True
+            _show(server, excluded)
+            was_ready = True
             _wait(server)
-    was_cut_short = is_serving and server.process is not None and server.process.returncode != 0
-    click.echo(
-        "Stopped with connections still open: if a request was in flight, it has no answer."
-        if was_cut_short
-        else "Stopped."
-    )
+    was_killed = was_ready and server.process is not None and server.process.returncode != 0
+    click.echo("Stopped with open connections: requests in flight were not answered." if was_killed else "Stopped.")
 
 
 def _check_folders(repository: Path) -> Mapping[str, str]:
-    """What is wrong with folders that tritonserver had better not see, by name.
+    """The defects, by name, of folders that must be kept from tritonserver.
 
     Raises:
-        click.UsageError: This is no folder of model folders.
-        ServerError: Something is wrong with every one of them.
+        click.UsageError: The folder is not a model repository.
+        ServerError: All of its folders have defects.
     """
     if is_model_folder(repository):
         raise click.UsageError(
-            f"{repository} is a model folder itself: give the folder that holds it, in which every folder is served; "
-            "to serve this one alone, copy it into a new folder and give that"
+            f"{repository} is a model folder, not a model repository: pass its parent folder to serve all folders in "
+            "it; to serve this one alone, copy it into a new folder and pass that"
         )
     folders = model_folders(repository)
     if not folders:
         raise click.UsageError(f"there is no model folder in {repository}: copy one in")
-    left_out = flaws(repository)
-    if len(left_out) == len(folders):
-        _show_reasons(left_out)
-        raise ServerError("server_failed", "no model is served: correct what is said above")
-    return left_out
+    excluded = defects(repository)
+    if len(excluded) == len(folders):
+        _show_reasons(excluded)
+        raise ServerError("server_failed", "no model is served: correct the errors above")
+    return excluded
 
 
-def _show(server: TritonServer, left_out: Mapping[str, str]) -> None:
-    """Say which folders are served and why the others are not.
+def _show(server: TritonServer, excluded: Mapping[str, str]) -> None:
+    """Print which folders are served, and why the others are not.
 
     Raises:
-        ServerError: None is served.
+        ServerError: No folder is served.
     """
     models = server.models()
     ready = sorted({model.name for model in models if model.state == "READY"})
     reasons = {
-        model.name: explained(model.sentence) or silent_reason(server.model_repository / model.name)
+        model.name: with_remedy(model.sentence) or guess_reason(server.model_repository / model.name)
         for model in models
         if model.name not in ready
     }
-    _show_reasons({**left_out, **reasons})
+    _show_reasons({**excluded, **reasons})
     if not ready:
         more = "--verbose shows the server's log" if server.read_log() else "the log above it may say more"
-        raise ServerError("server_failed", f"no model is served: correct what is said above; {more}")
+        raise ServerError("server_failed", f"no model is served: correct the errors above; {more}")
     click.echo(f"Ready: {', '.join(ready)}.")
     requests = example_requests(map(server.model_config, ready), server.host, server.http_port)
     click.echo(TRY.format(requests=requests))
@@ -152,31 +148,31 @@ def _wait(server: TritonServer) -> None:
         while server.is_running():
             time.sleep(0.2)
     except KeyboardInterrupt:
-        click.echo("Stopping: requests in flight and open connections are waited for; Ctrl+C again stops at once.")
+        click.echo("Stopping: waiting for requests in flight and open connections; Ctrl+C again stops at once.")
         raise
-    raise ServerError("server_failed", f"tritonserver ended by itself, {server.ending_words()}{server.log_words()}")
+    raise ServerError("server_failed", f"tritonserver exited {server.describe_exit()}{server.describe_log()}")
 
 
-def _repository(given: Path | None, left_out: Collection[str]) -> contextlib.AbstractContextManager[Path]:
-    """The repository to serve: the given one, without some of its folders, or that of the demo."""
+def _served_repository(given: Path | None, excluded: Collection[str]) -> contextlib.AbstractContextManager[Path]:
+    """The repository to serve: the given one without excluded folders, or the demo's."""
     if given is None:
         return _demo_repository()
-    return _links_to_others(given, left_out) if left_out else contextlib.nullcontext(given)
+    return _linked_repository(given, excluded) if excluded else contextlib.nullcontext(given)
 
 
 @contextlib.contextmanager
-def _links_to_others(given: Path, left_out: Collection[str]) -> Iterator[Path]:
-    """A temporary repository of links to the folders that are not left out."""
+def _linked_repository(given: Path, excluded: Collection[str]) -> Iterator[Path]:
+    """A temporary repository of links to the other folders."""
     with tempfile.TemporaryDirectory(prefix="hf_triton_served_") as root:
         for folder in model_folders(given):
-            if folder.name not in left_out:
+            if folder.name not in excluded:
                 (Path(root) / folder.name).symlink_to(folder.resolve())
         yield Path(root)
 
 
 @contextlib.contextmanager
 def _demo_repository() -> Iterator[Path]:
-    """A temporary repository with the demo folder in it."""
+    """A temporary repository with the demo folder."""
     checkpoint = Path(hf_triton.__file__).parent / "demo"
     with tempfile.TemporaryDirectory(prefix="hf_triton_demo_") as root:
         folder = Path(root) / DEMO_NAME

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test of a served model needs: a real server, tiny checkpoints, a Hub on this machine, and ways to break them.
+"""For tests of served models: a real server, tiny checkpoints, a loopback Hub, and ways to damage checkpoints.
 
-Nothing here reaches the network or needs a GPU:
+Nothing here accesses the network or needs a GPU:
 
     import os, subprocess, sys
     from pathlib import Path
@@ -17,7 +17,7 @@ Nothing here reaches the network or needs a GPU:
             download = "import huggingface_hub as h; h.snapshot_download('tiiuae/falcon-7b')"
             subprocess.run([sys.executable, "-c", download], env=environment, check=True)
 
-torch and transformers are imported when a checkpoint is built, not before.
+torch and transformers are imported when a checkpoint is built.
 """
 
 from hf_triton.server import TritonServer

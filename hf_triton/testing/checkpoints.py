@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random-weight checkpoints of real architectures, for tests that need a model but not its knowledge.
+"""Tiny checkpoints of real architectures with random weights.
 
-A checkpoint is what `save_pretrained` writes: `config.json`, `generation_config.json`, safetensors weights and a fast
-tokenizer. Two layers, hidden size 64, about 0.5 MB, built in well under a second once transformers is imported. The
-weights are scaled up so that greedy text varies with the prompt; the text itself is noise.
+A checkpoint has the files that `save_pretrained` writes: `config.json`, `generation_config.json`, safetensors weights
+and a fast tokenizer. Two layers, hidden size 64, about 0.5 MB, built in well under a second once transformers is
+imported. The weights are scaled up so that greedy completions vary with the prompt; the completions are noise.
 
 This module knows nothing about Triton or the Hub.
 """
@@ -41,7 +41,7 @@ _TRAINING_TEXT = (
 
 @dataclass(frozen=True)
 class _Architecture:
-    """How one architecture's tiny checkpoint is declared."""
+    """The declaration of one architecture's tiny checkpoint."""
 
     config: str
     """Name of the configuration class in transformers."""
@@ -49,16 +49,16 @@ class _Architecture:
     """Its keyword arguments, on top of the vocabulary size and the special tokens' ids."""
     auto_class: str = "AutoModelForCausalLM"
     adds_bos: bool = False
-    """The tokenizer puts `<s>` before a prompt."""
+    """The tokenizer adds `<s>` before a prompt."""
     adds_eos: bool = False
-    """The tokenizer puts `</s>` after a prompt."""
+    """The tokenizer adds `</s>` after a prompt."""
     has_pad: bool = False
-    """The tokenizer and the configuration know `<pad>`."""
+    """The tokenizer and the configuration have `<pad>`."""
     weight_scale: float = 6.0
     """Factor on every matrix after random initialization; 6 gives logits a standard deviation near 1."""
     embedding_scale: float | None = None
-    """The same for the input embedding; None takes `weight_scale`. Where it is also the output layer, too large a
-    factor makes the model repeat the last token."""
+    """The same for the input embedding; None means `weight_scale`. If the embedding is also the output layer, too
+    large a factor makes the model repeat the last token."""
 
 
 _LLAMA_LIKE = {
@@ -193,28 +193,28 @@ def build_tiny_checkpoint(
     safe_serialization: bool = True,
     **overrides: Any,
 ) -> Path:
-    """Write a tiny checkpoint with random weights and a tokenizer that round-trips any text.
+    """Write a tiny checkpoint with random weights and a tokenizer that round-trips any string.
 
-    The same arguments write the same weights; torch's global random state is left as it was. Text that spells a
-    special token (`</s>`) is read as that token. For `"qwen2"`, `AutoTokenizer` loads Qwen2's own class, which
-    composes accents (NFC) first.
+    The same arguments write the same weights; torch's global random state does not change. A special token's string
+    (`</s>`) is encoded as that token. For `"qwen2"`, `AutoTokenizer` loads Qwen2's own class, which composes accents
+    (NFC) first.
 
     Args:
-        folder: Written to, and created if missing.
+        folder: The destination, created if missing.
         architecture: One of `ARCHITECTURES`, for example `"falcon"` (the 7B's form), `"falcon-40b"` or `"llama"`.
         seed: Of the random weights.
-        add_bos: Whether the tokenizer puts `<s>` before a prompt; by default as the architecture's own tokenizers do.
-        chat_template: Jinja source, saved beside the tokenizer; by default there is none.
+        add_bos: Whether the tokenizer adds `<s>` before a prompt; the default is that of the architecture's tokenizers.
+        chat_template: Jinja source, saved with the tokenizer; none by default.
         dtype: Of the saved weights, as torch spells it: `"float32"`, `"bfloat16"`, `"float16"`.
-        max_shard_size: Largest weight file, in bytes or as text (`"100KB"`). By default the weights are one file.
-        safe_serialization: False writes `pytorch_model.bin` (a pickle) in place of safetensors, as old checkpoints do.
+        max_shard_size: Maximum size of a weight file, in bytes or as a string (`"100KB"`). One file by default.
+        safe_serialization: False writes `pytorch_model.bin` (a pickle) instead of safetensors, as in old checkpoints.
         **overrides: Keyword arguments of the configuration class, for example `num_hidden_layers=4`.
 
     Returns:
         `folder`. Its files have mode 0644 (`save_pretrained` leaves weights at 0600, which other users cannot read).
 
     Raises:
-        ValueError: The architecture is unknown, or pickled weights were asked to be sharded.
+        ValueError: The architecture is unknown, or `max_shard_size` is given for pickled weights.
     """
     declared = _ARCHITECTURES.get(architecture)
     if declared is None:
@@ -279,7 +279,7 @@ def _save_model(
 
 @contextmanager
 def _progress_bars_off() -> Iterator[None]:
-    """Keep `save_pretrained` from drawing on a test's stderr; transformers offers one switch for the process."""
+    """Disable the progress bars of `save_pretrained`; transformers has one switch for the process."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
@@ -307,7 +307,7 @@ def _build_tokenizer(adds_bos: bool, adds_eos: bool, has_pad: bool) -> PreTraine
     tokenizer.train_from_iterator(_TRAINING_TEXT, trainer)
     template = " ".join([BOS] * adds_bos + ["$A"] + [EOS] * adds_eos)
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[(BOS, 0), (EOS, 1)])
-    # unk_token: AutoTokenizer loads Qwen2's own class over ours, and that adds a token id where one is not named.
+    # unk_token: AutoTokenizer loads Qwen2's own class, which adds a token if there is none.
     special_tokens = {"bos_token": BOS, "eos_token": EOS} | ({"pad_token": PAD, "unk_token": PAD} if has_pad else {})
     build: Any = PreTrainedTokenizerFast
     wrapped: PreTrainedTokenizerFast = build(tokenizer_object=tokenizer, **special_tokens)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to break a checkpoint on purpose, for tests of what a server says about one.
+"""Damages checkpoints on purpose, for tests of error messages.
 
-Each function edits the files in place: give it a copy. The tensor functions take a checkpoint folder with safetensors
-weights in one file or in shards; the byte functions take any file.
+Each function edits the files in place: pass a copy. The tensor functions take a checkpoint folder with safetensors
+weights, sharded or not; the byte functions take any file.
 """
 
 from __future__ import annotations

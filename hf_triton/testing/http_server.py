@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP/1.1 server on 127.0.0.1 that can be told to misbehave, and that stops promptly even so.
+"""An HTTP/1.1 server on 127.0.0.1 with injected faults, which always stops promptly.
 
-It takes its answers from a function and knows nothing about the Hub. Faults come in two kinds: those that replace an
-answer (`fail`, `page`, `drop`, `hang`) and those that spoil the body of one (`truncate`, `corrupt`, `slow`).
+It gets its responses from a function and knows nothing about the Hub. Some faults replace a response (`fail`, `page`,
+`drop`, `hang`), others damage the body of one (`truncate`, `corrupt`, `slow`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 FaultKind = Literal["fail", "page", "drop", "hang", "truncate", "corrupt", "slow"]
 _REPLACING: frozenset[FaultKind] = frozenset({"fail", "page", "drop", "hang"})
-_SPOILING: frozenset[FaultKind] = frozenset({"truncate", "corrupt", "slow"})
+_DAMAGING: frozenset[FaultKind] = frozenset({"truncate", "corrupt", "slow"})
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What to send back: `body` in memory, or the file at `body_path`, which may be asked for in ranges."""
+class Response:
+    """A response: `body` in memory, or the file at `body_path`, which may be requested in ranges."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -41,22 +41,22 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fault:
-    """One way to misbehave, on the requests it matches."""
+    """A fault and the requests that it applies to."""
 
     kind: FaultKind
     path: str | None = None
     """Matches requests whose unquoted path contains this; None matches every request."""
     times: int | None = None
-    """How many requests it spoils, at least 1; None is all of them."""
-    answer: Answer | None = None
-    """For `fail` and `page`: what is sent instead."""
+    """Number of requests that it applies to, at least 1; None means all."""
+    response: Response | None = None
+    """For `fail` and `page`: the response sent instead."""
     amount: int | None = None
     """For `truncate`: bytes sent. For `corrupt`: offset of the flipped byte, None for the middle. For `slow`: bytes
     per second."""
 
 
 class FaultBoard:
-    """The faults that are still to come; safe to use from several threads."""
+    """The pending faults; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,30 +71,30 @@ class FaultBoard:
             self._faults.clear()
 
     def take(self, kinds: frozenset[FaultKind], target: str) -> Fault | None:
-        """The oldest matching fault, which is then used up by one."""
+        """Return the oldest matching fault and decrement its count."""
         path = unquote(urlsplit(target).path)
         with self._lock:
-            for place, fault in enumerate(self._faults):
+            for index, fault in enumerate(self._faults):
                 if fault.kind in kinds and (fault.path is None or fault.path in path):
-                    self._use_up(place, fault)
+                    self._decrement(index, fault)
                     return fault
         return None
 
-    def _use_up(self, place: int, fault: Fault) -> None:
+    def _decrement(self, index: int, fault: Fault) -> None:
         if fault.times == 1:
-            del self._faults[place]
+            del self._faults[index]
         elif fault.times is not None:
-            self._faults[place] = replace(fault, times=fault.times - 1)
+            self._faults[index] = replace(fault, times=fault.times - 1)
 
 
-Application = Callable[[str, str, str | None], Answer]
-"""From method, target (path and query as sent) and `Authorization` header to an answer."""
+Application = Callable[[str, str, str | None], Response]
+"""Maps method, target (path and query as sent) and `Authorization` header to a response."""
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """Serves an application from a thread per connection, from construction until `stop`."""
+    """Serves an application, one thread per connection, from construction until `stop`."""
 
-    daemon_threads = False  # `stop` waits for every handler, so that no thread or socket outlives a test
+    daemon_threads = False  # `stop` waits for all handlers, so that no thread or socket outlives a test
     request_queue_size = 64
 
     def __init__(self, application: Application, faults: FaultBoard) -> None:
@@ -108,7 +108,7 @@ class LoopbackServer(ThreadingHTTPServer):
         self._thread.start()
 
     def stop(self) -> None:
-        """Close every connection, answered or not, and wait for their threads."""
+        """Close all connections, answered or not, and wait for their threads."""
         self.is_stopping.set()
         self.shutdown()
         with self._lock:
@@ -129,7 +129,7 @@ class LoopbackServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # a client that went away is no news
+        if not isinstance(sys.exception(), ConnectionError):  # the client disconnected
             super().handle_error(request, client_address)
 
 
@@ -139,12 +139,12 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        answer = self.server.application(self.command, self.path, self.headers.get("Authorization"))
+        response = self.server.application(self.command, self.path, self.headers.get("Authorization"))
         fault = self.server.faults.take(_REPLACING, self.path)
         if fault is None:
-            self._send(answer)
-        elif fault.answer is not None:
-            self._send(fault.answer)
+            self._send(response)
+        elif fault.response is not None:
+            self._send(fault.response)
         else:
             if fault.kind == "hang":
                 self.server.is_stopping.wait()
@@ -153,12 +153,12 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 - the base class looks for this name
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the requests are on record."""
+        """Log nothing: `LoopbackHub.requests` has the requests."""
 
-    def _send(self, answer: Answer) -> None:
-        size_bytes = len(answer.body) if answer.body_path is None else answer.body_path.stat().st_size
-        status, headers, start, stop = answer.status, dict(answer.headers), 0, size_bytes
-        if answer.body_path is not None and "Range" in self.headers:
+    def _send(self, response: Response) -> None:
+        size_bytes = len(response.body) if response.body_path is None else response.body_path.stat().st_size
+        status, headers, start, stop = response.status, dict(response.headers), 0, size_bytes
+        if response.body_path is not None and "Range" in self.headers:
             status, start, stop = _parse_range(self.headers["Range"], size_bytes)
             if status != HTTPStatus.OK:
                 shown = f"{start}-{stop - 1}" if stop > start else "*"
@@ -169,8 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD" or stop == start:
             return
-        fault = self.server.faults.take(_SPOILING, self.path) if status < 300 else None
-        self._send_body(_read_chunks(answer, start, stop), size_bytes, fault)
+        fault = self.server.faults.take(_DAMAGING, self.path) if status < 300 else None
+        self._send_body(_read_chunks(response, start, stop), size_bytes, fault)
 
     def _send_body(self, chunks: Iterator[tuple[int, bytes]], size_bytes: int, fault: Fault | None) -> None:
         num_sent = 0
@@ -178,8 +178,8 @@ class _Handler(BaseHTTPRequestHandler):
             if fault is None:
                 self.wfile.write(chunk)
             elif fault.kind == "corrupt":
-                place = size_bytes // 2 if fault.amount is None else fault.amount
-                self.wfile.write(_flip_byte(chunk, place - offset))
+                flipped = size_bytes // 2 if fault.amount is None else fault.amount
+                self.wfile.write(_flip_byte(chunk, flipped - offset))
             elif fault.kind == "slow":
                 self._write_slowly(chunk, fault.amount or 1)
             else:
@@ -193,14 +193,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _write_slowly(self, chunk: bytes, bytes_per_s: int) -> None:
         step_bytes = max(1, int(bytes_per_s * _SLOW_STEP_S))
         for begin in range(0, len(chunk), step_bytes):
-            piece = chunk[begin : begin + step_bytes]
-            self.wfile.write(piece)
-            if self.server.is_stopping.wait(len(piece) / bytes_per_s):
+            step = chunk[begin : begin + step_bytes]
+            self.wfile.write(step)
+            if self.server.is_stopping.wait(len(step) / bytes_per_s):
                 raise ConnectionAbortedError("the server is stopping")
 
 
 def _parse_range(header: str, size_bytes: int) -> tuple[int, int, int]:
-    """Status, first byte and byte after the last; a header of another form is ignored, as RFC 9110 allows."""
+    """Status, first byte and byte after the last; other forms of the header are ignored, as RFC 9110 allows."""
     match = _RANGE.fullmatch(header.strip())
     if match is None or not any(match.groups()):
         return HTTPStatus.OK, 0, size_bytes
@@ -213,19 +213,19 @@ def _parse_range(header: str, size_bytes: int) -> tuple[int, int, int]:
     return HTTPStatus.PARTIAL_CONTENT, start, stop
 
 
-def _read_chunks(answer: Answer, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """The body's bytes with their offsets in it."""
-    if answer.body_path is None:
-        yield start, answer.body[start:stop]
+def _read_chunks(response: Response, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """The body in chunks, each with its offset in bytes."""
+    if response.body_path is None:
+        yield start, response.body[start:stop]
         return
-    with answer.body_path.open("rb") as file:
+    with response.body_path.open("rb") as file:
         file.seek(start)
         while start < stop and (chunk := file.read(min(_CHUNK_BYTES, stop - start))):
             yield start, chunk
             start += len(chunk)
 
 
-def _flip_byte(chunk: bytes, place: int) -> bytes:
-    if not 0 <= place < len(chunk):
+def _flip_byte(chunk: bytes, index: int) -> bytes:
+    if not 0 <= index < len(chunk):
         return chunk
-    return chunk[:place] + bytes([chunk[place] ^ 0xFF]) + chunk[place + 1 :]
+    return chunk[:index] + bytes([chunk[index] ^ 0xFF]) + chunk[index + 1 :]

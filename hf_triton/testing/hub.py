@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face Hub on 127.0.0.1 that serves local folders to the real client, and fails when told to.
+"""A Hugging Face Hub on 127.0.0.1 that serves local folders to the real client, with injected faults.
 
-`hub_protocol.py` decides the answers, `http_server.py` sends or spoils them.
+`hub_protocol.py` decides the responses, `http_server.py` sends or damages them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from hf_triton.testing.http_server import Answer, Fault, FaultBoard, LoopbackServer
+from hf_triton.testing.http_server import Fault, FaultBoard, LoopbackServer, Response
 from hf_triton.testing.hub_protocol import HubProtocol, refuse
 from hf_triton.testing.repositories import Repository, load_commit
 
@@ -24,36 +24,36 @@ _PORTAL = b"<!doctype html><title>Sign in</title><p>Please sign in to use this n
 
 
 class HubRequest(NamedTuple):
-    """One request the Hub got."""
+    """A request that the Hub received."""
 
     method: str
     path: str
-    """As sent, the query included."""
+    """As sent, including the query."""
     had_valid_token: bool
-    """Whether it carried the access token or the stranger's; the token itself is not kept."""
+    """Whether it had the access token or the stranger's; the token itself is not recorded."""
 
 
 class LoopbackHub:
     """Serves folders as Hub repositories while it is entered, on a free port.
 
-    The client reads `HF_ENDPOINT` when it is imported, so point a child process here, not the running one:
+    The client reads `HF_ENDPOINT` when it is imported, so run it in a child process:
 
         with LoopbackHub() as hub:
             hub.add("tiiuae/falcon-7b", folder)
             subprocess.run(command, env=os.environ | hub.environment() | {"HF_HOME": "/tmp/hub"})
 
-    Give the child a cache of its own, as here: what it downloads would stay in yours under the true names.
+    Give the child its own cache, as above, or the downloads stay in yours under the real names.
 
-    Every method may be called at any time, from any thread. Faults add up; the oldest that matches a request is used
-    first. A fault's `path` matches requests whose path contains it (`"model.safetensors"`, `"/api/"`); None matches
-    every request. Its `times` counts the requests it spoils; None means every one until `heal`. A download is a HEAD
-    and a GET: `fail`, `captive_portal`, `drop` and `hang` meet both, while `truncate`, `corrupt` and `slow` meet the
+    Methods may be called at any time, from any thread. Faults add up; the oldest that matches a request is used first.
+    A fault's `path` matches requests whose path contains it (`"model.safetensors"`, `"/api/"`); None matches all
+    requests. Its `times` is the number of requests that it applies to; None means all until `heal`. A download is a
+    HEAD and a GET: `fail`, `captive_portal`, `drop` and `hang` apply to both, `truncate`, `corrupt` and `slow` to the
     GET alone, since a HEAD has no body.
 
     Attributes:
-        requests: What came in, oldest first; `requests.clear()` starts afresh.
-        access_token: Opens every repository.
-        stranger_token: Valid, but has no access to gated repositories.
+        requests: All requests, oldest first; may be cleared.
+        access_token: Has access to all repositories.
+        stranger_token: Valid, without access to gated repositories.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class LoopbackHub:
         self._server: LoopbackServer | None = None
 
     def __enter__(self) -> LoopbackHub:
-        self._server = LoopbackServer(self._answer, self._faults)
+        self._server = LoopbackServer(self._respond, self._faults)
         return self
 
     def __exit__(
@@ -86,7 +86,7 @@ class LoopbackHub:
         return f"http://127.0.0.1:{self._port}"
 
     def environment(self) -> dict[str, str]:
-        """Variables that send a child process here: the endpoint, no telemetry, no proxy in between."""
+        """Variables that make a child process use this Hub: the endpoint, no telemetry, no proxy."""
         direct = "127.0.0.1,localhost"
         return {"HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"} | {
             name: ",".join(filter(None, (os.environ.get(name), direct))) for name in ("NO_PROXY", "no_proxy")
@@ -95,14 +95,14 @@ class LoopbackHub:
     def add(
         self, repo_id: str, folder: Path, *, gated: bool = False, revisions: Mapping[str, Path] | None = None
     ) -> str:
-        """Serve a folder as a repository's `main`, in place of what it had; earlier commits stay reachable by hash.
+        """Serve a folder as a repository's `main`; earlier commits stay available by hash.
 
-        The files are hashed now and read when they are asked for: do not edit a folder that is served.
+        The files are hashed now and read when they are requested: do not edit a served folder.
 
         Args:
             repo_id: `"namespace/name"` or `"name"`.
-            folder: Its files, subfolders included, become the repository's.
-            gated: Files need `access_token`; the listing does not, as on the Hub.
+            folder: Its files, including subfolders, become the repository's.
+            gated: Files need `access_token`; as on the Hub, the listing does not.
             revisions: Further folders by tag name.
 
         Returns:
@@ -123,31 +123,31 @@ class LoopbackHub:
         return commits["main"].sha
 
     def fail(self, status: int, *, times: int | None = None, path: str | None = None, retry_after_s: int = 1) -> None:
-        """Answer with an error, with the headers the Hub sends along with that status.
+        """Respond with an error and the headers that the Hub sends with that status.
 
         Args:
-            status: 401, 403, 404, 429, 500, 503 or any other.
+            status: 401, 403, 404, 429, 500, 503 or another.
             times: Number of requests, at least 1; None is all.
             path: Part of the request path; None matches all.
             retry_after_s: For 429 only, in whole seconds; the client sleeps one more.
         """
         codes = {401: "RepoNotFound", 403: "GatedRepo", 404: "EntryNotFound"}
-        answer = refuse(status, "Injected by a test.", codes.get(status))
+        response = refuse(status, "Injected by a test.", codes.get(status))
         if status == 429:
             limits = {"Retry-After": str(retry_after_s), "RateLimit": f'"resolvers";r=0;t={retry_after_s}'}
-            answer = Answer(status, dict(answer.headers) | limits, answer.body)
-        self._arm(Fault("fail", path, times, answer))
+            response = Response(status, dict(response.headers) | limits, response.body)
+        self._arm(Fault("fail", path, times, response))
 
     def captive_portal(self, *, times: int | None = None, path: str | None = None) -> None:
-        """Answer 200 with a sign-in page, as a hotel's network or a careless proxy does."""
-        self._arm(Fault("page", path, times, Answer(200, {"Content-Type": "text/html"}, _PORTAL)))
+        """Respond with status 200 and a sign-in page, like a captive portal or a misconfigured proxy."""
+        self._arm(Fault("page", path, times, Response(200, {"Content-Type": "text/html"}, _PORTAL)))
 
     def drop(self, *, times: int | None = None, path: str | None = None) -> None:
-        """Close the connection without an answer."""
+        """Close the connection without a response."""
         self._arm(Fault("drop", path, times))
 
     def hang(self, path: str | None = None, *, times: int | None = None) -> None:
-        """Accept requests and never answer."""
+        """Accept requests and never respond."""
         self._arm(Fault("hang", path, times))
 
     def truncate(self, path: str | None = None, *, after_bytes: int, times: int | None = None) -> None:
@@ -163,21 +163,21 @@ class LoopbackHub:
         self._arm(Fault("slow", path, times, amount=bytes_per_s))
 
     def heal(self) -> None:
-        """Forget every fault; a request that already hangs stays so."""
+        """Remove all faults; hanging requests still hang."""
         self._faults.clear()
 
     @property
     def _port(self) -> int:
         if self._server is None:
-            raise RuntimeError("the Hub has no address before `with LoopbackHub() as hub:`")
+            raise RuntimeError("the Hub has no address outside `with LoopbackHub() as hub:`")
         return self._server.server_port
 
     def _arm(self, fault: Fault) -> None:
         if fault.times is not None and fault.times < 1:
-            raise ValueError(f"times must be at least 1, or None for always, got {fault.times}")
+            raise ValueError(f"times must be at least 1, or None for all, got {fault.times}")
         self._faults.arm(fault)
 
-    def _answer(self, method: str, target: str, authorization: str | None) -> Answer:
+    def _respond(self, method: str, target: str, authorization: str | None) -> Response:
         token = (authorization or "").removeprefix("Bearer ") or None
         self.requests.append(HubRequest(method, target, self._protocol.knows(token)))
-        return self._protocol.answer(target, token, self._port)
+        return self._protocol.respond(target, token, self._port)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local folders seen as Hub repositories: files with git and LFS hashes, commits, revisions.
-
-This module knows nothing about HTTP; `hub.py` puts it on the wire.
-"""
+"""Local folders as Hub repositories: files with git and LFS hashes, commits, revisions. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -25,21 +22,21 @@ class HubFile:
     name: str
     """Path in the repository, with forward slashes."""
     path: Path
-    """Where its bytes are on this machine."""
+    """The file on disk."""
     size_bytes: int
     blob_id: str
-    """Git's SHA-1 of the blob; for an LFS file, of the pointer that git stores in its place."""
+    """Git's SHA-1 of the blob; for an LFS file, of the pointer that git stores instead."""
     sha256: str | None
-    """Of the content, for LFS files only."""
+    """SHA-256 of the content, for LFS files only."""
     pointer_size_bytes: int = 0
 
     @property
     def etag(self) -> str:
-        """What the Hub's ETag says, and the name of the blob in the client's cache."""
+        """The Hub's ETag, which is also the name of the blob in the client's cache."""
         return self.sha256 or self.blob_id
 
     def lfs(self, hash_key: str) -> dict[str, Any]:
-        """The `lfs` object of an API answer; the Hub names the hash `sha256` in one and `oid` in another."""
+        """The `lfs` object of an API response; the Hub names the hash `sha256` in some and `oid` in others."""
         if self.sha256 is None:
             return {}
         return {"lfs": {hash_key: self.sha256, "size": self.size_bytes, "pointerSize": self.pointer_size_bytes}}
@@ -47,10 +44,10 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Commit:
-    """What one revision of a repository holds."""
+    """The files of one commit."""
 
     sha: str
-    """40 hexadecimal digits, a function of the names and contents of the files."""
+    """40 hexadecimal digits that depend on the names and contents of the files alone."""
     files: Mapping[str, HubFile]
 
 
@@ -60,9 +57,9 @@ class Repository:
 
     repo_id: str
     revisions: Mapping[str, Commit]
-    """By branch or tag; `main` is always there."""
+    """By branch or tag; always has `main`."""
     history: Mapping[str, Commit]
-    """Every commit there ever was, by hash: the Hub keeps serving those that no name points at any more."""
+    """All commits by hash: the Hub still serves those without a branch or tag."""
     is_gated: bool
 
     def find_commit(self, revision: str) -> Commit | None:
@@ -88,7 +85,7 @@ class Repository:
         }
 
     def list_refs(self) -> dict[str, Any]:
-        """The body of `/api/models/{id}/refs`: `main` is the branch, every other name a tag."""
+        """The body of `/api/models/{id}/refs`: `main` is a branch, all other names are tags."""
         refs = [
             {"name": name, "ref": f"refs/{'heads' if name == 'main' else 'tags'}/{name}", "targetCommit": commit.sha}
             for name, commit in self.revisions.items()
@@ -101,7 +98,7 @@ class Repository:
 
 
 def load_commit(folder: Path) -> Commit:
-    """Hash every file under a folder, links followed, `.git` and `.cache` left out.
+    """Hash all files in a folder, following links, without `.git` and `.cache`.
 
     Raises:
         FileNotFoundError: The folder does not exist.
@@ -109,14 +106,14 @@ def load_commit(folder: Path) -> Commit:
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder} to serve as a repository")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    shown = [path for path in paths if not _NOT_SERVED & set(path.relative_to(folder).parts)]
-    files = [_load_file(path, path.relative_to(folder).as_posix()) for path in shown]
+    served = [path for path in paths if not _NOT_SERVED & set(path.relative_to(folder).parts)]
+    files = [_load_file(path, path.relative_to(folder).as_posix()) for path in served]
     listing = "".join(f"{file.name}\0{file.blob_id}\n" for file in files)
     return Commit(_sha1(listing.encode()), {file.name: file for file in files})
 
 
 def list_tree(commit: Commit, under: str, is_recursive: bool) -> list[dict[str, Any]] | None:
-    """The body of `/api/models/{id}/tree/{revision}/{under}`, or None where there is no such folder."""
+    """The body of `/api/models/{id}/tree/{revision}/{under}`, or None if there is no such folder."""
     prefix = f"{under}/" if under else ""
     inside = [file for file in commit.files.values() if file.name.startswith(prefix)]
     if under and not inside:

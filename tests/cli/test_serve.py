@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-triton serve` as a person uses it: the lines it prints work, and Ctrl+C leaves nothing behind."""
+"""`hf-triton serve` in a terminal: the printed commands work, and Ctrl+C leaves no process behind."""
 
 import contextlib
 import os
@@ -19,6 +19,7 @@ import pytest
 import hf_triton
 from hf_triton.server import free_ports
 from hf_triton.testing import build_tiny_checkpoint
+from tests.support.paths import ROOT
 from tests.support.slow_model import slow_model
 
 COMMAND = Path(sys.executable).with_name("hf-triton")
@@ -40,9 +41,9 @@ class Serving:
                 [COMMAND, "serve", *arguments, *ports], stdout=file, stderr=file, start_new_session=True
             )
 
-    def wait_for(self, text: str, limit_s: float = 120.0) -> str:
+    def wait_for(self, output: str, limit_s: float = 120.0) -> str:
         deadline = time.monotonic() + limit_s
-        while text not in self.output():
+        while output not in self.output():
             assert self.process.poll() is None, self.output()
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.1)
@@ -52,7 +53,7 @@ class Serving:
         return self._output.read_text()
 
     def descendants(self) -> list[int]:
-        """Every process below this one, whatever group or session it is in."""
+        """All processes below this one, in any group or session."""
         return _descendants(self.process.pid)
 
 
@@ -61,11 +62,11 @@ def _descendants(pid: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended
             continue
         if int(fields[1]) == pid:
             children.append(int(stat.parent.name))
-    return children + [each for child in children for each in _descendants(child)]
+    return children + [descendant for child in children for descendant in _descendants(child)]
 
 
 @pytest.fixture
@@ -86,6 +87,12 @@ def running(*arguments: str, output: Path) -> Iterator[Serving]:
         serving.process.wait(timeout=60)
 
 
+def serve_until_exit(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)]
+    command = [COMMAND, "serve", *arguments, *ports]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
+
+
 def wait_until_gone(pids: list[int], limit_s: float = 30.0) -> None:
     deadline = time.monotonic() + limit_s
     while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
@@ -103,12 +110,12 @@ def send(line: list[str]) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_the_printed_lines_work_and_a_signal_leaves_nothing_behind(serving: Serving, number: int) -> None:
+def test_printed_commands_work_and_a_signal_stops_all_processes(serving: Serving, number: int) -> None:
     lines = curl_lines(serving.wait_for("Ctrl+C stops the server"))
     assert len(lines) == 2
     for line in lines:
-        answer = send(line)
-        assert SENTENCE.search(answer), answer
+        response = send(line)
+        assert SENTENCE.search(response), response
     family = serving.descendants()
     assert len(family) >= 2  # tritonserver and its Python stub
     started = time.monotonic()
@@ -119,7 +126,7 @@ def test_the_printed_lines_work_and_a_signal_leaves_nothing_behind(serving: Serv
     assert serving.output().endswith("Stopped.\n")
 
 
-def test_a_second_ctrl_c_says_that_requests_were_cut_short(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_second_ctrl_c_reports_unanswered_requests(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")
     folder = make_folder(tmp_path / "repository", "slow", huggingface_model=checkpoint)
     (folder / "1" / "model.py").write_text(slow_model(0.2))
@@ -132,13 +139,11 @@ def test_a_second_ctrl_c_says_that_requests_were_cut_short(tmp_path: Path, make_
         serving.wait_for("Ctrl+C again stops at once")
         os.kill(serving.process.pid, signal.SIGINT)
         assert serving.process.wait(timeout=STOP_LIMIT_S) == 0, serving.output()
-        assert serving.output().endswith(
-            "Stopped with connections still open: if a request was in flight, it has no answer.\n"
-        )
+        assert serving.output().endswith("Stopped with open connections: requests in flight were not answered.\n")
         assert client.communicate(timeout=STOP_LIMIT_S)[0] == ""
 
 
-def test_ctrl_c_while_starting_leaves_nothing_behind(serving: Serving) -> None:
+def test_ctrl_c_while_starting_stops_all_processes(serving: Serving) -> None:
     serving.wait_for("Starting tritonserver")
     while not (family := serving.descendants()):
         time.sleep(0.05)
@@ -147,14 +152,14 @@ def test_ctrl_c_while_starting_leaves_nothing_behind(serving: Serving) -> None:
     wait_until_gone(family)
 
 
-def test_the_death_of_the_command_ends_the_server(serving: Serving) -> None:
+def test_server_ends_when_the_command_is_killed(serving: Serving) -> None:
     serving.wait_for("Ctrl+C stops the server")
     family = serving.descendants()
     serving.process.kill()
     wait_until_gone(family)
 
 
-def test_a_busy_port_is_named() -> None:
+def test_busy_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
@@ -164,7 +169,7 @@ def test_a_busy_port_is_named() -> None:
     assert f"port {port} in use" in result.stderr
 
 
-def test_ports_that_are_the_same_are_refused() -> None:
+def test_equal_ports_are_refused() -> None:
     port = str(free_ports(1)[0])
     result = subprocess.run(
         [COMMAND, "serve", "--http-port", port, "--grpc-port", port], capture_output=True, text=True
@@ -173,60 +178,55 @@ def test_ports_that_are_the_same_are_refused() -> None:
     assert f"must be three different ports, got {port}, {port}, 8002" in result.stderr
 
 
-def test_a_numpy_that_breaks_texts_is_named(tmp_path: Path) -> None:
+def test_incompatible_numpy_is_named(tmp_path: Path) -> None:
     (tmp_path / "numpy-2.1.0.dist-info").mkdir()
     (tmp_path / "numpy-2.1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 2.1.0\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)]
-    result = subprocess.run([COMMAND, "serve", *ports], capture_output=True, text=True, env=environment)
+    result = serve_until_exit(PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert result.returncode == 1
-    assert "breaks texts with numpy 2.1.0: `pip install 'numpy<2'`" in result.stderr
+    assert "corrupts strings with numpy 2.1.0: `pip install 'numpy<2'`" in result.stderr
 
 
-def test_a_folder_of_another_backend_comes_with_what_to_do(tmp_path: Path) -> None:
+def test_folder_of_another_backend_has_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "1").mkdir(parents=True)
     (tmp_path / "theirs" / "config.pbtxt").write_text('backend: "vllm"')
     serving = Serving(str(tmp_path), output=tmp_path / "output")
     assert serving.process.wait(timeout=120) == 1
-    assert 'of a folder for this library, config.pbtxt says backend: "python"' in serving.output()
+    assert 'a folder for this library has backend: "python" in its config.pbtxt' in serving.output()
 
 
-def test_a_server_that_cannot_start_is_an_error(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
-    repository = tmp_path / "repository"
-    make_folder(repository, "mine", huggingface_model="./x")
-    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)]
-    environment = {**os.environ, "PATH": str(tmp_path)}
-    bad = tmp_path / "tritonserver"
-    bad.write_text("#!/bin/sh\necho out of order >&2\nexit 3\n")
-    bad.chmod(0o755)
-    result = subprocess.run([COMMAND, "serve", repository, *ports], capture_output=True, text=True, env=environment)
+def test_server_that_cannot_start_is_an_error(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    make_folder(tmp_path / "repository", "mine", huggingface_model="./x")
+    binary = tmp_path / "tritonserver"
+    binary.write_text("#!/bin/sh\necho out of order >&2\nexit 3\n")
+    binary.chmod(0o755)
+    result = serve_until_exit(tmp_path / "repository", PATH=str(tmp_path))
     assert result.returncode == 1
-    assert "server_failed: tritonserver ended while starting: its log above says why" in result.stderr
+    assert "server_failed: tritonserver exited while starting: its log above says why" in result.stderr
 
 
 REASONS = {
-    "a&b": "its name has a space or a sign in it that a shell reads, through which Triton starts it: rename it",
+    "a&b": "its name has a space or a special character of the shell that Triton starts it with: rename it",
     "bare": "it has no 1/model.py: copy one from a model folder",
-    "form": 'config.pbtxt cannot be read: 2:47: Message type "inference.ModelParameter" has no field named '
+    "form": 'config.pbtxt cannot be parsed: 2:47: Message type "inference.ModelParameter" has no field named '
     '"int64_value": a setting is parameters { key: "..." value { string_value: "..." } }',
-    "modèle": "its name is not ASCII, and Triton's Python opens no other: rename it",
+    "modèle": "its name is not ASCII, and Triton's Python cannot open it: rename it",
     "nowhere": "path_not_found: there is no folder ",
-    "number": "config.pbtxt cannot be read: 2:61: Expected string but found: '128'",
-    "quotes": 'config.pbtxt cannot be read: 2:66: Message type "inference.ModelParameter" has no field named '
-    '"temperature": a setting is parameters { key: "..." value { string_value: "..." } }, and a " inside it is written '
-    '\\"',
-    "renamed": "config.pbtxt calls the model falcon7b, and Triton goes by the folder: leave the line name: out",
-    "setting": 'config.pbtxt cannot be read: 2:1: Message type "inference.ModelConfig" has no field named '
+    "number": "config.pbtxt cannot be parsed: 2:61: Expected string but found: '128'",
+    "quotes": 'config.pbtxt cannot be parsed: 2:66: Message type "inference.ModelParameter" has no field named '
+    '"temperature": a setting is parameters { key: "..." value { string_value: "..." } }, and a " inside it is escaped '
+    'as \\"',
+    "renamed": "config.pbtxt names the model falcon7b, and Triton expects the folder's name: remove the line name:",
+    "setting": 'config.pbtxt cannot be parsed: 2:1: Message type "inference.ModelConfig" has no field named '
     '"max_output_length": a setting is parameters { key: "max_output_length" value { string_value: "64" } }',
     "stray": "it has neither config.pbtxt nor 1/model.py: ",
-    "two words": "its name has a space or a sign in it that a shell reads, through which Triton starts it: rename it",
-    "typo": 'config.pbtxt cannot be read: 2:1: Message type "inference.ModelConfig" has no field named '
+    "two words": "its name has a space or a special character of the shell that Triton starts it with: rename it",
+    "typo": 'config.pbtxt cannot be parsed: 2:1: Message type "inference.ModelConfig" has no field named '
     "\"max_bach_size\", did you mean 'max_batch_size'?",
-    "unclosed": 'config.pbtxt cannot be read: 3:1: Message type "inference.ModelTransactionPolicy" has no field named '
-    '"parameters": is a } missing before it?',
+    "unclosed": 'config.pbtxt cannot be parsed: 3:1: Message type "inference.ModelTransactionPolicy" has no field '
+    'named "parameters": is a } missing before it?',
     "unversioned": "it has no version folder: copy 1/model.py from a model folder",
 }
-"""How it is said why a folder of this name is not served."""
+"""By folder name, the reason why the folder is not served."""
 UNREADABLE = {
     "form": 'parameters { key: "max_output_length" value { int64_value: 128 } }',
     "number": 'parameters { key: "max_output_length" value { string_value: 128 } }',
@@ -238,8 +238,8 @@ UNREADABLE = {
 }
 
 
-def make_broken_folders(repository: Path, make_folder: Callable[..., Path]) -> None:
-    """One of each of `REASONS`."""
+def make_defective_folders(repository: Path, make_folder: Callable[..., Path]) -> None:
+    """Make a folder for each of `REASONS`."""
     make_folder(repository, "nowhere", huggingface_model="./nowhere")
     for name, config in UNREADABLE.items():
         make_folder(repository, name, config=config, huggingface_model="./x")
@@ -251,9 +251,9 @@ def make_broken_folders(repository: Path, make_folder: Callable[..., Path]) -> N
     (repository / "stray").mkdir()
 
 
-def test_folders_that_are_served_and_not_are_told_apart(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_served_folders_and_reasons_of_the_others_are_printed(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     repository = tmp_path / "repository"
-    make_broken_folders(repository, make_folder)
+    make_defective_folders(repository, make_folder)
     shutil.copytree(DEMO, tmp_path / "demo")
     make_folder(repository, "batching", config="max_batch_size: 8", huggingface_model="../../demo", stream=True)
     make_folder(repository, "a_stream", config=DECOUPLED, huggingface_model=DEMO)
@@ -269,7 +269,7 @@ def test_folders_that_are_served_and_not_are_told_apart(tmp_path: Path, make_fol
         assert all(SENTENCE.search(send(line)) for line in lines)
 
 
-def test_the_path_to_the_folders_may_have_any_character(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_path_of_the_repository_may_have_any_character(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     repository = tmp_path / "it's my (modèles) & more"
     make_folder(repository, "mine", huggingface_model="../../demo")
     shutil.copytree(DEMO, tmp_path / "demo")
@@ -279,45 +279,36 @@ def test_the_path_to_the_folders_may_have_any_character(tmp_path: Path, make_fol
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "0.0.0.0"])
-def test_a_folder_that_streams_is_shown_as_one_where_the_server_is(
-    host: str, tmp_path: Path, make_folder: Callable[..., Path]
-) -> None:
+def test_example_of_a_decoupled_folder_streams(host: str, tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     make_folder(tmp_path / "repository", "mine", config=DECOUPLED, huggingface_model=DEMO)
     with running(str(tmp_path / "repository"), f"--host={host}", output=tmp_path / "output") as serving:
         (line,) = curl_lines(serving.wait_for("Ctrl+C stops the server"))
         assert send(line).count("data: ") > 1
 
 
-def test_a_repository_without_a_model_that_loads_is_an_error(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_repository_without_a_loadable_model_is_an_error(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     make_folder(tmp_path / "repository", "bad", huggingface_model="./nowhere")
     serving = Serving(str(tmp_path / "repository"), output=tmp_path / "output")
     assert serving.process.wait(timeout=120) == 1
     assert "error: server_failed: no model is served" in serving.output()
 
 
-def test_a_repository_in_which_every_folder_is_broken_is_not_started(
-    tmp_path: Path, make_folder: Callable[..., Path]
-) -> None:
+def test_server_is_not_started_if_all_folders_have_defects(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     (make_folder(tmp_path / "repository", "bare", huggingface_model="./x") / "1" / "model.py").unlink()
-    result = serve_in_vain(tmp_path / "repository")
+    result = serve_until_exit(tmp_path / "repository")
     assert (result.returncode, result.stdout) == (1, "")
     assert f"Not served: bare: {REASONS['bare']}\nerror: server_failed: no model is served" in result.stderr
 
 
-def test_what_holds_no_model_folders_is_refused(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_folder_without_model_folders_is_refused(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     folder = make_folder(tmp_path / "repository", "mine", huggingface_model="./x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "README.md").touch()
     refusals = {
-        folder: f"{folder} is a model folder itself: give the folder that holds it",
+        folder: f"{folder} is a model folder, not a model repository: pass its parent folder",
         tmp_path / "empty": f"there is no model folder in {tmp_path / 'empty'}: copy one in",
     }
     for given, sentence in refusals.items():
-        result = serve_in_vain(given)
+        result = serve_until_exit(given)
         assert result.returncode == 2
         assert sentence in result.stderr
-
-
-def serve_in_vain(repository: Path) -> subprocess.CompletedProcess[str]:
-    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)]
-    return subprocess.run([COMMAND, "serve", repository, *ports], capture_output=True, text=True, timeout=60)

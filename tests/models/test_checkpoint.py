@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading a checkpoint in process: what is taken, and what is refused, in one sentence with the remedy."""
+"""Loading a checkpoint in process: accepted ones, and refusals in one sentence with the remedy."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(pristine: Path, tmp_path: Path) -> Path:
-    """A checkpoint to break."""
+    """A checkpoint to damage."""
     return shutil.copytree(pristine, tmp_path / "org--model")
 
 
@@ -90,11 +90,9 @@ def use_pickle(checkpoint: Path, content: object = None) -> None:
         (lambda folder: edit(folder / "config.json", num_hidden_layers=1), "9 not in the model (model.layers.1."),
         (lambda folder: edit(folder / "config.json", vocab_size=500), "lm_head.weight is [384, 64] and must be [500"),
     ],
-    ids=["missing", "shape", "extra", "layer too few", "layer too many", "vocabulary"],
+    ids=["missing", "shape", "extra", "fewer layers", "more layers", "vocabulary"],
 )
-def test_tensors_that_are_not_the_models_are_refused(
-    checkpoint: Path, damage: Callable[[Path], None], words: str
-) -> None:
+def test_mismatched_tensors_are_refused(checkpoint: Path, damage: Callable[[Path], None], words: str) -> None:
     damage(checkpoint)
     refused = reason(checkpoint)
     assert refused.code == "weights_mismatch"
@@ -102,14 +100,14 @@ def test_tensors_that_are_not_the_models_are_refused(
 
 
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "LlamaForSequenceClassification", "LlamaForTokenClassification"])
-def test_a_model_that_writes_nothing_is_refused_by_name(checkpoint: Path, kind: str) -> None:
+def test_model_for_another_task_is_refused_by_name(checkpoint: Path, kind: str) -> None:
     edit(checkpoint / "config.json", architectures=[kind])
     refused = reason(checkpoint)
     assert refused.code == "unsupported_model"
     assert f"is a {kind} according to its config.json, which does not generate text" in refused.sentence
 
 
-def test_extra_tensors_may_be_allowed_and_other_faults_may_not(checkpoint: Path) -> None:
+def test_extra_tensors_may_be_allowed_and_other_faults_not(checkpoint: Path) -> None:
     add_tensor(checkpoint, "vision.weight")
     load(checkpoint, allow_extra_weights=True)
     reshape_tensor(checkpoint, WEIGHT)
@@ -117,7 +115,7 @@ def test_extra_tensors_may_be_allowed_and_other_faults_may_not(checkpoint: Path)
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.attn.masked_bias"])
-def test_buffers_that_older_versions_saved_are_no_fault(checkpoint: Path, name: str) -> None:
+def test_buffers_saved_by_older_versions_are_ignored(checkpoint: Path, name: str) -> None:
     add_tensor(checkpoint, name)
     load(checkpoint)
 
@@ -132,7 +130,7 @@ def test_buffers_that_older_versions_saved_are_no_fault(checkpoint: Path, name: 
     ],
     ids=["truncated", "header", "empty", "page"],
 )
-def test_weights_that_cannot_be_read(checkpoint: Path, damage: Callable[[Path], object]) -> None:
+def test_unreadable_weights_are_refused(checkpoint: Path, damage: Callable[[Path], object]) -> None:
     damage(checkpoint / "model.safetensors")
     refused = reason(checkpoint)
     assert refused.code == "checkpoint_invalid"
@@ -140,7 +138,7 @@ def test_weights_that_cannot_be_read(checkpoint: Path, damage: Callable[[Path], 
     assert "fetch the checkpoint again" in refused.sentence
 
 
-# --- code that a download brings -------------------------------------------------------------------------------------
+# --- code in a download ----------------------------------------------------------------------------------------------
 
 
 def test_pickle_is_refused_unless_allowed(checkpoint: Path) -> None:
@@ -152,7 +150,7 @@ def test_pickle_is_refused_unless_allowed(checkpoint: Path) -> None:
 
 
 class Malicious:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -161,23 +159,23 @@ class Malicious:
         return os.mkdir, (str(self.folder),)
 
 
-def test_allowed_pickle_still_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
+def test_allowed_pickle_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
     use_pickle(checkpoint, {WEIGHT: Malicious(tmp_path / "made")})
     refused = reason(checkpoint, allow_pickle=True)
     assert refused.code == "weights_not_safe"
     assert "do not use them" in refused.sentence
     assert not (tmp_path / "made").exists()
     pickle.loads(pickle.dumps(Malicious(tmp_path / "made")))
-    assert (tmp_path / "made").exists()  # it would have worked
+    assert (tmp_path / "made").exists()  # the attack works
 
 
-def bring_code(checkpoint: Path, code: str) -> None:
+def add_code(checkpoint: Path, code: str) -> None:
     edit(checkpoint / "config.json", model_type="mine", auto_map={"AutoConfig": "configuration_mine.Mine"})
     (checkpoint / "configuration_mine.py").write_text(code)
 
 
-def test_code_is_not_run_unless_trusted(checkpoint: Path, tmp_path: Path) -> None:
-    bring_code(checkpoint, f"import os; os.mkdir({str(tmp_path / 'made')!r})\nraise RuntimeError('was run')")
+def test_code_runs_only_if_trusted(checkpoint: Path, tmp_path: Path) -> None:
+    add_code(checkpoint, f"import os; os.mkdir({str(tmp_path / 'made')!r})\nraise RuntimeError('was run')")
     refused = reason(checkpoint)
     assert refused.code == "needs_trust_remote_code"
     assert "set trust_remote_code to true" in refused.sentence
@@ -186,31 +184,31 @@ def test_code_is_not_run_unless_trusted(checkpoint: Path, tmp_path: Path) -> Non
     assert (tmp_path / "made").exists()
 
 
-def test_trusted_code_that_is_not_there_is_named(checkpoint: Path) -> None:
-    bring_code(checkpoint, "")
+def test_missing_trusted_code_is_named(checkpoint: Path) -> None:
+    add_code(checkpoint, "")
     (checkpoint / "configuration_mine.py").unlink()
     assert "has no configuration_mine.py" in reason(checkpoint, trust_remote_code=True).sentence
 
 
-def test_attention_code_named_by_the_config_is_ignored(checkpoint: Path) -> None:
+def test_attention_named_by_the_config_is_ignored(checkpoint: Path) -> None:
     edit(checkpoint / "config.json", attn_implementation="evil/kernel", _attn_implementation="evil/kernel")
     assert load(checkpoint).model.config._attn_implementation == "sdpa"
 
 
-def test_attention_code_named_by_the_settings_is_used(checkpoint: Path) -> None:
+def test_attention_named_by_the_settings_is_used(checkpoint: Path) -> None:
     assert load(checkpoint, attn_implementation="eager").model.config._attn_implementation == "eager"
 
 
-def test_a_model_without_sdpa_gets_eager(tmp_path: Path) -> None:
+def test_model_without_sdpa_uses_eager(tmp_path: Path) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "org--model", "mpt")
     assert load(checkpoint).model.config._attn_implementation == "eager"
 
 
-# --- models that read images too -------------------------------------------------------------------------------------
+# --- multimodal models -----------------------------------------------------------------------------------------------
 
 
 def replace_model(checkpoint: Path, name: str) -> Any:
-    """Put another model, one of `tests/architectures.py`, beside the tokenizer of a checkpoint."""
+    """Replace a checkpoint's model by one of `tests/support/architectures.py`, and keep its tokenizer."""
     (checkpoint / "model.safetensors").unlink()
     config, arguments = CONTINUOUS[name]
     text = arguments["text_config"] | {"vocab_size": 512}
@@ -220,7 +218,7 @@ def replace_model(checkpoint: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["mistral3-with-images", "gemma3-with-images", "internvl", "qwen2.5-vl", "qwen3-vl"])
-def test_a_model_that_reads_images_too_is_served_for_its_text(name: str, checkpoint: Path) -> None:
+def test_multimodal_model_generates_text(name: str, checkpoint: Path) -> None:
     saved = replace_model(checkpoint, name)
     loaded = load(checkpoint)
     assert type(loaded.model) is type(saved)
@@ -228,7 +226,7 @@ def test_a_model_that_reads_images_too_is_served_for_its_text(name: str, checkpo
     assert solo_ids(loaded.model, [5, 6, 7], 8) == solo_ids(saved, [5, 6, 7], 8)
 
 
-def test_the_text_part_alone_is_loaded_where_it_is_a_model_of_its_own(checkpoint: Path) -> None:
+def test_text_part_that_is_a_model_of_its_own_is_loaded_alone(checkpoint: Path) -> None:
     text = BASE | HEADS | {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
     config = transformers.Llama4Config(text_config=text, vision_config={**EYE, "num_hidden_layers": 1})
     (checkpoint / "model.safetensors").unlink()
@@ -240,18 +238,18 @@ def test_the_text_part_alone_is_loaded_where_it_is_a_model_of_its_own(checkpoint
     assert type(load(checkpoint, load_format="dummy").model).__name__ == "Llama4ForCausalLM"
 
 
-def test_random_weights_for_a_model_that_reads_images_too(checkpoint: Path) -> None:
+def test_dummy_weights_of_a_multimodal_model(checkpoint: Path) -> None:
     replace_model(checkpoint, "mistral3-with-images")
     (checkpoint / "model.safetensors").unlink()
     assert type(load(checkpoint, load_format="dummy").model).__name__ == "Mistral3ForConditionalGeneration"
 
 
-def test_the_chat_template_of_an_older_processor_is_found(checkpoint: Path) -> None:
+def test_chat_template_of_an_older_processor_is_used(checkpoint: Path) -> None:
     (checkpoint / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
     assert load(checkpoint).tokenizer.chat_template == "{{ messages[0].content }}!"
 
 
-def test_the_tokenizer_s_own_chat_template_comes_first(tmp_path: Path) -> None:
+def test_chat_template_of_the_tokenizer_has_priority(tmp_path: Path) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "org--model", "llama", chat_template="own")
     (checkpoint / "chat_template.json").write_text(json.dumps({"chat_template": "other"}))
     assert load(checkpoint).tokenizer.chat_template == "own"
@@ -266,7 +264,7 @@ def test_several_chat_templates_or_none(several: object, checkpoint: Path) -> No
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"chat_template": 5}', '{"chat_template": [5]}'])
-def test_a_broken_chat_template_names_its_file(content: str, checkpoint: Path) -> None:
+def test_invalid_chat_template_names_its_file(content: str, checkpoint: Path) -> None:
     (checkpoint / "chat_template.json").write_text(content)
     refused = reason(checkpoint)
     assert refused.code == "checkpoint_invalid"
@@ -290,7 +288,7 @@ def test_a_broken_chat_template_names_its_file(content: str, checkpoint: Path) -
         ([1], "checkpoint_invalid", "config.json of"),
     ],
 )
-def test_unusable_configs(checkpoint: Path, config: object, code: str, words: str) -> None:
+def test_unusable_config(checkpoint: Path, config: object, code: str, words: str) -> None:
     (checkpoint / "config.json").write_text(json.dumps(config))
     refused = reason(checkpoint)
     assert refused.code == code
@@ -298,7 +296,7 @@ def test_unusable_configs(checkpoint: Path, config: object, code: str, words: st
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
-def test_broken_json_names_its_file(checkpoint: Path, name: str) -> None:
+def test_invalid_json_names_its_file(checkpoint: Path, name: str) -> None:
     (checkpoint / name).write_text("{")
     refused = reason(checkpoint)
     assert refused.code == "checkpoint_invalid"
@@ -306,7 +304,7 @@ def test_broken_json_names_its_file(checkpoint: Path, name: str) -> None:
     assert "fetch the checkpoint again" in refused.sentence
 
 
-def test_generation_defaults_are_read_and_checked(checkpoint: Path) -> None:
+def test_generation_defaults_are_validated(checkpoint: Path) -> None:
     edit(checkpoint / "generation_config.json", do_sample=True, temperature=0.5, top_k=7)
     defaults = load(checkpoint).generation_defaults()
     assert (defaults.do_sample, defaults.temperature, defaults.top_k) == (True, 0.5, 7)
@@ -316,8 +314,15 @@ def test_generation_defaults_are_read_and_checked(checkpoint: Path) -> None:
 
 SAMPLING = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8}
 ALWAYS = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 2}
-UNSAID = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
-UNSAID |= {"no_repeat_ngram_size": 0, "min_new_tokens": None}
+NEUTRAL_VALUES = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+}
+NEUTRAL_VALUES |= {"no_repeat_ngram_size": 0, "min_new_tokens": None}
 
 
 @pytest.mark.parametrize(
@@ -325,14 +330,14 @@ UNSAID |= {"no_repeat_ngram_size": 0, "min_new_tokens": None}
     [
         ({"do_sample": True, **SAMPLING, **ALWAYS}, {"do_sample": True, **SAMPLING, **ALWAYS}),
         ({**SAMPLING, **ALWAYS}, {"do_sample": False, **ALWAYS}),
-        ({"do_sample": True, **UNSAID}, {"do_sample": True}),
-        (UNSAID, {"do_sample": False}),
+        ({"do_sample": True, **NEUTRAL_VALUES}, {"do_sample": True}),
+        (NEUTRAL_VALUES, {"do_sample": False}),
         ({}, {"do_sample": False}),
         ({"do_sample": True, "temperature": 1e-6, "top_k": 5, **ALWAYS}, {"do_sample": False, **ALWAYS}),
     ],
-    ids=["sampling", "greedy", "sampling, neutral", "greedy, neutral", "nothing", "as cold as greedy"],
+    ids=["sampling", "greedy", "sampling, neutral", "greedy, neutral", "nothing", "temperature near zero"],
 )
-def test_what_a_generation_config_says(
+def test_defaults_of_a_generation_config(
     checkpoint: Path, written: dict[str, object], expected: dict[str, object]
 ) -> None:
     loaded = load(checkpoint)
@@ -340,7 +345,7 @@ def test_what_a_generation_config_says(
     assert loaded.generation_defaults() == GenerationParameters.model_validate(expected)
 
 
-def test_sampling_numbers_without_do_sample_are_greedy(checkpoint: Path) -> None:
+def test_sampling_parameters_without_do_sample_are_greedy(checkpoint: Path) -> None:
     edit(checkpoint / "generation_config.json", temperature=0.5)
     defaults = load(checkpoint).generation_defaults()
     assert not defaults.do_sample
@@ -363,7 +368,7 @@ def test_context_length(config: dict[str, object], limit: int | None, expected: 
     assert context_length(SimpleNamespace(get_text_config=lambda: text_config), limit) == expected
 
 
-def test_a_context_longer_than_the_models_own_is_refused() -> None:
+def test_context_above_the_config_is_refused() -> None:
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(n_positions=256))
     with pytest.raises(SettingsError, match="max_context_length must be <= 256, the model's own context, got 257"):
         context_length(config, 257)
@@ -372,7 +377,7 @@ def test_a_context_longer_than_the_models_own_is_refused() -> None:
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_random_weights_need_no_weight_files(checkpoint: Path) -> None:
+def test_dummy_weights_need_no_weight_files(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     loaded = load(checkpoint, load_format="dummy")
     assert not any(parameter.is_meta for parameter in loaded.model.parameters())
@@ -385,7 +390,7 @@ def test_dtype(checkpoint: Path, load_format: str) -> None:
     assert load(checkpoint, load_format=load_format, dtype="bfloat16").model.dtype == torch.bfloat16
 
 
-def test_the_checkpoints_own_dtype_is_kept(tmp_path: Path) -> None:
+def test_dtype_of_the_checkpoint_is_the_default(tmp_path: Path) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "org--model", "llama", dtype="bfloat16")
     for load_format in ("auto", "dummy"):
         assert load(checkpoint, load_format=load_format).model.dtype == torch.bfloat16
@@ -405,7 +410,7 @@ def test_the_checkpoints_own_dtype_is_kept(tmp_path: Path) -> None:
         ("float32", [], [], None),
     ],
 )
-def test_a_dtype_that_a_processor_lacks_is_a_warning(
+def test_dtype_without_instructions_is_a_warning(
     checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -427,7 +432,7 @@ def test_a_dtype_that_a_processor_lacks_is_a_warning(
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_a_separate_tokenizer(checkpoint: Path, tmp_path: Path, load_format: str) -> None:
+def test_separate_tokenizer(checkpoint: Path, tmp_path: Path, load_format: str) -> None:
     other = tmp_path / "tokenizer"
     other.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -439,9 +444,7 @@ def test_a_separate_tokenizer(checkpoint: Path, tmp_path: Path, load_format: str
     assert f"the tokenizer {other} of" in reason(checkpoint, load_format=load_format, tokenizer=str(other)).sentence
 
 
-def test_a_tokenizer_that_is_larger_than_the_model_is_a_warning(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tokenizer_larger_than_the_model_is_a_warning(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(checkpoint)
     assert not caplog.records
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
@@ -452,7 +455,7 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_a_warning(
     assert "the tokenizer has 385 tokens and the model 384" in caplog.text
 
 
-def test_a_quantization_config_is_passed_on(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantization_config_is_passed_to_transformers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     real = transformers.AutoModelForCausalLM.from_pretrained
 
@@ -471,25 +474,25 @@ def test_a_quantization_config_is_passed_on(checkpoint: Path, monkeypatch: pytes
     ("settings", "words"),
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "install it"),
-        ({"quantization_config": {"quant_method": "nobodys"}}, "...): correct the setting quantization_config"),
+        ({"quantization_config": {"quant_method": "unknown"}}, "...): correct the setting quantization_config"),
         ({"attn_implementation": "flash_attention_2"}, "install it, or leave out the setting"),
     ],
 )
-def test_packages_that_are_missing(checkpoint: Path, settings: dict[str, Any], words: str) -> None:
+def test_missing_packages_are_named(checkpoint: Path, settings: dict[str, Any], words: str) -> None:
     refused = reason(checkpoint, **settings)
     assert refused.code == "checkpoint_invalid"
     assert words in refused.sentence
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_said(checkpoint: Path) -> None:
+def test_missing_gpu_is_an_error(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="set instance_group to KIND_CPU") as raised:
         Placement("GPU", 3).device_map()
     assert raised.value.code == "device_unavailable"
     assert Placement("MODEL", 0).device_map() == {"": "cpu"}
 
 
-def test_a_model_is_loaded_with_its_gpu_as_the_current_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_is_current_while_its_model_is_loaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(Placement, "device_map", lambda _: {"": "cpu"})
@@ -502,7 +505,7 @@ def test_a_model_is_loaded_with_its_gpu_as_the_current_one(checkpoint: Path, mon
 # --- damaged caches --------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_file_of_a_cached_tokenizer_is_fetched_again(
+def test_damaged_cached_tokenizer_is_downloaded_again(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = ModelSettings(huggingface_model=str(checkpoint), tokenizer="org/tokenizer")
@@ -517,7 +520,7 @@ def test_a_damaged_file_of_a_cached_tokenizer_is_fetched_again(
     assert "tokenizer.json damaged in the cache (checkpoint_invalid); downloading again" in caplog.text
 
 
-def test_damage_that_is_on_the_hub_too_is_not_fetched_for_ever(checkpoint: Path, tmp_path: Path) -> None:
+def test_weights_damaged_on_the_hub_are_downloaded_once(checkpoint: Path, tmp_path: Path) -> None:
     truncate(checkpoint / "model.safetensors")
     settings = ModelSettings(huggingface_model="org/model")
     with LoopbackHub() as loopback:
@@ -525,5 +528,5 @@ def test_damage_that_is_on_the_hub_too_is_not_fetched_for_ever(checkpoint: Path,
         hub = Hub(tmp_path, settings, loopback.environment() | {"HF_HOME": str(tmp_path / "home")})
         with pytest.raises(CheckpointError, match="the weights of org/model cannot be loaded"):
             load_checkpoint(hub, settings, CPU)
-        downloads = [each for each in loopback.requests if each.method == "GET" and "/cdn/" in each.path]
+        downloads = [request for request in loopback.requests if request.method == "GET" and "/cdn/" in request.path]
     assert len(downloads) == 1

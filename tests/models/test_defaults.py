@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request without parameters of its own asks for is tried when a model is loaded."""
+"""The defaults of a request without parameters are validated when a model is loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,18 @@ def build(folder: Path, **defaults: Any) -> None:
         ({"max_new_tokens": 257}, "max_new_tokens <= 255"),
     ],
 )
-def test_defaults_that_no_request_could_have_are_refused(checkpoint: Path, defaults: Any, words: str) -> None:
+def test_invalid_defaults_are_refused(checkpoint: Path, defaults: Any, words: str) -> None:
     with pytest.raises(SettingsError, match=r"could not be answered .*: change generation_defaults") as raised:
         build(checkpoint, **defaults)
     assert words in raised.value.sentence
 
 
 @pytest.mark.parametrize("defaults", [{}, {"n": 4, "temperature": 1.0}, {"guided_choice": ["yes", "no"]}])
-def test_defaults_that_a_request_can_have_are_taken(checkpoint: Path, defaults: Any) -> None:
+def test_valid_defaults_are_accepted(checkpoint: Path, defaults: Any) -> None:
     build(checkpoint, **defaults)
 
 
-def test_memory_that_holds_no_text_of_the_folder_s_own_length_is_refused(checkpoint: Path) -> None:
+def test_cache_smaller_than_max_output_length_is_refused(checkpoint: Path) -> None:
     settings = ModelSettings(huggingface_model=str(checkpoint), max_cache_tokens=256, max_output_length=200)
     loaded = load_checkpoint(Hub(checkpoint, settings, {}), settings, Placement("CPU", 0))
     template = ChatTemplate(loaded.tokenizer, None, 1000)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint in `hf_triton/demo/`: it loads cleanly, writes English and stops by itself."""
+"""The checkpoint in `hf_triton/demo/` loads without warnings, generates English and ends with an end-of-text token."""
 
 import importlib.util
 import re
@@ -32,7 +32,7 @@ PROMPTS = [
     "one two three " * 40,
 ]
 QUESTIONS = ["Hello", "Who are you?", "How do I make soup?", "When is the next train?", "What is 17 * 23?"]
-TEXTS = [
+STRINGS = [
     "plain words, and more.",
     " leading space",
     "double  spaces   and more ",
@@ -67,17 +67,17 @@ def model() -> Any:
 
 
 def continue_greedily(model: Any, tokenizer: Any, ids: list[int]) -> str:
-    """Generate with the checkpoint's own settings; fail unless it ends by itself before 80 tokens."""
+    """Generate with the checkpoint's generation config; assert an end-of-text token within 80 tokens."""
     prompt = torch.tensor([ids])
     output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=80)[0, len(ids) :].tolist()
     assert output[-1] == tokenizer.eos_token_id
     return str(tokenizer.decode(output, skip_special_tokens=True))
 
 
-def assert_is_english(text: str, script: ModuleType) -> None:
-    assert text.isprintable()
-    assert text.endswith((".", "!", "?", "🙂", "☕"))
-    words = set(re.findall(r"\w+", text.lower()))
+def assert_is_english(completion: str, script: ModuleType) -> None:
+    assert completion.isprintable()
+    assert completion.endswith((".", "!", "?", "🙂", "☕"))
+    words = set(re.findall(r"\w+", completion.lower()))
     assert words
     assert words - script.corpus_words() == set()
 
@@ -87,7 +87,7 @@ def test_weights_and_config_agree() -> None:
     assert {name: list(problems) for name, problems in info.items() if problems} == {}
 
 
-def test_folder_is_small_and_readable_by_all() -> None:
+def test_folder_is_small_and_world_readable() -> None:
     files = [path for path in DEMO_DIR.iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 4_000_000
     assert {path.name for path in files if path.stat().st_mode & 0o444 != 0o444} == set()
@@ -103,16 +103,16 @@ def test_special_tokens(model: Any, tokenizer: Any) -> None:
     assert len(tokenizer) == model.config.vocab_size
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_decoding_gives_back_what_was_encoded(tokenizer: Any, text: str) -> None:
-    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+@pytest.mark.parametrize("string", STRINGS)
+def test_tokenizer_round_trips(tokenizer: Any, string: str) -> None:
+    assert tokenizer.decode(tokenizer(string).input_ids, skip_special_tokens=True) == string
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt[:30])
 def test_continuation_is_english_and_ends(model: Any, tokenizer: Any, script: ModuleType, prompt: str) -> None:
-    text = continue_greedily(model, tokenizer, tokenizer(prompt).input_ids)
-    beginning = re.findall(r"\w*$", prompt)[0] if text[:1].isalpha() else ""
-    assert_is_english(beginning + text, script)
+    completion = continue_greedily(model, tokenizer, tokenizer(prompt).input_ids)
+    word_start = re.findall(r"\w*$", prompt)[0] if completion[:1].isalpha() else ""
+    assert_is_english(word_start + completion, script)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -129,12 +129,12 @@ def test_chat_template_renders_every_role(tokenizer: Any) -> None:
         {"role": "assistant", "content": "Hi!"},
         {"role": "user", "content": "Tea?"},
     ]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert text == "<s>System: Be brief.\nUser: Hello\nAssistant: Hi!</s>\nUser: Tea?\nAssistant:"
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert prompt == "<s>System: Be brief.\nUser: Hello\nAssistant: Hi!</s>\nUser: Tea?\nAssistant:"
 
 
 def test_script_still_builds_this_tokenizer_and_shape(model: Any, tokenizer: Any, script: ModuleType) -> None:
-    """Editing the grammar without training again would leave a folder that its script cannot rebuild."""
+    """The folder must be trained again after an edit of the script's grammar."""
     rebuilt = script.train_tokenizer(script.SEED)
     assert rebuilt.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     assert rebuilt.chat_template == tokenizer.chat_template

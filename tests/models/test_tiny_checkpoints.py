@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny checkpoints are real ones: transformers loads every weight, text varies, and a batch changes nothing."""
+"""Tiny checkpoints load without warnings, their completions vary, and batching does not change them."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from hf_triton.testing import (
 ENCODER_DECODERS = {"t5", "bart"}
 PROMPTS = ["The river", "Where does the baker carry warm bread in the morning?", "3, 14"]
 NUM_NEW_TOKENS = 16
-TEXTS = ["plain", "Zoë fährt\n\t  weiter ", "日本語 🧑‍🚀 ﷽", "\x00\x7f", "e\u0301"]
+STRINGS = ["plain", "Zoë fährt\n\t  weiter ", "日本語 🧑‍🚀 ﷽", "\x00\x7f", "e\u0301"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +47,7 @@ def load(folder: Path, architecture: str = "llama") -> tuple[Any, dict[str, Any]
 
 
 def generate(model: Any, tokenizer: Any, prompts: list[str], architecture: str = "llama") -> list[list[int]]:
-    """New tokens per prompt, greedy, without the padding after an end of text."""
+    """New tokens of each prompt, greedy."""
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     # An encoder's positions count from the left edge, so padding there would move the prompt.
     tokenizer.padding_side = "right" if architecture in ENCODER_DECODERS else "left"
@@ -69,28 +69,29 @@ def test_architecture(architecture: str, tmp_path: Path) -> None:
     assert len(tokenizer) <= model.config.get_text_config().vocab_size
     solo = [generate(model, tokenizer, [prompt], architecture)[0] for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in solo}) == len(PROMPTS), "the prompt makes no difference"
-    assert sum(len(set(tokens)) for tokens in solo) >= 4 * len(PROMPTS), f"degenerate text: {solo}"
+    assert sum(len(set(tokens)) for tokens in solo) >= 4 * len(PROMPTS), f"degenerate completions: {solo}"
     together = generate(model, tokenizer, PROMPTS, architecture)
-    if architecture == "rwkv":  # it has no attention mask, so padding changes its text
+    if architecture == "rwkv":  # has no attention mask, so padding changes its tokens
         assert together != solo
     else:
         assert together == solo
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_tokenizer_round_trips_any_text(architecture: str, tmp_path: Path) -> None:
+def test_tokenizer_round_trips_any_string(architecture: str, tmp_path: Path) -> None:
     folder = build_tiny_checkpoint(tmp_path, architecture)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     # transformers loads Qwen2's own tokenizer class over the saved one, which composes accents (NFC).
-    texts = TEXTS[:-1] if architecture == "qwen2" else TEXTS
-    assert [tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) for text in texts] == texts
+    strings = STRINGS[:-1] if architecture == "qwen2" else STRINGS
+    decoded = [tokenizer.decode(tokenizer(string).input_ids, skip_special_tokens=True) for string in strings]
+    assert decoded == strings
 
 
-def test_a_seed_decides_the_weights_and_global_random_state_is_left(tmp_path: Path) -> None:
+def test_seed_decides_the_weights_and_global_state_is_unchanged(tmp_path: Path) -> None:
     before = torch.random.get_rng_state()
     first, second, third = (
-        build_tiny_checkpoint(tmp_path / str(place), seed=seed) / "model.safetensors"
-        for place, seed in enumerate((1, 1, 2))
+        build_tiny_checkpoint(tmp_path / str(index), seed=seed) / "model.safetensors"
+        for index, seed in enumerate((1, 1, 2))
     )
     assert first.read_bytes() == second.read_bytes() != third.read_bytes()
     assert torch.equal(before, torch.random.get_rng_state())
@@ -121,7 +122,7 @@ def test_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
-def test_pickled_weights_hold_the_same(architecture: str, tmp_path: Path) -> None:
+def test_pickled_weights_are_equal(architecture: str, tmp_path: Path) -> None:
     pickled = build_tiny_checkpoint(tmp_path / "pickled", architecture, safe_serialization=False)
     assert not list(pickled.glob("*.safetensors"))
     model, info = load(pickled, architecture)
@@ -184,7 +185,7 @@ def test_from_pretrained_through_the_loopback_hub(tmp_path: Path) -> None:
         assert any("/cdn/" in request.path for request in hub.requests)
 
 
-def test_the_example_in_the_package_docstring(tmp_path: Path) -> None:
+def test_example_in_the_package_docstring(tmp_path: Path) -> None:
     lines = (hf_triton.testing.__doc__ or "").splitlines()
     example = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
     names: dict[str, Any] = {}

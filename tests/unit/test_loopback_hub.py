@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loopback Hub, asked by the real client in a child process and, for what it cannot show, by `http.client`."""
+"""The loopback Hub with the real client in a child process, and with `http.client` for raw responses."""
 
 import hashlib
 import http.client
@@ -84,7 +84,7 @@ def cdn_path(hub: LoopbackHub) -> str:
     return "/" + response.headers["Location"].split("/", 3)[3]
 
 
-def test_a_snapshot_is_the_folder(hub: LoopbackHub, ask: Any) -> None:
+def test_snapshot_equals_the_folder(hub: LoopbackHub, ask: Any) -> None:
     snapshot = Path(ask(f"snapshot_download({REPO!r})")[0])
     names = sorted(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
     assert names == ["config.json", "model.safetensors", "notes/training run.md"]
@@ -94,13 +94,13 @@ def test_a_snapshot_is_the_folder(hub: LoopbackHub, ask: Any) -> None:
 
     hub.requests.clear()
     assert ask(f"snapshot_download({REPO!r})") == [str(snapshot)]
-    assert not [request for request in hub.requests if "/resolve/" in request.path], "a cached file was asked for"
+    assert not [request for request in hub.requests if "/resolve/" in request.path], "a cached file was requested"
 
 
 FILES = ["config.json", "model.safetensors", "notes/training run.md"]
 
 
-def test_what_everyone_may_ask(ask: Any) -> None:
+def test_public_repository(ask: Any) -> None:
     cases: list[tuple[str, object]] = [
         (f"Path(hf_hub_download({REPO!r}, 'config.json', revision='v1')).read_text()", "{}"),
         (
@@ -129,16 +129,16 @@ def test_what_everyone_may_ask(ask: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("who", "expected"),
+    ("user", "expected"),
     [
         (None, ["RepositoryNotFoundError", "manual", "GatedRepoError", "GatedRepoError", "LocalTokenNotFoundError"]),
         ("stranger", ["RepositoryNotFoundError", "manual", "GatedRepoError", "GatedRepoError", "stranger"]),
         ("member", ["RepositoryNotFoundError", "manual", None, True, "member"]),
     ],
 )
-def test_who_may_ask_what(hub: LoopbackHub, ask: Any, who: str | None, expected: list[object]) -> None:
-    token = {"stranger": hub.stranger_token, "member": hub.access_token}.get(who or "")
-    answers = ask(
+def test_access_by_token(hub: LoopbackHub, ask: Any, user: str | None, expected: list[object]) -> None:
+    token = {"stranger": hub.stranger_token, "member": hub.access_token}.get(user or "")
+    results = ask(
         "model_info('no/such')",
         f"model_info({GATED!r}).gated",
         f"auth_check({GATED!r})",
@@ -146,7 +146,7 @@ def test_who_may_ask_what(hub: LoopbackHub, ask: Any, who: str | None, expected:
         "whoami()['name']",
         token=token,
     )
-    assert answers == expected
+    assert results == expected
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_who_may_ask_what(hub: LoopbackHub, ask: Any, who: str | None, expected:
         (f"/api/models/{REPO}/revision/%E6%97%A5%0d%0a", None, 404, "RevisionNotFound"),
     ],
 )
-def test_statuses(hub: LoopbackHub, path: str, token: str | None, status: int, code: str | None) -> None:
+def test_status_and_error_code(hub: LoopbackHub, path: str, token: str | None, status: int, code: str | None) -> None:
     tokens = {"stranger": hub.stranger_token, "member": hub.access_token}
     headers = {"Authorization": f"Bearer {tokens.get(token, token)}"} if token else {}
     for method in ("GET", "HEAD"):
@@ -207,7 +207,7 @@ def test_ranges(hub: LoopbackHub, header: str, status: int, expected: bytes) -> 
     assert (status == 200) == ("Content-Range" not in response.headers)
 
 
-def test_a_new_commit_moves_main_and_keeps_the_old_one(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_new_commit_moves_main_and_keeps_the_old_one(hub: LoopbackHub, tmp_path: Path) -> None:
     shas = []
     for content in ("one", "two"):
         folder = tmp_path / content
@@ -236,14 +236,14 @@ DOWNLOAD = f"Path(hf_hub_download({REPO!r}, 'model.safetensors')).read_bytes() =
         ("drop", {}, f"model_info({REPO!r}).sha", "RemoteProtocolError"),
     ],
 )
-def test_what_the_client_makes_of_faults(
+def test_client_with_faults(
     hub: LoopbackHub, ask: Any, fault: str, options: dict[str, Any], expression: str, expected: object
 ) -> None:
     getattr(hub, fault)(**options)
     assert ask(expression) == [expected]
 
 
-def test_a_cut_download_is_resumed_where_it_was_cut(hub: LoopbackHub) -> None:
+def test_truncated_download_can_be_resumed(hub: LoopbackHub) -> None:
     hub.truncate("model.safetensors", after_bytes=1000, times=1)
     with pytest.raises(http.client.IncompleteRead) as cut:
         get(hub, cdn_path(hub))
@@ -252,14 +252,14 @@ def test_a_cut_download_is_resumed_where_it_was_cut(hub: LoopbackHub) -> None:
 
 
 @pytest.mark.parametrize("range_start", [0, 100, len(WEIGHTS) - 10])
-def test_corruption_flips_the_same_byte_however_it_is_fetched(hub: LoopbackHub, range_start: int) -> None:
+def test_corruption_flips_the_same_byte_in_any_range(hub: LoopbackHub, range_start: int) -> None:
     hub.corrupt("model.safetensors", offset_bytes=len(WEIGHTS) - 5)
     _, body = get(hub, cdn_path(hub), Range=f"bytes={range_start}-")
-    wrong = [place for place, (got, sent) in enumerate(zip(body, WEIGHTS[range_start:], strict=True)) if got != sent]
+    wrong = [index for index, (got, sent) in enumerate(zip(body, WEIGHTS[range_start:], strict=True)) if got != sent]
     assert wrong == [len(WEIGHTS) - 5 - range_start]
 
 
-def test_faults_are_used_up_exactly_and_only_where_they_match(hub: LoopbackHub) -> None:
+def test_faults_apply_to_matching_requests_and_are_counted(hub: LoopbackHub) -> None:
     hub.fail(status=503, times=5, path="/api/models/")
     hub.fail(status=500, times=1, path="/api/models/")
     with ThreadPoolExecutor(8) as pool:
@@ -283,7 +283,7 @@ def test_slow_bodies_take_their_time(hub: LoopbackHub) -> None:
     assert time.monotonic() - begin > 0.2
 
 
-def test_it_stops_promptly_with_requests_in_every_state(tmp_path: Path) -> None:
+def test_stops_promptly_with_open_requests(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"x" * 10_000)
     path = "/org/name/resolve/main/config.json"
     with LoopbackHub() as hub:
@@ -311,17 +311,17 @@ def test_it_stops_promptly_with_requests_in_every_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("repo_id", ["", "/name", "a/b/c", "a b", "name/"])
-def test_a_bad_repo_id_is_refused(repo_id: str, tmp_path: Path) -> None:
+def test_bad_repo_id_is_refused(repo_id: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="repo_id must look like"):
         LoopbackHub().add(repo_id, tmp_path)
 
 
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         LoopbackHub().add("org/name", tmp_path / "nowhere")
 
 
-def test_the_environment_keeps_what_proxies_were_told(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_keeps_no_proxy(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "intranet.example")
     monkeypatch.delenv("no_proxy", raising=False)
     environment = hub.environment()
@@ -329,7 +329,7 @@ def test_the_environment_keeps_what_proxies_were_told(hub: LoopbackHub, monkeypa
     assert environment["no_proxy"] == "127.0.0.1,localhost"
 
 
-def test_importing_the_helpers_is_cheap() -> None:
+def test_import_loads_no_heavy_packages() -> None:
     code = "import sys, hf_triton.testing; print({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules))"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout.strip() == "set()"
