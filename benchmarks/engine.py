@@ -31,7 +31,7 @@ import click
 import torch
 import transformers
 from folders import processor
-from inside import Request, roll
+from inside import Request, run_requests
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
@@ -163,7 +163,7 @@ def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Req
     try:
         generate_s = seconds(lambda: generate(plain, requests, width))
         packed_s = seconds(lambda: generate(model, requests, width))
-        continuous_s = seconds(lambda: roll(engine, requests, width))
+        continuous_s = seconds(lambda: run_requests(engine, requests, width))
     finally:
         engine.close()
     num_tokens = sum(count for _, count in requests)

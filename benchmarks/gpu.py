@@ -170,7 +170,7 @@ def run_engine(engine: ContinuousBatchingEngine, prompts: list[list[int]], num_n
         if not isinstance(outcome, list):
             raise outcome
         if len(outcome[0].token_ids) != num_new:
-            raise RuntimeError(f"a text has {len(outcome[0].token_ids)} tokens and not {num_new}")
+            raise RuntimeError(f"a completion has {len(outcome[0].token_ids)} tokens instead of {num_new}")
 
 
 @torch.inference_mode()
@@ -186,7 +186,7 @@ def run_paged(model: Any, prompts: list[list[int]], num_new: int) -> None:
     outputs = model.generate_batch(prompts, generation_config=config, persistent_manager=True)
     lengths = {len(each.generated_tokens) for each in outputs.values()}
     if len(outputs) != len(prompts) or lengths != {num_new}:
-        raise RuntimeError(f"{len(outputs)} texts of {lengths} tokens")
+        raise RuntimeError(f"{len(outputs)} completions of {lengths} tokens")
 
 
 def measure_engine(
@@ -253,7 +253,7 @@ def show(name: str, figures: Any) -> None:
     print(
         f"\n{name}: {figures['weight_gb']:.2f} GB of weights, {figures['bandwidth_gb_per_s']:.0f} GB/s; tokens a second"
     )
-    print("texts " + "".join(f"{each:>19}" for each in names))
+    print("batch " + "".join(f"{each:>19}" for each in names))
     for size, row in figures["rows"].items():
         cells = (f"{row[each]:.{2 if '/' in each else 0}f}" if each in row else "-" for each in names)
         print(f"{size:<6}" + "".join(f"{cell:>19}" for cell in cells))

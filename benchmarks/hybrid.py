@@ -22,7 +22,7 @@ import torch
 import transformers
 from engine import VOCABULARY, build_requests
 from folders import processor
-from inside import roll
+from inside import run_requests
 
 from hf_triton.engine.choose import EngineName, build_engine
 from hf_triton.runner.cpu import accelerate
@@ -98,7 +98,7 @@ def measure(model: Any, wanted: EngineName, num_requests: int) -> float:
     )
     try:
         started_s = time.perf_counter()
-        roll(engine, requests, WIDTH)
+        run_requests(engine, requests, WIDTH)
         return sum(count for _, count in requests) / (time.perf_counter() - started_s)
     finally:
         engine.close()

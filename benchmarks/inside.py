@@ -29,7 +29,7 @@ Request = tuple[list[int], int]
 """A prompt's tokens, and the number of tokens to generate."""
 
 
-def roll(engine: Engine, requests: list[Request], width: int) -> None:
+def run_requests(engine: Engine, requests: list[Request], width: int) -> None:
     """The engine, with `width` requests in flight."""
     room, done = threading.Semaphore(width), threading.Semaphore(0)
     outcomes: list[Outcome] = []
@@ -62,7 +62,7 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
         asked: dict[str, Any] = json.loads(call.inputs()[PROMPT].item())
         started_s = time.perf_counter()
         try:
-            roll(self._task._engine, asked["requests"], asked["width"])
+            run_requests(self._task._engine, asked["requests"], asked["width"])
         except hf_triton.HfTritonError as error:
             call.refuse(error)
         else:

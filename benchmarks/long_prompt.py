@@ -8,7 +8,7 @@ is that of `engine.py`.
 
     longest  the longest gap between two tokens of a running sequence, seconds
     cpu      the longest gap in CPU seconds of the engine's thread
-    reading  the median gap during the prefill; none if no sequence got a token meanwhile
+    prefill  the median gap during the prefill; none if no sequence got a token meanwhile
     median   the median gap of the whole run
     first    from the prompt's arrival to its first token, seconds
 """
@@ -39,7 +39,7 @@ from hf_triton.errors import HfTritonError
 from hf_triton.runner import device
 from hf_triton.sampling.params import SamplingParams
 
-NUM_ROWS = 4
+NUM_RUNNING = 4
 NUM_TOKENS = 300
 NUM_TOKENS_BEFORE = 50
 """Tokens of each running sequence when the long prompt arrives."""
@@ -51,15 +51,15 @@ WAIT_S = 600.0
 class Figures:
     """Gaps of one run."""
 
-    pieces: str
+    chunks: str
     longest_s: float
     longest_cpu_s: float
-    reading_s: float | None
+    prefill_s: float | None
     median_s: float
     first_s: float
 
 
-class Text:
+class Generation:
     """A running sequence, and when its tokens came."""
 
     def __init__(self, prompt: list[int], max_new_tokens: int) -> None:
@@ -99,7 +99,7 @@ def random_prompt(source: random.Random, length: int) -> list[int]:
 
 
 @contextmanager
-def pieces_of(num_tokens: int) -> Iterator[None]:
+def chunks_of(num_tokens: int) -> Iterator[None]:
     """Make the engine prefill this many tokens at a time."""
     before = device.CHUNK_SIZES["cpu"]
     device.CHUNK_SIZES["cpu"] = replace(before, alone=num_tokens, in_company=num_tokens, columns=math.inf)
@@ -109,32 +109,34 @@ def pieces_of(num_tokens: int) -> Iterator[None]:
         device.CHUNK_SIZES["cpu"] = before
 
 
-def measure(model: transformers.PreTrainedModel, pieces: str) -> Figures:
+def measure(model: transformers.PreTrainedModel, chunks: str) -> Figures:
     source = random.Random(0)
-    texts = [Text(random_prompt(source, 32), NUM_TOKENS) for _ in range(NUM_ROWS)]
-    late = Text(random_prompt(source, PROMPT_TOKENS), 8)
-    engine = ContinuousBatchingEngine(model, max_rows=NUM_ROWS + 1)
+    running = [Generation(random_prompt(source, 32), NUM_TOKENS) for _ in range(NUM_RUNNING)]
+    late = Generation(random_prompt(source, PROMPT_TOKENS), 8)
+    engine = ContinuousBatchingEngine(model, max_rows=NUM_RUNNING + 1)
     try:
-        engine.submit([text.sequence for text in texts])
-        for text in texts:
-            text.wait_for(NUM_TOKENS_BEFORE)
+        engine.submit([generation.sequence for generation in running])
+        for generation in running:
+            generation.wait_for(NUM_TOKENS_BEFORE)
         arrived_s = time.perf_counter()
         engine.submit([late.sequence])
         late.wait_for(1)
-        for text in texts:
-            text.wait_for(NUM_TOKENS)
+        for generation in running:
+            generation.wait_for(NUM_TOKENS)
     finally:
         engine.close()
     first_s = late.times_s[0]
-    pairs = [pair for text in texts for pair in itertools.pairwise(text.times_s)]
+    pairs = [pair for generation in running for pair in itertools.pairwise(generation.times_s)]
     gaps = [after - before for before, after in pairs]
-    cpu_gaps = [after - before for text in texts for before, after in itertools.pairwise(text.cpu_times_s)]
-    reading = [after - before for before, after in pairs if arrived_s < after < first_s]
+    cpu_gaps = [
+        after - before for generation in running for before, after in itertools.pairwise(generation.cpu_times_s)
+    ]
+    prefill = [after - before for before, after in pairs if arrived_s < after < first_s]
     return Figures(
-        pieces,
+        chunks,
         longest_s=max(gaps),
         longest_cpu_s=max(cpu_gaps),
-        reading_s=statistics.median(reading) if reading else None,
+        prefill_s=statistics.median(prefill) if prefill else None,
         median_s=statistics.median(gaps),
         first_s=first_s - arrived_s,
     )
@@ -148,16 +150,16 @@ def main(threads: int, out: Path | None) -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(threads)
     model = build_packed_model(context_length=PROMPT_TOKENS + 1000)
-    with pieces_of(PROMPT_TOKENS):
+    with chunks_of(PROMPT_TOKENS):
         rows = [measure(model, "one")]
-    with pieces_of(512):
+    with chunks_of(512):
         rows.append(measure(model, "512"))
     rows.append(measure(model, "engine"))
-    print(f"{'pieces':>6}{'longest':>10}{'cpu':>10}{'reading':>10}{'median':>10}{'first':>10}   (seconds)")
+    print(f"{'chunks':>6}{'longest':>10}{'cpu':>10}{'prefill':>10}{'median':>10}{'first':>10}   (seconds)")
     for row in rows:
-        reading = "none" if row.reading_s is None else f"{row.reading_s:.3f}"
+        prefill = "none" if row.prefill_s is None else f"{row.prefill_s:.3f}"
         print(
-            f"{row.pieces:>6}{row.longest_s:>10.3f}{row.longest_cpu_s:>10.3f}{reading:>10}"
+            f"{row.chunks:>6}{row.longest_s:>10.3f}{row.longest_cpu_s:>10.3f}{prefill:>10}"
             f"{row.median_s:>10.3f}{row.first_s:>10.2f}"
         )
     if out is not None:

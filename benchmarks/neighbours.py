@@ -31,7 +31,7 @@ from hf_triton.testing import TritonServer
 
 NUM_TOKENS = 60
 NUM_ALONE = 5
-SEES_NOBODY = """from pathlib import Path
+ISOLATED = """from pathlib import Path
 
 from hf_triton.runner.cpu import threads as cores
 
@@ -85,7 +85,7 @@ def make_repository(folder: Path, checkpoint: Path, *, are_shared: bool) -> Path
         if not are_shared:
             file = folder / name / "1" / "model.py"
             head, _, rest = file.read_text().partition("import hf_triton\n")
-            file.write_text(f"{head}import hf_triton\n{SEES_NOBODY}{rest}")
+            file.write_text(f"{head}import hf_triton\n{ISOLATED}{rest}")
     return folder
 
 
@@ -95,7 +95,7 @@ def make_repository(folder: Path, checkpoint: Path, *, are_shared: bool) -> Path
 )
 def main(rounds: int) -> None:
     """Measure, and print a table."""
-    print(f"{torch.get_num_threads()} threads; times of a text as multiples of one alone")
+    print(f"{torch.get_num_threads()} threads; times of a completion as multiples of one alone")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         checkpoint = save(build_model(), folder / "checkpoint")

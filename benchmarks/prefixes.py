@@ -37,7 +37,7 @@ from hf_triton.runner.forward import cache_name
 from hf_triton.sampling.params import SamplingParams
 
 WIDTH = 8
-Texts = list[list[int]]
+TokenLists = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Figures:
     prompt_tokens: tuple[int, int]
     """Computed prompt tokens, padding included."""
     num_equal: int
-    """Completions that are the same with both; float32 rounds by the shape of the batch."""
-    num_texts: int
+    """TokenLists that are the same with both; float32 rounds by the shape of the batch."""
+    num_completions: int
 
     @property
     def ratio(self) -> float:
@@ -73,7 +73,7 @@ def random_tokens(source: random.Random, length: int) -> list[int]:
     return [source.randrange(VOCABULARY) for _ in range(length)]
 
 
-def roll(engine: ContinuousBatchingEngine, prompts: Texts, num_new: int) -> Texts:
+def complete(engine: ContinuousBatchingEngine, prompts: TokenLists, num_new: int) -> TokenLists:
     """Complete the prompts, `WIDTH` of them in flight.
 
     Raises:
@@ -100,46 +100,46 @@ def _text(outcome: Outcome) -> list[int]:
     return outcome[0].token_ids
 
 
-def system(engine: ContinuousBatchingEngine) -> Texts:
+def system(engine: ContinuousBatchingEngine) -> TokenLists:
     source = random.Random(0)
     common = random_tokens(source, 512)
-    return roll(engine, [common + random_tokens(source, 32) for _ in range(32)], 16)
+    return complete(engine, [common + random_tokens(source, 32) for _ in range(32)], 16)
 
 
-def conversation(engine: ContinuousBatchingEngine) -> Texts:
+def conversation(engine: ContinuousBatchingEngine) -> TokenLists:
     source = random.Random(0)
     history: list[int] = []
-    answers: Texts = []
+    answers: TokenLists = []
     for _ in range(8):
         prompt = history + random_tokens(source, 64)
-        answers += roll(engine, [prompt], 32)
+        answers += complete(engine, [prompt], 32)
         history = prompt + answers[-1]
     return answers
 
 
-def distinct(engine: ContinuousBatchingEngine) -> Texts:
+def distinct(engine: ContinuousBatchingEngine) -> TokenLists:
     source = random.Random(0)
-    return roll(engine, [random_tokens(source, 544) for _ in range(32)], 16)
+    return complete(engine, [random_tokens(source, 544) for _ in range(32)], 16)
 
 
-WORKLOADS: dict[str, Callable[[ContinuousBatchingEngine], Texts]] = {
+WORKLOADS: dict[str, Callable[[ContinuousBatchingEngine], TokenLists]] = {
     work.__name__: work for work in (system, conversation, distinct)
 }
 
 
 def measure(model: transformers.PreTrainedModel, counter: PromptCounter, name: str) -> Figures:
-    cpu_s, prompt_tokens, texts = [], [], []
+    cpu_s, prompt_tokens, completions = [], [], []
     for shares_prefixes in (False, True):
         engine = ContinuousBatchingEngine(model, max_rows=WIDTH, shares_prefixes=shares_prefixes)
         try:
             counter.num_tokens, started_s = 0, time.process_time()
-            texts.append(WORKLOADS[name](engine))
+            completions.append(WORKLOADS[name](engine))
             cpu_s.append(time.process_time() - started_s)
             prompt_tokens.append(counter.num_tokens)
         finally:
             engine.close()
-    num_equal = sum(one == other for one, other in zip(*texts, strict=True))
-    return Figures(name, (cpu_s[0], cpu_s[1]), (prompt_tokens[0], prompt_tokens[1]), num_equal, len(texts[0]))
+    num_equal = sum(one == other for one, other in zip(*completions, strict=True))
+    return Figures(name, (cpu_s[0], cpu_s[1]), (prompt_tokens[0], prompt_tokens[1]), num_equal, len(completions[0]))
 
 
 @click.command()
@@ -153,13 +153,13 @@ def main(rounds: int, out: Path | None) -> None:
     counter = PromptCounter(model)
     rows = [measure(model, counter, name) for _ in range(rounds) for name in WORKLOADS]
     print(f"{'':<14}{'CPU seconds':>18}{'':>8}{'prompt tokens':>20}{'equal':>10}")
-    print(f"{'requests':<14}{'without':>9}{'with':>9}{'ratio':>8}{'without':>11}{'with':>9}{'texts':>10}")
+    print(f"{'requests':<14}{'without':>9}{'with':>9}{'ratio':>8}{'without':>11}{'with':>9}{'equal':>10}")
     for name in WORKLOADS:
         own = sorted((row for row in rows if row.requests == name), key=lambda row: row.ratio)
         row = own[len(own) // 2]
         print(
             f"{name:<14}{row.cpu_s[0]:>9.2f}{row.cpu_s[1]:>9.2f}{row.ratio:>8.2f}"
-            f"{row.prompt_tokens[0]:>11}{row.prompt_tokens[1]:>9}{f'{row.num_equal}/{row.num_texts}':>10}"
+            f"{row.prompt_tokens[0]:>11}{row.prompt_tokens[1]:>9}{f'{row.num_equal}/{row.num_completions}':>10}"
         )
     if out is not None:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cpu": processor()}

@@ -133,7 +133,7 @@ class Client:
         content = await self._post(f"{model}/infer", {"inputs": [tensor], "parameters": {"max_new_tokens": num_tokens}})
         [output] = json.loads(content)["outputs"]
         if len(output["data"]) != len(texts):
-            raise LostAnswerError(f"{len(output['data'])} texts for {len(texts)} prompts")
+            raise LostAnswerError(f"{len(output['data'])} outputs for {len(texts)} prompts")
         for text in output["data"]:
             check(text, num_tokens)
 

@@ -129,7 +129,7 @@ def several(client: Client, source: random.Random) -> None:
     body = {"inputs": [tensor], "parameters": {"max_new_tokens": 8}}
     [output] = json.loads(expect(client.post("plain/infer", body)))["outputs"]
     if len(output["data"]) != len(texts):
-        raise WrongAnswerError(f"{len(output['data'])} texts for {len(texts)} prompts")
+        raise WrongAnswerError(f"{len(output['data'])} outputs for {len(texts)} prompts")
 
 
 def stream(client: Client, source: random.Random) -> None:

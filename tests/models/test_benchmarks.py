@@ -42,7 +42,7 @@ def test_a_text_that_fails_is_no_figure(benchmark: ModuleType) -> None:
     engine = ContinuousBatchingEngine(benchmark.build_model(), max_rows=2, max_cache_tokens=128)
     try:
         with pytest.raises(HfTritonError, match="max_cache_tokens"):
-            benchmark.roll(engine, [([1, 2, 3], 4), ([1] * 300, 4)], 2)
+            benchmark.run_requests(engine, [([1, 2, 3], 4), ([1] * 300, 4)], 2)
     finally:
         engine.close()
 
