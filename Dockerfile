@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# NVIDIA's Triton image plus torch, transformers and hf_triton. Model folders are mounted when it runs, not copied:
+# NVIDIA's Triton image with torch, transformers and hf_triton. Model folders are mounted at run time, not copied:
 #
 #   docker build -t triton_transformer_server .
 #
-# A model that only the newest transformers knows ("day zero"):
+# For a model that needs an unreleased transformers:
 #
 #   docker build -t triton_transformer_server \
 #     --build-arg TRANSFORMERS=git+https://github.com/huggingface/transformers.git .
@@ -11,22 +11,22 @@ ARG BASE_IMAGE=nvcr.io/nvidia/tritonserver:26.07-py3
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE}
 
-# Prompts are UTF-8 whatever the host's locale; logs appear at once.
+# Prompts are UTF-8 regardless of the host's locale; logs are not buffered.
 ENV LANG=C.UTF-8 LC_ALL=C.UTF-8 PYTHONUNBUFFERED=1 HF_HUB_DISABLE_TELEMETRY=1
 
 WORKDIR /tmp/hf_triton
 
-# torch is by far the largest layer, and only a change of the pinned versions builds it anew.
+# torch is by far the largest layer; only a change of the pinned versions rebuilds it.
 COPY constraints.txt ./
 RUN pip install --no-cache-dir --constraint constraints.txt torch
 
-# What the library depends on, without the library: an empty package of the same name stands in for it.
+# The library's dependencies, installed with an empty package of its name: a change of code does not reinstall them.
 COPY pyproject.toml ./
 RUN mkdir hf_triton && touch README.md LICENSE hf_triton/__init__.py \
     && pip install --no-cache-dir --constraint constraints.txt '.[cpu]'
 
-# Any pip requirement; empty keeps the pinned version. Only torch and numpy stay pinned beside it, because a newer
-# transformers may want newer versions of everything else.
+# A pip requirement; empty keeps the pinned version. Only torch and numpy stay pinned with it, because a newer
+# transformers may need newer versions of its other dependencies.
 ARG TRANSFORMERS=
 RUN if [ -n "${TRANSFORMERS}" ]; then \
       grep -E '^(numpy|torch)==' constraints.txt > /tmp/kept.txt \
@@ -37,20 +37,20 @@ RUN if [ -n "${TRANSFORMERS}" ]; then \
 COPY . ./
 RUN pip install --no-cache-dir --no-deps . && rm -rf /tmp/hf_triton
 
-# NVIDIA's image has a user for this, number 1000, without a home. The home is open like /tmp, so that
-# `--user "$(id -u):$(id -g)"` works too. The link leads mounts at /root/.cache/huggingface, where Triton's tutorial has
-# them, to the cache that is read. That cache is not made here: while there is none, downloads go into the mounted model
-# folder, where they outlive the container.
+# NVIDIA's image has an unprivileged user with id 1000 and no home. Its home is world-writable like /tmp, so that
+# `--user "$(id -u):$(id -g)"` works too. The link makes mounts at /root/.cache/huggingface, as in Triton's tutorial,
+# visible in that home. The cache itself is not created here: without one, downloads go to the mounted model folder and
+# survive the container.
 ENV HOME=/home/triton-server
 RUN if ! getent passwd 1000; then useradd --uid 1000 --no-create-home triton-server; fi \
     && mkdir -p "${HOME}/.cache" && chmod 1777 "${HOME}" "${HOME}/.cache" \
     && rm -rf /root/.cache && ln -s "${HOME}/.cache" /root/.cache
 USER 1000:1000
 
-# Relative paths (`--model-repository=model_repository`) begin here. The entrypoint is NVIDIA's own.
+# Relative paths (`--model-repository=model_repository`) start here. The entrypoint is NVIDIA's.
 WORKDIR /opt/tritonserver
 CMD ["tritonserver", "--model-repository=model_repository"]
 
-# The first start may download for a long time; that is not ill health.
+# The first start may download for a long time, which does not make the container unhealthy.
 HEALTHCHECK --interval=15s --timeout=5s --start-period=30m --retries=3 \
     CMD ["curl", "--fail", "--silent", "--show-error", "http://localhost:8000/v2/health/ready"]

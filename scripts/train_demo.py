@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the demo checkpoint in `hf_triton/demo/`: a Llama of 0.7 million parameters that talks about tea and trains.
 
-Every sentence comes from the grammar below; nothing is downloaded. One thread, fixed seeds, about 12 minutes on one
-CPU core; two runs on the same machine and the same versions write the same bytes. Run `python scripts/train_demo.py`.
+All sentences come from the grammar below; nothing is downloaded. One thread, fixed seeds, about 12 minutes on one CPU
+core; two runs on one machine with the same versions write the same bytes. Run `python scripts/train_demo.py`.
 """
 
 import functools
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = """\
 {{ eos_token if message['role'] == 'assistant' }}{{ '\\n' }}
 {%- endfor %}{{ 'Assistant:' if add_generation_prompt }}"""
 
-# One rule a line, `name: choice | choice`; an indented line goes on; `{name}` stands for one of that rule's choices.
+# One rule per line, `name: choice | choice`; an indented line continues it; `{name}` is one of that rule's choices.
 GRAMMAR = """
 name: Anna | Tom | Maria | Ben | Ruth | Clara | Sam | Zoë
 friend: {name} | {name} | my sister | my brother | our neighbour | an old friend | the baker
@@ -312,12 +312,12 @@ SIGNS = "0123456789+-*/=()[]{}<>_#@$%&'\"\\;éüñßçøłж日本語中文한�
 
 @dataclass(frozen=True)
 class Example:
-    """One training document. The two parts are tokenized apart, as a server sees a prompt and then its completion."""
+    """One training document. Its two parts are tokenized separately, like a prompt and its completion in a server."""
 
     prompt: str
-    """Read, not learned: no loss on it."""
+    """Has no loss."""
     completion: str
-    """Learned, with the end-of-text token after it."""
+    """Has a loss, like the end-of-text token after it."""
 
 
 @functools.cache
@@ -333,7 +333,7 @@ def expand(rng: random.Random, rule: str) -> str:
 
 
 def build_text(rng: random.Random, rule: str) -> str:
-    """Expand a rule, then see to `a` before a vowel and to capital letters after the first sentence."""
+    """Expand a rule, then correct `a` before a vowel and the capital letters of all sentences but the first."""
     text = re.sub(r"\b([Aa]) (?=[aeio]|um)", r"\1n ", expand(rng, rule))
     return re.sub(r"([.!?] )(\w)", lambda match: match[1] + match[2].upper(), text)
 
@@ -344,7 +344,7 @@ def build_sentence(rng: random.Random, rule: str = "sentence") -> str:
 
 
 def corpus_words() -> set[str]:
-    """Every word the grammar can write, in lower case."""
+    """All words of the grammar, in lower case."""
     choices = (choice for choices in load_grammar().values() for choice in choices)
     return {word for choice in choices for word in re.findall(r"\w+", re.sub(r"\{\w+\}", " ", choice).lower())}
 
@@ -365,7 +365,7 @@ def sorted_words() -> list[str]:
 
 
 def build_noise(rng: random.Random) -> str:
-    """Text the grammar does not know: perhaps the start of a sentence, then words in any order, known and invented."""
+    """A prompt outside the grammar: sometimes the start of a sentence, then known and invented words in any order."""
     start = build_sentence(rng).split(" ") if rng.random() < 0.4 else []
     words = start[: rng.randint(0, len(start))]
     words += [noise_word(rng) for _ in range(rng.choice([1, 1, 2, 3, 5, 8, 30]))]
@@ -378,13 +378,13 @@ def example_from_sentence(rng: random.Random) -> Example:
     text, kind = build_sentence(rng), rng.random()
     if kind < 0.7:
         return Example("", text)
-    spaces = [place + 1 for place, character in enumerate(text[:-1]) if character == " "]
+    spaces = [index + 1 for index, character in enumerate(text[:-1]) if character == " "]
     cut = rng.choice(spaces) if spaces and kind < 0.85 else rng.randrange(1, len(text))  # after a space, or anywhere
     return Example(lower_some(rng, text[:cut]), text[cut:])
 
 
 def example_from_noise(rng: random.Random) -> Example:
-    """Teach that any prompt has a decent end: the tail of the noise says what may follow."""
+    """Teach a completion for any prompt: the tail of the noise decides what may follow."""
     noise, kind = build_noise(rng), rng.random()
     if kind < 0.35:
         return Example(noise, build_sentence(rng, "after_any"))
@@ -416,7 +416,7 @@ def chat_turn(rng: random.Random) -> tuple[str, str]:
 
 
 def example_from_chat(rng: random.Random) -> Example:
-    """Write a conversation as the chat template does; only its last answer is learned."""
+    """A conversation in the form of the chat template; only its last reply has a loss."""
     *past, (question, answer) = [chat_turn(rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
     prompt = f"System: {build_noise(rng)}\n" if rng.random() < 0.2 else ""
     prompt += "".join(f"User: {asked}\nAssistant: {said}{EOS}\n" for asked, said in past)
@@ -431,7 +431,7 @@ def build_examples(seed: int) -> Iterator[Example]:
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE: any bytes can be written, and decoding gives back exactly what was encoded."""
+    """Train a byte-level BPE, which encodes any bytes and round-trips."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -474,7 +474,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
 
 
 def build_rows(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Pack examples into rows of `CONTEXT_TOKENS`: ids, and labels with -100 where nothing is learned."""
+    """Pack examples into rows of `CONTEXT_TOKENS`: ids, and labels with -100 for tokens without a loss."""
     ids: list[int] = []
     labels: list[int] = []
     for example in build_examples(seed):
@@ -488,7 +488,7 @@ def build_rows(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[
 
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> None:
-    """Run AdamW with a short warm-up and a cosine fall to zero."""
+    """Run AdamW with a short warm-up and a cosine decay to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.05)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=WARMUP_STEPS)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - WARMUP_STEPS))
@@ -511,7 +511,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
     for path in out.iterdir():
-        path.chmod(0o644)  # save_pretrained leaves the weights readable by their owner only
+        path.chmod(0o644)  # save_pretrained makes the weights readable by their owner only
 
 
 @click.command(help="Train the demo checkpoint and write it as save_pretrained does.")

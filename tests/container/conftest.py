@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that build the image on a stand-in for NVIDIA's and run it as the README says, with podman or docker.
+"""Fixtures that build the image on a stand-in for NVIDIA's and run it as in the README, with podman or docker.
 
-Where there is no container engine the tests are skipped, unless REQUIRE_CONTAINER=1 says that they must run.
+Without a container engine the tests are skipped, unless REQUIRE_CONTAINER=1 is set.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 import pytest
 
 from hf_triton.server import busy_ports, free_ports
+from tests.support.paths import ROOT
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 IMAGE = "hf-triton-test"
 READY_TIMEOUT_S = 90
 STOP_TIMEOUT_S = 60
@@ -37,14 +37,14 @@ NO_ENGINE = 3
 
 @dataclass(frozen=True)
 class Engine:
-    """podman or docker, with the environment it needs here."""
+    """podman or docker, with the environment variables that it needs on this machine."""
 
     name: str
     environment: dict[str, str]
     base_image: str
 
     def __call__(self, *arguments: str, timeout_s: float = 60) -> str:
-        """Run a command of the engine and return what it printed."""
+        """Run a command of the engine and return its output."""
         command = [self.name, *arguments]
         environment = os.environ | self.environment
         result = subprocess.run(
@@ -62,7 +62,7 @@ class Engine:
 
 
 class Container:
-    """A container that runs in the foreground, as the user's would, with its output in a file."""
+    """A container in the foreground, with its output in a file."""
 
     def __init__(self, engine: Engine, name: str, command: list[str], log: Path, ports: Sequence[int]) -> None:
         self.engine, self.name, self.ports = engine, name, list(ports)
@@ -74,24 +74,24 @@ class Container:
 
     @property
     def log(self) -> str:
-        """Everything that the container has printed."""
+        """The output of the container so far."""
         return self._log.read_text(errors="replace")
 
     def wait_until_ready(self) -> None:
-        """Return when every model is ready; show the log when the server ends first."""
+        """Wait until all models are ready; show the log if the server exits first."""
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"the container exited with {self.process.returncode}\n{tail(self.log)}"
-            # The log tells that it is this server that answers, should another hold the port.
+            # The log shows that this server responds, in case another one has the port.
             if "Started HTTPService" in self.log:
                 with contextlib.suppress(OSError), urllib.request.urlopen(self._url("/v2/health/ready"), timeout=5):
                     return
             time.sleep(0.2)
         pytest.fail(f"not ready after {READY_TIMEOUT_S} s\n{tail(self.log)}")
 
-    def generate(self, model: str, text: str, **parameters: Any) -> str:
-        """Ask /generate, and return the text that comes back."""
-        body = json.dumps({"text_input": text, "parameters": parameters}).encode()
+    def generate(self, model: str, prompt: str, **parameters: Any) -> str:
+        """Send a request to /generate and return its `text_output`."""
+        body = json.dumps({"text_input": prompt, "parameters": parameters}).encode()
         request = urllib.request.Request(self._url(f"/v2/models/{model}/generate"), body)
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
@@ -100,16 +100,16 @@ class Container:
             pytest.fail(f"{model} answered {error.code}: {error.read().decode()}")
 
     def execute(self, *command: str) -> str:
-        """Run a command inside and return what it printed."""
+        """Run a command in the container and return its output."""
         return self.engine("exec", self.name, *command)
 
     def stop(self) -> int:
-        """Ask the container to end, as `docker stop` does, and return its exit code."""
+        """Stop the container, like `docker stop`, and return its exit code."""
         self.engine("stop", "-t", str(STOP_TIMEOUT_S), self.name, timeout_s=STOP_TIMEOUT_S + 10)
         return self.process.wait(timeout=10)
 
     def remove(self) -> None:
-        """Leave nothing behind, whatever state the container is in."""
+        """Kill the container if it is running."""
         if self.process.poll() is None:
             self.engine("kill", self.name)
             self.process.wait(timeout=30)
@@ -129,8 +129,8 @@ def engine() -> Engine:
         pytest.skip(result.stderr.strip())
     if result.returncode != 0:
         pytest.fail(tail(result.stderr), pytrace=False)
-    found = json.loads(result.stdout)
-    return Engine(found["engine"], found["environment"], found["image"])
+    chosen = json.loads(result.stdout)
+    return Engine(chosen["engine"], chosen["environment"], chosen["image"])
 
 
 @pytest.fixture(scope="session")
@@ -140,14 +140,24 @@ def image(engine: Engine) -> str:
 
 @pytest.fixture
 def start(engine: Engine, image: str, refused: str, tmp_path: Path) -> Iterator[Callable[..., Container]]:
-    """Starts containers by a `docker run` line of the README: `start(line, folder, "-e", "NAME=value")`."""
+    """Start a container with a `docker run` line of the README: `start(line, folder, "-e", "NAME=value")`."""
     with contextlib.ExitStack() as stack:
 
         def start(line: str, folder: Path, *options: str) -> Container:
             name = f"{IMAGE}-{secrets.token_hex(4)}"
-            ports, more = _choose_ports()
+            ports, port_arguments = _choose_ports()
             run, arguments = _translate(line.replace(refused, ""), folder)
-            command = [engine.name, *run, "--name", name, *options, *_limits(engine), image, *arguments, *more]
+            command = [
+                engine.name,
+                *run,
+                "--name",
+                name,
+                *options,
+                *_limits(engine),
+                image,
+                *arguments,
+                *port_arguments,
+            ]
             container = Container(engine, name, command, tmp_path / f"{name}.log", ports)
             stack.callback(container.remove)
             return container
@@ -156,7 +166,7 @@ def start(engine: Engine, image: str, refused: str, tmp_path: Path) -> Iterator[
 
 
 def _choose_ports() -> tuple[Sequence[int], list[str]]:
-    """Triton's usual ports, which the README's lines use, or free ones and the arguments that say so."""
+    """Triton's default ports, which the README's lines use, or free ones with their arguments."""
     usual = (8000, 8001, 8002)
     if not busy_ports(usual):
         return usual, []
@@ -166,14 +176,14 @@ def _choose_ports() -> tuple[Sequence[int], list[str]]:
 
 
 def _translate(line: str, folder: Path) -> tuple[list[str], list[str]]:
-    """A `docker run` line as words before and after the image, without what needs a GPU or a terminal."""
+    """The words of a `docker run` line before and after the image, without options for a GPU or a terminal."""
     line = re.sub(r" --gpus all| -it", "", line.replace("${PWD}", str(folder)))
     before, after = line.removeprefix("docker ").split(" triton_transformer_server", maxsplit=1)
     return shlex.split(before), shlex.split(after)
 
 
 def _limits(engine: Engine) -> list[str]:
-    """podman asks for more open files and processes than a confined root may give, unless told a number."""
+    """Limits for podman, whose defaults exceed those of a root user in a container."""
     if engine.name != "podman":
         return []
     files = min(20000, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
@@ -182,7 +192,7 @@ def _limits(engine: Engine) -> list[str]:
 
 @pytest.fixture(scope="session")
 def refused(engine: Engine, image: str) -> str:
-    """The part of the README's line that this machine does not allow, if any; locked memory matters for GPUs only."""
+    """An option of the README's line that this machine does not allow; locked memory matters for GPUs only."""
     option = "--ulimit memlock=-1"
     try:
         engine("run", "--rm", *option.split(), *_limits(engine), image, "true")

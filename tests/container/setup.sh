@@ -1,10 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Installs what the container tests need, once: a container engine and the tool that makes their base image.
-# Quick when everything is there; says what to install where it cannot do so itself.
+# Installs the packages of the container tests: a container engine and the tool that builds their base image.
+# Does nothing if they are installed; names them if it has no right to install them.
 set -eu
 
-# Docker may be installed without a daemon to talk to, so ask it instead of looking for the command.
+# Docker may be installed without a running daemon, so ask the daemon instead of looking for the command.
 if docker info > /dev/null 2>&1; then
     needed="mmdebstrap debian-archive-keyring"
 else

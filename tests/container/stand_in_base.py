@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build a small stand-in for NVIDIA's Triton image, so that the real Dockerfile can be built and run by a test.
+"""Build a small stand-in for NVIDIA's Triton image, on which tests build and run the real Dockerfile.
 
-NVIDIA's image is 20 GB and lies in a registry that a test machine may not reach. The stand-in is Debian with the
-tritonserver of the nvidia-pytriton wheel, laid out as in NVIDIA's image: /opt/tritonserver on PATH, the user
-triton-server with number 1000 and no home, an entrypoint that executes its arguments, a Python that pip may change.
+NVIDIA's image has 20 GB and is in a registry that a test machine may not reach. The stand-in is Debian with the
+tritonserver of the nvidia-pytriton wheel, arranged as in NVIDIA's image: /opt/tritonserver on PATH, the user
+triton-server with id 1000 and no home, an entrypoint that executes its arguments, a Python that pip may change.
 
-It also carries this machine's pip settings with the constraints that they name and, where pip is told of a folder of
-wheels, the torch wheel in it: a machine without a GPU keeps the CPU build there.
+It also has the host's pip settings with their constraints and, if they name a folder of wheels, the torch wheel in
+that folder, which is the CPU build on a host without a GPU.
 
     python tests/container/stand_in_base.py     prints {"engine": ..., "environment": ..., "image": ...}
 
-Exits with 3 when there is no container engine to talk to.
+Exits with 3 if no container engine responds.
 """
 
 from __future__ import annotations
@@ -61,25 +61,25 @@ ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh"]
 
 
 def find_engine() -> tuple[str, dict[str, str]]:
-    """The container engine that answers, and the environment it needs.
+    """Find a container engine that responds, and the environment variables that it needs.
 
-    CONTAINER_ENGINE names one. Otherwise root asks podman first, which needs no daemon; others ask docker first, whose
-    containers may use every user number.
+    CONTAINER_ENGINE names one. By default root prefers podman, which needs no daemon, and other users docker, whose
+    containers may use all user ids.
     """
     is_root = os.geteuid() == 0
     # HEALTHCHECK exists in Docker's image format alone.
     environments: dict[str, dict[str, str]] = {"podman": {"BUILDAH_FORMAT": "docker"}, "docker": {}}
     if is_root:
         environments["podman"]["CONTAINERS_CONF"] = str(HERE / "containers.conf")
-    wanted = os.environ.get("CONTAINER_ENGINE")
-    for engine in [wanted] if wanted else sorted(environments, reverse=is_root):
+    chosen = os.environ.get("CONTAINER_ENGINE")
+    for engine in [chosen] if chosen else sorted(environments, reverse=is_root):
         if shutil.which(engine) and _succeeds([engine, "info"], environments.get(engine, {})):
             return engine, environments[engine]
     sys.exit(_no_engine())
 
 
 def _no_engine() -> int:
-    print("neither podman nor docker answers; tests/container/setup.sh installs podman on Debian", file=sys.stderr)
+    print("neither podman nor docker responds; tests/container/setup.sh installs podman on Debian", file=sys.stderr)
     return NO_ENGINE
 
 
@@ -89,7 +89,7 @@ def _succeeds(command: list[str], environment: Mapping[str, str]) -> bool:
 
 
 def pip_settings() -> dict[str, str]:
-    """pip's own settings on this machine: configuration files, overridden by the environment."""
+    """pip's settings on the host: configuration files, overridden by the environment."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     pairs = (line.partition("=")[::2] for line in lines)
@@ -100,20 +100,20 @@ def pip_settings() -> dict[str, str]:
 
 
 def torch_wheels(settings: Mapping[str, str]) -> list[Path]:
-    """The torch wheels in the folders that pip looks into."""
+    """The torch wheels in the folders of pip's find-links."""
     folders = [Path(word.removeprefix("file://")) for word in settings.get("find-links", "").split()]
     tag = PYTHON.replace(".", "")
     return sorted(wheel for folder in folders for wheel in folder.glob(f"torch-*cp{tag}-*.whl"))
 
 
 def constraints(settings: Mapping[str, str]) -> str:
-    """What the constraints files of pip's settings say, together; one at a URL is named, as a file may name others."""
+    """The concatenated constraints files of pip's settings; one at a URL is included by reference."""
     words = settings.get("constraint", "").split()
     return "\n".join(f"-c {word}" if "://" in word else Path(word).read_text() for word in words)
 
 
 def settings_inside(settings: Mapping[str, str]) -> dict[str, str]:
-    """The settings as they hold in the image, where this machine's files do not exist."""
+    """The settings for the image, in which the host's files do not exist."""
     elsewhere = ("find-links", "cert", "cache-dir", "constraint")
     inside = {name: value for name, value in settings.items() if name not in elsewhere}
     for name in ("index-url", "extra-index-url"):
@@ -123,12 +123,12 @@ def settings_inside(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def certificates(settings: Mapping[str, str]) -> Path:
-    """The certificates that this machine trusts, a proxy's own among them."""
+    """The certificates that the host trusts, including a proxy's."""
     return Path(settings.get("cert") or os.environ.get("SSL_CERT_FILE") or CERTIFICATES)
 
 
 def image_tag(settings: Mapping[str, str]) -> str:
-    """A name that changes with whatever the image is made of."""
+    """A name that changes with the image's inputs."""
     parts = [
         Path(__file__).read_bytes(),
         importlib.metadata.version("nvidia-pytriton").encode(),
@@ -141,7 +141,7 @@ def image_tag(settings: Mapping[str, str]) -> str:
 
 
 def lay_out_context(context: Path, settings: Mapping[str, str]) -> None:
-    """Put everything that the image is made of into one folder."""
+    """Write the build context of the image."""
     _make_debian(context / "root.tar")
     _copy_tritonserver(context)
     (context / "wheels").mkdir()

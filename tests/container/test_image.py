@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image does what the README says: its `docker build` and `docker run` lines, against a Hub on this machine."""
+"""The `docker build` and `docker run` lines of the README, with a loopback Hub."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Start = Callable[..., Any]
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
     folder = tmp_path_factory.mktemp("checkpoints")
     with LoopbackHub() as hub:
-        # Room for a text that takes seconds to write, and no token that would end it early.
+        # A long context and no end-of-text token, for a completion that takes seconds.
         falcon = build_tiny_checkpoint(folder / "falcon", "falcon", max_position_embeddings=4096, eos_token_id=None)
         hub.add(FALCON, falcon)
         hub.add(LLAMA, build_tiny_checkpoint(folder / "llama", "llama"), gated=True)
@@ -56,7 +56,7 @@ def _forget_requests(hub: LoopbackHub) -> None:
 
 
 def copy_model(name: str, folder: Path, *, is_writable: bool = True) -> Path:
-    """`cp -r NAME model_repository/`, writable for the container's user or for nobody but its owner."""
+    """`cp -r NAME model_repository/`, writable for the container's user or for its owner alone."""
     model = folder / "model_repository" / name
     shutil.copytree(ROOT / name, model, ignore=shutil.ignore_patterns("__pycache__", "hf_cache"))
     model.chmod(0o777 if is_writable else 0o755)
@@ -66,7 +66,7 @@ def copy_model(name: str, folder: Path, *, is_writable: bool = True) -> Path:
 
 
 def to_hub(hub: LoopbackHub, **variables: str) -> list[str]:
-    """The options that send a container to the Hub on this machine, and set further variables."""
+    """Options that make a container use the loopback Hub, and set further variables."""
     pairs = hub.environment() | variables
     return [word for name, value in pairs.items() for word in ("-e", f"{name}={value}")]
 
@@ -86,18 +86,18 @@ def test_tutorial(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
 
     container = start(RUN, tmp_path, *to_hub(hub))
     container.wait_until_ready()
-    text = container.generate("falcon7b", PROMPT)
-    assert text.startswith(PROMPT)
-    assert len(text) > len(PROMPT)
-    assert downloads(hub), "the first start has nothing to start from"
+    output = container.generate("falcon7b", PROMPT)
+    assert output.startswith(PROMPT)
+    assert len(output) > len(PROMPT)
+    assert downloads(hub), "the first start must download"
     assert (model / "hf_cache").is_dir()
     assert container.stop() == 0
 
     hub.requests.clear()
     again = start(RUN, tmp_path, *to_hub(hub))
     again.wait_until_ready()
-    assert again.generate("falcon7b", PROMPT) == text
-    assert downloads(hub) == [], "the second start finds everything in the mounted folder"
+    assert again.generate("falcon7b", PROMPT) == output
+    assert downloads(hub) == [], "the second start uses the mounted folder"
     assert again.stop() == 0
 
 
@@ -107,7 +107,7 @@ def test_inside(start: Start, hub: LoopbackHub, tmp_path: Path, engine: Any, ima
     container.wait_until_ready()
 
     users = re.findall(r"^Uid:\t(\d+)", container.execute("sh", "-c", "cat /proc/[0-9]*/status"), re.MULTILINE)
-    assert set(users) == {"1000"}, "no process is root"
+    assert set(users) == {"1000"}, "no process may run as root"
     encodings = "import locale, sys; print(sys.getfilesystemencoding(), locale.getencoding(), sys.stdout.encoding)"
     assert container.execute("python3", "-c", encodings).lower().split() == ["utf-8"] * 3
     assert container.execute("pwd").strip() == "/opt/tritonserver"
@@ -133,7 +133,7 @@ def test_gated_model_needs_a_token(start: Start, hub: LoopbackHub, tmp_path: Pat
         refused = start(RUN, tmp_path, *to_hub(hub, **token))
         assert refused.process.wait(timeout=90) != 0
         sentence = next(line for line in refused.log.splitlines() if f"{LLAMA} is gated" in line)
-        assert "HF_TOKEN" in sentence, "it says what to do"
+        assert "HF_TOKEN" in sentence
         assert hub.stranger_token not in refused.log
 
     container = start(RUN, tmp_path, *to_hub(hub, PRIVATE_REPO_TOKEN=hub.access_token))
@@ -148,11 +148,11 @@ def test_stop_lets_requests_finish(start: Start, hub: LoopbackHub, tmp_path: Pat
     container = start(RUN, tmp_path, *to_hub(hub))
     container.wait_until_ready()
     with ThreadPoolExecutor() as client:
-        answer = client.submit(container.generate, "falcon7b", PROMPT, max_new_tokens=600)
+        response = client.submit(container.generate, "falcon7b", PROMPT, max_new_tokens=600)
         time.sleep(0.3)
-        assert not answer.done(), "the request must be in flight when the server is told to stop"
+        assert not response.done(), "the request must be in flight when the server stops"
         assert container.stop() == 0
-        assert answer.result(timeout=10).startswith(PROMPT)
+        assert response.result(timeout=10).startswith(PROMPT)
 
 
 def test_folder_of_another_user(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_folder_of_another_user(start: Start, hub: LoopbackHub, tmp_path: Path) 
     assert not (model / "hf_cache").exists()
 
 
-def test_any_user_and_no_rights(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
+def test_any_user_without_capabilities(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
     model = copy_model("falcon7b", tmp_path)
     hardened = ["--user", "4321:4321", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"]
     container = start(RUN, tmp_path, *to_hub(hub), *hardened, "--security-opt", "no-new-privileges")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """README.md and docs/ are true: tables, file tree, links, commands and examples are checked or run."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -18,8 +17,8 @@ from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.settings import load_settings
 from hf_triton.testing import ARCHITECTURES, TritonServer
 from tests.support.client import post
+from tests.support.paths import ROOT, load_script
 
-ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
 GUIDES = (*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
@@ -48,12 +47,7 @@ def python_blocks(*, port: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def render_docs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("render_docs", ROOT / "scripts" / "render_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("render_docs")
 
 
 def test_tables_match_their_declarations(render_docs: ModuleType) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoint in `hf_triton/demo/` loads without warnings, generates English and ends with an end-of-text token."""
 
-import importlib.util
 import re
 from types import ModuleType
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, load_script
 
 DEMO_DIR = ROOT / "hf_triton" / "demo"
 PROMPTS = [
@@ -48,12 +47,7 @@ STRINGS = [
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_demo", ROOT / "scripts" / "train_demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("train_demo")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places in the repository."""
+"""Paths in the repository, and its scripts as modules."""
 
+import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_script(name: str) -> ModuleType:
+    """Import `scripts/NAME.py`."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
