@@ -33,9 +33,9 @@ NUM_TOKENS = 60
 NUM_ALONE = 5
 ISOLATED = """from pathlib import Path
 
-from hf_triton.runner.cpu import threads as cores
+from hf_triton.runner.cpu import threads
 
-cores.SHARED = Path("/nowhere")
+threads.SHARED = Path("/nowhere")
 """
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hf_triton.runner.cgroups import PROC, group_folders, number, text
+from hf_triton.runner.cgroups import PROC, group_folders, read_number, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +124,7 @@ class FreeMemory:
 
 
 def _available_bytes(proc: Path) -> Iterator[int]:
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", text(proc / "meminfo"), re.MULTILINE)
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", read_text(proc / "meminfo"), re.MULTILINE)
     if found:
         yield int(found[1]) * 1024
 
@@ -136,18 +136,18 @@ def _left_by_groups(groups: Iterable[tuple[bool, Path]]) -> Iterator[int]:
 
 def _left_by_v2(group: Path) -> Iterator[int]:
     """Of version 2. `memory.high` is no hard limit, but a process beyond it is slowed down to a crawl."""
-    limits = [limit for name in ("memory.max", "memory.high") if (limit := number(group / name)) is not None]
-    if limits and (used := number(group / "memory.current")) is not None:
+    limits = [limit for name in ("memory.max", "memory.high") if (limit := read_number(group / name)) is not None]
+    if limits and (used := read_number(group / "memory.current")) is not None:
         yield min(limits) - used + _statistic(group, "inactive_file")
 
 
 def _left_by_v1(group: Path) -> Iterator[int]:
-    limit = number(group / "memory.limit_in_bytes")
-    if limit is not None and limit < NO_LIMIT and (used := number(group / "memory.usage_in_bytes")) is not None:
+    limit = read_number(group / "memory.limit_in_bytes")
+    if limit is not None and limit < NO_LIMIT and (used := read_number(group / "memory.usage_in_bytes")) is not None:
         yield limit - used + _statistic(group, "total_inactive_file")
 
 
 def _statistic(group: Path, name: str) -> int:
     """A figure of memory.stat; 0 if absent. Inactive file pages count as free: the kernel drops them when asked."""
-    found = re.search(rf"^{name} (\d+)$", text(group / "memory.stat"), re.MULTILINE)
+    found = re.search(rf"^{name} (\d+)$", read_text(group / "memory.stat"), re.MULTILINE)
     return int(found[1]) if found else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many threads a model computes with: what control groups leave, and what those leave that are busy beside it."""
+"""How many threads a model computes with: within its control groups' quota, shared with other busy models."""
 
 import math
 import os
@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_triton.runner.cpu import threads as cores
-from hf_triton.runner.cpu.threads import Neighbours, SharedCores, core_quota
+from hf_triton.runner.cgroups import core_quota
+from hf_triton.runner.cpu import threads
+from hf_triton.runner.cpu.threads import Neighbours, SharedCores
+from hf_triton.runner.device import DeviceContext
 from tests.support.machine import Machine
 
 OTHER = """
 import sys
 from pathlib import Path
-from hf_triton.runner.cpu import threads as cores
-cores.SHARED = Path(sys.argv[1])
-cores._own_cores = lambda: [0, 1, 2, 3]
-other = cores.Neighbours()
+from hf_triton.runner.cpu import threads
+threads.SHARED = Path(sys.argv[1])
+threads.available_cores = lambda: [0, 1, 2, 3]
+other = threads.Neighbours()
 for line in sys.stdin:
     getattr(other, line.strip())()
     print("done", flush=True)
@@ -30,9 +32,9 @@ for line in sys.stdin:
 
 @pytest.fixture(autouse=True)
 def four_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Four cores, four threads, and nobody on them but this test."""
-    monkeypatch.setattr(cores, "SHARED", tmp_path)
-    monkeypatch.setattr(cores, "_own_cores", lambda: [0, 1, 2, 3])
+    """Four cores, four threads, and no other model on them."""
+    monkeypatch.setattr(threads, "SHARED", tmp_path)
+    monkeypatch.setattr(threads, "available_cores", lambda: [0, 1, 2, 3])
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -85,7 +87,7 @@ def start_other(tmp_path: Path) -> Iterator[Callable[[], Other]]:
         ("150000 x", math.inf),
     ],
 )
-def test_a_group_of_version_2_leaves_whole_cores(tmp_path: Path, limit: str, num: float) -> None:
+def test_core_quota_of_cgroup_v2(tmp_path: Path, limit: str, num: float) -> None:
     machine = Machine(tmp_path)
     machine.mount_v2()
     machine.set_group("0::/a")
@@ -94,7 +96,7 @@ def test_a_group_of_version_2_leaves_whole_cores(tmp_path: Path, limit: str, num
 
 
 @pytest.mark.parametrize(("quota", "num"), [(-1, math.inf), (200000, 2), (1000, 1), (1600000, 16)])
-def test_a_group_of_version_1_leaves_whole_cores(tmp_path: Path, quota: int, num: float) -> None:
+def test_core_quota_of_cgroup_v1(tmp_path: Path, quota: int, num: float) -> None:
     machine = Machine(tmp_path)
     machine.mount_v1(controllers="cpu,cpuacct")
     machine.set_group("5:cpu,cpuacct:/a", "4:memory:/other")
@@ -103,7 +105,7 @@ def test_a_group_of_version_1_leaves_whole_cores(tmp_path: Path, quota: int, num
     assert core_quota(machine.proc) == num
 
 
-def test_the_tightest_group_wins(tmp_path: Path) -> None:
+def test_the_smallest_quota_wins(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.mount_v2()
     machine.set_group("0::/outer/inner")
@@ -112,7 +114,7 @@ def test_the_tightest_group_wins(tmp_path: Path) -> None:
     assert core_quota(machine.proc) == 3
 
 
-def test_mounts_of_any_name_do_no_harm(tmp_path: Path) -> None:
+def test_mount_names_of_any_bytes(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     with (machine.proc / "self" / "mountinfo").open("wb") as file:
         file.write(b"24 1 0:22 / /caf\xe9\x0c\x85\xe2\x80\xa8 rw - tmpfs none rw\n\njunk\n")
@@ -122,15 +124,15 @@ def test_mounts_of_any_name_do_no_harm(tmp_path: Path) -> None:
     assert core_quota(machine.proc) == 2
 
 
-def test_without_groups_there_is_no_quota(tmp_path: Path) -> None:
+def test_without_cgroups_there_is_no_quota(tmp_path: Path) -> None:
     assert math.isinf(core_quota(tmp_path))
 
 
 @pytest.mark.parametrize(("given", "num"), [(None, 2), ("4", 4), ("", 2), ("0", 2), ("all", 2)])
-def test_a_quota_limits_the_threads_unless_they_were_given(
+def test_quota_limits_threads_unless_omp_num_threads_is_set(
     given: str | None, num: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cores, "core_quota", lambda: 2)
+    monkeypatch.setattr(threads, "core_quota", lambda: 2)
     monkeypatch.delenv("OMP_NUM_THREADS")
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
@@ -138,91 +140,93 @@ def test_a_quota_limits_the_threads_unless_they_were_given(
         assert torch.get_num_threads() == num
     assert torch.get_num_threads() == num
     assert [record.getMessage() for record in caplog.records] == (
-        [] if num == 4 else ["computing with 2 threads: the control group leaves no more cores"]
+        [] if num == 4 else ["computing with 2 threads: the control group allows no more cores"]
     )
 
 
 # --- neighbours -------------------------------------------------------------------------------------------------------
 
 
-def test_who_is_busy_is_counted_until_it_ends_somehow(start_other: Callable[[], Other]) -> None:
+def test_busy_processes_are_counted_until_they_end(start_other: Callable[[], Other]) -> None:
     own, first, second = Neighbours(), start_other(), start_other()
-    assert own.come()
-    assert not own.come()
+    assert own.enter()
+    assert not own.enter()
     assert own.count() == 0
-    first.do("come")
-    second.do("come")
+    first.do("enter")
+    second.do("enter")
     assert own.count() == 2
-    second.do("go")
+    second.do("leave")
     assert own.count() == 1
-    own.go()
+    own.leave()
     assert own.count() == 1
     first.process.kill()
     first.process.wait()
     assert own.count() == 0
 
 
-def test_a_lock_that_ends_nowhere_is_one(tmp_path: Path) -> None:
-    own = Neighbours()
-    (path,) = tmp_path.iterdir()
-    with path.open("r+b") as other:
-        cores.fcntl.fcntl(other, cores.fcntl.F_OFD_SETLK, cores.LOCK.pack(cores.fcntl.F_WRLCK, 0, 7, 0, 0))
-        assert own.count() == 1
+def test_more_busy_models_than_slots_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "NUM_SLOTS", 2)
+    models = [Neighbours() for _ in range(4)]
+    assert [model.enter() for model in models] == [True] * 4
+    assert [model.count() for model in models] == [1, 1, 2, 2]
+    for model in models:
+        model.leave()
+    assert [model.count() for model in models] == [0] * 4
 
 
-def test_the_cores_are_shared_among_those_that_are_busy(start_other: Callable[[], Other]) -> None:
+def test_cores_are_shared_among_busy_models(start_other: Callable[[], Other]) -> None:
     others, own = [start_other() for _ in range(5)], SharedCores()
     seen = []
     for other in others:
         own.take()
         seen.append(torch.get_num_threads())
-        other.do("come")
+        other.do("enter")
     own.take()
     assert [*seen, torch.get_num_threads()] == [4, 2, 1, 1, 1, 1]
     for other in others[1:]:
-        other.do("go")
+        other.do("leave")
     own.take()
     assert torch.get_num_threads() == 2
-    others[0].do("go")
+    others[0].do("leave")
     own.take()
     assert torch.get_num_threads() == 4
 
 
-def test_threads_that_leave_room_for_others_stay(start_other: Callable[[], Other]) -> None:
+def test_fewer_threads_than_the_share_stay(start_other: Callable[[], Other]) -> None:
     torch.set_num_threads(2)
     own, other = SharedCores(), start_other()
-    other.do("come")
+    other.do("enter")
     own.take()
     assert torch.get_num_threads() == 2
 
 
-def test_after_a_while_beside_others_the_threads_are_what_they_were(start_other: Callable[[], Other]) -> None:
+def test_threads_are_restored_afterwards(start_other: Callable[[], Other]) -> None:
     other = start_other()
-    other.do("come")
+    other.do("enter")
     with SharedCores():
         assert torch.get_num_threads() == 2
     assert torch.get_num_threads() == 4
     assert Neighbours().count() == 1
 
 
-def test_a_model_on_a_gpu_takes_no_cores(start_other: Callable[[], Other]) -> None:
+def test_model_on_a_gpu_takes_no_cores(start_other: Callable[[], Other]) -> None:
     other = start_other()
-    other.do("come")
-    with SharedCores("cuda"):
+    other.do("enter")
+    with DeviceContext(torch.device("meta")):
         assert torch.get_num_threads() == 4
         assert Neighbours().count() == 1
 
 
-def test_those_on_other_cores_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_on_other_cores_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Neighbours()
-    here.come()
+    here.enter()
     assert Neighbours().count() == 1
-    monkeypatch.setattr(cores, "_own_cores", lambda: [4, 5])
+    monkeypatch.setattr(threads, "available_cores", lambda: [4, 5])
     assert Neighbours().count() == 0
 
 
 @pytest.mark.parametrize("obstacle", ["no_folder", "link", "pipe", "no_locks"])
-def test_where_the_file_cannot_be_had_a_model_computes_alone(
+def test_without_the_file_a_model_uses_all_cores(
     obstacle: str,
     tmp_path: Path,
     start_other: Callable[[], Other],
@@ -230,10 +234,10 @@ def test_where_the_file_cannot_be_had_a_model_computes_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     other = start_other()
-    other.do("come")
+    other.do("enter")
     path = next(tmp_path.iterdir())
     if obstacle == "no_folder":
-        monkeypatch.setattr(cores, "SHARED", tmp_path / "nowhere")
+        monkeypatch.setattr(threads, "SHARED", tmp_path / "nowhere")
     elif obstacle == "link":
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
@@ -241,7 +245,7 @@ def test_where_the_file_cannot_be_had_a_model_computes_alone(
         path.unlink()
         os.mkfifo(path)
     else:
-        monkeypatch.setattr(cores.fcntl, "F_OFD_GETLK", 9999)
+        monkeypatch.setattr(threads.fcntl, "F_OFD_GETLK", 9999)
     own = SharedCores()
     for _ in range(3):
         own.take()

@@ -1,181 +1,147 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many threads a model on a CPU computes with: the cores that its process may use, shared with its neighbours.
+"""How many threads a model on a CPU computes with: the cores that its process may use, shared with other models.
 
-Each model is a process of its own, with threads for all cores. Where two of them compute at one moment, a thread waits
-for another of its own that does not run, because one of the other model's waits for its own on that core: both take
-several times as long, and so does one beside a model that is being loaded. So whoever is busy says so, and takes its
-part of the cores only.
+Each model is a process with a thread for every core. If two of them compute at once, their threads wait for each other
+at every barrier, and both take several times as long. So a busy model announces itself, and takes its share of cores.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
-import math
 import os
 import re
-import secrets
 import stat
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Self
 
-from hf_triton.runner.cgroups import PROC, group_folders, number, text
+from hf_triton.runner.cgroups import core_quota
 
 logger = logging.getLogger(__name__)
 
 SHARED: Final = Path("/dev/shm")
-"""Of this machine alone; Triton's Python backend needs it anyway."""
-OURS_ALONE: Final = 0o600
-LOCK: Final = struct.Struct("hhqqi4x")
-"""`struct flock` of Linux on 64 bits, fcntl(2): type, whence, start, length, process id."""
-PLACES: Final = 1 << 62
-"""Bytes of the file to lock; there are none in it."""
-NOT_SHARED: Final = "models that are busy at one moment do not share the cores: %s"
-
-
-def core_quota(proc: Path = PROC) -> float:
-    """Cores whose time the control groups leave this process: a whole number, 1 at least, or infinity.
-
-    Args:
-        proc: The process file system.
-    """
-    quota = min(_quotas(proc), default=math.inf)
-    return quota if math.isinf(quota) else max(1, int(quota))
-
-
-def _quotas(proc: Path) -> Iterator[float]:
-    for is_v2, group in group_folders("cpu", proc):
-        if is_v2:
-            found = re.match(r"(\d+) (0*[1-9]\d*)$", text(group / "cpu.max"))
-            if found:
-                yield int(found[1]) / int(found[2])
-        else:
-            limit, period = number(group / "cpu.cfs_quota_us"), number(group / "cpu.cfs_period_us")
-            if limit is not None and period:
-                yield limit / period
-
-
-def _own_cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+"""A folder in the memory of this machine; Triton's Python backend needs it too."""
+OWNER_ONLY: Final = 0o600
+FLOCK: Final = struct.Struct("hhqqi4x")
+"""`struct flock` of 64-bit Linux, fcntl(2): type, whence, start, length, process id."""
+NUM_SLOTS: Final = 64
+"""Busy models that are counted."""
 
 
 class SharedCores:
-    """The cores that a model computes on, together with others that are busy at the same time.
+    """Sets torch's number of threads to this model's share of the cores.
 
-    Alone it has as many threads as torch takes, which knows the cores that a process may run on, but not how much of
-    their time its control groups leave: beyond that, all threads would stand still for the rest of each period. Where
-    `OMP_NUM_THREADS` is set, it is that many.
-
-    Args:
-        device_type: torch's, where the model computes; what is not a CPU takes no cores.
+    Alone, a model has as many threads as torch starts with, or as `OMP_NUM_THREADS` says. torch respects the process's
+    affinity but not the quota of its control groups; beyond the quota all threads would stop for the rest of a period.
     """
 
-    def __init__(self, device_type: str = "cpu") -> None:
-        self._neighbours = Neighbours() if device_type == "cpu" else None
+    def __init__(self) -> None:
+        self._neighbours = Neighbours()
         self._quota = core_quota()
-        self._num_cores = min(len(_own_cores()), self._quota)
+        self._num_cores = min(len(available_cores()), self._quota)
         self._num_alone = 0  # until the first `take`
 
     def take(self) -> None:
-        """Be busy, and have torch compute with what the others leave. Called often: it takes microseconds."""
-        if self._neighbours is None:
-            return
-        if self._neighbours.come() and not self._num_alone:
-            self._num_alone = self._most_threads()
+        """Be busy, and set torch's threads to this model's share; takes microseconds, so call it before every step."""
+        if self._neighbours.enter() and not self._num_alone:
+            self._num_alone = self._max_threads()
         num_others = self._neighbours.count()
-        part = max(1, int(self._num_cores / (num_others + 1)))
-        _compute_with(min(self._num_alone, part) if num_others else self._num_alone)
+        share = max(1, int(self._num_cores / (num_others + 1)))
+        _set_num_threads(min(self._num_alone, share) if num_others else self._num_alone)
 
     def leave(self) -> None:
-        """Be idle: the others may have all cores."""
-        if self._neighbours is not None:
-            self._neighbours.go()
-
-    def __enter__(self) -> Self:
-        self.take()
-        return self
+        """Be idle: other models may use all cores."""
+        self._neighbours.leave()
 
     def close(self) -> None:
         """Be idle, and restore torch's number of threads."""
         self.leave()
         if self._num_alone:
-            _compute_with(self._num_alone)
+            _set_num_threads(self._num_alone)
+
+    def __enter__(self) -> Self:
+        self.take()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _most_threads(self) -> int:
-        import torch  # now, as it takes seconds of a core
+    def _max_threads(self) -> int:
+        import torch  # after `enter`: importing it keeps a core busy for seconds
 
         num_threads = torch.get_num_threads()
-        is_given = re.match(r"\s*[1-9]", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP passes by anything else
+        is_given = re.match(r"\s*[1-9]", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP ignores other values
         if is_given or num_threads <= self._quota:
             return num_threads
-        logger.info("computing with %d threads: the control group leaves no more cores", self._quota)
+        logger.info("computing with %d threads: the control group allows no more cores", self._quota)
         return int(self._quota)
 
 
-def _compute_with(num_threads: int) -> None:
+def _set_num_threads(num_threads: int) -> None:
     import torch
 
     if num_threads != torch.get_num_threads():
         torch.set_num_threads(num_threads)
 
 
-class Neighbours:
-    """Others of this user, on the same cores, that are busy now.
+def available_cores() -> list[int]:
+    """The cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
 
-    Who is busy holds a lock on a byte of a file that all have open: it goes with its process, and with those that were
-    forked of it, however they end. What does not see that file, such as a model in another container, is not counted.
+
+class Neighbours:
+    """Other models of this user that are busy on the same cores now.
+
+    A busy model locks one byte of a file that all of them open. The kernel releases the lock when the process ends.
+    Models that do not see the file, such as those in another container, are not counted.
     """
 
     def __init__(self) -> None:
-        self._place = secrets.randbelow(PLACES)
-        self._is_here = False
+        self._slot: int | None = None
         self._file = _open_file()
 
-    def come(self) -> bool:
-        """Be busy from now on; whether that is new."""
-        if self._is_here:
+    def enter(self) -> bool:
+        """Be busy; whether this model was idle before."""
+        if self._slot is not None:
             return False
-        self._call("F_OFD_SETLK", fcntl.F_WRLCK, self._place, 1)
-        self._is_here = True
+        self._slot = next((slot for slot in range(NUM_SLOTS) if self._lock(fcntl.F_WRLCK, slot)), NUM_SLOTS)
         return True
 
-    def go(self) -> None:
+    def leave(self) -> None:
         """Be idle."""
-        if self._is_here:
-            self._call("F_OFD_SETLK", fcntl.F_UNLCK, self._place, 1)
-        self._is_here = False
+        if self._slot is not None:
+            self._lock(fcntl.F_UNLCK, self._slot)
+        self._slot = None
 
     def count(self) -> int:
-        """How many others are busy."""
-        num, ranges = 0, [(0, PLACES)]
-        while ranges:
-            start, end = ranges.pop()
-            kind, at, length = self._call("F_OFD_GETLK", fcntl.F_WRLCK, start, end - start)
-            if kind != fcntl.F_UNLCK:  # one of those there are, in no order
-                num += 1
-                ranges += [each for each in ((start, at), (at + (length or end), end)) if each[0] < each[1]]
-        return num
+        """How many other models are busy, up to `NUM_SLOTS`."""
+        if not self._is_locked(0, NUM_SLOTS):
+            return 0
+        return sum(self._is_locked(slot, 1) for slot in range(NUM_SLOTS))
 
-    def _call(self, command: str, kind: int, start: int, length: int) -> tuple[int, int, int]:
-        """What fcntl(2) says of a lock: type, start, length (0: to the end)."""
+    def _lock(self, kind: int, slot: int) -> bool:
+        return self._call("F_OFD_SETLK", kind, slot, 1) is not None
+
+    def _is_locked(self, start: int, length: int) -> bool:
+        return self._call("F_OFD_GETLK", fcntl.F_WRLCK, start, length) not in (fcntl.F_UNLCK, None)
+
+    def _call(self, command: str, kind: int, start: int, length: int) -> int | None:
+        """The lock type that fcntl(2) answers with; None if another process holds the lock, or locks do not work."""
         if self._file is None:
-            return fcntl.F_UNLCK, 0, 0
-        lock = LOCK.pack(kind, os.SEEK_SET, start, length, 0)
+            return None
         try:
-            answer = fcntl.fcntl(self._file, getattr(fcntl, command), lock)
+            lock = FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
+            answer: int = FLOCK.unpack(fcntl.fcntl(self._file, getattr(fcntl, command), lock))[0]
         except OSError as error:
-            logger.warning(NOT_SHARED, error)
-            self._close()
-            return fcntl.F_UNLCK, 0, 0
-        kind, _, start, length, _ = LOCK.unpack(answer)
-        return kind, start, length
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                _log_not_shared(error)
+                self._close()
+            return None
+        return answer
 
     def _close(self) -> None:
         if self._file is not None:
@@ -186,19 +152,23 @@ class Neighbours:
 
 
 def _open_file() -> int | None:
-    """The file whose bytes are locked, one for each set of cores; None where there is none to be had."""
+    """The file whose bytes are locked, one for each set of cores; None if it cannot be opened."""
     if sys.platform != "linux":
         return None
-    cores = hashlib.sha256(repr(_own_cores()).encode()).hexdigest()[:8]
+    cores = hashlib.sha256(repr(available_cores()).encode()).hexdigest()[:8]
     path = SHARED / f"hf_triton_cores-{os.geteuid()}-{cores}"
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, OURS_ALONE)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, OWNER_ONLY)
     except OSError as error:
-        logger.warning(NOT_SHARED, error)
+        _log_not_shared(error)
         return None
-    found = os.fstat(file)
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+    status = os.fstat(file)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
         return file
-    logger.warning(NOT_SHARED, f"{path} is not this user's file")
+    _log_not_shared(f"{path} is not this user's file")
     os.close(file)
     return None
+
+
+def _log_not_shared(reason: object) -> None:
+    logger.warning("models that are busy at the same time do not share the cores: %s", reason)
