@@ -49,7 +49,7 @@ class Figures:
     prompt_tokens: tuple[int, int]
     """Computed prompt tokens, padding included."""
     num_equal: int
-    """TokenLists that are the same with both; float32 rounds by the shape of the batch."""
+    """Completions that are the same with both; float32 rounds by the shape of the batch."""
     num_completions: int
 
     @property
