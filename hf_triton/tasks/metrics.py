@@ -60,73 +60,73 @@ class Metric:
 REQUESTS: Final = Metric(
     "hf_triton_requests_total",
     "counter",
-    "Requests that were answered, by outcome: `ok`, or the code of the error (`hook_failed` for a folder's own).",
+    "Answered requests by outcome: `ok`, or the error's code (`hook_failed` for the codes of a folder's own hooks).",
     label="outcome",
     values=(OK,),
 )
-IN_FLIGHT: Final = Metric("hf_triton_requests_in_flight", "gauge", "Requests that have no answer yet.")
+IN_FLIGHT: Final = Metric("hf_triton_requests_in_flight", "gauge", "Requests without a final response.")
 WAITING: Final = Metric(
-    "hf_triton_prompts_waiting", "gauge", "Prompts that are made ready or wait for their turn, and texts put back."
+    "hf_triton_prompts_waiting", "gauge", "Prompts in preparation or in the queue, and preempted sequences."
 )
-RUNNING: Final = Metric(
-    "hf_triton_rows_running", "gauge", "Texts that are being written, or whose prompts are being read."
-)
+RUNNING: Final = Metric("hf_triton_rows_running", "gauge", "Running sequences: in prefill, or decoding.")
 QUEUE_TIME: Final = Metric(
     "hf_triton_queue_time_seconds",
     "histogram",
-    "From a request's arrival until the engine takes a prompt of it.",
+    "From a request's arrival until the engine admits a prompt of it.",
     buckets=WAIT_BUCKETS_S,
 )
 TIME_TO_FIRST_TOKEN: Final = Metric(
     "hf_triton_time_to_first_token_seconds",
     "histogram",
-    "From a request's arrival until a prompt of it has its first token.",
+    "From a request's arrival to the first token of a prompt.",
     buckets=WAIT_BUCKETS_S,
 )
 TIME_PER_TOKEN: Final = Metric(
     "hf_triton_time_per_output_token_seconds",
     "histogram",
-    "Time between two tokens of a text, first to last; the mean of each text that has two or more.",
+    "Mean time between two tokens of a sequence that has two or more.",
     buckets=TOKEN_BUCKETS_S,
 )
 LATENCY: Final = Metric(
     "hf_triton_e2e_request_latency_seconds",
     "histogram",
-    "From a request's arrival until its last answer; of those that end `ok`.",
+    "From a request's arrival to its final response, for requests that end `ok`.",
     buckets=WAIT_BUCKETS_S,
 )
-PROMPT_TOKENS: Final = Metric("hf_triton_prompt_tokens_total", "counter", "Tokens of prompts that were read.")
+PROMPT_TOKENS: Final = Metric("hf_triton_prompt_tokens_total", "counter", "Tokens of prompts that were prefilled.")
 GENERATED_TOKENS: Final = Metric(
-    "hf_triton_generation_tokens_total", "counter", "Tokens that were generated, end-of-sequence tokens not counted."
+    "hf_triton_generation_tokens_total", "counter", "Generated tokens, without end-of-sequence tokens."
 )
 SHARED_TOKENS: Final = Metric(
     "hf_triton_prefix_cache_hits_total",
     "counter",
-    "Tokens at the beginning of prompts that were known from another text and not computed again.",
+    "Prompt tokens served from the prefix cache.",
 )
 COMPLETIONS: Final = Metric(
     "hf_triton_completions_total",
     "counter",
-    "Texts of answers, without those that best_of leaves out, by why they end; the output finish_reason calls eos and "
-    "stop_string both stop.",
+    "Completions by finish reason, without those that best_of discards. The output finish_reason calls both eos and "
+    "stop_string stop.",
     label="finish_reason",
     values=get_args(FinishReason),
 )
-STEPS: Final = Metric("hf_triton_steps_total", "counter", "Decoding steps, each one token for every running text.")
+STEPS: Final = Metric(
+    "hf_triton_steps_total", "counter", "Decoding steps; each computes one token of every running sequence."
+)
 STEP_ROWS: Final = Metric(
-    "hf_triton_step_rows_total", "counter", "Texts that took part in the steps; divided by the steps, the batch width."
+    "hf_triton_step_rows_total", "counter", "Sequences in decoding steps; divided by the steps, the mean batch size."
 )
 PREEMPTIONS: Final = Metric(
     "hf_triton_num_preemptions_total",
     "counter",
-    "Running texts that were put back: for want of memory, after a failure, or to be read anew (LongRoPE).",
+    "Preempted sequences: for memory, after a failure, or for a new prefill (LongRoPE).",
 )
 USED_TOKENS: Final = Metric(
     "hf_triton_kv_cache_tokens",
     "gauge",
     "KV cache tokens in use by the continuous engine, padding included; a hybrid model's states count by their size.",
 )
-MAX_TOKENS: Final = Metric("hf_triton_kv_cache_max_tokens", "gauge", "Tokens of key/value memory that it may hold now.")
+MAX_TOKENS: Final = Metric("hf_triton_kv_cache_max_tokens", "gauge", "Tokens that the KV cache may hold now.")
 
 METRICS: Final = (
     *(REQUESTS, IN_FLIGHT, WAITING, RUNNING),
