@@ -77,7 +77,7 @@ $(GENAI_PERF): $(SETUP)
 	$(@D)/bin/pip install --quiet genai-perf==0.0.16
 	@touch $@
 
-check: $(SETUP) ## Check format, lint, types, the arrows between modules, and the Dockerfile
+check: $(SETUP) ## Check format, lint, types, import contracts, and the Dockerfile
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

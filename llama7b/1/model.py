@@ -3,4 +3,4 @@ import hf_triton
 
 
 class TritonPythonModel(hf_triton.TritonPythonModel):
-    """Nothing of its own: config.pbtxt says which checkpoint, hf_triton/model.py does the rest."""
+    """Adds nothing: config.pbtxt names the checkpoint, hf_triton/model.py does the rest."""

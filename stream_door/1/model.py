@@ -3,4 +3,4 @@ import hf_triton
 
 
 class TritonPythonModel(hf_triton.StreamDoor):
-    """Nothing of its own: hf_triton/stream_door/ does the rest."""
+    """Adds nothing: hf_triton/stream_door/ does the rest."""
