@@ -2,8 +2,7 @@
 """Chats on a real server: `messages` go through the model's own chat template, over every endpoint."""
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,42 +10,26 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from hf_triton.server import TritonServer
-from hf_triton.testing import build_tiny_checkpoint
-from tests.support.chat import CHAT, TEMPLATE, build_chat_checkpoint
+from tests.support.chat import CHAT
 from tests.support.client import Reply, generate, post
 from tests.support.reference import Reference, load_reference, solo_ids
+from tests.support.standard import StandardServer
 
 NUM_TOKENS = 10
+pytestmark = pytest.mark.xdist_group("standard")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_chat_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+def reference(standard: Callable[[str], StandardServer]) -> Reference:
+    return load_reference(standard("continuous").checkpoint)
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint: Path) -> Reference:
-    return load_reference(checkpoint)
+def server(standard: Callable[[str], StandardServer]) -> TritonServer:
+    return standard("continuous").serve("plain", "flat_typed", "no_template", "own_template")
 
 
-@pytest.fixture(scope="module")
-def server(
-    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
-) -> Iterator[TritonServer]:
-    root = tmp_path_factory.mktemp("repository")
-    bare = build_tiny_checkpoint(tmp_path_factory.mktemp("bare"), "llama", eos_token_id=None)
-    make_folder(root, "chatty", huggingface_model=checkpoint)
-    make_folder(root, "typed", huggingface_model=checkpoint, parameters_as_inputs="true")
-    make_folder(root, "untold", huggingface_model=bare)
-    own = make_folder(root, "own", huggingface_model=bare, chat_template="chat.jinja")
-    (own / "chat.jinja").write_text(TEMPLATE)
-    with TritonServer(root) as running:
-        for name in ("chatty", "typed", "untold", "own"):
-            assert running.is_model_ready(name), running.log_tail()
-        yield running
-
-
-def ask(server: TritonServer, name: str = "chatty", **fields: object) -> Reply:
+def ask(server: TritonServer, name: str = "plain", **fields: object) -> Reply:
     return post(server, f"/v2/models/{name}/generate", {"max_new_tokens": NUM_TOKENS, **fields})
 
 
@@ -67,16 +50,16 @@ def test_a_chat_is_answered_without_its_prompt(server: TritonServer, reference: 
 
 
 def test_a_folder_may_bring_the_template(server: TritonServer, reference: Reference) -> None:
-    assert ask(server, "own", messages=json.dumps(CHAT)).json()["text_output"] == answer(reference, CHAT)
+    assert ask(server, "own_template", messages=json.dumps(CHAT)).json()["text_output"] == answer(reference, CHAT)
 
 
 def test_messages_may_come_one_by_one(server: TritonServer, reference: Reference) -> None:
     wanted = answer(reference, CHAT)
-    assert ask(server, "typed", messages=[json.dumps(turn) for turn in CHAT]).json()["text_output"] == wanted
+    assert ask(server, "flat_typed", messages=[json.dumps(turn) for turn in CHAT]).json()["text_output"] == wanted
     client = grpcclient.InferenceServerClient(server.grpc_url)
     tensor = grpcclient.InferInput("messages", [len(CHAT)], "BYTES")
     tensor.set_data_from_numpy(np.array([json.dumps(turn).encode() for turn in CHAT], dtype=np.object_))
-    result = client.infer("typed", [tensor], parameters={"max_new_tokens": NUM_TOKENS})
+    result = client.infer("flat_typed", [tensor], parameters={"max_new_tokens": NUM_TOKENS})
     client.close()
     assert result.as_numpy("text_output").tolist() == [wanted.encode()]
 
@@ -114,10 +97,10 @@ def test_a_bad_chat_is_refused(server: TritonServer, fields: dict[str, object], 
     assert reply.status == 400
     for word in words:
         assert word in reply.error
-    assert generate(server, "chatty", "still there", max_new_tokens=1).status == 200
+    assert generate(server, "plain", "still there", max_new_tokens=1).status == 200
 
 
 def test_a_model_without_a_template_says_so(server: TritonServer) -> None:
-    reply = ask(server, "untold", messages=json.dumps(CHAT))
+    reply = ask(server, "no_template", messages=json.dumps(CHAT))
     assert reply.status == 400
     assert "chat_template" in reply.error

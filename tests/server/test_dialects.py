@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,18 @@ import tritonclient.http as httpclient
 import tritonclient.http.aio as httpaio
 from tritonclient.utils import triton_to_np_dtype
 
-from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from hf_triton.testing import TritonServer
 from tests.support.client import Reply, generate, generate_stream, infer, post
 from tests.support.paths import ROOT
-from tests.support.slow_model import DECOUPLED, SLOW_MODEL, STEP_S
+from tests.support.slow_model import SLOW_MODEL, STEP_S
+from tests.support.standard import StandardServer
 
-FLAT, BATCHED, STREAM, BATCHED_STREAM = "flat", "batched", "stream", "batched_stream"
+FLAT, BATCHED, STREAM, BATCHED_STREAM = "flat_typed", "typed", "flat_typed_stream", "typed_stream"
 """With every parameter as an input: max_batch_size 0 and 8, and both decoupled."""
-PLAIN, PLAIN_STREAM, SLOW = "plain", "plain_stream", "slow"
+PLAIN, PLAIN_STREAM, SLOW = "plain", "stream", "slow"
 """Without parameters as inputs; `slow` writes one text at a time, 10 tokens/s."""
-CONFIGS = {
-    FLAT: "",
-    BATCHED: "max_batch_size: 8",
-    STREAM: DECOUPLED,
-    BATCHED_STREAM: f"{DECOUPLED} max_batch_size: 8",
-    PLAIN: "",
-    PLAIN_STREAM: DECOUPLED,
-    SLOW: "",
-}
+MODELS = (FLAT, BATCHED, STREAM, BATCHED_STREAM, PLAIN, PLAIN_STREAM, SLOW)
+pytestmark = pytest.mark.xdist_group("standard")
 PROMPT = "Where does the river go"
 NUM_TOKENS = 12
 
@@ -46,31 +40,13 @@ CANCELLED = "cancelled: the client cancelled the request, or another one of its 
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
+def checkpoint(standard: Callable[[str], StandardServer]) -> Path:
+    return standard("continuous").checkpoint
 
 
 @pytest.fixture(scope="module")
-def server(
-    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
-) -> Iterator[TritonServer]:
-    root = tmp_path_factory.mktemp("repository")
-    for name, config in CONFIGS.items():
-        folder = make_folder(
-            root,
-            name,
-            config=config,
-            huggingface_model=checkpoint,
-            exclude_input_in_output=True,
-            parameters_as_inputs=name in (FLAT, BATCHED, STREAM, BATCHED_STREAM),
-            max_num_seqs=1 if name == SLOW else 32,
-        )
-        if name == SLOW:
-            (folder / "1" / "model.py").write_text(SLOW_MODEL)
-    with TritonServer(root) as running:
-        for name in CONFIGS:
-            assert running.is_model_ready(name), running.log_tail()
-        yield running
+def server(standard: Callable[[str], StandardServer]) -> TritonServer:
+    return standard("continuous").serve(*MODELS)
 
 
 def write(server: TritonServer, **parameters: object) -> str:
@@ -419,7 +395,7 @@ def test_every_row_of_a_batch_has_its_own_words(server: TritonServer, whole: str
     ]
 
 
-@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("model", MODELS)
 def test_tensorrt_llms_curl(server: TritonServer, model: str, whole: str) -> None:
     fields = {"max_tokens": NUM_TOKENS, "bad_words": "", "stop_words": "", "pad_id": 2, "end_id": 1}
     assert generate(server, model, PROMPT, **fields).json()["text_output"] == whole
@@ -443,7 +419,7 @@ def test_lists_are_json_arrays_where_they_are_inputs(server: TritonServer, model
 # --- the generate extension ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("model", MODELS)
 def test_the_generate_extensions_parameters(server: TritonServer, model: str, whole: str) -> None:
     drawn = {"temperature": 1.5, "seed": 4, "top_k": 30}
     for fields in ({"max_new_tokens": 4, **drawn}, {"parameters": {"max_new_tokens": 4, **drawn}}):
@@ -495,8 +471,8 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
 def test_litellm(server: TritonServer, whole: str, tmp_path: Path) -> None:
     calls: list[tuple[str, str, dict[str, Any]]] = []
     for name in ("max_tokens", "max_completion_tokens"):
-        calls += [(model, "generate", {name: NUM_TOKENS}) for model in CONFIGS if model != SLOW]
-        calls += [(model, "generate", {name: NUM_TOKENS, "stream": True}) for model in CONFIGS if model != SLOW]
+        calls += [(model, "generate", {name: NUM_TOKENS}) for model in MODELS if model != SLOW]
+        calls += [(model, "generate", {name: NUM_TOKENS, "stream": True}) for model in MODELS if model != SLOW]
         calls += [(FLAT, "infer", {name: NUM_TOKENS})]
     script = LITELLM_SCRIPT % PROMPT
     printed = run(
@@ -550,7 +526,9 @@ def test_genai_perf(server: TritonServer, checkpoint: Path, tmp_path: Path, case
         assert figures["inter_token_latency"]["avg"] > 0
 
 
-@pytest.mark.parametrize("arguments", ["-i grpc --streaming -m stream --shape text_input:1", "-i grpc -m batched"])
+@pytest.mark.parametrize(
+    "arguments", ["-i grpc --streaming -m flat_typed_stream --shape text_input:1", "-i grpc -m typed"]
+)
 def test_perf_analyzer(server: TritonServer, tmp_path: Path, arguments: str) -> None:
     data = {"text_input": [PROMPT], "max_tokens": [NUM_TOKENS], "stop_words": [""]}
     if "--streaming" in arguments:

@@ -2,54 +2,32 @@
 """`prompt_logprobs` over every endpoint, on both engines: what transformers itself finds in a forward of the prompt."""
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from hf_triton.testing import TritonServer
-from tests.support.chat import CHAT, build_chat_checkpoint
+from tests.support.chat import CHAT
 from tests.support.client import generate, generate_stream, infer, post
 from tests.support.engines import ENGINES
-from tests.support.paths import ROOT
 from tests.support.reference import Reference, load_reference
+from tests.support.standard import NUM_TOKENS, StandardServer
 
 PROMPTS = ["The canary sings", "x", "Where does the river go after the bridge?", "größer 🙂"]
-NUM_TOKENS = 6
 TOLERANCE = 1e-4
+pytestmark = pytest.mark.xdist_group("standard")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_chat_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: Path) -> Reference:
-    return load_reference(checkpoint)
+def reference(standard: Callable[[str], StandardServer]) -> Reference:
+    return load_reference(standard("continuous").checkpoint)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def server(
-    request: pytest.FixtureRequest,
-    checkpoint: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    make_folder: Callable[..., Path],
-) -> Iterator[TritonServer]:
-    """`plain_stream` is a door to `plain`; `stream` streams by itself; `typed` takes tensors."""
-    root = tmp_path_factory.mktemp("repository")
-    settings = {"huggingface_model": checkpoint, "engine": request.param, "max_output_length": NUM_TOKENS}
-    make_folder(root, "plain", **settings)
-    make_folder(root, "stream", config="model_transaction_policy { decoupled: true }", **settings)
-    make_folder(root, "typed", config="max_batch_size: 8", parameters_as_inputs=True, **settings)
-    shutil.copytree(ROOT / "stream_door", root / "plain_stream")
-    with TritonServer(root) as running:
-        for name in ("plain", "stream", "typed", "plain_stream"):
-            assert running.is_model_ready(name), running.log_tail()
-        yield running
+def server(request: pytest.FixtureRequest, standard: Callable[[str], StandardServer]) -> TritonServer:
+    return standard(request.param).serve("plain", "stream", "typed", "plain_stream")
 
 
 def check(told: str, prompt_ids: list[int], reference: Reference, count: int) -> None:

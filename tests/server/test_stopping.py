@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,33 +12,20 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from hf_triton.testing import TritonServer
 from tests.support.client import Reply, generate, infer
 from tests.support.engines import ENGINES
-from tests.support.slow_model import slow_model
+from tests.support.slow_model import STEP_S
+from tests.support.standard import StandardServer
 
-STEP_S = 0.1
-SLOW_MODEL = slow_model(STEP_S)
+pytestmark = pytest.mark.xdist_group("standard")
 PROMPT, OTHER_PROMPT = "The canary sings", "Where does the river go"
 NUM_TOKENS = 60
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
-) -> Iterator[TritonServer]:
-    """`plain`; `typed`, which batches and takes parameters as tensors too; `slow`: one text at a time, 10 tokens/s."""
-    root = tmp_path_factory.mktemp("repository")
-    checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
-    shared = {"huggingface_model": checkpoint, "engine": request.param, "exclude_input_in_output": True}
-    make_folder(root, "plain", **shared)
-    make_folder(root, "typed", config="max_batch_size: 8", parameters_as_inputs=True, **shared)
-    slow = make_folder(root, "slow", max_num_seqs=1, **shared)
-    (slow / "1" / "model.py").write_text(SLOW_MODEL)
-    with TritonServer(root) as running:
-        for name in ("plain", "typed", "slow"):
-            assert running.is_model_ready(name), running.log_tail()
-        yield running
+def server(request: pytest.FixtureRequest, standard: Callable[[str], StandardServer]) -> TritonServer:
+    return standard(request.param).serve("plain", "typed", "slow")
 
 
 @pytest.fixture

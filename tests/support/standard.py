@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The standard model repository: the folders of the server tests that need nothing special, loaded on demand."""
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.support.chat import TEMPLATE, build_chat_checkpoint
+from tests.support.client import post
+from tests.support.paths import ROOT
+from tests.support.slow_model import DECOUPLED, SLOW_MODEL
+
+NUM_TOKENS = 8
+"""Their `max_output_length`."""
+FOLDERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stream": {"config": DECOUPLED},
+    "typed": {"config": "max_batch_size: 8", "parameters_as_inputs": True},
+    "typed_stream": {"config": f"{DECOUPLED} max_batch_size: 8", "parameters_as_inputs": True},
+    "flat_typed": {"parameters_as_inputs": True},
+    "flat_typed_stream": {"config": DECOUPLED, "parameters_as_inputs": True},
+    "slow": {"max_num_seqs": 1},
+    "no_template": {},
+    "own_template": {"chat_template": "chat.jinja"},
+}
+"""A tiny Llama with a chat template that never ends by itself; `text_output` has no prompt.
+
+`slow` generates one sequence at a time, 10 tokens/s. `no_template` has no chat template, and `own_template` one in the
+folder. `plain_stream` is a stream door to `plain`.
+"""
+
+
+class StandardServer:
+    """A server of the standard repository."""
+
+    def __init__(self, root: Path, make_folder: Callable[..., Path], engine: str) -> None:
+        self.checkpoint = build_chat_checkpoint(root / "chat")
+        bare = build_tiny_checkpoint(root / "bare", "llama", eos_token_id=None)
+        repository = root / "repository"
+        for name, settings in FOLDERS.items():
+            checkpoint = bare if name.endswith("_template") else self.checkpoint
+            shared = {"huggingface_model": checkpoint, "engine": engine, "max_output_length": NUM_TOKENS}
+            make_folder(repository, name, exclude_input_in_output=True, **shared, **settings)
+        (repository / "slow" / "1" / "model.py").write_text(SLOW_MODEL)
+        (repository / "own_template" / "chat.jinja").write_text(TEMPLATE)
+        shutil.copytree(ROOT / "stream_door", repository / "plain_stream")
+        self.server = TritonServer(repository, arguments=["--model-control-mode=explicit"])
+
+    def serve(self, *names: str) -> TritonServer:
+        """Load the folders that are not loaded yet."""
+        missing = [name for name in names if not self.server.is_model_ready(name)]
+        with ThreadPoolExecutor() as pool:
+            replies = pool.map(lambda name: post(self.server, f"/v2/repository/models/{name}/load", {}), missing)
+        for reply in replies:
+            assert reply.status == 200, reply.body
+        return self.server
