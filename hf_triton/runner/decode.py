@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of the running rows: a token in, the logits of the next one out.
+"""One decoding step of the running sequences: a token in, the logits of the next one out.
 
-Two ways behind one interface. *Eager* calls the model's forward over what is in use. *Static* calls it over buckets of
-rows and columns, so that shapes and addresses stay, and on a CUDA device replays it as a captured graph: the step then
-costs what the device needs for it and not what Python needs to launch it. Knows no texts and no sampling.
+*Eager* decoding calls the model's forward over the slots and columns in use. *Static* decoding calls it over buckets of
+slots and columns, so that shapes and addresses stay; on a CUDA device it replays the forward as a captured graph, and
+the step no longer waits for Python's kernel launches. Knows no sampling.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final, Literal
 
 import torch
 
+from hf_triton.runner.cuda import graph_capture
 from hf_triton.runner.faults import is_memory, kind
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.kv_cache import COLUMN_STEP, KVCache
@@ -25,27 +22,25 @@ from hf_triton.runner.numerics import agree
 logger = logging.getLogger(__name__)
 
 DecodingMode = Literal["auto", "eager", "cuda_graphs", "static"]
-"""`auto`: `cuda_graphs` on a CUDA device, else `eager`. `static`: as `cuda_graphs` does it, but nothing is captured."""
+"""`auto`: `cuda_graphs` on a CUDA device, else `eager`. `static`: the shapes of `cuda_graphs`, without capture."""
 
 TRIAL_PROMPTS: Final = (19, 5, 8)
-"""Lengths of the prompts that static decoding is tried on: two fill a bucket of rows, three do not."""
-TRIAL_TOKENS: Final = 19  # ids below, which every vocabulary has
+"""Lengths of the trial's prompts: two fill a bucket of slots, three do not."""
+TRIAL_TOKENS: Final = 19  # every vocabulary has the token ids below
 TRIAL_COLUMNS: Final = 512
-"""Of a bucket that is nearly empty: a model that counts its sliding window from the bucket's end (GPT-Neo, 256 tokens)
+"""Columns of a nearly empty bucket: a model that counts its sliding window from the bucket's end (GPT-Neo, 256 tokens)
 sees nothing in it."""
-
-_CAPTURING: Final = threading.Lock()  # torch: one capture at a time in a process
 
 
 class Decoder:
-    """Runs the steps of one model.
+    """Runs the decoding steps of one model.
 
-    Static decoding is tried at once beside eager decoding; where it fails or its logits are others, all steps are
-    eager, which is logged.
+    Static decoding is first compared with eager decoding; if it fails or its logits differ, all steps are eager, and a
+    line is logged.
 
     Args:
         forward: The model's.
-        mode: Which way.
+        mode: How steps run.
 
     Raises:
         ValueError: `cuda_graphs` without a CUDA device.
@@ -58,13 +53,12 @@ class Decoder:
                 f"decoding cuda_graphs needs a CUDA device, and the model is on {forward.device}: take auto"
             )
         self._forward = forward
-        self._captures = is_cuda and mode in ("auto", "cuda_graphs")
-        self.is_static = self._captures or mode == "static"
-        """Whether steps have static shapes. Buffers that are kept, even while no row is in use, keep their graphs."""
-        self._stream = torch.cuda.Stream(forward.device) if self._captures else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None]  # by rows and columns; None: cannot be had
-        self._input_ids: torch.Tensor  # [rows, 1], what graphs read
-        self._logits: torch.Tensor  # [rows, vocabulary], what they write; empty before the first
+        self._graph_capture = graph_capture(forward.device) if is_cuda and mode in ("auto", "cuda_graphs") else None
+        self.is_static = self._graph_capture is not None or mode == "static"
+        """Whether steps have static shapes. Buffers that are kept while no sequence runs keep their graphs valid."""
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None]  # by slots and columns; None: not captured
+        self._input_ids: torch.Tensor  # [slots, 1], read by graphs
+        self._logits: torch.Tensor  # [slots, vocabulary], written by graphs; empty before the first
         self._drop_graphs(None)
         self._is_on_trial = True
         if self.is_static and not forward.is_on_one_device:
@@ -75,14 +69,14 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, memory: KVCache, newest: torch.Tensor) -> torch.Tensor:
-        """Run one token for every row and advance the clock.
+        """Run one token of every sequence and advance the clock.
 
         Args:
-            memory: At least one row.
-            newest: `[num_rows]` int64 on the device, the last token of each row, which is not in the memory yet.
+            memory: The KV cache, with at least one sequence.
+            newest: `[num_rows]` int64 on the device, the last token of each sequence, not cached yet.
 
         Returns:
-            `[num_rows, vocabulary]`, on the device, good until the next step.
+            `[num_rows, vocabulary]` on the device, valid until the next step.
         """
         memory.make_column()
         input_ids = newest.unsqueeze(1)
@@ -93,7 +87,7 @@ class Decoder:
         return logits
 
     def release(self) -> None:
-        """Give back what is kept for the next step, and to other processes what this one has for no use."""
+        """Free the graphs and their buffers, and return unused device memory to other processes."""
         if self.is_static:
             self._drop_graphs(None)
         if self._forward.device.type == "cuda":
@@ -106,12 +100,12 @@ class Decoder:
     # --- static shapes -----------------------------------------------------------------------------------------------
 
     def _static(self, memory: KVCache, input_ids: torch.Tensor) -> torch.Tensor | None:
-        """The logits by a bucket; None where there is no way but an eager step."""
+        """The logits, computed over a bucket; None if the step must run eagerly."""
         if memory.allocation is not self._allocation:
             self._drop_graphs(memory)
         self._input_ids[: memory.num_rows] = input_ids
-        bucket = _bucket(memory)
-        if not self._captures:
+        bucket = bucket_of(memory)
+        if self._graph_capture is None:
             return self._run_bucket(memory, bucket)[: memory.num_rows]
         if bucket not in self._graphs:
             self._graphs[bucket] = self._try_capture(memory, bucket)
@@ -126,44 +120,33 @@ class Decoder:
             return self._run(memory, self._input_ids[: bucket[0]])
 
     def _try_capture(self, memory: KVCache, bucket: tuple[int, int]) -> torch.cuda.CUDAGraph | None:
-        """A bucket's graph; None where the device has no memory for it, or the model none at all."""
+        """A bucket's graph; None if the device lacks the memory, or the model cannot be captured."""
         try:
             with memory.states_kept():
                 return self._capture(memory, bucket)
-        except Exception as error:  # what a model does while it is captured is its own affair
+        except Exception as error:  # a model may do anything in its forward
             if not is_memory(error):
                 self._fall_back(kind(error))
             return None
 
     def _capture(self, memory: KVCache, bucket: tuple[int, int]) -> torch.cuda.CUDAGraph:
-        """After one run on the stream, as torch asks for; both write what the step itself is going to write.
+        """Capture a step; the runs before it write what the step itself is going to write."""
 
-        Graphs share one pool of memory: they never run at a time, and none needs what another has left there.
-        """
-        stream, current = self._stream, torch.cuda.current_stream(self._forward.device)
-        assert stream is not None
-        stream.wait_stream(current)
-        try:
-            with _CAPTURING, torch.cuda.stream(stream):
-                logits = self._run_bucket(memory, bucket)
-                if not self._logits.numel():
-                    self._logits = logits.new_zeros(memory.shape[0], logits.shape[1])
-                del logits  # its memory can be the graph's
-                if self._is_on_trial:
-                    with _waiting_refused():
-                        self._run_bucket(memory, bucket)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
-                    self._logits[: bucket[0]] = self._run_bucket(memory, bucket)
-        finally:
-            current.wait_stream(stream)
-        return graph
+        def run() -> None:
+            logits = self._run_bucket(memory, bucket)
+            if not self._logits.numel():
+                self._logits = logits.new_zeros(memory.shape[0], logits.shape[1])
+            self._logits[: bucket[0]] = logits
+
+        assert self._graph_capture is not None
+        return self._graph_capture.capture(run, checks_sync=self._is_on_trial)
 
     def _drop_graphs(self, memory: KVCache | None) -> None:
-        """Begin anew, for the buffers that this memory has now."""
+        """Forget all graphs, and allocate their inputs for the present buffers of a KV cache."""
         device = self._forward.device
         self._graphs = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        if self._graph_capture is not None:
+            self._graph_capture.reset()
         self._allocation = memory.allocation if memory else None
         self._input_ids = torch.zeros(memory.shape[0] if memory else 0, 1, dtype=torch.int64, device=device)
         self._logits = torch.zeros(0, 0, device=device)
@@ -172,7 +155,7 @@ class Decoder:
 
     def _fall_back(self, reason: str) -> None:
         if self.is_static:
-            logger.warning("static shapes do not do for this model (%s): decoding steps run eagerly", reason)
+            logger.warning("CUDA graphs disabled for this model (%s); falling back to eager decoding", reason)
         self.is_static = False
 
     @torch.inference_mode()
@@ -183,13 +166,13 @@ class Decoder:
             self._fall_back(kind(error))
         else:
             if not agrees:
-                self._fall_back("its logits are others")
+                self._fall_back("the logits differ")
         self._drop_graphs(None)
 
     def _agrees_with_eager(self) -> bool:
-        """Whether static logits are the eager ones while texts join."""
+        """Whether static and eager logits agree while sequences join."""
         memory = KVCache(self._forward.device)
-        memory.max_tokens = 0  # no more than needed
+        memory.max_tokens = 0
         newest: list[int] = []
         for length in TRIAL_PROMPTS:
             logits = self._add_prompt(memory, length)
@@ -199,7 +182,7 @@ class Decoder:
                 eager = self._run(memory, input_ids)
             static = self._static(memory, input_ids)
             if static is None:
-                raise torch.OutOfMemoryError("a graph")  # or the model cannot be captured, which has been logged
+                raise torch.OutOfMemoryError("a graph")  # or the capture failed, which is logged
             if not agree(eager, static, eager.dtype):
                 return False
             memory.advance()
@@ -207,7 +190,7 @@ class Decoder:
         return True
 
     def _agrees_when_wide(self) -> bool:
-        """Whether they are in a bucket of `TRIAL_COLUMNS`; so they are taken to be where a model has none so wide."""
+        """Whether they agree in a bucket of `TRIAL_COLUMNS`; also true if the model has fewer positions."""
         memory = KVCache(self._forward.device)
         memory.max_tokens = 0
         newest = self._add_prompt(memory, TRIAL_PROMPTS[0]).argmax(-1).unsqueeze(1)
@@ -221,33 +204,18 @@ class Decoder:
         except RuntimeError as error:
             if is_memory(error):
                 raise
-            return True  # a table of positions ends before
+            return True  # the table of positions is shorter
         return agree(eager, static, eager.dtype)
 
     def _add_prompt(self, memory: KVCache, length: int) -> torch.Tensor:
-        """Lay a prompt to try into the rows; the logits that follow it, `[1, vocabulary]`."""
-        prefilled, logits = self._forward.prefill([7 * place % TRIAL_TOKENS for place in range(length)])
+        """Prefill a trial prompt into a free slot; the logits that follow it, `[1, vocabulary]`."""
+        prefilled, logits = self._forward.prefill([7 * index % TRIAL_TOKENS for index in range(length)])
         memory.add(prefilled, 0, length)
         return logits
 
 
-@contextmanager
-def _waiting_refused() -> Iterator[None]:
-    """Have torch raise where the host would wait for the device.
-
-    To know before: a capture that breaks off for that leaves torch's allocator, up to 2.12 at least, as if it went on.
-    """
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(action="ignore"):
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def _bucket(memory: KVCache) -> tuple[int, int]:
-    """Rows (1, 2, 4, 8, 16, 24, 32, ...) and columns (128, 256, ..., 1024, 1280, ...) that hold what is in use."""
+def bucket_of(memory: KVCache) -> tuple[int, int]:
+    """Slots (1, 2, 4, 8, 16, 24, 32, ...) and columns (128, 256, ..., 1024, 1280, ...) that cover those in use."""
     rows, columns = memory.num_rows, memory.clock + 1
     rows = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
     step = max(COLUMN_STEP, 1 << (columns - 1).bit_length() >> 3)

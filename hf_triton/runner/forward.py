@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_triton.runner.cpu import fast_attention
-from hf_triton.runner.cuda.index_constants import IndexConstants
+from hf_triton.runner.cuda import forward_context
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.padding import pad
 from hf_triton.runner.states import cache_maker, keeps_keys, memory_of_text, reads_as_it_writes
@@ -46,11 +46,7 @@ class Forward:
         self._long_rope = LongRope(model) if has_long_rope(model) else None
         self.switch_length: float = self._long_rope.switch_length if self._long_rope else math.inf
         """The most tokens of a text whose keys are of use to a longer one; they are no more once it has outgrown it."""
-        self._constants: IndexConstants | None = None
-        if self.device.type == "cuda":
-            self._constants = IndexConstants()
-            # torch 2.11 and later take cuDNN first, which makes a plan for each shape: columns grow at every step.
-            torch.backends.cuda.enable_cudnn_sdp(False)
+        self._device_context = forward_context(self.device)
 
     @property
     def is_on_one_device(self) -> bool:
@@ -102,10 +98,8 @@ class Forward:
         if "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = num_logits
         length = self._long_rope.reading(num_context) if self._long_rope else nullcontext()
-        with self._attention, self._constants or nullcontext(), length:
+        with self._attention, self._device_context, length:
             logits: torch.Tensor = self._model(input_ids=input_ids, **arguments).logits
-        if self._constants and not self._constants.is_usable:
-            self._constants = None  # nor will it be
         return logits[:, -num_logits:]
 
 

@@ -107,7 +107,7 @@ def test_a_text_of_nan_leaves_none_behind(mode: DecodingMode, tmp_path: Path) ->
 
 
 class Stubborn(Forward):
-    """A model that does not do what static shapes ask for."""
+    """A model whose static decoding fails, or gives other logits."""
 
     def __init__(self, model: Any, error: Exception | None) -> None:
         super().__init__(model)
@@ -121,15 +121,15 @@ class Stubborn(Forward):
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("data-dependent"), torch.OutOfMemoryError()], ids=repr)
-def test_a_model_that_static_shapes_do_not_suit_is_found_at_once(
+def test_a_model_without_static_shapes_falls_back_to_eager(
     error: Exception | None, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     with caplog.at_level(logging.WARNING):
         decoder = Decoder(Stubborn(load("llama", tmp_path), error), "static")
     assert not decoder.is_static
     assert [record.getMessage() for record in caplog.records] == [
-        "static shapes do not do for this model "
-        f"({type(error).__name__ if error else 'its logits are others'}): decoding steps run eagerly"
+        "CUDA graphs disabled for this model "
+        f"({type(error).__name__ if error else 'the logits differ'}); falling back to eager decoding"
     ]
 
 
@@ -154,4 +154,4 @@ def test_buckets(num_rows: int, clock: int, bucket: tuple[int, int], monkeypatch
     memory = KVCache(torch.device("cpu"))
     memory.num_rows, memory.clock = num_rows, clock
     monkeypatch.setattr(KVCache, "shape", (70, 4224))
-    assert decode._bucket(memory) == bucket
+    assert decode.bucket_of(memory) == bucket

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indices that a model's forward writes as lists, kept on the device.
+"""Index lists in a model's forward, kept on the device.
 
-`x[..., [-1], :]`, as Falcon has it, copies the list to the device at each call: the host waits for it, and a CUDA graph
-that is being captured must not.
+`x[..., [-1], :]`, as Falcon has it, copies the list to the device at each call: the host waits for it, which a CUDA
+graph that is being captured must not do.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch.overrides import TorchFunctionMode
 
 
 class IndexConstants(TorchFunctionMode):
-    """While it is entered, a list of numbers among a CUDA tensor's indices is a tensor there, the same at each call."""
+    """While it is entered, a list of numbers among a CUDA tensor's indices becomes a tensor, the same at each call."""
 
     def __init__(self) -> None:
         super().__init__()
         self._constants: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
 
     @property
-    def is_usable(self) -> bool:
-        """Whether there has been a list; entering it costs each call of torch a microsecond."""
+    def is_used(self) -> bool:
+        """Whether a list was among the indices."""
         return bool(self._constants)
 
     def __torch_function__(
@@ -43,6 +43,23 @@ class IndexConstants(TorchFunctionMode):
         if key not in self._constants:
             self._constants[key] = torch.tensor(numbers, device=device)
         return self._constants[key]
+
+
+class KeptIndexConstants:
+    """`IndexConstants`, but for models whose first forward has no such list: it costs each torch call a microsecond."""
+
+    def __init__(self) -> None:
+        self._mode: IndexConstants | None = IndexConstants()
+
+    def __enter__(self) -> None:
+        if self._mode is not None:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(error_type, error, traceback)  # type: ignore[no-untyped-call]
+            if not self._mode.is_used and error is None:
+                self._mode = None
 
 
 def _is_constant(index: object) -> bool:
