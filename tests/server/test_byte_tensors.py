@@ -145,7 +145,7 @@ def test_all_texts_in_one_request(server: TritonServer) -> None:
     assert ask(server, "flat", list(TEXTS.values())) == [ask(server, "flat", [text])[0] for text in TEXTS.values()]
 
 
-def test_an_empty_prompt_is_refused_where_the_model_has_no_token_to_begin_with(server: TritonServer) -> None:
+def test_empty_prompt_is_refused_if_the_model_has_no_bos_token(server: TritonServer) -> None:
     refused = infer(server, "no_beginning", ["fine", ""])
     assert refused.status == 400
     assert "text_input row 1 is empty" in refused.error

@@ -36,6 +36,7 @@ def wait_for_threads(server: TritonServer, model: str, wanted: int) -> None:
 
 
 @pytest.mark.skipif(NUM_CORES < 2, reason="one core has one thread")
+@pytest.mark.serial
 def test_a_model_computes_with_its_part_of_the_cores_while_another_is_busy(
     tmp_path: Path, make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

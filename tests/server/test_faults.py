@@ -192,9 +192,7 @@ def test_a_reload_under_load_answers_every_request(server: TritonServer, canary:
     assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
 
 
-def test_sigterm_under_load_answers_every_accepted_request_and_leaves_a_neighbour_alone(
-    server: TritonServer, canary: str, repository: Path
-) -> None:
+def test_sigterm_under_load_answers_every_accepted_request(server: TritonServer, canary: str, repository: Path) -> None:
     with start(repository, "slow") as other:
         assert other.process is not None
         assert generate(other, "slow", CANARY, max_new_tokens=SHORT).body == canary

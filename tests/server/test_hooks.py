@@ -151,7 +151,7 @@ def server(
     for name, text in (files | {"broken": BROKEN}).items():
         folder = make_folder(root, name, huggingface_model=checkpoint, exclude_input_in_output="true")
         (folder / "1" / "model.py").write_text(text)
-    with TritonServer(root) as running:
+    with TritonServer(root, ready_timeout_s=200) as running:
         yield running
 
 

@@ -258,7 +258,7 @@ def test_instances_of_a_model_add_up_and_a_reload_goes_on(server: TritonServer) 
     assert found["time_to_first_token_seconds_count", ""] == 7
 
 
-def test_every_model_has_every_metric_from_the_start_but_one_that_wants_none(server: TritonServer) -> None:
+def test_every_model_but_one_without_metrics_has_all_from_the_start(server: TritonServer) -> None:
     assert generate(server, "uncounted", "hello", max_new_tokens=3).status == 200
     assert figures(exported(server), "uncounted") == {}
     families = {family.name: family for family in text_string_to_metric_families(exported(server))}

@@ -111,7 +111,7 @@ def in_background(call: Callable[[], Reply], count: int = 1) -> list[Future[Repl
 
 
 @pytest.mark.usefixtures("canary")
-def test_a_failing_request_is_refused_alone_and_shows_nothing_of_the_failure(server: TritonServer) -> None:
+def test_failing_request_is_refused_alone_without_showing_the_failure(server: TritonServer) -> None:
     alone = infer(server, "faulty", ["one good prompt"], parameters={"max_new_tokens": 6}).body
     good = in_background(lambda: infer(server, "faulty", ["one good prompt"], parameters={"max_new_tokens": 6}), 6)
     bad = in_background(lambda: infer(server, "faulty", ["a bad one"], parameters={"max_new_tokens": FAILS}), 3)

@@ -388,7 +388,7 @@ def test_a_failure_in_the_middle_is_the_last_event(server: TritonServer) -> None
     assert "in the middle" not in last["error"]
 
 
-def test_a_failure_in_the_middle_of_one_request_is_not_the_end_of_its_grpc_stream(server: TritonServer) -> None:
+def test_failing_request_does_not_end_its_grpc_stream(server: TritonServer) -> None:
     with GrpcStream(server, wants_empty_final=True) as stream:
         stream.ask("failing", "x", request_id="bad")
         texts = []

@@ -181,7 +181,7 @@ def test_curl_generate(server: TritonServer, reference: Callable[[str], Referenc
     assert reply == {"model_name": "falcon7b", "model_version": "1", "text_output": wanted}
 
 
-def test_a_gated_model_is_fetched_with_the_tutorials_token_and_shows_it_nowhere(
+def test_gated_model_is_downloaded_with_the_access_token_of_the_tutorial(
     server: TritonServer, hub: LoopbackHub
 ) -> None:
     files = [each for each in hub.requests if f"/{LLAMA}/resolve/" in each.path]
@@ -301,7 +301,7 @@ def test_perf_analyzer_with_its_default_data(case: str, server: TritonServer) ->
 
 
 @pytest.mark.usefixtures("has_perf_analyzer")
-def test_perf_analyzer_wants_a_shape_where_a_request_may_hold_any_number_of_prompts(server: TritonServer) -> None:
+def test_perf_analyzer_needs_a_shape_for_a_variable_number_of_prompts(server: TritonServer) -> None:
     """Where this begins to pass without one, README and the case above can leave `--shape` out."""
     done = perf_analyzer(server, "-m falcon7b")
     assert done.returncode != 0

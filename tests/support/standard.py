@@ -53,7 +53,9 @@ class StandardServer:
         """Load the folders that are not loaded yet."""
         missing = [name for name in names if not self.server.is_model_ready(name)]
         with ThreadPoolExecutor() as pool:
-            replies = pool.map(lambda name: post(self.server, f"/v2/repository/models/{name}/load", {}), missing)
+            replies = pool.map(
+                lambda name: post(self.server, f"/v2/repository/models/{name}/load", {}, timeout_s=200), missing
+            )
         for reply in replies:
             assert reply.status == 200, reply.body
         return self.server
