@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error hf_triton raises on purpose.
+"""The errors that hf_triton raises, and their codes.
 
 * HfTritonError              INTERNAL     500
   + LoadError                             a model folder cannot be served; the message is one sentence with the remedy
     - SettingsError                       config.pbtxt or the environment holds an unusable value
-    - HubError                            the checkpoint cannot be had
-    - CheckpointError                     the checkpoint is there, and is not usable
-  + RequestError             INVALID_ARG  400; one request is malformed, nobody else is touched
-  + UnavailableError         UNAVAILABLE  503; the request is fine, the model cannot take it now
-    - ShuttingDownError                   it is being unloaded
-  + CancelledError           CANCELLED    499 in spirit; the client gave the request up
+    - HubError                            the checkpoint cannot be obtained
+    - CheckpointError                     the checkpoint is on disk, but not usable
+  + RequestError             INVALID_ARG  400; the request is malformed; other requests are not affected
+  + UnavailableError         UNAVAILABLE  503; the request is valid, but the model cannot take it now
+    - ShuttingDownError                   the model is being unloaded
+  + CancelledError           CANCELLED    499 in spirit; the client cancelled the request
   + GenerationError          INTERNAL     500; the model failed on this request
   + ServerError                           tritonserver cannot be found or started
-* PanicError                              a library's Rust code panicked; what it says may quote a prompt
+* PanicError                              a library's Rust code panicked
 
-A message reads `code: sentence`. The code is a stable word to program against, because Triton's `/generate` endpoint
-answers 400 whatever the error is. CODES lists them all.
+A message reads `code: sentence`. The code is stable, for programs: Triton's `/generate` endpoint answers 400 to every
+error. CODES lists the codes.
 """
 
 from __future__ import annotations
@@ -29,54 +29,54 @@ from typing import ClassVar, Final, Literal
 
 TritonCode = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
 
-MAX_PLACES: Final = 16
-"""Places of an exception that a log line has, from the innermost on, and as many of the outermost."""
+MAX_FRAMES: Final = 16
+"""Innermost frames of a traceback that a log line shows, and as many outermost ones."""
 
 CODES: dict[str, str] = {
-    "invalid_input": "`text_input` or `messages` is missing, is not UTF-8, holds too much or no prompt; or an empty "
-    "prompt, and the model has no token to begin with",
-    "invalid_parameter": "a parameter has the wrong type or an impossible value, or contradicts another one",
+    "invalid_input": "`text_input` or `messages` is missing, not UTF-8, too large or without a prompt; or the prompt "
+    "is empty, and the model has no token to start with",
+    "invalid_parameter": "a parameter has a wrong type or an impossible value, or contradicts another one",
     "unknown_parameter": "no parameter has this name",
-    "context_exceeded": "the prompt, by its bytes or with the tokens asked for, does not fit the model's context",
-    "memory_exceeded": "the prompt and the tokens asked for need more key/value memory than the model may have",
-    "out_of_memory": "the device has too little memory for this request just now",
-    "queue_full": "as many prompts are waiting as may wait",
-    "deadline_exceeded": "the request's time (`max_time`, or the client's timeout) was up before its first token",
+    "context_exceeded": "the prompt, by its bytes or with `max_new_tokens`, does not fit the model's context",
+    "memory_exceeded": "prompt and `max_new_tokens` need more KV cache than the model may use",
+    "out_of_memory": "the device has not enough memory for this request at the moment",
+    "queue_full": "the queue has reached `max_waiting_prompts`; send the request again later",
+    "deadline_exceeded": "the time limit (`max_time`, or the client's timeout) passed before the first token",
     "shutting_down": "the model is being unloaded, or the server is stopping",
-    "not_loaded": "the model that a stream door streams from is not loaded, or not yet",
-    "engine_failed": "the engine has stopped after a fatal error; the server is restarting or needs to be",
-    "cancelled": "the client cancelled the request, or another one of its id gave it up (stop true)",
-    "generation_failed": "the model raised an error on this request; the server's log has it",
-    "hook_failed": "a method of the folder's own `1/model.py` failed, or returned something else than it must",
-    "internal": "a fault in hf_triton itself; the server's log has it",
-    "invalid_setting": "a setting in config.pbtxt or the environment is unknown, unusable or contradicts another one",
-    "hub_auth": "the Hub refuses the access token, or wants one",
-    "hub_gated": "the model is gated and this access token has no access to it",
-    "hub_not_found": "no such repository, or it is private and there is no access token",
+    "not_loaded": "the model behind a stream door is not loaded, or not yet",
+    "engine_failed": "the engine stopped after a fatal error; the server restarts or must be restarted",
+    "cancelled": "the client cancelled the request, or another request with its id did (`stop` true)",
+    "generation_failed": "the model failed on this request; the server's log has the error",
+    "hook_failed": "a hook of the folder's `1/model.py` failed or returned a wrong value",
+    "internal": "a bug in hf_triton; the server's log has the error",
+    "invalid_setting": "a setting in config.pbtxt or the environment is unknown, impossible or contradicts another one",
+    "hub_auth": "the Hub rejects the access token, or requires one",
+    "hub_gated": "the model is gated, and the access token has no access to it",
+    "hub_not_found": "the repository does not exist, or it is private and there is no access token",
     "hub_revision_not_found": "the repository has no such revision",
     "hub_rate_limited": "the Hub answers 429",
     "hub_unavailable": "the Hub answers 5xx or cannot be reached",
-    "hub_timeout": "the download did not finish before its deadline, or stalled",
-    "hub_incomplete": "a download broke off, or its checksum is wrong, twice in a row",
-    "offline_and_not_cached": "HF_HUB_OFFLINE is set and no cache has the whole model",
-    "disk_full": "the cache folder has too little room",
-    "cache_not_writable": "the model must be downloaded and no cache folder is writable",
-    "path_not_found": "`huggingface_model` looks like a local path, and there is no such folder",
-    "weights_not_safe": "the repository has pickle weights only, and `allow_pickle` is off",
-    "needs_trust_remote_code": "the repository brings its own Python code, and `trust_remote_code` is off",
-    "unsupported_model": "the installed transformers does not know this architecture",
-    "checkpoint_incomplete": "files are missing from the checkpoint",
+    "hub_timeout": "the download stalled or did not finish in time",
+    "hub_incomplete": "the download broke off, or its checksum was wrong twice in a row",
+    "offline_and_not_cached": "HF_HUB_OFFLINE is set, and no cache has the whole model",
+    "disk_full": "the cache folder has not enough space",
+    "cache_not_writable": "the model must be downloaded, and no cache folder is writable",
+    "path_not_found": "`huggingface_model` is a local path that does not exist",
+    "weights_not_safe": "the repository has only pickled weights, and `allow_pickle` is off",
+    "needs_trust_remote_code": "the repository contains Python code of its own, and `trust_remote_code` is off",
+    "unsupported_model": "the installed transformers does not support this architecture",
+    "checkpoint_incomplete": "the checkpoint lacks files",
     "weights_mismatch": "the checkpoint's tensors do not match its config",
     "checkpoint_invalid": "the checkpoint cannot be loaded",
-    "device_unavailable": "the device that Triton or the folder asks for is not there",
+    "device_unavailable": "the device that Triton or the folder asks for does not exist",
     "server_not_found": "no tritonserver is installed",
-    "server_failed": "tritonserver did not start, or ended",
+    "server_failed": "tritonserver did not start, or exited",
 }
-"""Every code and what it means; the README's table is made from this."""
+"""Every code and its meaning; the documents' table is generated from it."""
 
 
 class HfTritonError(Exception):
-    """Base of every error of ours; `str()` is the whole message, code included."""
+    """Base of all errors here; `str()` is the whole message, code included."""
 
     triton_code: ClassVar[TritonCode] = "INTERNAL"
 
@@ -87,7 +87,7 @@ class HfTritonError(Exception):
 
 
 class LoadError(HfTritonError):
-    """The model folder cannot be served; other folders are not touched."""
+    """The model folder cannot be served; other folders are not affected."""
 
 
 class SettingsError(LoadError, ValueError):
@@ -98,11 +98,11 @@ class SettingsError(LoadError, ValueError):
 
 
 class HubError(LoadError):
-    """The checkpoint cannot be had."""
+    """The checkpoint cannot be obtained."""
 
 
 class CheckpointError(LoadError):
-    """The checkpoint is there, and is not usable."""
+    """The checkpoint is on disk, but not usable."""
 
 
 class RequestError(HfTritonError, ValueError):
@@ -112,7 +112,7 @@ class RequestError(HfTritonError, ValueError):
 
 
 class UnavailableError(HfTritonError):
-    """The request is fine; the model cannot take it now."""
+    """The request is valid, but the model cannot take it now."""
 
     triton_code = "UNAVAILABLE"
 
@@ -125,7 +125,7 @@ class ShuttingDownError(UnavailableError):
 
 
 class CancelledError(HfTritonError):
-    """The client gave the request up."""
+    """The client cancelled the request."""
 
     triton_code = "CANCELLED"
 
@@ -134,11 +134,11 @@ class CancelledError(HfTritonError):
 
 
 class GenerationError(HfTritonError):
-    """The model failed on this request, and nothing of the failure may be shown."""
+    """The model failed on this request; the response must not show how."""
 
 
 class ServerError(HfTritonError):
-    """The server binary cannot be found or started."""
+    """tritonserver cannot be found or started."""
 
 
 class PanicError(RuntimeError):
@@ -164,16 +164,16 @@ def panics_as_errors() -> Iterator[None]:
 
 
 def where(error: BaseException) -> str:
-    """An exception's type and the places it came through, without its message, which may quote what a client sent."""
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in reversed(frames)]
-    if len(places) > 2 * MAX_PLACES:  # a recursion without end
-        places[MAX_PLACES:-MAX_PLACES] = [f"{len(places) - 2 * MAX_PLACES} more"]
-    return f"{type(error).__name__} in {' < '.join(places)}"
+    """An exception's type and traceback on one line, without its message, which may quote a prompt."""
+    summary = traceback.extract_tb(error.__traceback__)
+    frames = [f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in reversed(summary)]
+    if len(frames) > 2 * MAX_FRAMES:  # endless recursion
+        frames[MAX_FRAMES:-MAX_FRAMES] = [f"{len(frames) - 2 * MAX_FRAMES} more"]
+    return f"{type(error).__name__} in {' < '.join(frames)}"
 
 
 def clip(value: object, limit: int = 60) -> str:
-    """Show a client's value in a message, cut to `limit` characters; true, false, null and [] as JSON has them."""
+    """A client's value for a message, cut to `limit` characters; true, false, null and [] as in JSON."""
     spelled = json.dumps(value) if value is None or isinstance(value, bool) else None
     text = spelled or repr(list(value) if isinstance(value, tuple) else value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

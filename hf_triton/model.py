@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_triton.engine.types import RequestTimes
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, where
-from hf_triton.protocol.ports import PROMPT, TEXTS, check_config, missing_ports
+from hf_triton.protocol.ports import PROMPT, TEXT_OUTPUTS, check_config, missing_ports
 from hf_triton.protocol.requests import (
     Limits,
     check_parameter_names,
@@ -265,7 +265,7 @@ class TritonPythonModel(Hooks):
         prompts = call.inputs().get(PROMPT)  # a folder with max_batch_size gets no request without an input
         shape = (1,) if prompts is None else prompts.shape
         empty = encode_strings([""] * math.prod(shape), shape)
-        answer = {name: empty for name in self._outlet.output_names if name in TEXTS}
+        answer = {name: empty for name in self._outlet.output_names if name in TEXT_OUTPUTS}
 
         def tell_and_answer() -> None:
             cancel_elsewhere(self._engine_name, call.request_id)

@@ -14,7 +14,7 @@ from hf_triton.hub.resolve import Hub
 from hf_triton.hub.snapshot import purge_damaged
 from hf_triton.protocol.parameters import (
     GREEDY_BELOW,
-    NEUTRAL,
+    NEUTRAL_VALUES,
     WARPERS,
     GenerationParameters,
     parse_parameters,
@@ -101,8 +101,10 @@ class Checkpoint:
         config = self.model.generation_config
         temperature = getattr(config, "temperature", None)
         do_sample = bool(config.do_sample) and not (temperature is not None and 0 < temperature < GREEDY_BELOW)
-        values = {name: getattr(config, name, None) for name in NEUTRAL if do_sample or name not in WARPERS}
-        effective = {name: value for name, value in values.items() if value is not None and value != NEUTRAL[name]}
+        values = {name: getattr(config, name, None) for name in NEUTRAL_VALUES if do_sample or name not in WARPERS}
+        effective = {
+            name: value for name, value in values.items() if value is not None and value != NEUTRAL_VALUES[name]
+        }
         return parse_parameters({"do_sample": do_sample, **effective})
 
 

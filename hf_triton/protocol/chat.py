@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats: `messages` and what belongs to them, from JSON texts to a checked conversation. Knows no tokenizer.
+"""Chats: `messages` and their options, from JSON to a checked conversation. Knows no tokenizer.
 
-What a client sends is data for a program, the model's chat template: number, depth and size are bounded here, so that
-it keeps no template busy that is meant well.
+A chat is input to a program, the model's chat template: number, depth and size are bounded here to bound the template's
+running time.
 """
 
 from __future__ import annotations
@@ -13,50 +13,49 @@ from typing import Annotated, Any, Final, Self
 
 import annotated_types
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
-from pydantic_core import from_json
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.validation import problems, suggest
+from hf_triton.protocol.validation import parse_json, problems, suggest
 
 MESSAGES: Final = "messages"
 EXAMPLE: Final = '{"role": "user", "content": "..."}'
 ASSISTANT: Final = "assistant"
-MAX_MESSAGES: Final = 1024  # some templates look back from every message: their time grows with the square
+MAX_MESSAGES: Final = 1024  # some templates loop over all earlier messages for each: quadratic time
 MAX_TOOLS: Final = 128
-MAX_DEPTH: Final = 32  # templates indent tools: every level makes every line of them longer
-MAX_ARGUMENT: Final = 1_000_000  # a template may repeat something as often as an argument says
+MAX_DEPTH: Final = 32  # templates indent tools: each level lengthens every line
+MAX_ARGUMENT: Final = 1_000_000  # a template may loop as often as an argument says
 
 RESERVED: Final = frozenset(
     {
-        # what the request says in another place
+        # set by other request parameters
         *(MESSAGES, "conversation", "conversations", "tools", "add_generation_prompt", "continue_final_message"),
-        # transformers' own
+        # transformers' own arguments
         *("self", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
         *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-        # what every template can call
+        # functions of every template
         *("raise_exception", "strftime_now", "namespace", "dict", "range", "cycler", "joiner", "lipsum"),
-        # the tokenizer's own, and more where it has more
+        # special tokens of the tokenizer
         *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
         *("additional_special_tokens", "extra_special_tokens"),
     }
 )
-"""What `chat_template_kwargs` may not set."""
+"""Names that `chat_template_kwargs` may not set."""
 
 
-# --- what a client says ----------------------------------------------------------------------------------------------
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _read_json(name: str, value: object) -> Any:
-    """Read a JSON text; anything else is taken to be read already."""
+def _parse_bounded(name: str, value: object) -> Any:
+    """Parse a string as JSON, and bound the depth of any value."""
     if isinstance(value, str):
         try:
-            value = from_json(value, allow_inf_nan=False)
+            value = parse_json(value)
         except ValueError as error:
-            raise ValueError(f"{name} is no JSON: {error}") from None
+            raise ValueError(f"{name} is not JSON: {error}") from None
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for each in level for child in _children(each)]
-    if any(isinstance(each, dict | list) for each in level):
+        level = [child for parent in level for child in _children(parent)]
+    if any(isinstance(entry, dict | list) for entry in level):
         raise ValueError(f"{name} is nested more than {MAX_DEPTH} levels deep")
     return value
 
@@ -68,61 +67,60 @@ def _children(value: object) -> Sequence[object]:
 
 
 def _read_tools(value: object) -> tuple[object, ...]:
-    value = _read_json("tools", value)
-    tools = {f"tools[{place}]": each for place, each in enumerate(value if isinstance(value, list) else [value])}
-    return tuple(_function_object(name, _Tool, _read_json(name, each)) for name, each in tools.items())
+    value = _parse_bounded("tools", value)
+    tools = {f"tools[{index}]": tool for index, tool in enumerate(value if isinstance(value, list) else [value])}
+    return tuple(_function_object(name, _Tool, _parse_bounded(name, tool)) for name, tool in tools.items())
 
 
 def _read_kwargs(value: object) -> object:
-    value = _read_json("chat_template_kwargs", value)
-    for name, each in value.items() if isinstance(value, dict) else ():
+    value = _parse_bounded("chat_template_kwargs", value)
+    for name, argument in value.items() if isinstance(value, dict) else ():
         if name in RESERVED:
             raise ValueError(f"chat_template_kwargs cannot set {name}: take it out")
-        if isinstance(each, int | float) and abs(each) > MAX_ARGUMENT:
-            raise ValueError(
-                f"chat_template_kwargs: {clip(name)} must be >= -{MAX_ARGUMENT} and <= {MAX_ARGUMENT}, got {clip(each)}"
-            )
+        if isinstance(argument, int | float) and abs(argument) > MAX_ARGUMENT:
+            bounds = f">= -{MAX_ARGUMENT} and <= {MAX_ARGUMENT}"
+            raise ValueError(f"chat_template_kwargs: {clip(name)} must be {bounds}, got {clip(argument)}")
     return value
 
 
 def _read_content(value: object) -> object:
-    """A text, or OpenAI's array of parts, as one text: parts stand in lines of their own, as in vLLM."""
+    """A string, or OpenAI's array of parts, joined by newlines as in vLLM."""
     if not isinstance(value, list):
         return value
     if not value:
-        raise ValueError("content is an empty array: give a text")
-    return "\n".join(_read_part(place, part) for place, part in enumerate(value))
+        raise ValueError("content is an empty array: give a string")
+    return "\n".join(_read_part(index, part) for index, part in enumerate(value))
 
 
-def _read_part(place: int, part: object) -> str:
+def _read_part(index: int, part: object) -> str:
     kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
     if kind != "text" and isinstance(kind, str):
-        raise ValueError(f"content[{place}] is of type {clip(kind)}, and this model takes parts of type 'text' alone")
+        raise ValueError(f"content[{index}] is of type {clip(kind)}; this model takes parts of type 'text' only")
     if kind != "text" or not isinstance(text, str):
-        raise ValueError(f'content[{place}] must be {{"type": "text", "text": "..."}}, got {clip(part)}')
+        raise ValueError(f'content[{index}] must be {{"type": "text", "text": "..."}}, got {clip(part)}')
     return text
 
 
 def _read_tool_calls(value: object) -> object:
     if not isinstance(value, list):
         return value
-    return [_function_object(f"tool_calls[{place}]", _ToolCall, each) for place, each in enumerate(value)]
+    return [_function_object(f"tool_calls[{index}]", _ToolCall, call) for index, call in enumerate(value)]
 
 
 def _read_arguments(value: object) -> object:
-    """A call's arguments as an object, which templates expect; OpenAI's API has them as a JSON text."""
-    return {} if value == "" else _read_json("arguments", value)
+    """A call's arguments as an object, which templates expect; OpenAI's API has a JSON string."""
+    return {} if value == "" else _parse_bounded("arguments", value)
 
 
 def _function_object(name: str, model: type[BaseModel], value: object) -> dict[str, Any]:
-    """OpenAI's `{"type": "function", "function": {...}}`, the function checked; what else it holds is kept."""
+    """OpenAI's `{"type": "function", "function": {...}}`, with the function checked and other fields kept."""
     if not isinstance(value, dict) or value.get("type", "function") != "function" or "function" not in value:
         raise ValueError(f'{name} must be {{"type": "function", "function": {{...}}}}, got {clip(value)}')
     return value | {"function": _checked(f"{name}.function", model, value["function"])}
 
 
 def _checked(name: str, model: type[BaseModel], value: object) -> dict[str, Any]:
-    """An object with the fields of `model` checked and read; their order is kept, because templates print it."""
+    """An object with the fields of `model` checked; their order is kept, because templates print it."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be a JSON object, got {clip(value)}")
     try:
@@ -157,19 +155,19 @@ class _Message(_Declared):
     @model_validator(mode="after")
     def _check_content(self) -> Self:
         if self.content is None and not self.tool_calls and self.reasoning_content is None:
-            raise ValueError("content is required where there are no tool_calls")
+            raise ValueError("content is required without tool_calls")
         return self
 
 
 class ChatOptions(_Declared):
-    """How a chat becomes a prompt; None means "not said"."""
+    """Options that render a chat as a prompt; None means "not given"."""
 
     add_generation_prompt: bool | None = None
-    """Whether the beginning of an answer is put behind the last of the `messages`. By default true, unless
+    """Whether to append the start of an assistant message to the prompt. By default true, unless
     `continue_final_message` is."""
 
     continue_final_message: bool | None = None
-    """Whether the model goes on with the last of the `messages`, which must be the assistant's, in place of a new
+    """Whether the model continues the last of the `messages`, which must be the assistant's, instead of starting a new
     one."""
 
     tools: (
@@ -185,14 +183,14 @@ class ChatOptions(_Declared):
     `[{"type": "function", "function": {"name": "weather", "parameters": {}}}]`."""
 
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_read_kwargs)] | None = None
-    """Variables of the model's chat template, as a JSON object: `{"enable_thinking": false}`. One that the template
-    does not read is refused."""
+    """Variables for the model's chat template, as a JSON object: `{"enable_thinking": false}`. A variable that the
+    template does not read is rejected."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError(
-                "add_generation_prompt begins a new message and continue_final_message goes on with the last one: "
+                "add_generation_prompt starts a new message, continue_final_message continues the last one: "
                 "leave one of them out"
             )
         return self
@@ -200,10 +198,10 @@ class ChatOptions(_Declared):
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, checked, in the form that templates expect."""
+    """A checked conversation, in the form that templates expect."""
 
     messages: tuple[dict[str, Any], ...]
-    """Content is text, the arguments of tool calls are objects, nothing is None."""
+    """Content is a string, the arguments of tool calls are objects, nothing is None."""
     tools: tuple[dict[str, Any], ...] | None
     template_kwargs: Mapping[str, Any]
     add_generation_prompt: bool
@@ -211,40 +209,40 @@ class Chat:
 
 
 def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max_bytes: int) -> Chat:
-    """Check a chat; knows no model.
+    """Check a chat.
 
     Args:
-        messages: The JSON text of an array of messages, or JSON texts of one message each.
-        options: Those of `ChatOptions` that the request gives; objects may be JSON texts, and so may an array of them.
-        max_bytes: What messages, tools and template arguments may have together, as UTF-8.
+        messages: An array of messages as JSON, or one JSON string per message.
+        options: The request's `ChatOptions`; arrays and objects may be JSON strings.
+        max_bytes: Limit of messages, tools and template arguments together, as UTF-8.
 
     Raises:
-        RequestError: The message names the place, `messages[2].content` for one, and what would do.
+        RequestError: The message names the field (`messages[2].content`), its value and what is allowed.
     """
     texts = [messages] if isinstance(messages, str) else list(messages)
-    _check_size([*texts, *(text for value in options.values() for text in _texts_in(value))], max_bytes)
+    _check_num_bytes([*texts, *(text for value in options.values() for text in _strings_in(value))], max_bytes)
     checked = _parse_options(options)
     try:
-        turns = _parse_messages(texts)
+        conversation = _parse_messages(texts)
         if checked.continue_final_message:
-            _check_final_message(turns)
+            _check_final_message(conversation)
     except ValueError as error:
         raise RequestError("invalid_input", str(error)) from None
-    continues, begins = bool(checked.continue_final_message), checked.add_generation_prompt
+    continues, starts = bool(checked.continue_final_message), checked.add_generation_prompt
     return Chat(
-        turns,
+        conversation,
         checked.tools,
         checked.chat_template_kwargs or {},
-        add_generation_prompt=not continues if begins is None else begins,
+        add_generation_prompt=not continues if starts is None else starts,
         continue_final_message=continues,
     )
 
 
-def _texts_in(option: object) -> list[str]:
-    return [each for each in (option if isinstance(option, list) else [option]) if isinstance(each, str)]
+def _strings_in(option: object) -> list[str]:
+    return [entry for entry in (option if isinstance(option, list) else [option]) if isinstance(entry, str)]
 
 
-def _check_size(texts: Sequence[str], max_bytes: int) -> None:
+def _check_num_bytes(texts: Sequence[str], max_bytes: int) -> None:
     num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
     if num_bytes > max_bytes:
         raise RequestError(
@@ -268,34 +266,33 @@ def _parse_options(options: Mapping[str, object]) -> ChatOptions:
 
 def _parse_messages(texts: Sequence[str]) -> tuple[dict[str, Any], ...]:
     try:
-        values = _read_json(MESSAGES, texts[0]) if len(texts) == 1 else list(texts)
+        values = _parse_bounded(MESSAGES, texts[0]) if len(texts) == 1 else list(texts)
     except ValueError as error:
-        raise ValueError(f"{error}; it must be like [{EXAMPLE}]") from None
+        raise ValueError(f"{error}; {MESSAGES} must be like [{EXAMPLE}]") from None
     values = values if isinstance(values, list) else [values]
     if not 1 <= len(values) <= MAX_MESSAGES:
         raise ValueError(f"{MESSAGES} must hold 1 to {MAX_MESSAGES} messages, got {len(values)}")
-    return tuple(_parse_message(f"{MESSAGES}[{place}]", each) for place, each in enumerate(values))
+    return tuple(_parse_message(f"{MESSAGES}[{index}]", message) for index, message in enumerate(values))
 
 
 def _parse_message(name: str, value: object) -> dict[str, Any]:
-    value = _read_json(name, value)
+    value = _parse_bounded(name, value)
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be like {EXAMPLE}, got {clip(value)}")
-    said = {field: each for field, each in value.items() if each is not None}
-    if said.get("tool_calls") == []:  # as servers answer where there are none
-        del said["tool_calls"]
-    for field in said:
+    fields = {field: content for field, content in value.items() if content is not None}
+    if fields.get("tool_calls") == []:  # servers answer so if there are none
+        del fields["tool_calls"]
+    for field in fields:
         if field not in _Message.model_fields:
             raise ValueError(f"{name} has no field {clip(field)}{suggest(field, _Message.model_fields)}")
-    return _checked(name, _Message, said)
+    return _checked(name, _Message, fields)
 
 
 def _check_final_message(messages: Sequence[Mapping[str, Any]]) -> None:
     last, name = messages[-1], f"{MESSAGES}[{len(messages) - 1}]"
     if last["role"] != ASSISTANT:
         raise ValueError(
-            f"continue_final_message goes on with the assistant's last message, and {name} is of role "
-            f"{clip(last['role'])}"
+            f"continue_final_message continues a message of the assistant, but {name} is of role {clip(last['role'])}"
         )
     if "content" not in last or "tool_calls" in last:
-        raise ValueError(f"continue_final_message goes on with a text, and {name} ends with something else")
+        raise ValueError(f"continue_final_message continues content, but {name} does not end with content")

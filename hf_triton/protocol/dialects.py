@@ -16,8 +16,8 @@ ALIASES: Final[Mapping[str, str]] = {
     "stop_words": "stop_strings",
     "end_id": "eos_token_id",
 }
-"""Other dialects' names for our parameters. Ours are transformers' own."""
-MEANT: Final[Mapping[str, str]] = {
+"""Names of other servers for our parameters, which have transformers' names."""
+SUGGESTIONS: Final[Mapping[str, str]] = {
     "prompt": "text_input",
     "system": "messages",
     "max_length": "max_new_tokens",
@@ -33,16 +33,19 @@ MEANT: Final[Mapping[str, str]] = {
     "echo": "exclude_input_in_output",
     "return_full_text": "exclude_input_in_output",
 }
-"""What to suggest for names that mean nearly the same and are spelled otherwise."""
-NOT_THERE: Final[Mapping[str, str]] = {
+"""What to suggest for an unknown name with a similar meaning but another spelling."""
+UNSUPPORTED: Final[Mapping[str, str]] = {
     **dict.fromkeys(
-        ("num_beams", "beam_width", "use_beam_search", "length_penalty", "early_stopping"), "there is no beam search"
+        ("num_beams", "beam_width", "use_beam_search", "length_penalty", "early_stopping"),
+        "beam search is not supported",
     ),
-    "model": "the address names the model",
-    "skip_special_tokens": "texts hold no special tokens",
+    "model": "the URL names the model",
+    "skip_special_tokens": "special tokens are always skipped",
+    "lora_name": "LoRA adapters are not supported",
+    "embedding_request": "this model generates text",
 }
-"""What to say of names that ask for what there is not."""
-DONE_ANYWAY: Final[Mapping[str, object]] = {
+"""Parameters of other servers that no value makes work, and why."""
+NO_EFFECT: Final[Mapping[str, object]] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "detokenize": True,
@@ -57,13 +60,7 @@ DONE_ANYWAY: Final[Mapping[str, object]] = {
     **dict.fromkeys(("guided_decoding", "structured_outputs", "truncate_prompt_tokens", "logits_processors")),
     **dict.fromkeys(("allowed_token_ids", "extra_args")),
 }
-"""Values of other servers' parameters, most of them their defaults, that ask for what is done anyway."""
-
-NOT_SERVED: Final[Mapping[str, str]] = {
-    "lora_name": "LoRA adapters are not served",
-    "embedding_request": "this model writes text and gives no embeddings",
-}
-"""Parameters of the vLLM backend that ask for something else."""
+"""Values of other servers' parameters, mostly defaults, that ask for what happens anyway; they are ignored."""
 
 DIALECT_TYPES: Final[Mapping[str, str]] = {
     "max_tokens": "TYPE_INT32",
@@ -75,7 +72,7 @@ DIALECT_TYPES: Final[Mapping[str, str]] = {
     "end_id": "TYPE_INT32",
     "pad_id": "TYPE_INT32",
 }
-"""The types that clients of TensorRT-LLM and LiteLLM send, where Triton would refuse ours."""
+"""Types that clients of TensorRT-LLM and LiteLLM send; Triton refuses inputs of any type but the declared one."""
 DIALECT_INPUTS: Final[Mapping[str, str]] = {
     "beam_width": "TYPE_INT32",
     "length_penalty": "TYPE_FP32",
@@ -84,12 +81,11 @@ DIALECT_INPUTS: Final[Mapping[str, str]] = {
     "return_context_logits": "TYPE_BOOL",
     "return_generation_logits": "TYPE_BOOL",
 }
-"""Tensors that clients of TensorRT-LLM send, of parameters that there are not: taken where they ask for what is done
-anyway."""
+"""Tensors of unsupported parameters that clients of TensorRT-LLM send; accepted with the values in `NO_EFFECT`."""
 
 
-def is_done_anyway(name: str, value: object) -> bool:
-    """Whether a parameter of another server's asks for what is done without it."""
-    if name not in DONE_ANYWAY or isinstance(value, bool) != isinstance(DONE_ANYWAY[name], bool):
+def has_no_effect(name: str, value: object) -> bool:
+    """Whether a parameter of another server asks for what happens anyway."""
+    if name not in NO_EFFECT or isinstance(value, bool) != isinstance(NO_EFFECT[name], bool):
         return False
-    return DONE_ANYWAY[name] == value
+    return NO_EFFECT[name] == value

@@ -16,64 +16,67 @@ from hf_triton.protocol.validation import problems
 
 
 class RequestOptions(BaseModel):
-    """Parameters of a whole request; those of generation are in `GenerationParameters`."""
+    """Parameters of a whole request; those of one prompt are in `GenerationParameters`. None means "not given"."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     stream: bool | None = None
-    """Whether the text comes piece by piece, as it is written: from folders that say `decoupled`, over
-    `/generate_stream` and gRPC streams. The others answer once. By default what the folder's setting of the same name
-    says."""
+    """Whether to send the response in deltas as tokens are generated. Works in decoupled folders, over
+    `/generate_stream` and gRPC streams; other folders answer once. By default the folder's setting `stream`."""
 
     exclude_input_in_output: bool | None = None
-    """Whether `text_output` holds the continuation alone, without the prompt. By default what the folder's setting of
-    the same name says; a stream leaves the prompt out."""
+    """Whether `text_output` leaves out the prompt. By default the folder's setting `exclude_input_in_output`; a stream
+    never repeats the prompt."""
 
     return_finish_reason: bool | None = None
-    """Whether to fill the output `finish_reason`: `stop` (the model or a stop string ended the text), `length`
+    """Whether to fill the output `finish_reason`: `stop` (end-of-sequence token or stop string), `length`
     (`max_new_tokens`) or `deadline` (`max_time`)."""
 
     return_num_input_tokens: bool | None = None
-    """Whether to fill the output `num_input_tokens`, the prompt's."""
+    """Whether to fill the output `num_input_tokens`, the length of the prompt."""
 
     return_num_output_tokens: bool | None = None
-    """Whether to fill the output `num_output_tokens`, the text's."""
+    """Whether to fill the output `num_output_tokens`, the length of the completion."""
 
     return_cumulative_logprob: bool | None = None
-    """Whether to fill the output `cumulative_logprob`, the sum of the log probabilities of the text's tokens."""
+    """Whether to fill the output `cumulative_logprob`, the sum of the log probabilities of the completion's tokens."""
 
     return_logprobs: bool | None = None
-    """Whether to fill the output `logprobs`: a JSON array with an object for each token of the text, which holds the
-    token and the likeliest `logprobs` by their ids, each with `logprob` (the model's own, before temperature, penalties
-    and biases), `rank` among those likeliest (`null` beyond them) and `decoded_token`."""
+    """Whether to fill the output `logprobs`: a JSON array with one object per token of the completion. It maps the ids
+    of the token and of the most likely `logprobs` tokens to `logprob` (the model's own, before temperature, penalties
+    and biases), `rank` (`null` if the token is not among the most likely) and `decoded_token`."""
 
     return_timings: bool | None = None
-    """Whether the last response has the request's own times among its parameters, in whole microseconds since its
-    arrival: `queue_time_us` until the engine took a prompt of it, `time_to_first_token_us` until a text of it had its
-    first token, `e2e_request_latency_us` until its answer was made. In the JSON of `/generate` they are beside the
-    outputs. Behind a stream door a request arrives where its model is. Needs a server of Triton 25.02 or newer, and is
-    refused by others."""
+    """Whether the last response has timings among its parameters, in microseconds since the request's arrival:
+    `queue_time_us` (first prompt admitted), `time_to_first_token_us` and `e2e_request_latency_us` (response built).
+    `/generate` shows them beside the outputs. Behind a stream door a request arrives at the model's folder. Needs
+    Triton 25.02 or newer; older servers reject it."""
 
     pad_id: Annotated[int, annotated_types.Ge(0)] | None = None
-    """What clients of TensorRT-LLM say of padding. It is in no text, so that this changes none."""
+    """Padding token of TensorRT-LLM's clients. Accepted and ignored."""
 
     sampling_parameters: str | None = None
-    """Generation parameters as one JSON text, as the vLLM backend takes them: `{"temperature": 0.5, "max_tokens": 20}`.
-    """
+    """Generation parameters as a JSON string, the form of the vLLM backend: `{"temperature": 0.5, "max_tokens":
+    20}`."""
 
 
 PARAMETERS: Final[Mapping[str, type[BaseModel]]] = {
     name: model for model in (RequestOptions, ChatOptions, GenerationParameters) for name in model.model_fields
 }
-"""Every request parameter and where it is declared."""
+"""Every request parameter and the model that declares it."""
 OPTIONS: Final = frozenset(RequestOptions.model_fields)
 CHAT_OPTIONS: Final = frozenset(ChatOptions.model_fields)
 NO_OPTIONS: Final = RequestOptions()
 
 
-def parse_options(row: Mapping[str, object]) -> RequestOptions:
-    said = {name: value for name, value in row.items() if name in OPTIONS}
+def parse_options(values: Mapping[str, object]) -> RequestOptions:
+    """Check the parameters among `values` that are request options.
+
+    Raises:
+        RequestError: A value is impossible.
+    """
+    given = {name: value for name, value in values.items() if name in OPTIONS}
     try:
-        return RequestOptions.model_validate(said) if said else NO_OPTIONS
+        return RequestOptions.model_validate(given) if given else NO_OPTIONS
     except ValidationError as error:
         raise RequestError("invalid_parameter", problems(RequestOptions, error)[0].sentence) from None

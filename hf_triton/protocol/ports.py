@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs and outputs of a model: what `auto_complete_config` adds and which config.pbtxt can be served."""
+"""Inputs and outputs of a model: what `auto_complete_config` adds, and which configurations can be served."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Final
 
 from hf_triton.errors import SettingsError
 from hf_triton.protocol.chat import MESSAGES
-from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS, DIALECT_TYPES, MEANT
+from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS, DIALECT_TYPES, SUGGESTIONS
 from hf_triton.protocol.options import PARAMETERS
 from hf_triton.protocol.validation import suggest
 
 PROMPT: Final = "text_input"
 TEXT: Final = "text_output"
-TEXT_OLD: Final = "text"
-"""The tutorial's older name of the output; filled too where config.pbtxt declares it."""
-TEXTS: Final = (TEXT, TEXT_OLD)
+LEGACY_TEXT: Final = "text"
+"""The output's name in the Triton tutorial; filled too if config.pbtxt declares it."""
+TEXT_OUTPUTS: Final = (TEXT, LEGACY_TEXT)
 PROMPT_LOGPROBS: Final = "prompt_logprobs"
 OUTPUTS: Final[Mapping[str, str]] = {
     TEXT: "TYPE_STRING",
-    TEXT_OLD: "TYPE_STRING",
+    LEGACY_TEXT: "TYPE_STRING",
     "finish_reason": "TYPE_STRING",
     "num_input_tokens": "TYPE_UINT32",
     "num_output_tokens": "TYPE_UINT32",
@@ -29,17 +29,17 @@ OUTPUTS: Final[Mapping[str, str]] = {
     "logprobs": "TYPE_STRING",
     PROMPT_LOGPROBS: "TYPE_STRING",
 }
-"""Every output and its type. Those but the text are filled where a request asks for them: by `return_...`, or by naming
-some outputs and not all; and `prompt_logprobs` by the parameter of that name."""
-WHOLE_NUMBERS: Final = tuple(f"TYPE_{sign}{bits}" for sign in ("INT", "UINT") for bits in (64, 32, 16, 8))
+"""Every output and its type. The text is always filled, `prompt_logprobs` by the parameter of that name, the others if
+the request sets `return_NAME` or lists some outputs but not all."""
+INTEGER_TYPES: Final = tuple(f"TYPE_{sign}{bits}" for sign in ("INT", "UINT") for bits in (64, 32, 16, 8))
 TENSOR_TYPES: Final[Mapping[type, tuple[str, ...]]] = {
     bool: ("TYPE_BOOL",),
-    int: WHOLE_NUMBERS,
-    float: ("TYPE_FP32", "TYPE_FP64", "TYPE_FP16", *WHOLE_NUMBERS),
+    int: INTEGER_TYPES,
+    float: ("TYPE_FP32", "TYPE_FP64", "TYPE_FP16", *INTEGER_TYPES),
     str: ("TYPE_STRING",),
     dict: ("TYPE_STRING",),
 }
-"""By a parameter's Python type, or that of its elements where it holds several; objects come as JSON texts."""
+"""By the Python type of a parameter or of its elements, the declared type first; objects are JSON strings."""
 
 
 def missing_ports(
@@ -49,11 +49,11 @@ def missing_ports(
 
     Args:
         config: The model configuration as Triton gives it: `input`, `output`, `max_batch_size`, ...
-        parameters_as_inputs: Whether to declare every request parameter as an optional input as well.
+        parameters_as_inputs: Whether to declare every request parameter as an optional input too.
     """
     has_inputs, has_outputs = ({port["name"] for port in config[side]} for side in ("input", "output"))
     prompt_dims = [1 if config["max_batch_size"] > 0 else -1]
-    inputs: list[dict[str, Any]] = [  # the prompt's absence is ours to say
+    inputs: list[dict[str, Any]] = [  # optional, so that the error for a missing prompt is ours
         {"name": PROMPT, "data_type": "TYPE_STRING", "dims": prompt_dims, "optional": True}
     ]
     if parameters_as_inputs:
@@ -65,7 +65,7 @@ def missing_ports(
     outputs = [
         {"name": name, "data_type": data_type, "dims": [-1]}
         for name, data_type in OUTPUTS.items()
-        if name != TEXT_OLD and not (name == TEXT and TEXT_OLD in has_outputs)
+        if name != LEGACY_TEXT and not (name == TEXT and LEGACY_TEXT in has_outputs)
     ]
     return [port for port in inputs if port["name"] not in has_inputs], [
         port for port in outputs if port["name"] not in has_outputs
@@ -73,30 +73,30 @@ def missing_ports(
 
 
 def _triton_types(name: str) -> tuple[str, ...]:
-    """The tensor types that hold a parameter's value, the one we declare first."""
+    """The tensor types that can hold a parameter, the declared one first."""
     if name in DIALECT_INPUTS:
         return (DIALECT_INPUTS[name],)
     types = TENSOR_TYPES[element_type(name)]
     if is_array(name):
-        types = tuple(dict.fromkeys([*types, "TYPE_STRING"]))  # or all of them as one JSON text
+        types = tuple(dict.fromkeys([*types, "TYPE_STRING"]))  # or the array as a JSON string
     return tuple(dict.fromkeys([DIALECT_TYPES.get(name, types[0]), *types]))
 
 
 def is_array(name: str) -> bool:
-    """Whether a parameter holds several texts or numbers."""
+    """Whether a parameter takes an array of strings or numbers."""
     return name not in DIALECT_INPUTS and typing.get_origin(_declared_type(name)) is tuple
 
 
 def element_type(name: str) -> type:
     """A parameter's type, or that of its elements."""
     declared = _plain_type(typing.get_args(_declared_type(name))[0]) if is_array(name) else _declared_type(name)
-    found: type = typing.get_origin(declared) or declared
-    return found
+    plain: type = typing.get_origin(declared) or declared
+    return plain
 
 
 def _declared_type(name: str) -> Any:
     parameter = ALIASES.get(name, name)
-    return _plain_type(typing.get_args(PARAMETERS[parameter].model_fields[parameter].annotation)[0])  # of `it | None`
+    return _plain_type(typing.get_args(PARAMETERS[parameter].model_fields[parameter].annotation)[0])  # of `type | None`
 
 
 def _plain_type(annotation: Any) -> Any:
@@ -104,11 +104,11 @@ def _plain_type(annotation: Any) -> Any:
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration that could not be served as it reads.
+    """Refuse a configuration that cannot be served as it is written.
 
     Raises:
-        SettingsError: An input or output is unknown, of a wrong type or reshaped; a sequence batcher brings inputs of
-            its own; the response cache would mix requests up.
+        SettingsError: An input or output is unknown, of a wrong type or reshaped; a sequence batcher adds inputs; the
+            response cache is on, which would confuse requests.
     """
     for port in config["input"]:
         _check_input(port["name"], port["data_type"])
@@ -121,17 +121,17 @@ def check_config(config: Mapping[str, Any]) -> None:
     for port in (*config["input"], *config["output"]):
         if port.get("reshape"):
             raise SettingsError(
-                f"config.pbtxt reshapes {port['name']}, whose last dimension must be that of the prompts: leave it out"
+                f"config.pbtxt reshapes {port['name']}: take reshape out, the last dimension counts the prompts"
             )
     for kind in ("control_input", "state"):
         if config.get("sequence_batching", {}).get(kind):
             raise SettingsError(
-                f"sequence_batching has {kind}, and a request here depends on no other: take it out of config.pbtxt"
+                f"sequence_batching has {kind}, but requests are independent of each other: take it out of config.pbtxt"
             )
     if config.get("response_cache", {}).get("enable"):
         raise SettingsError(
             "response_cache is on, but Triton's cache ignores request parameters and would answer one request with "
-            "another's text: take it out of config.pbtxt"
+            "the response to another: take it out of config.pbtxt"
         )
 
 
@@ -139,8 +139,8 @@ def _check_input(name: str, data_type: str) -> None:
     parameter = ALIASES.get(name, name)
     if name not in (PROMPT, MESSAGES, *DIALECT_INPUTS) and parameter not in PARAMETERS:
         raise SettingsError(
-            f"config.pbtxt declares the input '{name}', and there is no such request parameter"
-            f"{suggest(MEANT.get(name, name), [PROMPT, MESSAGES, *PARAMETERS, *ALIASES])}"
+            f"config.pbtxt declares the input '{name}', but there is no such request parameter"
+            f"{suggest(SUGGESTIONS.get(name, name), [PROMPT, MESSAGES, *PARAMETERS, *ALIASES])}"
         )
     types = ("TYPE_STRING",) if name in (PROMPT, MESSAGES) else _triton_types(name)
     if data_type not in types:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request, from tensors and parameters to a checked one. Knows no model."""
+"""One request: from tensors and parameters to checked prompts and parameters. Knows no model."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pydantic import BaseModel
 
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.chat import MESSAGES, Chat, parse_chat
-from hf_triton.protocol.dialects import ALIASES, NOT_SERVED, is_done_anyway
+from hf_triton.protocol.dialects import ALIASES, has_no_effect
 from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS, PARAMETERS, RequestOptions, parse_options
 from hf_triton.protocol.parameters import GenerationParameters, parse_parameters, unknown_parameter
 from hf_triton.protocol.ports import PROMPT, PROMPT_LOGPROBS, element_type, is_array
-from hf_triton.protocol.tensors import Array, bad_byte, decode_string, values_per_prompt
-from hf_triton.protocol.validation import MAX_JSON, json_error, reject_duplicates
+from hf_triton.protocol.tensors import Array, decode_string, values_per_prompt
+from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, reject_duplicates
 
-TRITONS_OWN: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
-"""Parameters that `/generate` passes on though they are Triton's own, as are those that begin with `triton_`."""
-MAX_NUMBER_CHARS: Final = 64  # characters
+TRITON_PARAMETERS: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
+"""Triton's own parameters that `/generate` passes on, beside those that begin with `triton_`."""
+MAX_NUMBER_CHARS: Final = 64
 Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may hold."""
+    """Limits of one request."""
 
     max_prompts: int
     max_prompt_bytes: int
@@ -36,12 +36,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One request, checked."""
+    """A checked request."""
 
     prompts: Sequence[str | Chat]
-    """Texts, or one chat."""
+    """Strings, or one chat."""
     parameters: list[GenerationParameters]
-    """One for each prompt."""
+    """One per prompt."""
     options: RequestOptions
     shape: tuple[int, ...]
     """The shape of `text_input`, which the outputs follow."""
@@ -50,16 +50,16 @@ class GenerationRequest:
 def with_named_outputs(
     parameters: Mapping[str, object], inputs: Collection[str], requested: Sequence[str], declared: Sequence[str]
 ) -> Mapping[str, object]:
-    """A request's parameters, with those that fill the outputs that it names.
+    """A request's parameters, plus `return_NAME` for every output that it lists.
 
     Args:
         parameters: By name.
-        inputs: The names of its tensors, which may be parameters too.
-        requested: The outputs that it is to have; all of them where it names none.
-        declared: Those of the folder.
+        inputs: The names of the request's tensors, which may be parameters too.
+        requested: The outputs that the request lists; all of them if it lists none.
+        declared: The folder's outputs.
 
     Raises:
-        RequestError: It names one that is filled by a parameter with a value of its own, which it does not have.
+        RequestError: The request lists `prompt_logprobs` without the parameter that fills it.
     """
     if len(requested) >= len(declared):
         return parameters
@@ -67,11 +67,13 @@ def with_named_outputs(
         raise RequestError(
             "invalid_parameter", f"the output {PROMPT_LOGPROBS} is filled by the parameter of that name: add it"
         )
-    asked = (f"return_{name}" for name in requested)
-    return {
-        **{name: True for name in asked if name in OPTIONS and name not in inputs},
-        **parameters,
-    }
+    names = (f"return_{name}" for name in requested)
+    return {**{name: True for name in names if name in OPTIONS and name not in inputs}, **parameters}
+
+
+def is_cancel_request(parameters: Mapping[str, object]) -> bool:
+    """Whether a request only cancels the requests of its own id: `"stop": true`, as in the TensorRT-LLM backend."""
+    return parameters.get("stop") is True
 
 
 def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits) -> GenerationRequest:
@@ -79,45 +81,46 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
 
     Args:
         inputs: Tensors by name. `text_input` holds UTF-8 `bytes` and has shape `[n]`, or `[batch, n]`; a parameter's
-            tensor holds one value, or one for each prompt; a JSON text where the value is an array or an object.
+            tensor holds one value, or one per prompt; arrays and objects may be JSON strings.
         parameters: The request's parameters, by name or alias.
-        limits: How much to accept.
+        limits: What to accept.
 
     Raises:
-        RequestError: The message names what is wrong and what would do.
+        RequestError: The message names what is wrong and what is allowed.
     """
-    if parameters.get("stop") is False:  # TensorRT-LLM's default: nothing is given up
+    if parameters.get("stop") is False:  # TensorRT-LLM's default: cancel nothing
         parameters = {name: value for name, value in parameters.items() if name != "stop"}
-    check_parameter_names(parameters)  # first: of a misspelt `text_input`, the spelling is to be told
+    check_parameter_names(parameters)  # first, so that a misspelt `text_input` is reported as one
     has_chat = MESSAGES in inputs or MESSAGES in parameters
     if not has_chat and PROMPT not in inputs and str(parameters.get("stop")).lower() == "true":
         got = clip(parameters["stop"])
-        raise RequestError("invalid_parameter", f"stop gives a request up where it is true without quotes, got {got}")
+        raise RequestError("invalid_parameter", f"stop cancels a request only as true without quotes, got {got}")
     if has_chat == (PROMPT in inputs):
-        raise RequestError("invalid_input", f"give {PROMPT} or {MESSAGES}, one of them")
+        raise RequestError("invalid_input", f"give either {PROMPT} or {MESSAGES}")
     prompts: Sequence[str | Chat] = [] if has_chat else decode_prompts(inputs[PROMPT], limits)
-    rows = _rows_of_parameters(inputs, parameters, 1 if has_chat else len(prompts))
+    rows = _parameters_per_prompt(inputs, parameters, 1 if has_chat else len(prompts))
     if has_chat:
         prompts = [_parse_chat(inputs, parameters, rows[0], limits)]
     elif not all(CHAT_OPTIONS.isdisjoint(row) for row in rows):
         names = ", ".join(sorted({name for row in rows for name in CHAT_OPTIONS & row.keys()}))
         raise RequestError("invalid_parameter", f"{names} has no effect without {MESSAGES}: leave it out")
     options = _parse_rows(parse_options, rows)
-    _check_alike(options, OPTIONS - {"sampling_parameters"})
+    _check_equal(options, OPTIONS - {"sampling_parameters"})
     generation = _parse_rows(_parse_generation, rows)
-    if any(each.logprobs is not None for each in generation) and not options[0].return_logprobs:
+    if any(row.logprobs is not None for row in generation) and not options[0].return_logprobs:
         raise RequestError("invalid_parameter", "logprobs has no effect without return_logprobs true: add it")
-    _check_alike(generation, {"num_return_sequences"})
-    shape: tuple[int, ...] = (1,)  # of a chat
+    _check_equal(generation, {"num_return_sequences"})
+    return GenerationRequest(prompts, generation, options[0], _prompt_shape(inputs))
+
+
+def _prompt_shape(inputs: Mapping[str, Array]) -> tuple[int, ...]:
     if PROMPT in inputs:
-        shape = inputs[PROMPT].shape
-    elif MESSAGES in inputs:
-        shape = (*inputs[MESSAGES].shape[:-1], 1)
-    return GenerationRequest(prompts, generation, options[0], shape)
+        return inputs[PROMPT].shape
+    return (*inputs[MESSAGES].shape[:-1], 1) if MESSAGES in inputs else (1,)
 
 
-def _check_alike(rows: Sequence[BaseModel], names: Iterable[str]) -> None:
-    """Refuse rows that differ in what a whole request has once."""
+def _check_equal(rows: Sequence[BaseModel], names: Iterable[str]) -> None:
+    """Refuse prompts that differ in a parameter of the whole request."""
     if all(row is rows[0] for row in rows[1:]):
         return
     for name in sorted(names):
@@ -129,66 +132,55 @@ def _parse_chat(
     inputs: Mapping[str, Array], parameters: Mapping[str, object], row: Mapping[str, object], limits: Limits
 ) -> Chat:
     if MESSAGES in inputs and MESSAGES in parameters:
-        raise RequestError("invalid_parameter", f"{MESSAGES} is given twice, as an input and as a parameter")
-    given = parameters.get(MESSAGES)
+        raise RequestError(
+            "invalid_parameter", f"{MESSAGES} is given twice, as an input and as a parameter: leave one out"
+        )
+    messages = parameters.get(MESSAGES)
     if MESSAGES in inputs:
         array = inputs[MESSAGES]
         if array.ndim > 1 and len(array) > 1:
             raise RequestError("invalid_input", f"{MESSAGES} holds one chat: send {len(array)} requests")
-        given = [decode_string(MESSAGES, each) for each in array.ravel()]
-    if not isinstance(given, (str, list)):
-        raise RequestError("invalid_input", f"{MESSAGES} must be a JSON text, got {clip(given)}")
+        messages = [decode_string(MESSAGES, element) for element in array.ravel()]
+    if not isinstance(messages, (str, list)):
+        raise RequestError("invalid_input", f"{MESSAGES} must be a JSON string, got {clip(messages)}")
     options = {name: value for name, value in row.items() if name in CHAT_OPTIONS}
-    return parse_chat(given, options, limits.max_prompt_bytes)
-
-
-def is_cancel_request(parameters: Mapping[str, object]) -> bool:
-    """Whether a request only gives up those with its own id: `"stop": true`, as the TensorRT-LLM backend has it."""
-    return parameters.get("stop") is True
+    return parse_chat(messages, options, limits.max_prompt_bytes)
 
 
 def decode_prompts(array: Array, limits: Limits) -> list[str]:
-    """Read a BYTES tensor as text, row by row.
+    """Read a BYTES tensor as strings.
 
     Args:
-        array: Any shape, taken in C order; each element is UTF-8 `bytes`.
-        limits: How much to accept.
+        array: Any shape, in C order; each element is UTF-8 `bytes`.
+        limits: What to accept.
 
     Raises:
-        RequestError: There is no element or too many, or one is too long or not valid UTF-8; the message names its row.
+        RequestError: There are no elements or too many, or one is too long or not UTF-8; the message names its row.
     """
     if array.size == 0:
         raise RequestError("invalid_input", f"{PROMPT} holds no prompt, its shape is {list(array.shape)}")
     if array.size > limits.max_prompts:
         raise RequestError(
             "invalid_input",
-            f"{PROMPT} holds {array.size} prompts, and a request may have {limits.max_prompts} (setting max_prompts): "
-            "send several requests",
+            f"{PROMPT} holds {array.size} prompts, more than the {limits.max_prompts} that are accepted (setting "
+            "max_prompts): send several requests",
         )
-    return [_decode_text(row, element, limits.max_prompt_bytes) for row, element in enumerate(array.ravel())]
+    elements = array.ravel()
+    for row, element in enumerate(elements):
+        if len(element) > limits.max_prompt_bytes:
+            raise RequestError(
+                "context_exceeded",
+                f"{PROMPT} row {row} has {len(element)} bytes, more than the {limits.max_prompt_bytes} that are "
+                "accepted (setting max_prompt_bytes)",
+            )
+    return [decode_string(f"{PROMPT} row {row}", element, "invalid_input") for row, element in enumerate(elements)]
 
 
-def _decode_text(row: int, element: bytes, max_bytes: int) -> str:
-    if len(element) > max_bytes:
-        raise RequestError(
-            "context_exceeded",
-            f"{PROMPT} row {row} has {len(element)} bytes, more than the {max_bytes} that are accepted "
-            "(setting max_prompt_bytes)",
-        )
-    try:
-        return element.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            "invalid_input",
-            f"{PROMPT} row {row} is not valid UTF-8: {bad_byte(element, error)}",
-        ) from None
-
-
-def _rows_of_parameters(
+def _parameters_per_prompt(
     inputs: Mapping[str, Array], parameters: Mapping[str, object], num_rows: int
 ) -> list[dict[str, object]]:
-    """What each prompt asks for, from request parameters and parameter tensors alike."""
-    shared = {name: value for name, value in parameters.items() if not _is_tritons_own(name) and name != MESSAGES}
+    """Each prompt's parameters, from request parameters and from tensors."""
+    shared = {name: value for name, value in parameters.items() if not _is_triton_parameter(name) and name != MESSAGES}
     rows = [dict(shared) for _ in range(num_rows)]
     for name, array in inputs.items():
         if name in (PROMPT, MESSAGES):
@@ -203,29 +195,23 @@ def _rows_of_parameters(
 
 
 def check_parameter_names(parameters: Mapping[str, object]) -> None:
-    """Refuse a parameter that there is not.
+    """Refuse unknown parameters.
 
     Raises:
-        RequestError: It names the parameter, and those that it may have been meant for.
+        RequestError: Names the parameter and suggests a known one.
     """
-    for name in parameters:
-        is_known = ALIASES.get(name, name) in PARAMETERS or name == MESSAGES or _is_tritons_own(name)
-        if not (is_known or is_done_anyway(name, parameters[name])):
-            raise _unknown_parameter(name)
+    for name, value in parameters.items():
+        is_known = ALIASES.get(name, name) in PARAMETERS or name == MESSAGES or _is_triton_parameter(name)
+        if not (is_known or has_no_effect(name, value)):
+            raise unknown_parameter(name, (*OPTIONS, *CHAT_OPTIONS, PROMPT, MESSAGES))
 
 
-def _unknown_parameter(name: str) -> RequestError:
-    if name in NOT_SERVED:
-        return RequestError("unknown_parameter", f"{NOT_SERVED[name]}: leave {name} out")
-    return unknown_parameter(name, (*OPTIONS, *CHAT_OPTIONS, PROMPT, MESSAGES))
-
-
-def _is_tritons_own(name: str) -> bool:
-    return name in TRITONS_OWN or name.startswith("triton_")
+def _is_triton_parameter(name: str) -> bool:
+    return name in TRITON_PARAMETERS or name.startswith("triton_")
 
 
 def _parse_rows(parse: Callable[[Mapping[str, object]], Parsed], rows: Sequence[Mapping[str, object]]) -> list[Parsed]:
-    """Parse what each prompt asks for, once where all ask for the same; the refusal of one row names it."""
+    """Parse each prompt's parameters, once if they are equal; otherwise an error names the row."""
     if all(row == rows[0] for row in rows[1:]):
         return [parse(rows[0])] * len(rows)
     parsed = []
@@ -239,24 +225,18 @@ def _parse_rows(parse: Callable[[Mapping[str, object]], Parsed], rows: Sequence[
 
 def _parse_generation(row: Mapping[str, object]) -> GenerationParameters:
     own = {name: value for name, value in row.items() if name not in OPTIONS and name not in CHAT_OPTIONS}
-    packed = _unpack(row.get("sampling_parameters"))
-    for name in packed.keys() & own.keys():  # the vLLM backend's own client says everything twice, in texts
-        if packed[name] != _number(name, own[name]):
+    packed = _unpack_sampling_parameters(row.get("sampling_parameters"))
+    for name in packed.keys() & own.keys():  # the vLLM backend's own client sends every parameter twice, as a string
+        if packed[name] != _read_number(name, own[name]):
             raise RequestError(
                 "invalid_parameter",
                 f"{name} is given twice, in sampling_parameters and beside it, with two values: leave one out",
             )
-    for name in packed:
-        if name in NOT_SERVED:
-            raise _unknown_parameter(name)
     return parse_parameters(own | packed)
 
 
-def _unpack(text: object) -> dict[str, object]:
-    """The parameters in the vLLM backend's `sampling_parameters`.
-
-    Triton's OpenAI frontend says `"logprobs": false` where it wants none.
-    """
+def _unpack_sampling_parameters(text: object) -> dict[str, object]:
+    """Parse the vLLM backend's `sampling_parameters`."""
     if not isinstance(text, str) or not text.strip():
         return {}
     if len(text) > MAX_JSON:
@@ -273,16 +253,13 @@ def _unpack(text: object) -> dict[str, object]:
         raise RequestError(
             "invalid_parameter", f"sampling_parameters must be a JSON object, got {clip(text)}{json_error(text)}"
         )
-    return {name: _number(name, value) for name, value in values.items() if not (name == "logprobs" and value is False)}
+    if values.get("logprobs") is False:  # Triton's OpenAI frontend, for none
+        del values["logprobs"]
+    return {name: _read_number(name, value) for name, value in values.items()}
 
 
-def _number(name: str, value: object) -> object:
-    """A number that comes as a text, as genai-perf and the vLLM backend's own client write it."""
+def _read_number(name: str, value: object) -> object:
+    """Read a number or boolean that is sent as a string, as genai-perf and the vLLM backend's own client do."""
     parameter = ALIASES.get(name, name)
     is_number = parameter in GenerationParameters.model_fields and element_type(name) in (bool, int, float)
-    if not is_number or not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if len(value) <= MAX_NUMBER_CHARS else value
-    except (ValueError, RecursionError):
-        return value
+    return read_json(value) if is_number and isinstance(value, str) and len(value) <= MAX_NUMBER_CHARS else value

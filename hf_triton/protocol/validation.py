@@ -1,36 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read declared fields: turn pydantic's errors into our sentences and its fields into documentation.
+"""Declared fields: pydantic's errors as our sentences, fields as documentation, JSON and booleans as values.
 
-Settings and request parameters are pydantic models whose attribute docstrings say what each field means. This module
-is the one place that knows how to show a field's type, range and default, so that messages and tables agree.
+Settings and request parameters are pydantic models with attribute docstrings. This module alone words a field's type,
+range and default, so that error messages and tables agree.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from hf_triton.errors import RequestError, clip
 
-MAX_NAME = 60  # characters of an unknown name to compare: a client's may have megabytes, and comparing takes seconds
-MAX_ENTRIES = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
-MAX_JSON = 2**21  # characters of a JSON text, more than any may need; other requests wait while one is read
-TYPE_NAMES = {
+MAX_NAME: Final = 60  # characters of an unknown name that are compared: megabytes would take seconds
+MAX_ENTRIES: Final = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
+MAX_JSON: Final = 2**21  # characters; other requests wait while JSON is parsed
+TYPE_NAMES: Final[Mapping[type, str]] = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
-    str: "a text",
+    str: "a string",
     dict: "a JSON object",
     list: "a JSON array",
 }
@@ -45,45 +44,51 @@ class Problem:
 
 
 def problems(model: type[BaseModel], error: ValidationError) -> list[Problem]:
-    """Say in one sentence for each field what is wrong: the field, the allowed values and the value, or part of it."""
-    found: dict[str, Problem] = {}
+    """The first problem of each field: its name, the allowed values and the value."""
+    by_name: dict[str, Problem] = {}
     for details in error.errors(include_url=False, include_context=False):
         problem = _problem(model, details)
-        found.setdefault(problem.name, problem)
-    return list(found.values())
+        by_name.setdefault(problem.name, problem)
+    return list(by_name.values())
 
 
 def _problem(model: type[BaseModel], details: Any) -> Problem:
     name = str(details["loc"][0]) if details["loc"] else ""
     if details["type"] == "missing":
         return Problem(name, f"{name} is required")
-    if details["type"] == "value_error":  # raised by a validator of ours: the sentence is its own
+    if details["type"] == "value_error":  # raised by a validator of ours, which words the sentence
         return Problem(name, details["msg"].removeprefix("Value error, "))
     got, wanted = details["input"], allowed(model.model_fields[name])
     if details["type"] == "string_too_long":
-        why = f", which has {len(got)}"
+        reason = f", which has {len(got)}"
     else:
-        why = json_error(got) if "JSON" in wanted else ""
-    return Problem(name, f"{name} must be {wanted}, got {clip(got)}{why}")
+        reason = json_error(got) if "JSON" in wanted else ""
+    return Problem(name, f"{name} must be {wanted}, got {clip(got)}{reason}")
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON of up to `MAX_JSON` characters.
+
+    Raises:
+        ValueError: Says what is wrong: syntax, NaN, half a surrogate pair, nesting, a number of thousands of digits.
+    """
+    if len(text) > MAX_JSON:
+        raise ValueError(f"it has more than {MAX_JSON} characters")
+    return from_json(text, allow_inf_nan=False)
 
 
 def json_error(value: object) -> str:
-    """What is wrong with a text that looks like JSON, to end a sentence with; empty where nothing is."""
-    if not (isinstance(value, str) and value.lstrip().startswith(("{", "[")) and len(value) <= MAX_JSON):
-        return ""
-    try:
-        json.loads(value)
-    except json.JSONDecodeError as error:
-        return f", which is no JSON: {error.msg}, at character {error.pos + 1}"
-    except ValueError:
-        return ", which holds a number of too many digits"
-    except RecursionError:
-        return ", which is nested too deeply"
+    """Why a string that looks like JSON is none, to end a sentence with; otherwise empty."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        try:
+            parse_json(value)
+        except ValueError as error:
+            return f", which is not JSON: {error}"
     return ""
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a field takes, in words: `a number >= 0 and <= 100`."""
+    """The values that a field takes, in words: `a number >= 0 and <= 100`."""
     return _words(field.annotation, tuple(field.metadata))
 
 
@@ -101,15 +106,17 @@ def _words(annotation: Any, constraints: tuple[object, ...] = ()) -> str:
         name, value = map(_words, arguments)
         return f"a JSON object of {_length_words(constraints)} entries, each name {name}, each value {value}"
     if annotation is str and _lengths(constraints)[1] is not None:
-        return f"a text of {_length_words(constraints)} characters"
+        return f"a string of {_length_words(constraints)} characters"
+    if annotation is str and _lengths(constraints)[0]:
+        return "a non-empty string"
     limits = [text for constraint in constraints if (text := _limit_words(constraint))]
     return " ".join([TYPE_NAMES[origin or annotation], " and ".join(limits)]).strip()
 
 
 def _lengths(constraints: tuple[object, ...]) -> tuple[int, int | None]:
-    """The least and the most that a text or an array may hold; None: no bound."""
-    least = [each.min_length for each in constraints if isinstance(each, annotated_types.MinLen)]
-    most = [each.max_length for each in constraints if isinstance(each, annotated_types.MaxLen)]
+    """Minimum and maximum length of a string or an array; None: no maximum."""
+    least = [limit.min_length for limit in constraints if isinstance(limit, annotated_types.MinLen)]
+    most = [limit.max_length for limit in constraints if isinstance(limit, annotated_types.MaxLen)]
     return max(least, default=0), min(most, default=None)
 
 
@@ -126,86 +133,82 @@ def _limit_words(constraint: object) -> str:
             return f"> {bound}"
         case annotated_types.Le(le=bound):
             return f"<= {bound}"
-        case annotated_types.MinLen(min_length=1):
-            return "that is not empty"
     return ""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`, did you mean 'top_p'?` where a known name is close, else the whole list."""
+    """`, did you mean 'top_p'?` if a known name is close, otherwise the whole list."""
     names = sorted(known)
     close = difflib.get_close_matches(name[:MAX_NAME], names, n=1, cutoff=0.6)
     return f", did you mean '{close[0]}'?" if close else f"; known are {', '.join(names)}"
 
 
+# --- reading: a value that cannot be read is returned as it is, and the type check refuses it ------------------------
+
+
 def parse_boolean(text: str) -> bool | str:
-    """Read the spellings of true and false; anything else is left for the type check to refuse."""
     spellings: Mapping[str, bool] = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     return spellings.get(text.strip().lower(), text)
 
 
-def read_one_or_many(value: object) -> object:
-    """Read one value, or an array of them, as a tuple; either may be a JSON text.
+def read_json(value: object) -> object:
+    """Parse a string as JSON; other values are parsed already."""
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
-    What cannot be read is left for the type check to refuse, here as below.
-    """
-    return _tuple(_read_json(value) if isinstance(value, str) else value)
+
+def read_one_or_many(value: object) -> object:
+    """Read one value or an array, either possibly as JSON, as a tuple."""
+    return _tuple(read_json(value))
 
 
 def read_strings(value: object) -> object:
-    """Read one text, or an array of them, as a tuple; a text that reads as a JSON array is one, an empty one none."""
+    """Read one string or an array as a tuple. A string may be a JSON array; an empty one stands for no strings."""
     if value == "":
         return ()
-    return _tuple(_read_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else value)
+    return _tuple(read_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else value)
 
 
 def read_integer_keys(value: object) -> object:
-    """Read an object whose names are whole numbers, which JSON writes as texts."""
-    value = _read_json(value) if isinstance(value, str) else value
+    """Read an object with integer keys, which JSON writes as strings."""
+    value = read_json(value)
     if not isinstance(value, dict):
         return value
-    _check_size(value)
-    return {_read_number(name): each for name, each in value.items()}
+    _check_num_entries(value)
+    return {_read_integer(key): entry for key, entry in value.items()}
 
 
-def _read_number(name: object) -> object:
-    """A number as JSON writes it: of "01" beside "1", one would be lost."""
-    return int(name) if isinstance(name, str) and re.fullmatch("0|[1-9][0-9]{0,18}", name) else name
+def _read_integer(key: object) -> object:
+    """Parse JSON's spelling of an integer only: "01" beside "1" would overwrite an entry."""
+    return int(key) if isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,18}", key) else key
 
 
 def _tuple(value: object) -> tuple[object, ...]:
     if not isinstance(value, list | tuple):
         return (value,)
-    _check_size(value)
+    _check_num_entries(value)
     return tuple(value)
 
 
-def _check_size(value: Sized) -> None:
+def _check_num_entries(value: Sized) -> None:
     if len(value) > MAX_ENTRIES:
         raise PydanticCustomError("too_long", "too many entries")
 
 
-def _read_json(text: str) -> object:
-    if len(text) > MAX_JSON:
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, thousands of brackets
-        return text
-
-
 def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The `object_pairs_hook` of parameters as JSON.
+    """The `object_pairs_hook` of request parameters; without it, the last of two equal names would win.
 
     Raises:
-        RequestError: A name is there twice, and a dict would keep the last.
+        RequestError: A name occurs twice.
     """
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for name, value in pairs:
-        if name in found:
+        if name in values:
             raise RequestError("invalid_parameter", f"{clip(name)} is given twice: give it once")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def table(model: type[BaseModel], extra: Mapping[str, str] | None = None) -> str:
@@ -213,7 +216,7 @@ def table(model: type[BaseModel], extra: Mapping[str, str] | None = None) -> str
 
     Args:
         model: The declarations.
-        extra: Words to put behind a field's name, by field.
+        extra: Words to append to a field's name, by field.
     """
     lines = ["| name | values | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.xdist_group("standard")
 PROMPT = "Where does the river go"
 NUM_TOKENS = 12
 
-CANCELLED = "cancelled: the client cancelled the request, or another one of its id gave it up (stop true)"
+CANCELLED = "cancelled: the client cancelled the request, or another request with its id did (`stop` true)"
 
 
 @pytest.fixture(scope="module")
@@ -249,14 +249,17 @@ def test_each_of_the_vllm_backends_outputs_comes_where_it_is_asked_for(server: T
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"lora_name": "mine"}, "unknown_parameter: LoRA adapters are not served: leave lora_name out"),
+        (
+            {"lora_name": "mine"},
+            "unknown_parameter: there is no parameter 'lora_name' (LoRA adapters are not supported): leave it out",
+        ),
         (
             {"sampling_parameters": '{"lora_name": "mine"}'},
-            "unknown_parameter: LoRA adapters are not served: leave lora_name out",
+            "unknown_parameter: there is no parameter 'lora_name' (LoRA adapters are not supported): leave it out",
         ),
         (
             {"embedding_request": '{"input": "x"}'},
-            "unknown_parameter: this model writes text and gives no embeddings: leave embedding_request out",
+            "unknown_parameter: there is no parameter 'embedding_request' (this model generates text): leave it out",
         ),
         (
             {"sampling_parameters": '{"guided_decoding": "{}"}'},

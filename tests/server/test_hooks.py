@@ -234,7 +234,7 @@ def test_a_slow_one_holds_up_no_stop_and_is_not_called_for_who_gave_up(server: T
     assert {each.error for each in ends if each.status != 200} == {CANCELLED}
 
 
-CANCELLED = "cancelled: the client cancelled the request, or another one of its id gave it up (stop true)"
+CANCELLED = "cancelled: the client cancelled the request, or another request with its id did (`stop` true)"
 SCORES = "scores of shape [384]"
 
 

@@ -147,7 +147,7 @@ TENSORS: dict[str, Case] = {
 
 # --- tensors and prompts ---------------------------------------------------------------------------------------------
 
-NEITHER = "invalid_input: give text_input or messages, one of them"
+NEITHER = "invalid_input: give either text_input or messages"
 NO_TIMES = (
     r"invalid_parameter: return_timings needs a server of Triton 25\.02 or newer, and this one is older: leave it out"
 )

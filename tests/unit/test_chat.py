@@ -170,17 +170,18 @@ REFUSED_TEXTS = {
     "too many texts": (["{}"] * (MAX_MESSAGES + 1), f"got {MAX_MESSAGES + 1}"),
     "a bare text": (
         "hi",
-        'messages is no JSON: expected value at line 1 column 1; it must be like [{"role": "user", "content": "..."}]',
+        "messages is not JSON: expected value at line 1 column 1; "
+        'messages must be like [{"role": "user", "content": "..."}]',
     ),
-    "an empty text": ("", "messages is no JSON: EOF"),
-    "half an array": ('[{"role": "user"', "messages is no JSON: EOF"),
-    "half a message among others": ([json.dumps(HI), "{"], "messages[1] is no JSON: EOF"),
+    "an empty text": ("", "messages is not JSON: EOF"),
+    "half an array": ('[{"role": "user"', "messages is not JSON: EOF"),
+    "half a message among others": ([json.dumps(HI), "{"], "messages[1] is not JSON: EOF"),
     "two arrays": ([json.dumps([HI])] * 2, "messages[0] must be like"),
     "a number": ("5", 'messages[0] must be like {"role": "user", "content": "..."}, got 5'),
-    "half a character": ('[{"role": "user", "content": "\\ud83e"}]', "messages is no JSON: unexpected end of hex"),
-    "NaN": ('[{"role": "user", "content": NaN}]', "messages is no JSON: expected value"),
-    "a number of thousands of digits": (f"[{'9' * 9000}]", "messages is no JSON: number out of range"),
-    "thousands of brackets": (nested(10_000), "messages is no JSON: recursion limit exceeded"),
+    "half a character": ('[{"role": "user", "content": "\\ud83e"}]', "messages is not JSON: unexpected end of hex"),
+    "NaN": ('[{"role": "user", "content": NaN}]', "messages is not JSON: expected value"),
+    "a number of thousands of digits": (f"[{'9' * 9000}]", "messages is not JSON: number out of range"),
+    "thousands of brackets": (nested(10_000), "messages is not JSON: recursion limit exceeded"),
     "too deep": (nested(MAX_DEPTH + 1), f"messages is nested more than {MAX_DEPTH} levels deep"),
 }
 
@@ -198,22 +199,22 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"
 REFUSED_MESSAGES: dict[str, tuple[object, str]] = {
     "no object": (["user", "hi"], "messages[1] must be like"),
     "no role": ({"content": "x"}, "messages[1]: role is required"),
-    "an empty role": ({"role": "", "content": "x"}, "messages[1]: role must be a text that is not empty, got ''"),
+    "an empty role": ({"role": "", "content": "x"}, "messages[1]: role must be a non-empty string, got ''"),
     "a role that is no text": (
         {"role": 5, "content": "x"},
-        "messages[1]: role must be a text that is not empty, got 5",
+        "messages[1]: role must be a non-empty string, got 5",
     ),
-    "no content": ({"role": "user"}, "messages[1]: content is required where there are no tool_calls"),
+    "no content": ({"role": "user"}, "messages[1]: content is required without tool_calls"),
     "null content": ({"role": "user", "content": None}, "messages[1]: content is required"),
     "no content and no calls": ({"role": "assistant", "tool_calls": []}, "messages[1]: content is required"),
-    "a number as content": ({"role": "user", "content": 5}, "messages[1]: content must be a text, got 5"),
-    "an object as content": ({"role": "user", "content": {}}, "messages[1]: content must be a text, got {}"),
+    "a number as content": ({"role": "user", "content": 5}, "messages[1]: content must be a string, got 5"),
+    "an object as content": ({"role": "user", "content": {}}, "messages[1]: content must be a string, got {}"),
     "a typo": (HI | {"contnet": "x"}, "messages[1] has no field 'contnet', did you mean 'content'?"),
     "an unknown field": (HI | {"zzz": 1}, "messages[1] has no field 'zzz'; known are content, name, "),
-    "no parts": ({"role": "user", "content": []}, "messages[1]: content is an empty array: give a text"),
+    "no parts": ({"role": "user", "content": []}, "messages[1]: content is an empty array: give a string"),
     "an image": (
         {"role": "user", "content": [{"type": "text", "text": "See:"}, IMAGE]},
-        "messages[1]: content[1] is of type 'image_url', and this model takes parts of type 'text' alone",
+        "messages[1]: content[1] is of type 'image_url'; this model takes parts of type 'text' only",
     ),
     "a part that is no object": (
         {"role": "user", "content": ["x"]},
@@ -222,8 +223,8 @@ REFUSED_MESSAGES: dict[str, tuple[object, str]] = {
     "a part of no type": ({"role": "user", "content": [{"text": "x"}]}, "content[0] must be"),
     "a part without text": ({"role": "user", "content": [{"type": "text"}]}, "content[0] must be"),
     "a part whose text is none": ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content[0] must be"),
-    "a name that is none": (HI | {"name": 5}, "messages[1]: name must be a text, got 5"),
-    "reasoning that is none": (ANSWER | {"reasoning_content": []}, "reasoning_content must be a text, got []"),
+    "a name that is none": (HI | {"name": 5}, "messages[1]: name must be a string, got 5"),
+    "reasoning that is none": (ANSWER | {"reasoning_content": []}, "reasoning_content must be a string, got []"),
     "calls that are none": (ANSWER | {"tool_calls": 5}, "messages[1]: tool_calls must be a JSON array, got 5"),
     "a call that is none": (ANSWER | {"tool_calls": [5]}, 'tool_calls[0] must be {"type": "function", "function": {'),
     "a call of another kind": (ANSWER | {"tool_calls": [CALL | {"type": "mcp"}]}, "tool_calls[0] must be"),
@@ -238,7 +239,7 @@ REFUSED_MESSAGES: dict[str, tuple[object, str]] = {
     ),
     "arguments that are no JSON": (
         ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": "city=Riga"}}]},
-        "messages[1]: tool_calls[0].function: arguments is no JSON: expected value",
+        "messages[1]: tool_calls[0].function: arguments is not JSON: expected value",
     ),
     "arguments that are an array": (
         ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
@@ -263,13 +264,13 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "a typo": ({"tols": []}, "unknown_parameter: there is no parameter 'tols', did you mean 'tools'?"),
     "both": (
         {"add_generation_prompt": True, "continue_final_message": True},
-        "invalid_parameter: add_generation_prompt begins a new message and continue_final_message goes on",
+        "invalid_parameter: add_generation_prompt starts a new message, continue_final_message continues",
     ),
     "a prompt of no kind": ({"add_generation_prompt": "yes"}, "add_generation_prompt must be true or false, got 'yes'"),
     "no tools": ({"tools": "[]"}, f"tools must be a JSON object or a JSON array of 1 to {MAX_TOOLS} of them"),
     "too many tools": ({"tools": [TOOL] * (MAX_TOOLS + 1)}, "tools must be a JSON object or a JSON array of 1 to "),
-    "tools that are no JSON": ({"tools": "weather"}, "invalid_parameter: tools is no JSON: expected value"),
-    "a tool that is no JSON": ({"tools": ["weather"]}, "invalid_parameter: tools[0] is no JSON: expected value"),
+    "tools that are no JSON": ({"tools": "weather"}, "invalid_parameter: tools is not JSON: expected value"),
+    "a tool that is no JSON": ({"tools": ["weather"]}, "invalid_parameter: tools[0] is not JSON: expected value"),
     "a tool that is none": ({"tools": [5]}, 'tools[0] must be {"type": "function", "function": {...}}'),
     "a tool without a name": ({"tools": [TOOL, {"function": {}}]}, "tools[1].function: name is required"),
     "parameters of no kind": (
@@ -277,7 +278,7 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
         "tools[0].function: parameters must be a JSON object, got []",
     ),
     "tools that are too deep": ({"tools": nested(MAX_DEPTH + 1)}, "tools is nested more than"),
-    "kwargs that are no JSON": ({"chat_template_kwargs": "{"}, "chat_template_kwargs is no JSON: EOF"),
+    "kwargs that are no JSON": ({"chat_template_kwargs": "{"}, "chat_template_kwargs is not JSON: EOF"),
     "kwargs that are no object": ({"chat_template_kwargs": "[]"}, "chat_template_kwargs must be a JSON object, got []"),
     "kwargs that are too deep": ({"chat_template_kwargs": nested(MAX_DEPTH + 1)}, "is nested more than"),
     "an endless indent": (
@@ -303,16 +304,16 @@ def test_template_arguments_cannot_set_what_is_reserved(name: str) -> None:
 @pytest.mark.parametrize(
     ("last", "words"),
     [
-        (HI, "and messages[1] is of role 'user'"),
-        ({"role": "tool", "content": "x"}, "and messages[1] is of role 'tool'"),
-        ({"role": "assistant", "reasoning_content": "hm"}, "messages[1] ends with something else"),
-        (ANSWER | {"tool_calls": [CALL]}, "messages[1] ends with something else"),
+        (HI, "but messages[1] is of role 'user'"),
+        ({"role": "tool", "content": "x"}, "but messages[1] is of role 'tool'"),
+        ({"role": "assistant", "reasoning_content": "hm"}, "messages[1] does not end with content"),
+        (ANSWER | {"tool_calls": [CALL]}, "messages[1] does not end with content"),
     ],
     ids=["user", "tool", "reasoning", "calls"],
 )
 def test_only_the_assistants_text_can_go_on(last: dict[str, object], words: str) -> None:
     sentence = rejection(HI, last, continue_final_message=True)
-    assert sentence.startswith("invalid_input: continue_final_message goes on with")
+    assert sentence.startswith("invalid_input: continue_final_message continues ")
     assert words in sentence
 
 

@@ -11,7 +11,7 @@ import hf_triton
 from hf_triton import errors
 from hf_triton.errors import (
     CODES,
-    MAX_PLACES,
+    MAX_FRAMES,
     HfTritonError,
     LoadError,
     PanicError,
@@ -39,16 +39,16 @@ def test_a_message_is_a_code_and_a_sentence() -> None:
     assert (error.code, error.sentence) == ("invalid_input", "text_input is missing")
 
 
-def test_the_places_of_an_endless_recursion_are_cut() -> None:
+def test_the_traceback_of_an_endless_recursion_is_cut() -> None:
     def turn() -> None:
         turn()
 
     with pytest.raises(RecursionError) as caught:
         turn()
-    places = where(caught.value).split(" < ")
-    assert len(places) == 2 * MAX_PLACES + 1
-    assert places[MAX_PLACES].endswith(" more")
-    assert places[0].startswith("RecursionError in turn (test_errors.py:")
+    frames = where(caught.value).split(" < ")
+    assert len(frames) == 2 * MAX_FRAMES + 1
+    assert frames[MAX_FRAMES].endswith(" more")
+    assert frames[0].startswith("RecursionError in turn (test_errors.py:")
 
 
 def test_every_code_in_the_source_has_a_meaning() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.dialects import ALIASES, DONE_ANYWAY
+from hf_triton.protocol.dialects import ALIASES, NO_EFFECT
 from hf_triton.protocol.parameters import (
     GREEDY_BELOW,
-    NEUTRAL,
+    NEUTRAL_VALUES,
     GenerationParameters,
     parse_parameters,
     unknown_parameter,
@@ -143,9 +143,9 @@ def test_the_newer_of_openais_two_names_wins() -> None:
         ("max_token", "did you mean 'max_tokens'?"),
         ("topk", "did you mean 'top_k'?"),
         ("max_length", ", did you mean 'max_new_tokens'?"),
-        ("num_beams", " (there is no beam search): leave it out"),
-        ("early_stopping", " (there is no beam search): leave it out"),
-        ("model", " (the address names the model): leave it out"),
+        ("num_beams", " (beam search is not supported): leave it out"),
+        ("early_stopping", " (beam search is not supported): leave it out"),
+        ("model", " (the URL names the model): leave it out"),
         ("timeout", ", did you mean 'max_time'?"),
         ("runtime_top_k", ", did you mean 'top_k'?"),
         ("zzz", "; known are bad_words, "),
@@ -199,7 +199,7 @@ def test_arrays_and_objects_come_as_they_are_or_as_json_text(name: str, value: o
         ("stop_strings", "[[]]", "[]"),
         ("logit_bias", "[]", "[]"),
         ("logit_bias", '{"1": 101}', "101"),
-        ("logit_bias", '{"1": NaN}', "nan"),
+        ("logit_bias", '{"1": NaN}', "'{\"1\": NaN}', which is not JSON: "),
         ("logit_bias", '{"+1": 1}', "'+1'"),
         ("logit_bias", '{"\u0661": 1}', "'\u0661'"),
         ("logit_bias", "{" * 100_000, "'{{{"),
@@ -213,7 +213,7 @@ def test_a_json_text_that_does_not_fit_is_refused_with_the_part_that_does_not(
     sentence = rejection(**{name: value}).sentence
     assert sentence.startswith(f"{name} must be ")
     assert f", got {shown}" in sentence
-    assert sentence.count(" must be ") == 1
+    assert sentence.count(f"{name} must be ") == 1
 
 
 def test_too_many_entries_are_refused_as_a_whole_and_not_each() -> None:
@@ -285,11 +285,11 @@ def test_greedy_may_be_said_with_values_that_change_nothing(values: dict[str, ob
     ids=str,
 )
 def test_what_asks_to_sample(values: dict[str, object], samples: bool | None) -> None:
-    assert parse_parameters(values).asks_to_sample is samples
+    assert parse_parameters(values).wants_sampling is samples
 
 
 def test_the_neutral_values_are_in_range() -> None:
-    assert parse_parameters(dict(NEUTRAL)).temperature == 1.0
+    assert parse_parameters(dict(NEUTRAL_VALUES)).temperature == 1.0
 
 
 # --- settling --------------------------------------------------------------------------------------------------------
@@ -530,16 +530,16 @@ def test_an_object_that_is_nested_too_deep_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(100_000):
         schema = {"not": schema}
-    assert rejection(guided_json=schema).sentence == "guided_json is nested too deep"
+    assert rejection(guided_json=schema).sentence == "guided_json is nested too deeply"
 
 
 def test_a_text_that_is_too_long_says_how_long_it_is_and_not_that_it_is_no_json() -> None:
     sentence = rejection(guided_regex="[" * 70_000).sentence
-    assert sentence.startswith("guided_regex must be a text of 1 to 65536 characters, got '[[[")
+    assert sentence.startswith("guided_regex must be a string of 1 to 65536 characters, got '[[[")
     assert sentence.endswith(", which has 70000")
 
 
-@pytest.mark.parametrize(("name", "value"), DONE_ANYWAY.items())
+@pytest.mark.parametrize(("name", "value"), NO_EFFECT.items())
 def test_what_is_done_anyway_may_be_asked_for(name: str, value: object) -> None:
     assert parse_parameters({name: value, "top_k": 3}) == GenerationParameters(top_k=3)
 
@@ -572,7 +572,7 @@ def test_a_text_of_megabytes_is_refused_unread(name: str, monkeypatch: pytest.Mo
     [
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens 9 is more than max_tokens 3: "),
         ({"n": 3, "best_of": 2}, "best_of 2 is less than n 3: "),
-        ({"stop": "x", "guided_regex": "a"}, "stop would end the text where guided_regex does not: "),
+        ({"stop": "x", "guided_regex": "a"}, "stop would end the output against guided_regex: "),
         ({"end_id": 5, "ignore_eos": True}, "end_id has no effect with ignore_eos true: "),
     ],
 )

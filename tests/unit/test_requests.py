@@ -14,7 +14,7 @@ from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS
 from hf_triton.protocol.options import PARAMETERS, RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
-from hf_triton.protocol.ports import OUTPUTS, PROMPT, PROMPT_LOGPROBS, TEXT, TEXT_OLD, check_config, missing_ports
+from hf_triton.protocol.ports import LEGACY_TEXT, OUTPUTS, PROMPT, PROMPT_LOGPROBS, TEXT, check_config, missing_ports
 from hf_triton.protocol.requests import GenerationRequest, Limits, decode_prompts, is_cancel_request, parse_request
 from hf_triton.protocol.responses import GeneratedOutput, encode_deltas, encode_outputs, encode_timings
 from hf_triton.protocol.tensors import encode_strings
@@ -48,7 +48,7 @@ def config(*inputs: dict[str, object], outputs: Any = (), max_batch_size: int = 
 # --- the configuration -----------------------------------------------------------------------------------------------
 
 
-TOLD = [name for name in OUTPUTS if name not in (TEXT, TEXT_OLD, PROMPT_LOGPROBS)]
+TOLD = [name for name in OUTPUTS if name not in (TEXT, LEGACY_TEXT, PROMPT_LOGPROBS)]
 """The outputs that a request asks for by `return_...`."""
 
 
@@ -92,7 +92,7 @@ def test_an_input_and_an_output_may_have_one_name() -> None:
 
 
 def test_the_tutorials_output_name_takes_the_place_of_ours() -> None:
-    outputs = missing_ports(config(outputs=[port(TEXT_OLD)]), parameters_as_inputs=False)[1]
+    outputs = missing_ports(config(outputs=[port(LEGACY_TEXT)]), parameters_as_inputs=False)[1]
     assert [each["name"] for each in outputs] == [*TOLD, PROMPT_LOGPROBS]
 
 
@@ -171,13 +171,13 @@ def test_what_is_added_passes_the_check(max_batch_size: int, parameters_as_input
 def test_an_input_may_have_an_aliases_name(name: str) -> None:
     inputs, _ = missing_ports(config(), parameters_as_inputs=True)
     [types] = [each["data_type"] for each in inputs if each["name"] == name]
-    check_config(config(port(PROMPT), port(name, types), outputs=[port(TEXT), port(TEXT_OLD)]))
+    check_config(config(port(PROMPT), port(name, types), outputs=[port(TEXT), port(LEGACY_TEXT)]))
 
 
 REFUSED_CONFIGS = {
     "an input that nobody knows": (
         config(port("prompt")),
-        "config.pbtxt declares the input 'prompt', and there is no such request parameter, did you mean 'text_input'?",
+        "config.pbtxt declares the input 'prompt', but there is no such request parameter, did you mean 'text_input'?",
     ),
     "a typo": (config(port("temprature", "TYPE_FP32")), "did you mean 'temperature'?"),
     "a prompt of numbers": (
@@ -213,7 +213,7 @@ REFUSED_CONFIGS = {
     "an output of numbers": (config(outputs=[port(TEXT, "TYPE_FP32")]), "'text_output' as TYPE_FP32"),
     "a shape of its own": (
         config(port(PROMPT) | {"reshape": {"shape": []}}),
-        "config.pbtxt reshapes text_input, whose last dimension must be that of the prompts: leave it out",
+        "config.pbtxt reshapes text_input: take reshape out, the last dimension counts the prompts",
     ),
     "a shape of its own for an output": (
         config(outputs=[port(TEXT) | {"reshape": {"shape": []}}]),
@@ -221,7 +221,7 @@ REFUSED_CONFIGS = {
     ),
     "inputs of a sequence batcher": (
         config(sequence_batching={"control_input": [{"name": "START"}]}),
-        "sequence_batching has control_input, and a request here depends on no other: take it out of config.pbtxt",
+        "sequence_batching has control_input, but requests are independent of each other: take it out of config.pbtxt",
     ),
     "states of a sequence batcher": (config(sequence_batching={"state": [{}]}), "sequence_batching has state"),
     "the response cache": (config(response_cache={"enable": True}), "response_cache is on, but Triton's cache ignores"),
@@ -382,11 +382,11 @@ def test_arrays_and_objects_are_parameters_as_they_are_or_as_json() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
-    "no prompt": ({}, {}, "invalid_input: give text_input or messages, one of them"),
+    "no prompt": ({}, {}, "invalid_input: give either text_input or messages"),
     "stop in quotes": (
         {},
         {"stop": "true"},
-        "invalid_parameter: stop gives a request up where it is true without quotes, got 'true'",
+        "invalid_parameter: stop cancels a request only as true without quotes, got 'true'",
     ),
     "a typo in the prompt's name": (
         {},
@@ -472,17 +472,17 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
     "a LoRA adapter": (
         {PROMPT: texts(b"x")},
         {"lora_name": "x"},
-        "unknown_parameter: LoRA adapters are not served: leave lora_name out",
+        "unknown_parameter: there is no parameter 'lora_name' (LoRA adapters are not supported): leave it out",
     ),
     "a LoRA adapter among the sampling parameters": (
         {PROMPT: texts(b"x")},
         {"sampling_parameters": '{"lora_name": "x"}'},
-        "unknown_parameter: LoRA adapters are not served: leave lora_name out",
+        "unknown_parameter: there is no parameter 'lora_name' (LoRA adapters are not supported): leave it out",
     ),
     "embeddings": (
         {PROMPT: texts(b"x")},
         {"embedding_request": "{}"},
-        "unknown_parameter: this model writes text and gives no embeddings: leave embedding_request out",
+        "unknown_parameter: there is no parameter 'embedding_request' (this model generates text): leave it out",
     ),
     "sampling parameters that are no object": (
         {PROMPT: texts(b"x")},
@@ -492,7 +492,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
     "sampling parameters that are no text": (
         {PROMPT: texts(b"x")},
         {"sampling_parameters": 5},
-        "invalid_parameter: sampling_parameters must be a text, got 5",
+        "invalid_parameter: sampling_parameters must be a string, got 5",
     ),
     "a typo in the sampling parameters": (
         {PROMPT: texts(b"x")},
@@ -607,12 +607,12 @@ def asking(shape: tuple[int, ...], **options: bool) -> GenerationRequest:
 
 def test_an_answer_is_the_text_and_what_was_asked_for() -> None:
     told = [generated(number) for number in range(4)]
-    assert encode_outputs(told, asking((2, 1)), OUTPUTS).keys() == {TEXT, TEXT_OLD}
+    assert encode_outputs(told, asking((2, 1)), OUTPUTS).keys() == {TEXT, LEGACY_TEXT}
     assert encode_outputs(told, asking((2, 1)), [TEXT]).keys() == {TEXT}
     outputs = encode_outputs(told, asking((2, 1), **{f"return_{name}": True for name in TOLD}), OUTPUTS)
     assert {name: (array.dtype, array.shape) for name, array in outputs.items()} == {
         TEXT: (np.object_, (2, 2)),
-        TEXT_OLD: (np.object_, (2, 2)),
+        LEGACY_TEXT: (np.object_, (2, 2)),
         "finish_reason": (np.object_, (2, 2)),
         "num_input_tokens": (np.uint32, (2, 2)),
         "num_output_tokens": (np.uint32, (2, 2)),
@@ -627,13 +627,13 @@ def test_an_answer_is_the_text_and_what_was_asked_for() -> None:
 @pytest.mark.parametrize("name", TOLD)
 def test_each_output_is_asked_for_alone(name: str) -> None:
     outputs = encode_outputs([generated(1)], asking((1,), **{f"return_{name}": True}), OUTPUTS)
-    assert outputs.keys() == {TEXT, TEXT_OLD, name}
+    assert outputs.keys() == {TEXT, LEGACY_TEXT, name}
 
 
 def test_log_probabilities_of_prompts_come_where_one_of_them_asks() -> None:
     asked = [replace(generated(0), prompt_logprobs="[null]"), generated(1)]
     outputs = encode_outputs(asked, asking((2, 1)), OUTPUTS)
-    assert outputs.keys() == {TEXT, TEXT_OLD, PROMPT_LOGPROBS}
+    assert outputs.keys() == {TEXT, LEGACY_TEXT, PROMPT_LOGPROBS}
     assert outputs[PROMPT_LOGPROBS].tolist() == [[b"[null]"], [b"null"]]
     assert encode_outputs(asked, asking((2, 1)), [TEXT]).keys() == {TEXT}
 
@@ -663,7 +663,7 @@ def test_every_parameter_is_declared_once_and_reaches_its_model() -> None:
 def test_the_number_of_prompts_is_bounded() -> None:
     limits = Limits(max_prompts=3, max_prompt_bytes=MAX_BYTES)
     assert decode_prompts(texts(b"a", b"b", b"c"), limits) == ["a", "b", "c"]
-    with pytest.raises(RequestError, match=r"invalid_input: text_input holds 4 prompts, and a request may have 3"):
+    with pytest.raises(RequestError, match="invalid_input: text_input holds 4 prompts, more than the 3 that are acc"):
         decode_prompts(texts(b"a", b"b", b"c", b"d"), limits)
 
 

@@ -231,7 +231,7 @@ def test_an_error_comes_behind_the_pieces_and_ends_the_stream() -> None:
     outbox.close()
     assert call.parts in ([["a"]], [["ab"]])
     assert [str(end) for end in call.ends] == [
-        "cancelled: the client cancelled the request, or another one of its id gave it up (stop true)"
+        "cancelled: the client cancelled the request, or another request with its id did (`stop` true)"
     ]
 
 

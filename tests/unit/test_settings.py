@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "not finite": ({"download_timeout_s": "inf"}, "download_timeout_s must be a number > 0 and <= 604800, got 'inf'"),
     "NaN": ({"download_timeout_s": "nan"}, "download_timeout_s must be a number"),
     "no choice": ({"dtype": "float64"}, "dtype must be one of `auto`, `float32`, `float16`, `bfloat16`, got 'float64'"),
-    "empty": ({"huggingface_model": ""}, "huggingface_model must be a text that is not empty, got ''"),
+    "empty": ({"huggingface_model": ""}, "huggingface_model must be a non-empty string, got ''"),
     "no JSON": ({"quantization_config": "{4bit"}, "quantization_config must be a JSON object, got '{4bit'"),
     "a JSON list": ({"quantization_config": "[]"}, "quantization_config must be a JSON object, got []"),
     "an unknown default": (

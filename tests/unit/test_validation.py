@@ -74,14 +74,14 @@ class Declared(BaseModel):
 
 
 ALLOWED = {
-    "name": "a text that is not empty",
+    "name": "a non-empty string",
     "count": "an integer >= 1 and <= 9",
     "share": "a number > 0",
     "color": "one of `red`, `blue`",
     "flag": "true or false",
     "more": "a JSON object",
     "places": "an integer >= 0 or a JSON array of 1 to 3 of them",
-    "words": "a text of 1 to 5 characters or a JSON array of up to 2 of them",
+    "words": "a string of 1 to 5 characters or a JSON array of up to 2 of them",
     "weights": "a JSON object of up to 2 entries, each name an integer, each value a number <= 1",
 }
 
@@ -103,13 +103,13 @@ def test_allowed_says_type_and_range(name: str) -> None:
         ({"name": "x", "count": 0}, ["count must be an integer >= 1 and <= 9, got 0"]),
         ({"name": "x", "count": "3"}, ["count must be an integer >= 1 and <= 9, got '3'"]),
         ({"name": "x", "share": 0}, ["share must be a number > 0, got 0"]),
-        ({"name": ""}, ["name must be a text that is not empty, got ''"]),
+        ({"name": ""}, ["name must be a non-empty string, got ''"]),
         ({"name": "x", "color": "green"}, ["color must be one of `red`, `blue`, got 'green'"]),
         ({}, ["name is required"]),
         ({"name": "x", "flag": True, "count": 9}, ["flag and 9 do not go together"]),
         (
             {"name": 5, "more": []},
-            ["name must be a text that is not empty, got 5", "more must be a JSON object, got []"],
+            ["name must be a non-empty string, got 5", "more must be a JSON object, got []"],
         ),
         (
             {"name": "x", "places": [-1, "a", 2.5], "words": ["a"] * (MAX_ENTRIES + 1)},
@@ -184,7 +184,7 @@ def test_arrays_and_objects_are_read_from_json_too(read: Any, value: object, exp
 def test_the_table_has_a_row_for_each_field() -> None:
     rows = table(Declared, {"count": " (or `n`)"}).splitlines()
     assert rows[0] == "| name | values | default | meaning |"
-    assert rows[2] == "| `name` | a text that is not empty | (required) | What it is called. |"
+    assert rows[2] == "| `name` | a non-empty string | (required) | What it is called. |"
     assert rows[3] == "| `count` (or `n`) | an integer >= 1 and <= 9 | `3` | How many, over two lines. |"
     assert rows[4] == "| `share` | a number > 0 | - | How much. |"
     assert rows[6] == "| `flag` | true or false | `false` | Whether. |"

@@ -43,7 +43,7 @@ def resolve_sampling_params(*layers: GenerationParameters, max_new_tokens: int =
         RequestError: Together they make no sense.
     """
     said = _merge(layers)
-    do_sample = next((asked for layer in layers if (asked := layer.asks_to_sample) is not None), False)
+    do_sample = next((asked for layer in layers if (asked := layer.wants_sampling) is not None), False)
     temperature = float(said.get("temperature", 1.0))
     if do_sample and temperature < GREEDY_BELOW:
         temperature = 1.0  # a lower layer is greedy, the layer above it asks to sample and names no temperature
@@ -114,11 +114,11 @@ def _merge(layers: Sequence[GenerationParameters]) -> dict[str, Any]:
 
 def _grammar(layers: Sequence[GenerationParameters]) -> Grammar | None:
     """By the first layer that says anything of it; what the layers below it say of stop strings is off then."""
-    place = next((place for place, layer in enumerate(layers) if layer.says_grammar), None)
+    place = next((place for place, layer in enumerate(layers) if layer.gives_grammar), None)
     grammar = None if place is None else layers[place].grammar
     if place is None or grammar is None:
         return None
-    also = next((name for layer in layers[:place] if (name := layer.ends_text_elsewhere)), None)
+    also = next((name for layer in layers[:place] if (name := layer.early_stop_parameter)), None)
     if also:
         raise RequestError(
             "invalid_parameter",

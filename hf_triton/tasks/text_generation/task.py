@@ -91,7 +91,7 @@ class TextGeneration:
         self._is_encoder_decoder = is_encoder_decoder
         self._defaults = defaults
         self._has_slow_defaults = any(each.bad_words is not None for each in defaults)
-        self._has_default_grammar = next((each.follows_grammar for each in defaults if each.says_grammar), False)
+        self._has_default_grammar = next((each.is_constrained for each in defaults if each.gives_grammar), False)
         self._max_output_length = max_output_length
         self._max_rows = max_rows
         self._excludes_prompt = excludes_prompt
@@ -181,7 +181,7 @@ class TextGeneration:
         )
 
     def _follows_grammar(self, parameters: GenerationParameters) -> bool:
-        return parameters.follows_grammar if parameters.says_grammar else self._has_default_grammar
+        return parameters.is_constrained if parameters.gives_grammar else self._has_default_grammar
 
     def _prepare_in(self, pool: ThreadPoolExecutor, preparation: Preparation, steps: Steps) -> None:
         try:
