@@ -97,12 +97,12 @@ def check(name: str, mode: DecodingMode, folder: Path) -> Decoder:
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *SHIPPED])
-def test_greedy_text_of_graphs_is_that_of_generate(name: str, tmp_path: Path) -> None:
+def test_greedy_output_of_graphs_equals_generate(name: str, tmp_path: Path) -> None:
     assert check(name, "cuda_graphs", tmp_path).is_static is (name not in NOT_CAPTURED)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_text_of_eager_steps_is_that_of_generate(name: str, tmp_path: Path) -> None:
+def test_greedy_output_of_eager_steps_equals_generate(name: str, tmp_path: Path) -> None:
     assert not check(name, "eager", tmp_path).is_static
 
 
@@ -149,7 +149,7 @@ PLANS = (SamplingParams(9), SamplingParams(9, do_sample=True, top_p=0.9, top_k=5
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("plans", [PLANS[:1] * 3, PLANS[1:] * 3, [*PLANS, PLANS[0]]], ids=["greedy", "drawn", "mixed"])
-def test_a_step_waits_for_the_device_nowhere(plans: list[SamplingParams]) -> None:
+def test_step_never_synchronizes_with_the_device(plans: list[SamplingParams]) -> None:
     samplers = [SequenceSampler(plan, 0, []) for plan in plans]
     texts = Texts(load("llama"), "cuda_graphs")
     for number, prompt in enumerate(prompts(3, longest=8)):
@@ -188,7 +188,7 @@ def test_no_layer_of_a_prompt_waits(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert counts[0] == counts[1] <= 5
 
 
-def test_graphs_survive_when_all_texts_leave() -> None:
+def test_graphs_survive_when_all_sequences_finish() -> None:
     texts = Texts(load("llama"), "cuda_graphs")
     for number in range(2):
         texts.join(number, [5, 6, 7])

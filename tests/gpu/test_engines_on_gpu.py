@@ -53,7 +53,7 @@ def check(engine: Any, reference: Any, count: int = 12) -> None:
 
 @pytest.mark.parametrize("decoding", ["eager", "cuda_graphs"])
 @pytest.mark.parametrize("name", ["gemma3", "mixtral", "phi3-longrope", "granite4"])
-def test_the_continuous_engine_writes_what_generate_writes(name: str, decoding: DecodingMode) -> None:
+def test_continuous_engine_equals_generate(name: str, decoding: DecodingMode) -> None:
     plain = build(*CONTINUOUS[name])
     model = copy.deepcopy(plain).to("cuda")
     with closing(ContinuousBatchingEngine(model, max_rows=5, decoding=decoding)) as engine:
@@ -62,7 +62,7 @@ def test_the_continuous_engine_writes_what_generate_writes(name: str, decoding: 
 
 @pytest.mark.parametrize("decoding", ["eager", "cuda_graphs"])
 @pytest.mark.parametrize("name", ["granite4", "falcon-h1"])
-def test_states_on_a_device_are_gone_on_from(
+def test_cached_states_on_a_device_are_continued(
     name: str, decoding: DecodingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(device.CHUNK_SIZES, "cuda", ChunkSizes(64, 32, per_weights=4))
@@ -75,7 +75,7 @@ def test_states_on_a_device_are_gone_on_from(
 
 @pytest.mark.parametrize("decoding", ["eager", "cuda_graphs"])
 @pytest.mark.parametrize("name", [*WHOLE])
-def test_prompts_that_are_read_whole(name: str, decoding: DecodingMode) -> None:
+def test_prompts_without_chunked_prefill(name: str, decoding: DecodingMode) -> None:
     plain = build(*WHOLE[name])
     model = copy.deepcopy(plain).to("cuda")
     with closing(start_engine(model, max_rows=5, context_length=128, decoding=decoding)) as engine:
@@ -84,7 +84,7 @@ def test_prompts_that_are_read_whole(name: str, decoding: DecodingMode) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "reformer"])
-def test_the_batch_engine_writes_what_generate_writes(name: str) -> None:
+def test_batch_engine_equals_generate(name: str) -> None:
     plain = build(*BATCH[name])
     model = copy.deepcopy(plain).to("cuda")
     with closing(start_engine(model, max_rows=4, context_length=128)) as engine:
@@ -153,7 +153,7 @@ def test_running_rows_wait_for_nothing_but_their_tokens(plan: SamplingParams, mo
 # --- sampler ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_device_picks_what_the_host_picks() -> None:
+def test_device_samples_what_the_host_samples() -> None:
     source = random.Random(0)
     logits = torch.randn(4 * len(ONE_BY_ONE), VOCABULARY, generator=torch.Generator().manual_seed(0)) * 4
 

@@ -27,13 +27,13 @@ def test_numbers_come_back(numbers: torch.Tensor) -> None:
     assert torch.nn.Linear(3, 4).to("cuda")(numbers).shape == (2, 4)
 
 
-def test_it_is_gone_behind_its_context() -> None:
+def test_simulation_ends_with_its_context() -> None:
     with simulated_gpus():
         assert torch.cuda.is_available()
     assert torch.cuda.device_count() == 2, "that of the fixture"
 
 
-def test_threads_have_it_too(numbers: torch.Tensor) -> None:
+def test_threads_have_the_simulated_device(numbers: torch.Tensor) -> None:
     found: list[float] = []
     thread = threading.Thread(target=lambda: found.append(float((numbers + torch.ones(3, device="cuda")).sum())))
     thread.start()
@@ -61,7 +61,7 @@ def test_devices_do_not_mix(numbers: torch.Tensor) -> None:
         numbers.numpy()
 
 
-def test_who_waits_is_told(numbers: torch.Tensor) -> None:
+def test_synchronizing_operations_raise(numbers: torch.Tensor) -> None:
     waiting = (
         numbers.tolist,
         numbers.sum().item,
@@ -100,7 +100,7 @@ def test_a_copy_that_does_not_wait_is_there_behind_its_event(numbers: torch.Tens
     assert late.tolist() == copy.tolist()
 
 
-def test_host_memory_that_changes_on_its_way_is_told() -> None:
+def test_host_memory_changed_during_a_copy_raises() -> None:
     pinned = torch.zeros(2).pin_memory()
     pinned.to("cuda", non_blocking=True)
     pinned[0] = 1
@@ -108,7 +108,7 @@ def test_host_memory_that_changes_on_its_way_is_told() -> None:
         torch.cuda.synchronize()
 
 
-def test_a_graph_runs_what_was_captured(numbers: torch.Tensor) -> None:
+def test_graph_replays_what_was_captured(numbers: torch.Tensor) -> None:
     graph, factor, total = torch.cuda.CUDAGraph(), 2, torch.zeros(2, 3, device="cuda")
     with torch.cuda.graph(graph):
         product = numbers * factor + torch.ones(3, device="cuda")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client may send that is wrong: each is refused at once in words of its own, and nobody else feels it."""
+"""Each invalid request is refused at once with a message of its own, and no other request is affected."""
 
 import random
 import re
@@ -217,7 +217,7 @@ def as_tensor(name: str, value: object) -> Any:
 
 
 @pytest.mark.parametrize(("name", "value"), PAIRS)
-def test_an_impossible_value_is_refused_at_every_door(server: TritonServer, name: str, value: object) -> None:
+def test_out_of_range_value_is_refused_at_every_endpoint(server: TritonServer, name: str, value: object) -> None:
     for door, ask in doors_for_parameter(name, value).items():
         answer = ask(server)
         statuses = ["INVALID_ARGUMENT"] if door.startswith("gRPC") else [400]
@@ -264,7 +264,7 @@ TRITONS_OWN_AT_INFER = ("timeout", "priority")
 
 
 @pytest.mark.parametrize("name", NO_SUCH)
-def test_an_unknown_parameter_is_refused_at_every_door(server: TritonServer, name: str) -> None:
+def test_unknown_parameter_is_refused_at_every_endpoint(server: TritonServer, name: str) -> None:
     doors = [to_generate({"text_input": "x", name: 5}), to_generate({"text_input": "x", "parameters": {name: 5}})]
     if name not in TRITONS_OWN_AT_INFER:
         doors += [
@@ -334,7 +334,7 @@ def test_parameters_that_contradict_each_other_are_refused(server: TritonServer,
 # --- lengths ---------------------------------------------------------------------------------------------------------
 
 
-def test_prompt_and_new_tokens_may_fill_the_context_and_no_more(server: TritonServer) -> None:
+def test_prompt_and_new_tokens_must_fit_the_context(server: TritonServer) -> None:
     assert generate(server, PLAIN, "x", max_new_tokens=CONTEXT_TOKENS - 2).status == 200
     for ask in (
         to_generate({"text_input": "x", "max_new_tokens": CONTEXT_TOKENS - 1}),
@@ -408,7 +408,7 @@ FINE: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("case", FINE)
 @pytest.mark.parametrize("model", [PLAIN, TYPED])
-def test_what_is_at_the_border_is_answered(server: TritonServer, model: str, case: str) -> None:
+def test_values_at_the_limits_are_accepted(server: TritonServer, model: str, case: str) -> None:
     reply = generate(server, model, "x", **FINE[case])
     assert reply.status == 200, reply.body
 
@@ -416,7 +416,7 @@ def test_what_is_at_the_border_is_answered(server: TritonServer, model: str, cas
 TEXTS = ["", " ", "a\0b", "\x1b[0m", "\u202eabc", "\u2028", "🙂 🏳️\u200d🌈", "e\u0301", "<s></s>x", "\ufeffx", "\\ud800"]
 
 
-def test_any_text_that_is_utf8_comes_back_as_it_was(server: TritonServer) -> None:
+def test_any_utf8_prompt_is_returned_unchanged(server: TritonServer) -> None:
     reply = infer(server, PLAIN, TEXTS)
     assert reply.status == 200
     outputs = reply.json()["outputs"][0]["data"]

@@ -29,7 +29,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return found
 
 
-def test_each_way_is_measured_beside_the_engine_at_its_end(benchmark: ModuleType, tmp_path: Path) -> None:
+def test_each_endpoint_is_measured_beside_the_engine(benchmark: ModuleType, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     checkpoint = benchmark.save(benchmark.build_small_model(), tmp_path / "checkpoint")
     benchmark.add_folder(repository, "plain", checkpoint)
@@ -41,7 +41,7 @@ def test_each_way_is_measured_beside_the_engine_at_its_end(benchmark: ModuleType
         assert figures["stream / server"] == figures["stream / engine"] / figures["server / engine"]
 
 
-def test_a_lost_answer_is_no_figure(benchmark: ModuleType, tmp_path: Path) -> None:
+def test_lost_answer_gives_no_figure(benchmark: ModuleType, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     checkpoint = benchmark.save(benchmark.build_small_model(), tmp_path / "checkpoint")
     benchmark.add_folder(repository, "plain", checkpoint, max_cache_tokens=256, max_output_length=1)

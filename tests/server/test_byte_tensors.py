@@ -130,7 +130,7 @@ def test_n_prompts_give_n_answers_in_order(
 
 @pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize("model", ["flat", "eight"])
-def test_any_text_comes_back_byte_for_byte_with_its_continuation(
+def test_prompt_is_returned_unchanged_before_the_continuation(
     model: str, kind: str, server: TritonServer, falcon: Reference, llama: Reference
 ) -> None:
     text, reference = TEXTS[kind], llama if model == "eight" else falcon
@@ -141,7 +141,7 @@ def test_any_text_comes_back_byte_for_byte_with_its_continuation(
     assert ask(server, model, [text], exclude_input_in_output=True) == [new]
 
 
-def test_all_texts_in_one_request(server: TritonServer) -> None:
+def test_all_prompts_in_one_request(server: TritonServer) -> None:
     assert ask(server, "flat", list(TEXTS.values())) == [ask(server, "flat", [text])[0] for text in TEXTS.values()]
 
 
@@ -152,7 +152,7 @@ def test_empty_prompt_is_refused_if_the_model_has_no_bos_token(server: TritonSer
     assert infer(server, "no_beginning", ["fine"]).status == 200
 
 
-# --- nobody feels the company ----------------------------------------------------------------------------------------
+# --- batch invariance ------------------------------------------------------------------------------------------------
 
 NUM_THREADS = 16
 
@@ -198,7 +198,7 @@ def test_an_answer_depends_on_its_prompt_alone(
 SAMPLED = {"temperature": 1.5, "max_new_tokens": 12}
 
 
-def test_the_same_seed_gives_the_same_text_and_another_one_another(server: TritonServer) -> None:
+def test_output_depends_on_the_seed(server: TritonServer) -> None:
     first, again = (ask(server, "flat", ["The river"], seed=11, **SAMPLED) for _ in range(2))
     assert first == again
     assert first != ask(server, "flat", ["The river"], seed=12, **SAMPLED)
@@ -210,7 +210,7 @@ def test_one_seed_for_many_prompts_is_the_seed_of_each(server: TritonServer) -> 
     assert together[2] == ask(server, "flat", ["bread"], seed=11, **SAMPLED)[0]
 
 
-def test_without_a_seed_texts_vary(server: TritonServer) -> None:
+def test_output_varies_without_a_seed(server: TritonServer) -> None:
     """Twelve tokens at temperature 1.5: two equal texts among eight are less likely than 1e-6."""
     answers = ask(server, "flat", ["The river"] * 8, **SAMPLED)
     assert len(set(answers)) == 8
@@ -222,7 +222,7 @@ def test_without_a_seed_texts_vary(server: TritonServer) -> None:
     [("flat", [1], [3]), ("flat", [2], [6]), ("one", [1, 2], [1, 6]), ("eight", [2, 1], [2, 3])],
     ids=str,
 )
-def test_several_texts_for_a_prompt_stand_side_by_side(
+def test_sequences_of_a_prompt_are_adjacent(
     model: str, shape: list[int], wanted: list[int], server: TritonServer
 ) -> None:
     texts = ["The river", "bread"][: max(shape)]
@@ -299,7 +299,7 @@ WAYS: dict[str, Callable[[TritonServer], Reply]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_giving_parameters_gives_the_same_text(way: str, server: TritonServer, falcon: Reference) -> None:
+def test_every_form_of_parameters_gives_the_same_output(way: str, server: TritonServer, falcon: Reference) -> None:
     reply = WAYS[way](server)
     assert reply.status == 200, reply.body
     body = reply.json()

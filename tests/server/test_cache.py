@@ -108,7 +108,7 @@ def test_two_instances_download_the_weights_once(first_start: FirstStart) -> Non
     assert len([path for path in first_start.requests if path.startswith(f"/cdn/{SHARED}")]) == 1
 
 
-def test_the_log_says_what_comes_from_where(site: Site, first_start: FirstStart) -> None:
+def test_log_names_the_source_of_each_setting(site: Site, first_start: FirstStart) -> None:
     assert f"twins: {SHARED} (revision main): downloading to {site.cache}" in first_start.log
     assert f"parts: {GATED} (revision bare): downloading to {site.cache}" in first_start.log
     assert f"parts: {TOKENIZER} (revision main): downloading to {site.cache}" in first_start.log
@@ -120,7 +120,7 @@ def test_a_revision_and_a_separate_tokenizer_are_used(first_start: FirstStart) -
     assert not [path for path in first_start.requests if TOKENIZER in path and "safetensors" in path]
 
 
-def test_the_access_token_is_nowhere(site: Site, first_start: FirstStart) -> None:
+def test_access_token_is_in_no_log_and_no_answer(site: Site, first_start: FirstStart) -> None:
     assert "hf_triton.hub.download" in first_start.command_lines
     for text in (first_start.log, first_start.index, first_start.command_lines):
         assert site.hub.access_token not in text

@@ -43,13 +43,13 @@ def answer(reference: Reference, chat: list[dict[str, str]], **options: Any) -> 
     return str(whole)[len(before) :]
 
 
-def test_a_chat_is_answered_without_its_prompt(server: TritonServer, reference: Reference) -> None:
+def test_chat_is_answered_without_its_prompt(server: TritonServer, reference: Reference) -> None:
     reply = ask(server, messages=json.dumps(CHAT))
     assert reply.status == 200, reply.body
     assert reply.json()["text_output"] == answer(reference, CHAT)
 
 
-def test_a_folder_may_bring_the_template(server: TritonServer, reference: Reference) -> None:
+def test_folder_may_have_its_own_template(server: TritonServer, reference: Reference) -> None:
     assert ask(server, "own_template", messages=json.dumps(CHAT)).json()["text_output"] == answer(reference, CHAT)
 
 
@@ -71,7 +71,7 @@ def test_the_template_gets_its_arguments(server: TritonServer, reference: Refere
     assert plain.json()["text_output"] == answer(reference, CHAT, add_generation_prompt=False)
 
 
-def test_the_last_message_can_be_gone_on_with(server: TritonServer, reference: Reference) -> None:
+def test_last_message_can_be_continued(server: TritonServer, reference: Reference) -> None:
     chat = [*CHAT, {"role": "assistant", "content": "To the"}]
     reply = ask(server, messages=json.dumps(chat), continue_final_message=True)
     wanted = answer(reference, chat, add_generation_prompt=False, continue_final_message=True)

@@ -75,7 +75,7 @@ COUNTS = ["num_input_tokens", "num_output_tokens", "finish_reason"]
 
 
 @pytest.mark.parametrize("module", [httpclient, grpcclient], ids=["http", "grpc"])
-def test_an_output_that_is_named_is_filled(server: TritonServer, checkpoint: Path, module: Any) -> None:
+def test_requested_outputs_are_filled(server: TritonServer, checkpoint: Path, module: Any) -> None:
     num_prompt = len(load_reference(checkpoint).tokenizer(TEXTS[0]).input_ids)
     url = http_url(server) if module is httpclient else server.grpc_url
     with module.InferenceServerClient(url) as client:
@@ -191,7 +191,7 @@ CLIENTS: dict[str, Callable[..., list[str]]] = {
 
 @pytest.mark.parametrize("model", ["flat", "batched"])
 @pytest.mark.parametrize("client", CLIENTS)
-def test_every_client_gets_transformers_own_text(
+def test_every_client_gets_the_output_of_transformers(
     client: str, model: str, server: TritonServer, wanted: list[str]
 ) -> None:
     assert CLIENTS[client](server, TEXTS, PARAMETERS, model) == wanted

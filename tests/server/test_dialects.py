@@ -239,7 +239,7 @@ def test_the_vllm_backends_quick_start(server: TritonServer, whole: str) -> None
         assert generate_stream(server, model, PROMPT, **fields).text() == whole
 
 
-def test_each_of_the_vllm_backends_outputs_comes_where_it_is_asked_for(server: TritonServer) -> None:
+def test_each_vllm_backend_output_comes_on_request(server: TritonServer) -> None:
     for name in RETURNS:
         reply = generate(server, PLAIN, PROMPT, **{name: True}).json()
         assert reply.keys() == {"model_name", "model_version", "text_output", name.removeprefix("return_")}
@@ -269,7 +269,7 @@ def test_each_of_the_vllm_backends_outputs_comes_where_it_is_asked_for(server: T
     ids=str,
 )
 @pytest.mark.parametrize("model", [FLAT, PLAIN])
-def test_what_is_not_served_is_refused_by_name(
+def test_unsupported_parameters_are_refused_by_name(
     server: TritonServer, model: str, fields: dict[str, object], sentence: str
 ) -> None:
     reply = generate(server, model, PROMPT, **fields)
@@ -411,7 +411,7 @@ def test_tensorrt_llms_stop_false_stops_nothing(server: TritonServer, whole: str
 
 @pytest.mark.parametrize("model", [FLAT, BATCHED, STREAM, BATCHED_STREAM])
 @pytest.mark.parametrize("name", ["stop", "stop_words", "stop_strings"])
-def test_lists_are_json_arrays_where_they_are_inputs(server: TritonServer, model: str, name: str, whole: str) -> None:
+def test_lists_are_json_arrays_for_declared_inputs(server: TritonServer, model: str, name: str, whole: str) -> None:
     stops = ["never", whole[5:7]]
     for value in (stops, json.dumps(stops), whole[5:7]):
         for fields in ({name: value}, {"parameters": {name: value}}):
@@ -611,7 +611,7 @@ def test_stop_with_a_misspelt_parameter_is_refused(server: TritonServer) -> None
 
 
 @pytest.mark.parametrize("model", [PLAIN, FLAT, BATCHED])
-def test_stop_of_an_id_that_nobody_has_is_no_error(server: TritonServer, model: str) -> None:
+def test_stop_of_an_unknown_id_is_no_error(server: TritonServer, model: str) -> None:
     shape = [1, 1] if model == BATCHED else [1]
     text = grpcclient.InferInput("text_input", shape, "BYTES")
     text.set_data_from_numpy(np.array([b""], dtype=object).reshape(shape))

@@ -163,7 +163,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.1)
 
 
-def test_clients_that_vanish_leave_no_rows_behind(server: TritonServer, canary: str) -> None:
+def test_disconnected_clients_leave_no_running_sequences(server: TritonServer, canary: str) -> None:
     def vanish() -> None:
         with open_stream(server, "streamed", "never read", max_new_tokens=LONG) as response:
             assert response.readline().startswith(b"data: ")
@@ -186,7 +186,7 @@ def test_a_reload_under_load_answers_every_request(server: TritonServer, canary:
         time.sleep(1)
     counts = statuses(load.sent)
     assert counts[200] >= 24, counts
-    assert counts[404] + counts[503] > 0, "nobody asked while it was gone"
+    assert counts[404] + counts[503] > 0, "no request came while the model was unloaded"
     assert set(counts) <= {200, 404, 503}, counts
     assert get(server, "/v2/models/slow/ready").status == 200
     assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
@@ -210,7 +210,7 @@ def test_sigterm_under_load_answers_every_accepted_request(server: TritonServer,
     assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
 
 
-def test_a_server_that_dies_is_not_said_to_be_a_model_s_fault(repository: Path) -> None:
+def test_server_death_is_not_reported_as_a_model_error(repository: Path) -> None:
     with start(repository, "slow") as server:
         assert server.process is not None
         processes = stubs(server)
@@ -221,7 +221,7 @@ def test_a_server_that_dies_is_not_said_to_be_a_model_s_fault(repository: Path) 
         assert "has died" not in server.read_log()
 
 
-def test_a_killed_stub_ends_the_server_and_nobody_hangs(repository: Path) -> None:
+def test_killed_stub_ends_the_server_and_every_request(repository: Path) -> None:
     """Triton 24.10 neither answers the requests of a dead stub nor starts another, and stays ready."""
     with start(repository, "slow", "streamed") as server:
         assert server.process is not None

@@ -52,7 +52,7 @@ NUM_EACH = 4
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_request_that_was_answered_is_gone(engine: str, tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_answered_request_is_freed(engine: str, tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")
     config = "model_transaction_policy { decoupled: true }"
     settings = {"huggingface_model": checkpoint, "engine": engine, "exclude_input_in_output": "true"}

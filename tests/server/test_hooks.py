@@ -165,7 +165,7 @@ def continuation(reference: Reference, prompt: str, num_tokens: int = NUM_TOKENS
     return reference.text(prompt, num_tokens).removeprefix(prompt)
 
 
-def test_what_was_loaded_can_be_changed(server: TritonServer, reference: Reference) -> None:
+def test_load_can_change_the_checkpoint(server: TritonServer, reference: Reference) -> None:
     reference.model.lm_head.weight.data.mul_(-1)
     try:
         wanted = continuation(reference, PROMPT)
@@ -174,7 +174,7 @@ def test_what_was_loaded_can_be_changed(server: TritonServer, reference: Referen
     assert ask(server, "load") == wanted != ask(server, "plain")
 
 
-def test_a_model_can_learn_words_and_layers(server: TritonServer, reference: Reference) -> None:
+def test_load_can_add_tokens_and_layers(server: TritonServer, reference: Reference) -> None:
     """New tokens are the model's as the others are; new layers are in eval mode."""
     num_old = len(reference.tokenizer)
     ebb, flow = num_old, num_old + 1
@@ -189,13 +189,13 @@ def test_a_model_can_learn_words_and_layers(server: TritonServer, reference: Ref
     assert generate(server, "taught", "x", eos_token_id=ebb, max_new_tokens=1).status == 200
 
 
-def test_a_prompt_can_be_built(server: TritonServer, reference: Reference) -> None:
+def test_build_prompt_changes_the_prompt(server: TritonServer, reference: Reference) -> None:
     assert ask(server, "prompt") == continuation(reference, f"Question: {PROMPT}\nAnswer:")
     reply = generate(server, "prompt", PROMPT, max_new_tokens=3, exclude_input_in_output=False)
     assert reply.json()["text_output"].startswith(PROMPT)
 
 
-def test_scores_can_be_processed(server: TritonServer, reference: Reference) -> None:
+def test_logits_processor_changes_the_scores(server: TritonServer, reference: Reference) -> None:
     ids = reference.tokenizer(PROMPT).input_ids
     text = ask(server, "processor")
     assert text != ask(server, "plain")
@@ -209,17 +209,17 @@ def test_scores_can_be_processed(server: TritonServer, reference: Reference) -> 
     assert text == whole[len(before) :]
 
 
-def test_a_text_can_be_ended(server: TritonServer) -> None:
+def test_is_complete_ends_the_completion(server: TritonServer) -> None:
     whole, text = ask(server, "plain"), ask(server, "rule")
     assert whole.startswith(text)
     assert 5 <= len(text) < len(whole)
 
 
-def test_a_text_can_be_changed(server: TritonServer) -> None:
+def test_postprocess_changes_the_completion(server: TritonServer) -> None:
     assert ask(server, "after") == ask(server, "plain").strip().upper()
 
 
-def test_a_slow_one_holds_up_no_stop_and_is_not_called_for_who_gave_up(server: TritonServer) -> None:
+def test_slow_hook_delays_no_stop_and_skips_cancelled_requests(server: TritonServer) -> None:
     names = [str(number) for number in range(NUM_HOOK_THREADS + 3)]
     with ThreadPoolExecutor(len(names)) as pool:
         asked = [pool.submit(generate, server, "slow", PROMPT, max_new_tokens=3, id=name) for name in names]
@@ -266,9 +266,7 @@ def failed(hook: str, error: str, line: str) -> str:
         ("postprocess: bytes", WRONG.format("postprocess", "a text", "a value of type bytes")),
     ],
 )
-def test_a_hook_that_fails_is_named_and_nothing_of_the_prompt_is_shown(
-    server: TritonServer, fault: str, sentence: str
-) -> None:
+def test_failing_hook_is_named_without_showing_the_prompt(server: TritonServer, fault: str, sentence: str) -> None:
     reply = generate(server, "broken", fault, max_new_tokens=3)
     assert reply.status == 400
     assert reply.error == f"hook_failed: {sentence}"
@@ -279,7 +277,7 @@ def test_a_hook_that_fails_is_named_and_nothing_of_the_prompt_is_shown(
     assert generate(server, "broken", PROMPT, max_new_tokens=3).status == 200
 
 
-def test_an_error_of_ours_that_a_hook_raises_is_the_answer(server: TritonServer) -> None:
+def test_request_error_of_a_hook_is_the_answer(server: TritonServer) -> None:
     reply = generate(server, "broken", "an error of ours", max_new_tokens=3)
     assert reply.error == "invalid_input: our own words"
 
@@ -301,7 +299,7 @@ def test_own_error_code_is_counted_as_hook_failed(server: TritonServer) -> None:
     assert "rude" not in lines
 
 
-def test_a_processor_that_fails_touches_no_other_request(server: TritonServer) -> None:
+def test_failing_processor_affects_no_other_request(server: TritonServer) -> None:
     """All are written side by side; those of one length fail in the middle of their texts."""
     short = "The"
     with ThreadPoolExecutor(8) as pool:
@@ -316,7 +314,7 @@ def test_a_processor_that_fails_touches_no_other_request(server: TritonServer) -
     assert "are tried again" not in server.read_log()
 
 
-def test_what_a_hook_prints_is_in_the_log_at_once(server: TritonServer) -> None:
+def test_output_of_a_hook_is_logged_at_once(server: TritonServer) -> None:
     assert ask(server, "chatty") == ask(server, "plain")
     assert "chatty: é\n" in server.read_log()
 

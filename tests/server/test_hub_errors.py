@@ -160,7 +160,7 @@ def test_the_other_folders_answer(scene: Scene) -> None:
     assert reply.status == 200, reply.body
 
 
-def test_a_hub_in_passing_trouble_is_waited_for(scene: Scene) -> None:
+def test_transient_hub_failure_is_retried(scene: Scene) -> None:
     assert scene.states["recovers"]["state"] == "READY", scene.states["recovers"]
     answers = [
         generate(scene.server, name, "The old harbour", max_new_tokens=8).json()["text_output"]
@@ -169,7 +169,7 @@ def test_a_hub_in_passing_trouble_is_waited_for(scene: Scene) -> None:
     assert answers[0] == answers[1]
 
 
-def test_everything_ends_in_a_bounded_time(scene: Scene) -> None:
+def test_all_folders_are_decided_within_a_bounded_time(scene: Scene) -> None:
     assert scene.started_in_s < 150
 
 
@@ -181,7 +181,7 @@ def test_a_failed_folder_can_be_asked_and_shows_nothing_inside(scene: Scene) -> 
         assert scene.hub.stranger_token not in reply.body
 
 
-def test_the_access_token_is_nowhere(scene: Scene) -> None:
+def test_access_token_is_in_no_log_and_no_answer(scene: Scene) -> None:
     token = scene.hub.stranger_token
     assert any(request.had_valid_token for request in scene.hub.requests)
     assert token not in scene.server.read_log()

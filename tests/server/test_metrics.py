@@ -132,7 +132,7 @@ def by_label(found: Figures, name: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("engine", ["continuous", "batch"])
-def test_what_was_sent_is_what_is_counted(server: TritonServer, engine: str, num_tokens: Callable[[str], int]) -> None:
+def test_metrics_count_what_was_sent(server: TritonServer, engine: str, num_tokens: Callable[[str], int]) -> None:
     before = figures(exported(server), engine)
     assert not any(count for (name, _), count in before.items() if name.endswith(("_total", "_count", "_sum")))
     started_s = time.monotonic()
@@ -178,7 +178,7 @@ def test_what_was_sent_is_what_is_counted(server: TritonServer, engine: str, num
 
 
 @pytest.mark.parametrize("engine", ["continuous", "batch"])
-def test_what_is_cancelled_is_seen_at_work_and_then_counted(server: TritonServer, engine: str) -> None:
+def test_cancelled_request_is_running_and_then_counted(server: TritonServer, engine: str) -> None:
     before = figures(exported(server), engine)
     tensor = grpcclient.InferInput("text_input", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([b"a long one"], dtype=object))
@@ -202,7 +202,7 @@ def test_what_is_cancelled_is_seen_at_work_and_then_counted(server: TritonServer
 
 
 @pytest.mark.parametrize("engine", ["continuous", "batch"])
-def test_what_runs_out_of_time_is_counted_by_its_finish_reason(server: TritonServer, engine: str) -> None:
+def test_timed_out_request_is_counted_by_finish_reason(server: TritonServer, engine: str) -> None:
     before = figures(exported(server), engine)
     late = {"max_new_tokens": 240, "max_time": 0.5}
     assert infer(server, engine, ["late"], parameters=late).status == 200
@@ -344,7 +344,7 @@ def until(ask: Callable[[], bool]) -> bool:
     return False
 
 
-def test_prometheus_reads_the_same(server: TritonServer, query: Callable[[str], list[Any]]) -> None:
+def test_prometheus_scrapes_the_same_values(server: TritonServer, query: Callable[[str], list[Any]]) -> None:
     num_before = int(outcomes(figures(exported(server), "continuous")).total())
     assert infer(server, "continuous", ["one", "two"], parameters={"max_new_tokens": 6}).status == 200
     found = settled(server, "continuous", num_before + 1)

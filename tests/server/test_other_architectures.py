@@ -57,7 +57,7 @@ def copy_folder(folder: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_texts_are_transformers_own(
+def test_output_equals_transformers(
     architecture: str, server: TritonServer, reference: Callable[[str], Reference]
 ) -> None:
     assert server.is_model_ready(architecture), server.log_tail()
@@ -105,7 +105,7 @@ def test_the_prompt_s_log_probabilities_are_transformers_own(
     assert [logprob for _, logprob in found] == pytest.approx(expected, abs=1e-4)
 
 
-def test_an_encoder_decoder_writes_as_much_as_it_is_asked_whatever_it_read(server: TritonServer) -> None:
+def test_encoder_decoder_generates_max_new_tokens_after_any_prompt(server: TritonServer) -> None:
     """Its prompt and its answer do not share the context."""
     long = "the river goes to the sea " * 30
     assert generate(server, "t5", long, max_new_tokens=100).status == 200

@@ -160,7 +160,7 @@ def test_cancelled_requests_leave_the_server_and_the_others_alone(server: Triton
 
 
 @pytest.mark.usefixtures("canary")
-def test_unloading_answers_what_is_in_flight(server: TritonServer) -> None:
+def test_unload_answers_requests_in_flight(server: TritonServer) -> None:
     running = in_background(lambda: generate(server, "faulty", "slow", max_new_tokens=IS_SLOW), 3)
     time.sleep(0.7)
     assert post(server, "/v2/repository/models/faulty/unload", {}).status == 200
@@ -170,7 +170,7 @@ def test_unloading_answers_what_is_in_flight(server: TritonServer) -> None:
     assert get(server, "/v2/models/faulty/ready").status == 200
 
 
-def test_sigterm_answers_what_is_in_flight(repository: Path) -> None:
+def test_sigterm_answers_requests_in_flight(repository: Path) -> None:
     with TritonServer(repository, arguments=["--model-control-mode=explicit", "--load-model=faulty"]) as server:
         running = in_background(lambda: generate(server, "faulty", "slow", max_new_tokens=IS_SLOW), 3)
         time.sleep(0.7)

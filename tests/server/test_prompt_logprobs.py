@@ -61,16 +61,18 @@ def outputs_of(reply: Any) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_each_of_several_prompts_has_its_own(server: TritonServer, reference: Reference, count: int) -> None:
+def test_each_prompt_has_its_own_prompt_logprobs(server: TritonServer, reference: Reference, count: int) -> None:
     outputs = outputs_of(infer(server, "plain", PROMPTS, parameters={"prompt_logprobs": count}))
     assert outputs.keys() == {"text_output", "prompt_logprobs"}
     for prompt, told in zip(PROMPTS, outputs["prompt_logprobs"], strict=True):
         check(told, ids_of(reference, prompt), reference, count)
     plain = outputs_of(infer(server, "plain", PROMPTS))
-    assert plain == {"text_output": outputs["text_output"]}, "nobody's text changes, and nobody is told unasked"
+    assert plain == {"text_output": outputs["text_output"]}, (
+        "outputs stay the same, and prompt_logprobs come on request only"
+    )
 
 
-def test_each_of_a_prompt_s_texts_is_told_the_same(server: TritonServer, reference: Reference) -> None:
+def test_sequences_of_a_prompt_have_the_same_prompt_logprobs(server: TritonServer, reference: Reference) -> None:
     drawn = {"temperature": 1.0, "seed": 3, "num_return_sequences": 3, "prompt_logprobs": 2}
     outputs = outputs_of(infer(server, "plain", PROMPTS[:2], parameters=drawn))
     told = outputs["prompt_logprobs"]
@@ -79,21 +81,21 @@ def test_each_of_a_prompt_s_texts_is_told_the_same(server: TritonServer, referen
         check(each, ids_of(reference, prompt), reference, 2)
 
 
-def test_generate_and_the_vllm_backend_s_json_say_the_same(server: TritonServer, reference: Reference) -> None:
+def test_generate_and_sampling_parameters_give_the_same(server: TritonServer, reference: Reference) -> None:
     by_name = generate(server, "plain", PROMPTS[0], prompt_logprobs=3).json()
     packed = generate(server, "plain", PROMPTS[0], sampling_parameters='{"prompt_logprobs": 3}').json()
     assert by_name == packed
     check(by_name["prompt_logprobs"], ids_of(reference, PROMPTS[0]), reference, 3)
 
 
-def test_beside_those_of_the_text(server: TritonServer, reference: Reference) -> None:
+def test_prompt_logprobs_beside_logprobs(server: TritonServer, reference: Reference) -> None:
     asked = {"return_logprobs": True, "logprobs": 2, "prompt_logprobs": 1}
     reply = generate(server, "plain", PROMPTS[0], **asked).json()
     assert len(json.loads(reply["logprobs"])) == NUM_TOKENS
     check(reply["prompt_logprobs"], ids_of(reference, PROMPTS[0]), reference, 1)
 
 
-def test_a_chat_s_are_those_of_what_its_template_made(server: TritonServer, reference: Reference) -> None:
+def test_prompt_logprobs_of_a_chat_are_of_the_templated_prompt(server: TritonServer, reference: Reference) -> None:
     reply = post(server, "/v2/models/plain/generate", {"messages": json.dumps(CHAT), "prompt_logprobs": 2})
     assert reply.status == 200, reply.body
     ids = reference.tokenizer.apply_chat_template(CHAT, return_dict=False, add_generation_prompt=True)
@@ -101,14 +103,14 @@ def test_a_chat_s_are_those_of_what_its_template_made(server: TritonServer, refe
 
 
 @pytest.mark.parametrize("name", ["stream", "plain_stream"])
-def test_a_stream_has_them_in_its_last_response(server: TritonServer, reference: Reference, name: str) -> None:
+def test_stream_has_prompt_logprobs_in_its_last_response(server: TritonServer, reference: Reference, name: str) -> None:
     found = generate_stream(server, name, PROMPTS[2], stream=True, prompt_logprobs=2).data
     assert len(found) > 1
     assert not any("prompt_logprobs" in data for data in found[:-1])
     check(found[-1]["prompt_logprobs"], ids_of(reference, PROMPTS[2]), reference, 2)
 
 
-def test_a_tensor_gives_each_prompt_its_own_number(server: TritonServer, reference: Reference) -> None:
+def test_tensor_gives_each_prompt_its_own_count(server: TritonServer, reference: Reference) -> None:
     inputs = [
         {"name": "text_input", "datatype": "BYTES", "shape": [2, 1], "data": PROMPTS[:1] * 2},
         {"name": "prompt_logprobs", "datatype": "INT64", "shape": [2, 1], "data": [0, 4]},
@@ -118,7 +120,7 @@ def test_a_tensor_gives_each_prompt_its_own_number(server: TritonServer, referen
         check(each, ids_of(reference, PROMPTS[0]), reference, count)
 
 
-def test_a_prompt_that_was_read_before_has_them_all(server: TritonServer, reference: Reference) -> None:
+def test_cached_prompt_has_all_prompt_logprobs(server: TritonServer, reference: Reference) -> None:
     """What a prompt shares with another one is not computed again, as a rule, and would have no log probabilities."""
     long = "the river goes to the sea and the ship follows it " * 4
     assert generate(server, "plain", long).status == 200

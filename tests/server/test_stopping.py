@@ -60,7 +60,7 @@ def before(text: str, *stops: str) -> str:
 # --- stop strings ----------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_string_ends_a_text_wherever_its_tokens_cut_it(server: TritonServer) -> None:
+def test_stop_string_may_begin_and_end_inside_tokens(server: TritonServer) -> None:
     [whole] = write(server, PROMPT)
     assert len(whole) > 30
     for start in range(0, len(whole) - 8, 3):
@@ -100,14 +100,14 @@ def test_every_row_has_its_own_stop_string(server: TritonServer, client: Any) ->
     assert [text.decode() for [text] in result.as_numpy("text_output")] == expected
 
 
-def test_every_drawn_text_has_its_own_end(server: TritonServer) -> None:
+def test_every_sampled_sequence_has_its_own_end(server: TritonServer) -> None:
     drawn: dict[str, Any] = {"num_return_sequences": 4, "temperature": 1.0, "seed": 5}
     wholes = write(server, PROMPT, **drawn)
     stop = wholes[2][8:10]
     assert write(server, PROMPT, stop_strings=stop, **drawn) == [before(whole, stop) for whole in wholes]
 
 
-def test_rows_beside_a_stopped_one_are_not_touched(server: TritonServer) -> None:
+def test_stopped_sequence_does_not_affect_others(server: TritonServer) -> None:
     [whole] = write(server, OTHER_PROMPT)
     with ThreadPoolExecutor(4) as pool:
         beside = [pool.submit(write, server, OTHER_PROMPT) for _ in range(3)]
@@ -128,7 +128,7 @@ def slow_text(server: TritonServer) -> str:
 @pytest.mark.parametrize(
     "limit", [{"max_time": NUM_TOKENS * STEP_S / 2}, {"timeout": int(NUM_TOKENS * STEP_S / 2 * 1e6)}], ids=str
 )
-def test_a_text_whose_time_is_up_ends_with_what_it_has(
+def test_deadline_ends_a_sequence_with_its_tokens_so_far(
     server: TritonServer, slow_text: str, limit: dict[str, Any]
 ) -> None:
     [text] = write(server, PROMPT, model="slow", **limit)
@@ -136,7 +136,7 @@ def test_a_text_whose_time_is_up_ends_with_what_it_has(
     assert slow_text.startswith(text.rstrip("\ufffd"))
 
 
-def test_the_clients_own_timeout_ends_a_text(server: TritonServer, client: Any, slow_text: str) -> None:
+def test_client_timeout_ends_a_sequence(server: TritonServer, client: Any, slow_text: str) -> None:
     result = client.infer(
         "slow",
         [text_tensor("text_input", PROMPT)],
@@ -147,7 +147,7 @@ def test_the_clients_own_timeout_ends_a_text(server: TritonServer, client: Any, 
     assert 0 < len(text) < len(slow_text)
 
 
-def test_a_request_that_waited_too_long_is_refused(server: TritonServer, slow_text: str) -> None:
+def test_request_queued_past_its_deadline_is_refused(server: TritonServer, slow_text: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(write, server, PROMPT, model="slow")
         time.sleep(1)  # it has the only row now
@@ -159,7 +159,7 @@ def test_a_request_that_waited_too_long_is_refused(server: TritonServer, slow_te
 # --- giving up -------------------------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_request_frees_its_row(server: TritonServer, client: Any) -> None:
+def test_cancelled_request_frees_its_slot(server: TritonServer, client: Any) -> None:
     ends: list[InferenceServerException | None] = []
     num_tokens = 230  # 23 s
     handle = client.async_infer(

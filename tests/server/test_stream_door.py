@@ -169,7 +169,7 @@ def stub_of(server: TritonServer, model: str) -> int:
 
 
 def is_free(server: TritonServer, model: str) -> bool:
-    """Whether nobody is ahead in the model's queue: it writes a few tokens at once."""
+    """Whether the queue of the model is empty: it generates a few tokens at once."""
     started = time.monotonic()
     assert generate(server, model, PROMPT, max_new_tokens=2).status == 200
     return time.monotonic() - started < NUM_LONG * STEP_S / 5
@@ -208,7 +208,7 @@ def body_of(request: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("door", ["plain_stream", "a_door"])
 @pytest.mark.parametrize("request_name", REQUESTS)
-def test_what_streams_directly_streams_through_the_door(server: TritonServer, request_name: str, door: str) -> None:
+def test_stream_door_streams_what_a_decoupled_model_streams(server: TritonServer, request_name: str, door: str) -> None:
     fields = body_of(REQUESTS[request_name])
     text = fields.pop("text_input")
     direct, through = stream(server, "direct", text, **fields), stream(server, door, text, **fields)
@@ -231,7 +231,7 @@ def test_a_request_s_times_are_refused_by_a_server_that_cannot_tell_them(server:
     assert unasked[-1].keys() == without[-1].keys()
 
 
-def test_a_stream_comes_while_it_is_written(server: TritonServer) -> None:
+def test_deltas_arrive_during_generation(server: TritonServer) -> None:
     [opened] = start_streams(server, "slow_stream", 1)
     started = time.monotonic()
     events = opened.events()
@@ -239,7 +239,7 @@ def test_a_stream_comes_while_it_is_written(server: TritonServer) -> None:
     assert time.monotonic() - started > NUM_TOKENS * STEP_S / 2
 
 
-def test_one_copy_of_the_weights_answers_all_doors(server: TritonServer) -> None:
+def test_one_copy_of_the_weights_serves_all_doors(server: TritonServer) -> None:
     parameters: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "exclude_input_in_output": True}
     [output] = infer(server, "plain", [PROMPT], parameters=parameters).json()["outputs"]
     generated = generate(server, "plain", PROMPT, **parameters).json()["text_output"]
@@ -305,7 +305,7 @@ BAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("request_name", BAD)
-def test_what_is_refused_directly_is_refused_in_the_same_words(server: TritonServer, request_name: str) -> None:
+def test_stream_door_gives_the_error_messages_of_the_model(server: TritonServer, request_name: str) -> None:
     fields = body_of(BAD[request_name])
     text = fields.pop("text_input")
     direct, through = stream(server, "direct", text, **fields), stream(server, "plain_stream", text, **fields)
@@ -313,7 +313,7 @@ def test_what_is_refused_directly_is_refused_in_the_same_words(server: TritonSer
     assert through == direct
 
 
-def test_bytes_that_are_no_text_are_refused_in_the_same_words(server: TritonServer) -> None:
+def test_invalid_utf8_gives_the_error_message_of_the_model(server: TritonServer) -> None:
     errors = []
     for model in ("direct", "plain_stream"):
         body = b'{"text_input": "\xff\xfe", "max_new_tokens": 2}'
@@ -341,7 +341,7 @@ def test_time_that_is_up_ends_a_stream(server: TritonServer) -> None:
     assert 1 < len(events) < 100
 
 
-def test_the_clients_own_timeout_passes_the_door(server: TritonServer) -> None:
+def test_client_timeout_passes_the_stream_door(server: TritonServer) -> None:
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     parameters = {"max_new_tokens": NUM_LONG, "return_finish_reason": True}
     timeout_us = int(20 * STEP_S * 1e6)
@@ -386,7 +386,7 @@ def test_a_request_to_stop_gives_up_the_one_of_its_id(model: str, server: Triton
 # --- what may die ----------------------------------------------------------------------------------------------------
 
 
-def test_a_peer_that_means_no_good_disturbs_nobody(server: TritonServer) -> None:
+def test_malicious_peer_does_not_disturb_requests(server: TritonServer) -> None:
     streams = start_streams(server, "slow_stream", 3)
     assert server.process is not None
     [folder] = Path("/dev/shm").glob(f"hf_triton_door-*-{server.process.pid}-*")
@@ -433,7 +433,7 @@ def unload(server: TritonServer, model: str) -> None:
     assert post(server, f"/v2/repository/models/{model}/unload", {}).status == 200
 
 
-def test_the_model_may_come_after_the_door_and_go_and_come_again(controlled: TritonServer) -> None:
+def test_model_may_load_after_its_door_and_be_reloaded(controlled: TritonServer) -> None:
     assert "not_loaded" in stream(controlled, "plain_stream")[0]["error"]
     load(controlled, "plain")
     events = stream(controlled, "plain_stream", max_new_tokens=NUM_TOKENS)
@@ -484,7 +484,7 @@ def test_streams_end_when_the_model_is_killed_and_the_server_with_them(controlle
     assert controlled.process.wait(timeout=60) is not None
 
 
-def test_a_door_that_is_killed_takes_the_server_along(controlled: TritonServer) -> None:
+def test_killed_stream_door_ends_the_server(controlled: TritonServer) -> None:
     load(controlled, "slow")
     arrived = threading.Event()
     client = grpcclient.InferenceServerClient(controlled.grpc_url)
@@ -514,7 +514,7 @@ def test_a_stopping_server_lets_streams_end(make_repository: Callable[[], Path])
 # --- folders that cannot be doors ------------------------------------------------------------------------------------
 
 
-def test_a_door_that_cannot_stream_is_not_served(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_stream_door_that_is_not_decoupled_is_refused(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     add_door(tmp_path, "nameless")
     add_door(tmp_path, "self", stream_of="self")
     add_door(tmp_path, "a_stream", huggingface_model="tiiuae/falcon-7b")

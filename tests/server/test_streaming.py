@@ -167,7 +167,7 @@ def joined(responses: list[Response]) -> list[str]:
 # --- pieces ----------------------------------------------------------------------------------------------------------
 
 
-def test_pieces_come_as_they_are_written_over_http(server: TritonServer) -> None:
+def test_deltas_arrive_during_generation_over_http(server: TritonServer) -> None:
     found = generate_stream(server, "slow", PROMPT, stream=True)
     assert found.content_type.startswith("text/event-stream")
     assert len(found.events) > NUM_TOKENS / 3
@@ -176,7 +176,7 @@ def test_pieces_come_as_they_are_written_over_http(server: TritonServer) -> None
     assert all(data["model_name"] == "slow" for data in found.data)
 
 
-def test_pieces_come_as_they_are_written_over_grpc(server: TritonServer) -> None:
+def test_deltas_arrive_during_generation_over_grpc(server: TritonServer) -> None:
     with GrpcStream(server) as stream:
         stream.ask("slow", PROMPT)
         responses = stream.take_all()
@@ -188,7 +188,7 @@ def test_pieces_come_as_they_are_written_over_grpc(server: TritonServer) -> None
 
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 1.0, "seed": 3}, {"max_new_tokens": 1}], ids=str)
 @pytest.mark.parametrize("prompt", [PROMPT, "", "🙂 你好", " the sea "])
-def test_the_pieces_are_the_text(server: TritonServer, prompt: str, parameters: dict[str, Any]) -> None:
+def test_deltas_join_to_the_whole_output(server: TritonServer, prompt: str, parameters: dict[str, Any]) -> None:
     whole = write(server, "stream", prompt, **parameters)
     assert streamed(server, "stream", prompt, **parameters) == whole
     assert streamed(server, "batched", prompt, **parameters) == whole
@@ -198,7 +198,7 @@ def test_the_pieces_are_the_text(server: TritonServer, prompt: str, parameters: 
 
 
 @pytest.mark.parametrize("name", ROUNDS)
-def test_a_character_of_several_tokens_comes_whole(server: TritonServer, name: str) -> None:
+def test_character_of_several_tokens_is_one_delta(server: TritonServer, name: str) -> None:
     expected = ROUNDS[name] * 4
     num_tokens = 4 * (ROUND_TOKENS[name])
     assert write(server, name, "x", max_new_tokens=num_tokens) == expected
@@ -225,7 +225,7 @@ def test_a_stop_string_over_tokens_borders_ends_a_stream(server: TritonServer, s
     assert found.data[-1]["finish_reason"] == ("stop" if stop in whole else "length")
 
 
-def test_the_prompt_comes_first_where_it_is_wanted(server: TritonServer) -> None:
+def test_prompt_comes_first_if_it_is_included(server: TritonServer) -> None:
     prompt = "你好, " + PROMPT
     found = generate_stream(server, "stream", prompt, stream=True, exclude_input_in_output=False)
     assert found.data[0]["text_output"].startswith(prompt)
@@ -233,7 +233,7 @@ def test_the_prompt_comes_first_where_it_is_wanted(server: TritonServer) -> None
     assert streamed(server, "stream", prompt) == found.text().removeprefix(prompt)
 
 
-def test_several_prompts_and_texts_go_on_side_by_side(server: TritonServer) -> None:
+def test_several_prompts_and_sequences_stream_together(server: TritonServer) -> None:
     prompts, drawn = [PROMPT, OTHER_PROMPT, "x"], {"temperature": 1.0, "seed": 5, "num_return_sequences": 2}
     reply = generate(server, "stream", prompts, exclude_input_in_output=True, **drawn)
     with GrpcStream(server) as stream:
@@ -300,7 +300,7 @@ RETURNS = {
 }
 
 
-def test_what_is_asked_for_beside_the_text_comes_with_the_last_response(server: TritonServer) -> None:
+def test_extra_outputs_come_with_the_last_response(server: TritonServer) -> None:
     whole = generate(server, "stream", PROMPT, **RETURNS).json()
     found = generate_stream(server, "stream", PROMPT, stream=True, **RETURNS)
     told = [name.removeprefix("return_") for name in RETURNS]
@@ -324,7 +324,7 @@ def test_exactly_the_last_response_is_final(server: TritonServer, wants_empty_fi
         assert stream.is_silent()
 
 
-def test_requests_on_one_stream_come_mixed_and_each_is_whole(server: TritonServer) -> None:
+def test_requests_on_one_stream_are_interleaved_and_complete(server: TritonServer) -> None:
     prompts = [f"Story {number}:" for number in range(6)]
     wholes = [write(server, "stream", prompt, max_new_tokens=8) for prompt in prompts]
     with GrpcStream(server, wants_empty_final=True) as stream:
@@ -355,7 +355,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_is_refused_before_the_first_piece(server: TritonServer, case: str) -> None:
+def test_refusal_comes_before_the_first_delta(server: TritonServer, case: str) -> None:
     fields, sentence = REFUSED[case]
     found = generate_stream(server, "stream", PROMPT, **({"stream": True} | fields))
     assert found.status == 400
@@ -366,7 +366,7 @@ def test_what_is_refused_is_refused_before_the_first_piece(server: TritonServer,
         with pytest.raises(InferenceServerException) as caught:
             stream.take()
         assert sentence in str(caught.value)
-        stream.ask("stream", PROMPT)  # the stream goes on
+        stream.ask("stream", PROMPT)  # the stream stays open
         assert joined(stream.take_all()) == [write(server, "stream", PROMPT)]
 
 
@@ -451,8 +451,8 @@ def test_a_stream_is_given_up_by_its_id(server: TritonServer) -> None:
     assert write(server, "stream", PROMPT).endswith(texts[-8:])
 
 
-def test_readers_that_do_not_read_hold_up_nobody(server: TritonServer) -> None:
-    """Megabytes that nobody takes: more than flow control and the buffers of a connection hold."""
+def test_clients_that_do_not_read_delay_no_other_client(server: TritonServer) -> None:
+    """Megabytes stay unread: more than flow control and the buffers of a connection hold."""
     prompts = ["x" * 240] * 128
     whole = "x" * 240 + write(server, "stream", prompts[0], max_new_tokens=2)
     message = service_pb2.ModelInferRequest(
@@ -492,7 +492,7 @@ def test_readers_that_do_not_read_hold_up_nobody(server: TritonServer) -> None:
 # --- what else is on -------------------------------------------------------------------------------------------------
 
 
-def test_infer_is_refused_by_triton_where_a_folder_is_decoupled(server: TritonServer) -> None:
+def test_triton_refuses_infer_for_a_decoupled_folder(server: TritonServer) -> None:
     reply: Reply = infer(server, "stream", [PROMPT])
     assert (reply.status, reply.error) == (
         501,
@@ -500,7 +500,7 @@ def test_infer_is_refused_by_triton_where_a_folder_is_decoupled(server: TritonSe
     )
 
 
-def test_many_streams_at_once_are_each_their_own_text(server: TritonServer) -> None:
+def test_concurrent_streams_are_independent(server: TritonServer) -> None:
     prompts = [f"Story {number}:" for number in range(24)]
     wholes = [write(server, "stream", prompt) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured output over Triton's doors: whole texts, and refusals that leave everybody else alone."""
+"""Structured output over Triton's endpoints: complete outputs, and refusals that affect no other request."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ def check(text: str) -> None:
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "seed": 3}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("max_tokens", [24, 40, 200])
-def test_json_of_a_schema_over_generate(server: TritonServer, sampling: dict[str, object], max_tokens: int) -> None:
+def test_json_schema_over_generate(server: TritonServer, sampling: dict[str, object], max_tokens: int) -> None:
     fields = {"max_tokens": max_tokens, **sampling}
     flat = generate(server, "flat", PROMPT, response_format=RESPONSE_FORMAT, **fields)
     nested = generate(server, "flat", PROMPT, parameters={"response_format": RESPONSE_FORMAT, **fields})
@@ -59,7 +59,7 @@ def test_json_of_a_schema_over_generate(server: TritonServer, sampling: dict[str
     assert nested.json()["text_output"] == flat.json()["text_output"]
 
 
-def test_json_of_a_schema_over_infer_for_every_text_of_every_prompt(server: TritonServer) -> None:
+def test_json_schema_over_infer_for_every_sequence_of_every_prompt(server: TritonServer) -> None:
     parameters = {"guided_json": json.dumps(SCHEMA), "n": 2, "temperature": 1.0}
     reply = infer(server, "flat", [PROMPT, "Where does"], parameters=parameters)
     assert reply.status == 200, reply.body
@@ -88,7 +88,7 @@ def test_a_declared_input_is_as_good_as_a_parameter(server: TritonServer) -> Non
     assert reply.json()["text_output"] in ("north", "south")
 
 
-def test_a_stream_is_the_same_text(server: TritonServer) -> None:
+def test_stream_equals_the_whole_output(server: TritonServer) -> None:
     reply = generate(server, "flat", PROMPT, response_format=RESPONSE_FORMAT)
     streamed = generate_stream(server, "stream", PROMPT, stream=True, response_format=RESPONSE_FORMAT)
     assert streamed.text() == reply.json()["text_output"]
@@ -122,7 +122,7 @@ def test_a_folder_can_have_a_form_and_a_request_another(server: TritonServer) ->
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_at_once(server: TritonServer, parameters: dict[str, object], words: str) -> None:
+def test_impossible_grammar_is_refused_at_once(server: TritonServer, parameters: dict[str, object], words: str) -> None:
     reply = infer(server, "flat", [PROMPT], parameters=parameters)
     assert reply.status == 400
     assert reply.error.startswith("invalid_parameter: ")

@@ -193,7 +193,7 @@ def test_compression(server: TritonServer, wanted: list[str], module: Any, algor
     assert [text.decode() for text in found] == wanted
 
 
-def test_a_classification_of_texts_ends_triton(
+def test_classification_of_string_outputs_ends_triton(
     checkpoint: Path, make_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     """It divides by the size of a text. Where this begins to fail, README can leave its warning out."""
@@ -241,7 +241,7 @@ def test_a_python_model_that_calls_this_one(server: TritonServer, wanted: list[s
     assert json.loads(reply.json()["found"]) == [wanted[0], "length", wanted[0]]
 
 
-def test_a_callers_mistake_is_told_to_it(server: TritonServer) -> None:
+def test_error_of_a_bls_request_reaches_the_caller(server: TritonServer) -> None:
     reply = post(server, "/v2/models/caller/generate", {"text_input": "x" * 100_000})
     assert reply.status == 400
     assert "context_exceeded: text_input row 0" in reply.error

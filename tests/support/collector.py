@@ -9,7 +9,7 @@ from hf_triton.protocol.responses import GeneratedOutput
 
 
 class Collector:
-    """Keeps what it is told."""
+    """Keeps the deltas and the result."""
 
     def __init__(self) -> None:
         self.num_texts: list[int] = []

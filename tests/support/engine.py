@@ -45,7 +45,7 @@ class Client:
 
     def outcomes(self) -> list[Outcome]:
         with self._lock:
-            assert self._lock.wait_for(lambda: len(self._outcomes) == self._count, WAIT_S), "somebody was not answered"
+            assert self._lock.wait_for(lambda: len(self._outcomes) == self._count, WAIT_S), "a request was not answered"
             return [self._outcomes[number] for number in range(self._count)]
 
     def ask(self, prompt: list[int], plan: SamplingParams, **options: Any) -> Outcome:

@@ -163,7 +163,7 @@ class Device:
 
 
 def spoil(tensor: torch.Tensor) -> None:
-    """Garbage, as memory has it that nobody wrote."""
+    """Garbage, as in uninitialized memory."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         tensor.fill_(torch.nan)
     elif tensor.dtype != torch.bool:
