@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test starts without the developer's Hub settings, and caches nowhere but in a temporary folder."""
+"""Fixtures of all tests: no Hub settings of the developer, a temporary cache, model folders."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ FOREIGN = ("HF_", "TRANSFORMERS_", "HUGGING_FACE_", "HUGGINGFACE", "PRIVATE_REPO
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Take the developer's Hub settings out of the environment, and put the Hub's home into a temporary folder."""
+    """Remove the developer's Hub settings from the environment, and move `HF_HOME` to a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(FOREIGN):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""These tests run on CUDA devices; where there is none, on two simulated ones."""
+"""These tests run on CUDA devices, or on two simulated ones."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode step on a CUDA device: captured graphs give what eager steps and `generate` give."""
+"""The decode step on a CUDA device: CUDA graphs, eager steps and `generate` give the same output."""
 
 import copy
 import logging

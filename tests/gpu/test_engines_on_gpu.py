@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both engines, the sampler and the way from a checkpoint on CUDA devices."""
+"""Both engines, the sampler and checkpoint loading on CUDA devices."""
 
 import copy
 import dataclasses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device refuses, the simulated one refuses."""
+"""The simulated device refuses what a CUDA device refuses."""
 
 import threading
 

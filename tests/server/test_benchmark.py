@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the way through the server costs is measured to the end, on little, and a lost answer is no figure."""
+"""The server benchmark and a short soak run to their end; a lost answer fails the benchmark."""
 
 import contextlib
 import importlib

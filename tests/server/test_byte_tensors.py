@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BYTES tensors in and out: every shape, every text, and answer i is the answer to prompt i and to nothing else."""
+"""BYTES tensors in and out: every shape, any UTF-8, and output i belongs to prompt i."""
 
 import json
 import random

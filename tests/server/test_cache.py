@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is cached is not asked for again: first start, second start, offline, a damaged cache, two instances at once."""
+"""Cached checkpoints are not downloaded again: second start, offline, damaged cache, two instances at once."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats on a real server: `messages` go through the model's own chat template, over every endpoint."""
+"""Chats on a real server: `messages` go through the chat template of the model, over every endpoint."""
 
 import json
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVIDIA's own clients, all four and the stream, give the text that transformers gives.
+"""NVIDIA's four clients and the gRPC stream give the output of transformers.
 
 Every client is closed before the server stops: an open HTTP connection holds its exit for 30 s.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models on one CPU, each in a process of its own: who is busy leaves the others their part of the cores."""
+"""Models share one CPU, each in its own process: a busy model leaves the others their share of the cores."""
 
 import os
 import time

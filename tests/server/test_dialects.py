@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of other backends send what they always sent, and are answered: each request as its client makes it."""
+"""Requests in the forms of other backends (vLLM, TensorRT-LLM, LiteLLM), as their clients send them."""
 
 import asyncio
 import json

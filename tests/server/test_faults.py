@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults from outside, with requests in flight: a killed stub, a reload, SIGTERM, a neighbour, clients that vanish."""
+"""External faults with requests in flight: a killed stub, a reload, SIGTERM, disconnected clients."""
 
 import http.client
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request leaves behind in a process: nothing, without the garbage collector, which stops all threads."""
+"""An answered request leaves nothing in memory, without help of the garbage collector."""
 
 import json
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder whose checkpoint cannot be had says why and what would do, and does not touch the others."""
+"""A folder whose checkpoint cannot be loaded gives the cause and a remedy, and does not affect other folders."""
 
 import shutil
 import time

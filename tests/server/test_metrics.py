@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server's metrics endpoint says is what was sent: on both engines, for several models and instances."""
+"""The metrics endpoint counts what was sent: on both engines, for several models and instances."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any model is a copied folder with one edited line: what it answers is transformers' own text for that prompt."""
+"""Any model is a copied folder with one edited line, and gives the output of transformers."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exactly one final answer for every request: after faults inside, cancels, unload, SIGTERM, a fatal error."""
+"""Exactly one final response for every request: after internal faults, cancellation, unload, SIGTERM, a fatal error."""
 
 import signal
 import threading

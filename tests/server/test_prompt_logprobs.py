@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`prompt_logprobs` over every endpoint, on both engines: what transformers itself finds in a forward of the prompt."""
+"""`prompt_logprobs` over every endpoint, on both engines: equal to transformers' forward of the prompt."""
 
 import json
 from collections.abc import Callable

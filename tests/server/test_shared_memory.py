@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests take of the memory that Triton shares with a model's process, which a container has little of."""
+"""Requests free the shared memory between Triton and the stub early; containers have little of it."""
 
 import os
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a text before its last token: stop strings, time that is up, a client that gave up. On both engines."""
+"""Sequences end early at stop strings, deadlines and cancellation, on both engines."""
 
 import json
 import time

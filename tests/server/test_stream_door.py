@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream door beside its model, in real servers: the same texts, the same errors, and what may die."""
+"""A stream door beside its model, in real servers: the same outputs and errors, and the death of either."""
 
 import http.client
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts piece by piece, over `/generate_stream` and gRPC streams, on both engines."""
+"""Streamed deltas over `/generate_stream` and gRPC streams, on both engines."""
 
 import itertools
 import queue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton itself offers around a model: shared memory, compression, warm-up, versions, ensembles, control."""
+"""Features of Triton around a model: shared memory, compression, warm-up, versions, ensembles, model control."""
 
 import json
 import shutil

@@ -235,7 +235,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-mamba": ("FalconMambaConfig", BASE | {"state_size": 8, "time_step_rank": 4}),
 }
-"""Those whose scan begins anew with every piece: the continuous engine reads their prompts at once."""
+"""Models whose scan restarts with every chunk: the continuous engine prefills their prompts at once."""
 BATCH: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": (
         "DeepseekV32Config",
@@ -320,7 +320,7 @@ def load(name: str, folder: Path) -> Any:
 
 
 def requests(count: int, source: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of all lengths, some of which begin as another does; most texts short, because `generate` is slow."""
+    """Prompts of all lengths, some with a shared prefix; most outputs are short, because `generate` is slow."""
     items: list[tuple[list[int], SamplingParams]] = []
     for _ in range(count):
         start = source.choice(items)[0][: source.randrange(60)] if items and source.random() < 0.3 else []

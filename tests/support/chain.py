@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that writes a known text round and round: every token of it has one successor.
+"""A model that repeats a known text forever: every token has one successor.
 
 The layers pass their input on, so the model sees nothing but the last token, and its output layer knows each token's
 successor by the embedding of the one before.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small HTTP client for the tests: a status and a body, whatever they are; no connection is left open."""
+"""A small HTTP client: returns status and body, and leaves no connection open."""
 
 import http.client
 import json
@@ -78,7 +78,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Events:
-    """A stream that came to its end."""
+    """A stream that has ended."""
 
     status: int
     content_type: str
@@ -89,7 +89,7 @@ class Events:
         return [event.data for event in self.events]
 
     def text(self, output: str = "text_output") -> str:
-        """The pieces joined."""
+        """The joined deltas."""
         assert self.status == 200, self.data
         return "".join(data[output] for data in self.data)
 
@@ -107,7 +107,7 @@ def generate_stream(
 def open_stream(
     server: TritonServer, model: str, text: object, timeout_s: float = 60.0, **fields: object
 ) -> Iterator[http.client.HTTPResponse]:
-    """POST /generate_stream; what is not read when this ends is left unread, and the connection is closed."""
+    """POST /generate_stream; the connection is closed at the end, read or not."""
     connection = http.client.HTTPConnection(server.host, server.http_port, timeout=timeout_s)
     try:
         body = json.dumps({"text_input": text, **fields})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doors that a request goes through: HTTP and gRPC, JSON and bytes, also bodies that no client library makes.
+"""Endpoints for requests: HTTP and gRPC, JSON and bytes, also bodies that no client library makes.
 
 A door is a request that waits for its server; what comes back is a status and a text, whatever they are.
 """
@@ -26,7 +26,7 @@ PLAIN, TYPED = "plain", "typed"
 @dataclass(frozen=True)
 class Answer:
     status: int | str
-    """HTTP's number, or gRPC's word."""
+    """HTTP status, or gRPC status name."""
     text: str
 
 

@@ -87,7 +87,7 @@ class Faulty:
 
 
 def slow_down(engine: ContinuousBatchingEngine, pause_s: float = 0.005) -> None:
-    """Give every forward of a tiny model the time that a real one takes."""
+    """Make every forward of a tiny model as slow as that of a real one."""
 
     def pause(*_: object) -> bool:
         time.sleep(pause_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head of a folder's own 1/model.py, and the errors about its hooks."""
+"""The head of a folder's 1/model.py, and the error messages about its hooks."""
 
 HEAD = """import hf_triton
 

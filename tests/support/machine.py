@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files in which a machine says what a process may use, in a folder."""
+"""A folder with the files of /proc and control groups that limit a process."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers itself answers: one prompt alone, `model.generate`, nothing of ours in between."""
+"""The output of transformers: `model.generate` on one prompt alone."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ class Reference:
     tokenizer: Any
 
     def text(self, prompt: str, max_new_tokens: int, **arguments: Any) -> str:
-        """What `text_output` should hold: the prompt and its continuation, or an encoder-decoder's answer alone."""
+        """Expected `text_output`: the prompt and its continuation, or the output of an encoder-decoder."""
         ids = self.tokenizer(prompt).input_ids
         answer = self.tokenizer.decode(solo_ids(self.model, ids, max_new_tokens, **arguments), skip_special_tokens=True)
         return str(answer) if self.model.config.is_encoder_decoder else prompt + str(answer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running texts without an engine: memory, forward and decoder driven directly."""
+"""Running sequences without an engine: KV cache, forward and decoder driven directly."""
 
 import random
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from hf_triton.runner.transfer import to_device
 
 
 class Texts:
-    """Running texts: prompts join, every step gives each a greedy token, those that are long enough leave."""
+    """Running sequences: prompts join, a step gives each a greedy token, finished sequences leave."""
 
     def __init__(self, model: Any, mode: DecodingMode) -> None:
         self.forward = Forward(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CUDA device that is none, with the rules of one: for code that runs on GPUs, on machines that have none.
+"""A simulated CUDA device with the rules of a real one, for machines without a GPU.
 
 Tensors say that they are on `cuda:0`, and are computed on the CPU. What a device would refuse is refused, and what goes
 wrong on one goes wrong here:
@@ -93,7 +93,7 @@ class OnDevice(torch.Tensor):
 
 
 class Device:
-    """What the devices have in hand; all work in one order."""
+    """State of the devices; all work is in one order."""
 
     def __init__(self) -> None:
         self.current: dict[int, int] = {}  # device by thread
@@ -121,7 +121,7 @@ class Device:
             self._captures.pop(threading.get_ident(), None)
 
     def wait(self, operation: object) -> None:
-        """The host waits until the device has done all."""
+        """Synchronize: the host waits for all work of the device."""
         if self.capture:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {operation}")
         if self.sync_debug_mode == "error":
@@ -176,7 +176,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Operations(TorchDispatchMode):
-    """Sees to every operation of a thread."""
+    """Intercepts every operation of a thread."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -381,7 +381,7 @@ class Event:
 
 @contextmanager
 def simulated_gpus(num_devices: int = 1) -> Iterator[Device]:
-    """There are GPUs: for this thread, and those that begin meanwhile."""
+    """Simulate GPUs for this thread and the threads that start meanwhile."""
     device, patch = Device(), pytest.MonkeyPatch()
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")

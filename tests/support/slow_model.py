@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder's `1/model.py` whose model takes the time of a real one."""
+"""A `1/model.py` whose tiny model is as slow as a real one."""
 
 
 def slow_model(step_s: float) -> str:
-    """The text of it: every forward of a tiny Llama takes `step_s` longer, from the end of loading on."""
+    """Source of a `1/model.py` whose forward takes `step_s` seconds longer once the model is loaded."""
     return f"""
 import time
 

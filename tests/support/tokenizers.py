@@ -85,7 +85,7 @@ def metaspace() -> Tokenizer:
 
 
 def wordpiece() -> Tokenizer:
-    """BERT-like: words without their spaces, which decoding puts back."""
+    """BERT-like: words without spaces, which decoding inserts."""
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -110,12 +110,12 @@ def codec_of(kind: str) -> TextCodec:
 
 
 def raw_ids(kind: str, text: str) -> list[int]:
-    """A text's tokens, none added."""
+    """Token ids without added special tokens."""
     return list(tokenizer_of(kind)(text, add_special_tokens=False)["input_ids"])
 
 
 def bytes_of(kind: str, text: str) -> list[int]:
-    """A text's bytes, a token each."""
+    """Token ids with one token for each byte."""
     if kind == "byte_fallback":
         return [tokenizer_of(kind).convert_tokens_to_ids(BYTES[byte]) for byte in text.encode()]
     return [token for letter in text for token in raw_ids(kind, letter)]

@@ -18,7 +18,7 @@ MODULES = ("request", "process", "config", "metrics_sink")  # of `triton_backend
 
 
 class Sender:
-    """Notes what is sent. Triton's own takes the whole server down when it is touched after its final answer."""
+    """Records responses. Triton's own sender kills the server if it is used after the final response."""
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
