@@ -23,7 +23,7 @@ from hf_triton.protocol.parameters import GenerationParameters, parse_parameters
 from hf_triton.protocol.validation import parse_boolean, problems, suggest
 
 ENVIRONMENT_PREFIX: Final = "HF_TRITON_"
-TRITONS_OWN: Final = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
+TRITON_SETTINGS: Final = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 """config.pbtxt parameters that Triton's Python backend reads itself."""
 SECRET_WORDS: Final = ("token", "secret", "password", "api_key")
 
@@ -257,7 +257,7 @@ def load_settings(
     sources |= {name: "config.pbtxt" if key == name else f"config.pbtxt: {key}" for key, name in keys.items()}
     texts = {name: environment[key] for key, name in variables.items()}
     texts |= {name: parameters[key] for key, name in keys.items()}
-    values = {name: _parse(text, fields[name]) for name, text in texts.items()}
+    values = {name: _parse_setting(text, fields[name]) for name, text in texts.items()}
     try:
         settings = settings_class.model_validate(values)
         if isinstance(settings, ModelSettings):
@@ -304,7 +304,7 @@ def _reject_duplicates(source: str, texts: Mapping[str, str], fields: Mapping[st
 
 def _reject_unknown(parameters: Mapping[str, str], environment: Mapping[str, str], names: Mapping[str, str]) -> None:
     for key in parameters:
-        if key in names or key in TRITONS_OWN:
+        if key in names or key in TRITON_SETTINGS:
             continue
         if key in GenerationParameters.model_fields or key in ALIASES:
             raise SettingsError(
@@ -325,7 +325,7 @@ def _reject_unknown(parameters: Mapping[str, str], environment: Mapping[str, str
                 raise SettingsError(f"no setting has the environment variable {variable}{hint}")
 
 
-def _parse(text: str, field: FieldInfo) -> Any:
+def _parse_setting(text: str, field: FieldInfo) -> Any:
     """Read a setting's text as its type; text that cannot be read is left for validation to refuse."""
     if field.annotation is bool or bool in typing.get_args(field.annotation):
         return parse_boolean(text)

@@ -89,31 +89,31 @@ def json_error(value: object) -> str:
 
 def allowed(field: FieldInfo) -> str:
     """The values that a field takes, in words: `a number >= 0 and <= 100`."""
-    return _words(field.annotation, tuple(field.metadata))
+    return _type_words(field.annotation, tuple(field.metadata))
 
 
-def _words(annotation: Any, constraints: tuple[object, ...] = ()) -> str:
+def _type_words(annotation: Any, constraints: tuple[object, ...] = ()) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _words(arguments[0], arguments[1:])
+        return _type_words(arguments[0], arguments[1:])
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_words(member) for member in arguments if member is not type(None))
+        return " or ".join(_type_words(member) for member in arguments if member is not type(None))
     if origin is Literal:
         return ("one of " if len(arguments) > 1 else "") + ", ".join(f"`{value}`" for value in arguments)
     if origin is tuple:  # declared with `read_one_or_many` or `read_strings`
-        return f"{_words(arguments[0])} or a JSON array of {_length_words(constraints)} of them"
+        return f"{_type_words(arguments[0])} or a JSON array of {_length_words(constraints)} of them"
     if origin is dict and arguments[1] is not Any:
-        name, value = map(_words, arguments)
+        name, value = map(_type_words, arguments)
         return f"a JSON object of {_length_words(constraints)} entries, each name {name}, each value {value}"
-    if annotation is str and _lengths(constraints)[1] is not None:
+    if annotation is str and _length_bounds(constraints)[1] is not None:
         return f"a string of {_length_words(constraints)} characters"
-    if annotation is str and _lengths(constraints)[0]:
+    if annotation is str and _length_bounds(constraints)[0]:
         return "a non-empty string"
     limits = [text for constraint in constraints if (text := _limit_words(constraint))]
     return " ".join([TYPE_NAMES[origin or annotation], " and ".join(limits)]).strip()
 
 
-def _lengths(constraints: tuple[object, ...]) -> tuple[int, int | None]:
+def _length_bounds(constraints: tuple[object, ...]) -> tuple[int, int | None]:
     """Minimum and maximum length of a string or an array; None: no maximum."""
     least = [limit.min_length for limit in constraints if isinstance(limit, annotated_types.MinLen)]
     most = [limit.max_length for limit in constraints if isinstance(limit, annotated_types.MaxLen)]
@@ -121,7 +121,7 @@ def _lengths(constraints: tuple[object, ...]) -> tuple[int, int | None]:
 
 
 def _length_words(constraints: tuple[object, ...]) -> str:
-    least, most = _lengths(constraints)
+    least, most = _length_bounds(constraints)
     return f"{least} to {most}" if least else f"up to {most}"
 
 

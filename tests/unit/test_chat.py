@@ -57,7 +57,7 @@ def nested(levels: int) -> str:
     ],
     ids=["one text", "a tensor of one text", "a text a message", "as a tuple", "indented"],
 )
-def test_messages_come_as_one_json_text_or_as_one_for_each(given: Any) -> None:
+def test_messages_are_one_json_string_or_one_each(given: Any) -> None:
     chat = parse_chat(given, {}, MAX_BYTES)
     assert chat == Chat((HI, ANSWER), None, {}, add_generation_prompt=True, continue_final_message=False)
 
@@ -67,11 +67,11 @@ def test_one_message_needs_no_array(given: Any) -> None:
     assert parse_chat(given, {}, MAX_BYTES).messages == (HI,)
 
 
-def test_a_text_stays_as_it_is() -> None:
+def test_content_is_kept_verbatim() -> None:
     assert parse({"role": "user", "content": WEIRD}).messages[0]["content"] == WEIRD
 
 
-def test_what_is_null_is_not_said() -> None:
+def test_null_fields_are_dropped() -> None:
     replayed = ANSWER | {"tool_calls": None, "refusal": None, "function_call": None, "reasoning_content": None}
     assert parse(HI, replayed).messages == (HI, ANSWER)
 
@@ -92,7 +92,7 @@ def test_every_field_reaches_the_template_in_its_order() -> None:
     assert list(parse(message).messages[0].items()) == list(message.items())
 
 
-def test_text_parts_become_lines() -> None:
+def test_text_parts_are_joined_by_newlines() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert parse({"role": "user", "content": parts}).messages == ({"role": "user", "content": "one\ntwo"},)
 
@@ -114,13 +114,13 @@ def test_arguments_of_a_call_become_an_object(arguments: object, read: object) -
     [[TOOL], json.dumps([TOOL]), json.dumps(TOOL), [json.dumps(TOOL)]],
     ids=["array", "text", "text of one", "a text a tool"],
 )
-def test_tools_are_kept_as_they_are_written(given: object) -> None:
+def test_tools_are_kept_verbatim(given: object) -> None:
     chat = parse(HI, tools=given)
     assert chat.tools is not None
     assert [json.dumps(tool) for tool in chat.tools] == [json.dumps(TOOL)]
 
 
-def test_what_a_tool_holds_besides_is_kept_in_its_order() -> None:
+def test_extra_fields_of_a_tool_are_kept_in_order() -> None:
     tool = {"function": {"strict": True, "parameters": {"b": 1, "a": None}, "name": "f"}, "type": "function"}
     chat = parse(HI, tools=[tool])
     assert chat.tools is not None
@@ -128,7 +128,7 @@ def test_what_a_tool_holds_besides_is_kept_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("given", [{"enable_thinking": False}, '{"enable_thinking": false}'], ids=["object", "text"])
-def test_template_arguments_may_be_a_json_text(given: object) -> None:
+def test_template_arguments_may_be_a_json_string(given: object) -> None:
     assert parse(HI, chat_template_kwargs=given).template_kwargs == {"enable_thinking": False}
 
 
@@ -145,14 +145,14 @@ def test_template_arguments_may_be_a_json_text(given: object) -> None:
     ],
     ids=str,
 )
-def test_an_answer_begins_or_the_last_message_goes_on(
+def test_a_new_message_starts_or_the_last_one_continues(
     options: dict[str, object], begins: bool, continues: bool
 ) -> None:
     chat = parse(HI, ANSWER, **options)
     assert (chat.add_generation_prompt, chat.continue_final_message) == (begins, continues)
 
 
-def test_as_much_as_is_allowed_is_taken() -> None:
+def test_chats_at_the_limits_are_accepted() -> None:
     assert len(parse(*[HI] * MAX_MESSAGES).messages) == MAX_MESSAGES
     assert len(parse(HI, tools=[TOOL] * MAX_TOOLS).tools or ()) == MAX_TOOLS
     kwargs = '{"deep": ' + nested(MAX_DEPTH - 1) + "}"
@@ -187,7 +187,7 @@ REFUSED_TEXTS = {
 
 
 @pytest.mark.parametrize("case", REFUSED_TEXTS)
-def test_what_is_no_list_of_messages_is_refused(case: str) -> None:
+def test_malformed_messages_are_rejected(case: str) -> None:
     texts, words = REFUSED_TEXTS[case]
     with pytest.raises(RequestError) as caught:
         parse_chat(texts, {}, MAX_BYTES)
@@ -253,7 +253,7 @@ REFUSED_MESSAGES: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_MESSAGES)
-def test_a_refusal_names_the_message_and_its_place(case: str) -> None:
+def test_an_error_names_the_message_and_field(case: str) -> None:
     message, words = REFUSED_MESSAGES[case]
     sentence = rejection(HI, message)
     assert sentence.startswith("invalid_input: messages[1]")
@@ -290,13 +290,13 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_OPTIONS)
-def test_an_option_that_cannot_be_is_refused(case: str) -> None:
+def test_an_impossible_option_is_rejected(case: str) -> None:
     options, words = REFUSED_OPTIONS[case]
     assert words in rejection(HI, **options)
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
-def test_template_arguments_cannot_set_what_is_reserved(name: str) -> None:
+def test_template_arguments_cannot_set_reserved_names(name: str) -> None:
     expected = f"invalid_parameter: chat_template_kwargs cannot set {name}: take it out"
     assert rejection(HI, chat_template_kwargs={name: "x"}) == expected
 
@@ -311,14 +311,14 @@ def test_template_arguments_cannot_set_what_is_reserved(name: str) -> None:
     ],
     ids=["user", "tool", "reasoning", "calls"],
 )
-def test_only_the_assistants_text_can_go_on(last: dict[str, object], words: str) -> None:
+def test_only_content_of_the_assistant_can_be_continued(last: dict[str, object], words: str) -> None:
     sentence = rejection(HI, last, continue_final_message=True)
     assert sentence.startswith("invalid_input: continue_final_message continues ")
     assert words in sentence
 
 
 @pytest.mark.parametrize("where", ["messages", "tools", "a text a tool", "chat_template_kwargs"])
-def test_bytes_are_counted_over_all_that_is_given(where: str) -> None:
+def test_bytes_of_messages_and_options_are_summed(where: str) -> None:
     messages = [HI | {"content": "ß" * 400}] if where == "messages" else [HI]
     cases: dict[str, dict[str, Any]] = {
         "tools": {"tools": json.dumps([{"function": {"name": "ß" * 400}}], ensure_ascii=False)},
@@ -334,7 +334,7 @@ def test_bytes_are_counted_over_all_that_is_given(where: str) -> None:
         parse_chat(text, options, size - 1)
 
 
-def test_refusals_are_short_whatever_is_sent() -> None:
+def test_errors_are_short_for_any_value() -> None:
     long = "x" * 50_000
     for message in ({"role": "user", "content": [long]}, {"role": [long], "content": ""}, HI | {long: 1}, long):
         assert len(rejection(message)) < 300
@@ -343,7 +343,7 @@ def test_refusals_are_short_whatever_is_sent() -> None:
 # --- documentation ---------------------------------------------------------------------------------------------------
 
 
-def test_every_option_says_what_it_means_and_takes() -> None:
+def test_every_option_has_a_description_and_a_range() -> None:
     words = {name: allowed(field) for name, field in ChatOptions.model_fields.items()}
     assert words == {
         "add_generation_prompt": "true or false",

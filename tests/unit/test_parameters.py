@@ -106,12 +106,12 @@ def test_every_parameter_has_its_borders_here() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, (good, _) in BORDERS.items() for value in good])
-def test_a_value_in_range_is_taken_as_it_is(name: str, value: object) -> None:
+def test_a_value_in_range_is_kept(name: str, value: object) -> None:
     assert getattr(parse_parameters({name: value}), name) == value
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, (_, bad) in BORDERS.items() for value in bad])
-def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> None:
+def test_a_value_out_of_range_is_rejected_by_name(name: str, value: object) -> None:
     error = rejection(**{name: value})
     assert error.code == "invalid_parameter"
     assert error.sentence.startswith(f"{name} must be ")
@@ -125,7 +125,7 @@ def test_an_alias_is_the_parameter(alias: str, name: str) -> None:
     assert rejection(**{alias: object()}).sentence.startswith(f"{alias} must be ")
 
 
-def test_a_parameter_may_be_said_once() -> None:
+def test_a_parameter_may_be_given_once() -> None:
     error = rejection(max_tokens=5, max_new_tokens=5)
     assert str(error) == "invalid_parameter: max_tokens and max_new_tokens mean the same: leave one out"
 
@@ -158,7 +158,7 @@ def test_an_unknown_name_comes_with_a_hint(name: str, hint: str) -> None:
     assert hint in error.sentence
 
 
-def test_the_prompts_own_name_is_suggested_where_there_is_a_prompt() -> None:
+def test_the_prompt_input_is_suggested_if_the_request_takes_one() -> None:
     assert "did you mean 'text_input'?" in unknown_parameter("prompt", ("text_input",)).sentence
     assert "text_input" not in rejection(prompt="x").sentence
 
@@ -187,7 +187,7 @@ def test_the_prompts_own_name_is_suggested_where_there_is_a_prompt() -> None:
     ],
     ids=str,
 )
-def test_arrays_and_objects_come_as_they_are_or_as_json_text(name: str, value: object, expected: object) -> None:
+def test_arrays_and_objects_may_be_json_strings(name: str, value: object, expected: object) -> None:
     assert getattr(parse_parameters({name: value}), name) == expected
 
 
@@ -207,9 +207,7 @@ def test_arrays_and_objects_come_as_they_are_or_as_json_text(name: str, value: o
         ("eos_token_id", "[true]", "true"),
     ],
 )
-def test_a_json_text_that_does_not_fit_is_refused_with_the_part_that_does_not(
-    name: str, value: object, shown: str
-) -> None:
+def test_an_unusable_json_string_is_rejected_with_the_wrong_part(name: str, value: object, shown: str) -> None:
     sentence = rejection(**{name: value}).sentence
     assert sentence.startswith(f"{name} must be ")
     assert f", got {shown}" in sentence
@@ -227,7 +225,7 @@ def test_an_unknown_name_is_shown_short_and_on_one_line() -> None:
     assert len(str(rejection(**{"a" * 10_000: 1}))) < 600
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     assert rejection(top_p=2, seed=-1).sentence.count(" must be ") == 2
 
 
@@ -245,7 +243,7 @@ def test_all_mistakes_are_told_at_once() -> None:
     ],
     ids=str,
 )
-def test_contradictions_are_refused(values: dict[str, object]) -> None:
+def test_contradictions_are_rejected(values: dict[str, object]) -> None:
     assert rejection(**values).sentence.endswith("leave one of them out")
 
 
@@ -262,7 +260,7 @@ def test_contradictions_are_refused(values: dict[str, object]) -> None:
     ],
     ids=str,
 )
-def test_greedy_may_be_said_with_values_that_change_nothing(values: dict[str, object]) -> None:
+def test_do_sample_false_accepts_neutral_values(values: dict[str, object]) -> None:
     assert resolve_sampling_params(parse_parameters({"do_sample": False, **values}), TOKENS) == SamplingParams(8)
 
 
@@ -284,7 +282,7 @@ def test_greedy_may_be_said_with_values_that_change_nothing(values: dict[str, ob
     ],
     ids=str,
 )
-def test_what_asks_to_sample(values: dict[str, object], samples: bool | None) -> None:
+def test_which_parameters_enable_sampling(values: dict[str, object], samples: bool | None) -> None:
     assert parse_parameters(values).wants_sampling is samples
 
 
@@ -295,21 +293,21 @@ def test_the_neutral_values_are_in_range() -> None:
 # --- settling --------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_layer_that_says_something_wins() -> None:
+def test_the_first_layer_with_a_value_wins() -> None:
     request = GenerationParameters(temperature=0.5)
     folder = GenerationParameters(temperature=0.9, top_p=0.8, max_new_tokens=4)
     plan = resolve_sampling_params(request, folder, TOKENS)
     assert (plan.temperature, plan.top_p, plan.max_new_tokens, plan.do_sample) == (0.5, 0.8, 4, True)
 
 
-def test_zero_is_said_and_not_left_out() -> None:
+def test_zero_counts_as_given() -> None:
     plan = resolve_sampling_params(
         GenerationParameters(top_k=0, seed=0, temperature=1.0), GenerationParameters(top_k=50, seed=7), TOKENS
     )
     assert (plan.top_k, plan.seed) == (0, 0)
 
 
-def test_a_greedy_request_takes_nothing_of_a_sampling_folder() -> None:
+def test_a_greedy_request_ignores_sampling_defaults() -> None:
     folder = GenerationParameters(temperature=0.9, top_p=0.8, top_k=5, seed=3)
     assert resolve_sampling_params(GenerationParameters(temperature=0), folder, TOKENS) == SamplingParams(8)
 
@@ -323,7 +321,7 @@ def test_minus_one_for_top_k_keeps_all_tokens() -> None:
     assert resolve_sampling_params(GenerationParameters(top_k=-1), TOKENS).top_k == 0
 
 
-def test_many_texts_need_sampling() -> None:
+def test_several_completions_need_sampling() -> None:
     with pytest.raises(RequestError, match="num_return_sequences 3 would give 3 equal texts"):
         resolve_sampling_params(GenerationParameters(num_return_sequences=3), TOKENS)
     assert (
@@ -349,18 +347,18 @@ def test_a_penalty_is_kept_without_sampling() -> None:
         ),
     ],
 )
-def test_counts_that_contradict_each_other_are_refused(values: dict[str, object], sentence: str) -> None:
+def test_contradictory_counts_are_rejected(values: dict[str, object], sentence: str) -> None:
     assert rejection(**values).sentence == sentence
 
 
-def test_counts_of_two_layers_that_contradict_each_other_are_refused() -> None:
+def test_contradictory_counts_of_two_layers_are_rejected() -> None:
     with pytest.raises(RequestError, match="min_new_tokens 9 is more than max_new_tokens 8"):
         resolve_sampling_params(GenerationParameters(min_new_tokens=9), TOKENS)
     with pytest.raises(RequestError, match="best_of 2 is less than num_return_sequences 3"):
         resolve_sampling_params(parse_parameters({"n": 3, "top_p": 0.9}), GenerationParameters(best_of=2), TOKENS)
 
 
-def test_a_shortest_length_that_the_request_did_not_ask_for_refuses_nothing() -> None:
+def test_a_default_min_new_tokens_rejects_nothing() -> None:
     plan = resolve_sampling_params(
         GenerationParameters(max_new_tokens=4), GenerationParameters(min_new_tokens=9), TOKENS
     )
@@ -396,7 +394,7 @@ def test_a_greedy_request_is_not_shaped_by_its_folder() -> None:
     ],
     ids=str,
 )
-def test_who_says_what_ends_a_text(
+def test_which_layer_sets_end_of_sequence_tokens(
     request_says: dict[str, object], folder_says: dict[str, object], expected: frozenset[int] | None
 ) -> None:
     assert (
@@ -410,7 +408,7 @@ def test_biases_become_pairs() -> None:
     assert plan.logit_bias == ((5, 1.0), (7, -2.5))
 
 
-def test_what_is_left_to_the_task() -> None:
+def test_request_params_hold_the_rest() -> None:
     request = parse_parameters({"stop": "\n", "bad_words": [], "max_time": 2})
     folder = parse_parameters({"stop": "x", "bad_words": ["y"], "queue_priority": -3})
     assert resolve_request_params(request, folder, TOKENS) == RequestParams(("\n",), (), 2.0, -3)
@@ -423,7 +421,7 @@ def test_a_folder_may_want_log_probabilities_of_every_prompt() -> None:
     assert resolve_sampling_params(parse_parameters({"prompt_logprobs": 0}), folder, TOKENS).prompt_logprobs == 0
 
 
-def test_tokens_beyond_the_vocabulary_are_refused() -> None:
+def test_tokens_beyond_the_vocabulary_are_rejected() -> None:
     biased = resolve_sampling_params(GenerationParameters(logit_bias={9: 1.0, 10: 1.0}), TOKENS)
     ended = resolve_sampling_params(GenerationParameters(eos_token_id=(10,)), TOKENS)
     for plan, name in ((biased, "logit_bias"), (ended, "eos_token_id")):
@@ -434,7 +432,7 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
     check_token_ids(resolve_sampling_params(TOKENS), 1)
 
 
-def test_every_parameter_has_its_place_in_a_plan() -> None:
+def test_every_parameter_is_resolved() -> None:
     places = {field.name for plan in (SamplingParams, RequestParams) for field in dataclasses.fields(plan)}
     renamed = {"eos_token_id": "eos_ids", "ignore_eos": "eos_ids", "max_time": "max_time_s"}
     renamed |= dict.fromkeys(GRAMMARS, "grammar")
@@ -488,21 +486,21 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"guided_grammar": 'start: "a"'}, ("lark", 'start: "a"')),
     ],
 )
-def test_a_grammar_is_asked_for_in_many_ways(values: dict[str, object], grammar: tuple[str, str] | None) -> None:
+def test_every_grammar_parameter_gives_a_grammar(values: dict[str, object], grammar: tuple[str, str] | None) -> None:
     settled = resolve_request_params(parse_parameters(values)).grammar
     assert (settled and (settled.kind, settled.text)) == grammar
     assert settled is None or settled.parameter == next(iter(values))
 
 
 @pytest.mark.parametrize("also", [{"guided_json": SCHEMA}, {"stop_strings": ["x"]}, {"ignore_eos": True}], ids=str)
-def test_a_grammar_alone_says_what_the_text_is_and_where_it_ends(also: dict[str, object]) -> None:
+def test_a_grammar_excludes_other_grammars_and_stop_strings(also: dict[str, object]) -> None:
     sentence = rejection(guided_regex="a+", **also).sentence
     assert "guided_regex" in sentence
     assert next(iter(also)) in sentence
     assert "leave one of them out" in sentence
 
 
-def test_the_first_layer_that_speaks_of_a_form_decides() -> None:
+def test_the_first_layer_with_a_grammar_decides() -> None:
     folder = parse_parameters({"guided_regex": "a+"})
     stopping = parse_parameters({"stop_strings": ["x"]})
     assert resolve_request_params(parse_parameters({"response_format": {"type": "text"}}), folder).grammar is None
@@ -513,34 +511,34 @@ def test_the_first_layer_that_speaks_of_a_form_decides() -> None:
 
 
 @pytest.mark.parametrize("write", [json.dumps, dict], ids=["text", "object"])
-def test_a_schema_that_is_too_long_is_not_read(write: Callable[[object], object]) -> None:
+def test_a_schema_that_is_too_long_is_not_parsed(write: Callable[[object], object]) -> None:
     assert "65536 characters" in rejection(guided_json=write({"enum": ["x" * 70_000]})).sentence
     response_format = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}}
     assert "65536 characters" in rejection(response_format=write(response_format)).sentence
 
 
-def test_an_object_is_as_long_as_its_shortest_text() -> None:
+def test_an_object_is_measured_as_compact_json() -> None:
     schema = {"enum": [0] * 30_000}
     assert parse_parameters({"guided_json": schema}) == parse_parameters(
         {"guided_json": json.dumps(schema, separators=(",", ":"))}
     )
 
 
-def test_an_object_that_is_nested_too_deep_is_refused() -> None:
+def test_an_object_that_is_nested_too_deeply_is_rejected() -> None:
     schema: dict[str, Any] = {}
     for _ in range(100_000):
         schema = {"not": schema}
     assert rejection(guided_json=schema).sentence == "guided_json is nested too deeply"
 
 
-def test_a_text_that_is_too_long_says_how_long_it_is_and_not_that_it_is_no_json() -> None:
+def test_a_string_that_is_too_long_is_rejected_with_its_length() -> None:
     sentence = rejection(guided_regex="[" * 70_000).sentence
     assert sentence.startswith("guided_regex must be a string of 1 to 65536 characters, got '[[[")
     assert sentence.endswith(", which has 70000")
 
 
 @pytest.mark.parametrize(("name", "value"), NO_EFFECT.items())
-def test_what_is_done_anyway_may_be_asked_for(name: str, value: object) -> None:
+def test_parameters_without_effect_are_accepted(name: str, value: object) -> None:
     assert parse_parameters({name: value, "top_k": 3}) == GenerationParameters(top_k=3)
 
 
@@ -554,13 +552,13 @@ def test_what_is_done_anyway_may_be_asked_for(name: str, value: object) -> None:
         ("length_penalty", 2.0),
     ],
 )
-def test_what_is_not_done_may_not(name: str, value: object) -> None:
+def test_unsupported_values_are_rejected(name: str, value: object) -> None:
     with pytest.raises(RequestError, match=f"there is no parameter '{name}'"):
         parse_parameters({name: value})
 
 
 @pytest.mark.parametrize("name", ["logit_bias", "eos_token_id", "guided_choice", "stop"])
-def test_a_text_of_megabytes_is_refused_unread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_string_of_megabytes_is_rejected_unparsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "[" + " " * MAX_JSON + "1]"
     monkeypatch.setattr(json, "loads", lambda _: pytest.fail("it was read"))
     with pytest.raises(RequestError, match=f"{name} must be"):
@@ -576,5 +574,5 @@ def test_a_text_of_megabytes_is_refused_unread(name: str, monkeypatch: pytest.Mo
         ({"end_id": 5, "ignore_eos": True}, "end_id has no effect with ignore_eos true: "),
     ],
 )
-def test_parameters_that_do_not_go_together_are_named_as_they_were_given(values: dict[str, Any], sentence: str) -> None:
+def test_conflicting_parameters_are_named_as_spelled(values: dict[str, Any], sentence: str) -> None:
     assert rejection(**values).sentence.startswith(sentence)

@@ -52,7 +52,7 @@ TOLD = [name for name in OUTPUTS if name not in (TEXT, LEGACY_TEXT, PROMPT_LOGPR
 """The outputs that a request asks for by `return_...`."""
 
 
-def test_an_empty_configuration_gets_the_prompt_and_every_output_but_the_old_one() -> None:
+def test_an_empty_config_gets_the_prompt_and_all_but_the_legacy_output() -> None:
     inputs, outputs = missing_ports(config(), parameters_as_inputs=False)
     assert inputs == [{"name": PROMPT, "data_type": "TYPE_STRING", "dims": [-1], "optional": True}]
     assert outputs == [
@@ -66,18 +66,18 @@ def test_an_empty_configuration_gets_the_prompt_and_every_output_but_the_old_one
     ]
 
 
-def test_every_output_that_can_be_asked_for_has_its_option() -> None:
+def test_every_optional_output_has_its_option() -> None:
     asked = {name.removeprefix("return_") for name in RequestOptions.model_fields if name.startswith("return_")}
     assert asked == {"timings", *TOLD}
     assert {field.name for field in dataclasses.fields(GeneratedOutput)} == {"text", PROMPT_LOGPROBS, *TOLD}
 
 
-def test_a_batched_prompt_is_one_text_a_row() -> None:
+def test_a_batched_prompt_is_one_string_per_row() -> None:
     inputs, _ = missing_ports(config(max_batch_size=8), parameters_as_inputs=False)
     assert inputs[0]["dims"] == [1]
 
 
-def test_what_config_pbtxt_declares_is_left_alone() -> None:
+def test_declared_ports_are_not_added_again() -> None:
     declared = config(port(PROMPT), port("seed", "TYPE_INT32"), outputs=[port(TEXT)])
     inputs, outputs = missing_ports(declared, parameters_as_inputs=True)
     assert {each["name"] for each in inputs} == {MESSAGES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {"seed"}
@@ -91,7 +91,7 @@ def test_an_input_and_an_output_may_have_one_name() -> None:
     assert "logprobs" in [each["name"] for each in outputs]
 
 
-def test_the_tutorials_output_name_takes_the_place_of_ours() -> None:
+def test_the_legacy_output_replaces_text_output() -> None:
     outputs = missing_ports(config(outputs=[port(LEGACY_TEXT)]), parameters_as_inputs=False)[1]
     assert [each["name"] for each in outputs] == [*TOLD, PROMPT_LOGPROBS]
 
@@ -162,7 +162,7 @@ def test_parameters_as_inputs_are_optional_and_typed() -> None:
 
 @pytest.mark.parametrize("parameters_as_inputs", [True, False])
 @pytest.mark.parametrize("max_batch_size", [0, 8])
-def test_what_is_added_passes_the_check(max_batch_size: int, parameters_as_inputs: bool) -> None:
+def test_added_ports_pass_the_check(max_batch_size: int, parameters_as_inputs: bool) -> None:
     inputs, outputs = missing_ports(config(max_batch_size=max_batch_size), parameters_as_inputs)
     check_config(config(*inputs, outputs=outputs))
 
@@ -229,14 +229,14 @@ REFUSED_CONFIGS = {
 
 
 @pytest.mark.parametrize("case", REFUSED_CONFIGS)
-def test_a_configuration_that_could_not_be_served_is_refused(case: str) -> None:
+def test_an_unservable_config_is_rejected(case: str) -> None:
     refused, words = REFUSED_CONFIGS[case]
     with pytest.raises(SettingsError) as caught:
         check_config(refused)
     assert words in str(caught.value)
 
 
-def test_a_response_cache_that_is_off_is_fine() -> None:
+def test_a_disabled_response_cache_is_accepted() -> None:
     check_config(config(response_cache={"enable": False}))
 
 
@@ -259,12 +259,12 @@ def test_parameters_hold_for_all_prompts() -> None:
 
 
 @pytest.mark.parametrize("name", ["id", "sequence_id", "sequence_start", "sequence_end", "triton_final_response"])
-def test_tritons_own_parameters_are_passed_over(name: str) -> None:
+def test_triton_parameters_are_ignored(name: str) -> None:
     assert parse(b"a", **{name: "x"}).parameters == [GenerationParameters()]
 
 
 @pytest.mark.parametrize("name", ["identity", "ids", "sequence_length", "triton", "text_input", "custom_generate"])
-def test_what_only_looks_like_tritons_own_is_refused(name: str) -> None:
+def test_near_misses_of_triton_parameters_are_rejected(name: str) -> None:
     with pytest.raises(RequestError, match="unknown_parameter: there is no parameter"):
         parse(b"a", **{name: 1})
 
@@ -281,7 +281,7 @@ def test_a_tensor_holds_one_value_for_each_prompt(shape: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
-def test_a_tensors_number_is_the_number_that_was_written(kind: Any) -> None:
+def test_a_tensor_number_equals_its_json_number(kind: Any) -> None:
     request = parse_tensors(1, temperature=np.array([0.7], kind), top_p=np.array([0.1], kind))
     assert request.parameters == parse(b"x", temperature=0.7, top_p=0.1).parameters
 
@@ -291,19 +291,19 @@ def test_whole_numbers_come_in_any_width(kind: Any) -> None:
     assert parse_tensors(1, max_new_tokens=np.array([7], kind)).parameters[0].max_new_tokens == 7
 
 
-def test_a_flat_tensor_of_texts_is_one_list_for_all_prompts() -> None:
+def test_a_flat_string_tensor_is_one_array_for_all_prompts() -> None:
     request = parse_tensors(2, stop=texts("☕".encode(), b"b"), bad_words=texts(b"x"))
     assert [each.stop_strings for each in request.parameters] == [("☕", "b")] * 2
     assert [each.bad_words for each in request.parameters] == [("x",)] * 2
 
 
-def test_a_matrix_of_texts_is_a_list_for_each_prompt() -> None:
+def test_a_string_matrix_is_one_array_per_prompt() -> None:
     request = parse_tensors(2, stop=texts(b"a", b"b", b"c", b"d", shape=(2, 2)), bad_words=texts(b"x", shape=(1, 1)))
     assert [each.stop_strings for each in request.parameters] == [("a", "b"), ("c", "d")]
     assert [each.bad_words for each in request.parameters] == [("x",)] * 2
 
 
-def test_empty_texts_fill_a_row_up() -> None:
+def test_empty_strings_pad_a_row() -> None:
     """TensorRT-LLM's clients send them, also where they want no stop string at all."""
     request = parse_tensors(3, stop=texts(b"a", b"b", b"c", b"", b"", b"", shape=(3, 2)), bad_words=texts(b""))
     assert [each.stop_strings for each in request.parameters] == [("a", "b"), ("c",), ()]
@@ -311,7 +311,7 @@ def test_empty_texts_fill_a_row_up() -> None:
     assert parse(b"x", stop_words="", bad_words="").parameters == parse(b"x", stop_words=[], bad_words=[]).parameters
 
 
-def test_one_text_holds_an_array_or_an_object_as_json() -> None:
+def test_one_string_may_hold_an_array_or_object_as_json() -> None:
     request = parse_tensors(
         2,
         stop=texts(b'["a", "b"]'),
@@ -334,7 +334,7 @@ def test_a_tensor_of_numbers_is_a_list_too() -> None:
 # --- what a request wants beside the text ----------------------------------------------------------------------------
 
 
-def test_what_is_said_of_the_whole_request_is_kept_apart() -> None:
+def test_options_of_the_whole_request_are_kept_apart() -> None:
     options = parse(b"x", stream=True, return_finish_reason=False).options
     assert (options.stream, options.return_finish_reason, options.return_logprobs) == (True, False, None)
     tensors = parse_tensors(2, stream=np.array([True]), return_num_input_tokens=np.array([[True], [True]])).options
@@ -353,21 +353,21 @@ def test_sampling_parameters_may_differ_by_row() -> None:
     assert [each.max_new_tokens for each in parse_tensors(2, sampling_parameters=rows).parameters] == [3, 4]
 
 
-def test_numbers_in_sampling_parameters_may_be_texts() -> None:
+def test_numbers_in_sampling_parameters_may_be_strings() -> None:
     """genai-perf writes them so."""
     text = '{"max_tokens": "20", "temperature": "0.5", "do_sample": "true", "stop": "5", "eos_token_id": "7"}'
     expected = parse(b"x", max_tokens=20, temperature=0.5, do_sample=True, stop="5", eos_token_id=[7])
     assert parse(b"x", sampling_parameters=text).parameters == expected.parameters
 
 
-def test_all_may_be_said_twice_as_the_vllm_backends_client_does() -> None:
+def test_equal_duplicates_are_accepted_as_the_vllm_client_sends_them() -> None:
     said: dict[str, Any] = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "100"}
     expected = parse(b"x", temperature=0.1, top_p=0.95, max_tokens=100).parameters
     assert parse(b"x", sampling_parameters=json.dumps(said), **said).parameters == expected
 
 
 @pytest.mark.parametrize("text", ["", " ", "{}", '{"logprobs": false}'])
-def test_sampling_parameters_may_say_nothing(text: str) -> None:
+def test_empty_sampling_parameters_are_accepted(text: str) -> None:
     assert parse(b"x", sampling_parameters=text).parameters == [GenerationParameters()]
 
 
@@ -538,7 +538,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_wrong_request_is_refused(case: str) -> None:
+def test_a_malformed_request_is_rejected(case: str) -> None:
     inputs, parameters, message = REFUSED[case]
     with pytest.raises(RequestError) as caught:
         parse_request(inputs, parameters, LIMITS)
@@ -556,7 +556,7 @@ def test_a_wrong_request_is_refused(case: str) -> None:
     ],
     ids=["stray byte", "overlong", "surrogate", "cut off", "beyond Unicode"],
 )
-def test_what_is_no_utf8_is_refused_by_row_and_place(element: bytes, found: str) -> None:
+def test_invalid_utf8_is_rejected_with_row_and_offset(element: bytes, found: str) -> None:
     with pytest.raises(RequestError) as caught:
         decode_prompts(texts(b"good", element), LIMITS)
     assert str(caught.value) == f"invalid_input: text_input row 1 is not valid UTF-8: {found}"
@@ -593,7 +593,7 @@ def test_an_answer_follows_the_prompts_shape(
     assert array.ravel().tolist() == [f"text {number}".encode() for number in range(num_texts)]
 
 
-def test_an_answer_is_always_utf8() -> None:
+def test_a_response_is_always_utf8() -> None:
     assert encode_strings(["a\ud800b", "☕"], (2,)).tolist() == [b"a?b", "☕".encode()]
 
 
@@ -605,7 +605,7 @@ def asking(shape: tuple[int, ...], **options: bool) -> GenerationRequest:
     return GenerationRequest([], [], RequestOptions(**options), shape)
 
 
-def test_an_answer_is_the_text_and_what_was_asked_for() -> None:
+def test_a_response_holds_the_text_and_requested_outputs() -> None:
     told = [generated(number) for number in range(4)]
     assert encode_outputs(told, asking((2, 1)), OUTPUTS).keys() == {TEXT, LEGACY_TEXT}
     assert encode_outputs(told, asking((2, 1)), [TEXT]).keys() == {TEXT}
@@ -646,7 +646,7 @@ def test_times_are_whole_microseconds_since_the_arrival() -> None:
     assert encode_timings(0.0, admitted_s=None, first_token_s=None, answered_s=1.0).keys() == {"e2e_request_latency_us"}
 
 
-def test_a_part_of_a_stream_is_text_alone() -> None:
+def test_a_delta_holds_text_only() -> None:
     asked = asking((3,), return_finish_reason=True)
     outputs = encode_deltas(["a", "", "☕"], asked, [TEXT, "finish_reason"])
     assert {name: array.tolist() for name, array in outputs.items()} == {TEXT: [b"a", b"", "☕".encode()]}
@@ -667,7 +667,7 @@ def test_the_number_of_prompts_is_bounded() -> None:
         decode_prompts(texts(b"a", b"b", b"c", b"d"), limits)
 
 
-def test_what_clients_of_tensorrt_llm_send_beside_is_taken() -> None:
+def test_extra_parameters_of_tensorrt_llm_clients_are_accepted() -> None:
     plain = parse(b"x", max_tokens=20, bad_words=[], stop_strings=[], eos_token_id=2)
     dialect = parse(b"x", max_tokens=20, bad_words="", stop_words="", pad_id=0, end_id=2, stop=False)
     assert dialect.parameters == plain.parameters

@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2
 from hf_triton.errors import SettingsError
 from hf_triton.settings import (
     ENVIRONMENT_PREFIX,
-    TRITONS_OWN,
+    TRITON_SETTINGS,
     DoorSettings,
     LoadedSettings,
     ModelSettings,
@@ -36,7 +36,7 @@ def rejection(environment: dict[str, str] | None = None, **parameters: str) -> s
 # --- where a setting comes from --------------------------------------------------------------------------------------
 
 
-def test_config_pbtxt_comes_before_the_environment_and_that_before_the_default() -> None:
+def test_config_pbtxt_overrides_the_environment_and_that_the_default() -> None:
     environment = {"HF_TRITON_MAX_OUTPUT_LENGTH": "20", "HF_TRITON_DTYPE": "float16"}
     loaded = load(environment, max_output_length="30")
     assert (loaded.settings.max_output_length, loaded.settings.dtype, loaded.settings.revision) == (
@@ -79,12 +79,12 @@ def test_every_setting_can_come_from_the_environment(name: str) -> None:
     assert loaded.sources[name] == variable
 
 
-def test_the_process_environment_may_hold_anything_else() -> None:
+def test_other_environment_variables_are_ignored() -> None:
     assert load({"HF_TOKEN": "hf_secret", "PATH": "/bin", "hf_triton_dtype": "x"}).settings == load().settings
 
 
-@pytest.mark.parametrize("name", sorted(TRITONS_OWN))
-def test_tritons_own_parameters_are_passed_over(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(TRITON_SETTINGS))
+def test_triton_parameters_are_ignored(name: str) -> None:
     assert load(**{name: "yes"}).settings == load().settings
 
 
@@ -149,7 +149,7 @@ def test_a_subclass_cannot_declare_a_former_name() -> None:
         ("huggingface_model", "./weights", "./weights"),
     ],
 )
-def test_texts_are_read_as_their_setting_wants(name: str, text: str, value: object) -> None:
+def test_strings_are_parsed_by_the_type_of_the_setting(name: str, text: str, value: object) -> None:
     assert getattr(load(**{name: text}).settings, name) == value
 
 
@@ -194,22 +194,22 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_unusable_setting_is_refused(case: str) -> None:
+def test_an_unusable_setting_is_rejected(case: str) -> None:
     parameters, words = REFUSED[case]
     assert words in rejection(**parameters)
 
 
-def test_a_refusal_names_the_variable_that_it_came_from() -> None:
+def test_an_error_names_the_variable() -> None:
     assert rejection({"HF_TRITON_DTYPE": "int3"}).endswith("got 'int3' (from HF_TRITON_DTYPE)")
 
 
-def test_the_same_setting_in_two_variables_that_differ_is_refused() -> None:
+def test_two_variables_for_a_setting_that_differ_are_rejected() -> None:
     sentence = rejection({"HF_TRITON_DTYPE": "float16", "HF_TRITON_dtype": "float32"})
     assert "both HF_TRITON_DTYPE and HF_TRITON_dtype, which differ" in sentence
     assert load({"HF_TRITON_DTYPE": "float16", "HF_TRITON_dtype": "float16"}).settings.dtype == "float16"
 
 
-def test_a_variable_behind_which_is_no_setting_is_refused() -> None:
+def test_a_variable_close_to_a_setting_is_rejected() -> None:
     sentence = rejection({"HF_TRITON_DTPYE": "float16"})
     assert "the environment variable HF_TRITON_DTPYE, did you mean 'HF_TRITON_DTYPE'?" in sentence
 
@@ -225,7 +225,7 @@ def test_a_missing_model_comes_with_the_line_to_add() -> None:
 
 
 @pytest.mark.parametrize("name", ["hf_token", "HF_TOKEN", "access_token", "api_key", "password", "private_repo_token"])
-def test_a_secret_is_refused_and_not_repeated(name: str) -> None:
+def test_a_secret_is_rejected_and_not_repeated(name: str) -> None:
     sentence = rejection(**{name: "hf_canary"})
     assert "would be shown to every client" in sentence
     assert "HF_TOKEN_PATH" in sentence
@@ -233,7 +233,7 @@ def test_a_secret_is_refused_and_not_repeated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens", "temperature"])
-def test_a_request_parameter_is_told_where_its_default_goes(name: str) -> None:
+def test_a_request_parameter_is_referred_to_generation_defaults(name: str) -> None:
     sentence = rejection(**{name: "256"})
     assert f"'{name}' (from config.pbtxt) is a request parameter, not a setting" in sentence
     [line] = re.findall(r"parameters \{.*\}", sentence)
@@ -241,7 +241,7 @@ def test_a_request_parameter_is_told_where_its_default_goes(name: str) -> None:
     assert load(**{key: value.string_value for key, value in config.parameters.items()})
 
 
-def test_the_refusal_of_a_value_is_short() -> None:
+def test_an_error_for_a_long_value_is_short() -> None:
     assert len(rejection(dtype="x" * 100_000)) < 300
 
 
@@ -276,6 +276,6 @@ def test_an_empty_variable_is_not_set() -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 20_000, "9" * 5_000], ids=["deep", "long"])
-def test_json_that_python_cannot_read_is_refused(text: str) -> None:
+def test_json_that_python_cannot_parse_is_rejected(text: str) -> None:
     with pytest.raises(SettingsError, match="generation_defaults must be a JSON object"):
         load_settings({**MODEL, "generation_defaults": text}, {})

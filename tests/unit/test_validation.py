@@ -131,7 +131,7 @@ def test_a_long_value_is_cut() -> None:
     assert len(sentence) < 120
 
 
-def test_suggest_names_what_is_close() -> None:
+def test_suggest_names_the_closest_name() -> None:
     assert suggest("temprature", ["temperature", "top_p"]) == ", did you mean 'temperature'?"
     assert suggest("zzz", ["temperature", "top_p"]) == "; known are temperature, top_p"
 
@@ -151,7 +151,7 @@ def test_booleans_have_many_spellings(text: str, value: bool) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "on", "tru", "2"])
-def test_what_is_no_boolean_is_left_to_be_refused(text: str) -> None:
+def test_other_strings_are_left_for_validation(text: str) -> None:
     assert parse_boolean(text) == text
 
 
@@ -192,7 +192,7 @@ def test_the_table_has_a_row_for_each_field() -> None:
 
 
 @pytest.mark.parametrize("model", [GenerationParameters, RequestOptions, ModelSettings])
-def test_every_declared_field_says_what_it_means_and_takes(model: type[BaseModel]) -> None:
+def test_every_field_has_a_description_and_a_range(model: type[BaseModel]) -> None:
     for name, field in model.model_fields.items():
         assert len(field.description or "") > 20, name
         assert allowed(field), name
