@@ -25,8 +25,8 @@ class RequestOptions(BaseModel):
     `/generate_stream` and gRPC streams; other folders answer once. By default the folder's setting `stream`."""
 
     exclude_input_in_output: bool | None = None
-    """Whether `text_output` leaves out the prompt. By default the folder's setting `exclude_input_in_output`; a stream
-    never repeats the prompt."""
+    """Whether `text_output` leaves out the prompt. By default the folder's setting `exclude_input_in_output`, and true
+    for streams and chats."""
 
     return_finish_reason: bool | None = None
     """Whether to fill the output `finish_reason`: `stop` (end-of-sequence token or stop string), `length`
