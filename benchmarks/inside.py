@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import hf_triton
@@ -21,7 +22,8 @@ from hf_triton.engine.types import Engine, Outcome, SequenceGroup
 from hf_triton.protocol.ports import PROMPT, TEXT
 from hf_triton.protocol.tensors import encode_strings
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.tasks.text_generation.sender import InferenceRequest, ResponseConfig
+from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.request import InferenceRequest
 
 INSIDE = "inside"
 
@@ -52,18 +54,26 @@ def run_requests(engine: Engine, requests: list[Request], width: int) -> None:
 class TritonPythonModel(hf_triton.TritonPythonModel):
     """Serves, and runs its engine alone for requests with the id `inside`."""
 
-    def _take(self, call: InferenceRequest, outlet: ResponseConfig) -> None:
-        if call.request_id == INSIDE:
-            threading.Thread(target=self._roll, args=[call]).start()
-        else:
-            super()._take(call, outlet)
+    def initialize(self, args: Mapping[str, str]) -> None:
+        super().initialize(args)
+        task = self._service.task
+        submit = task.submit
 
-    def _roll(self, call: InferenceRequest) -> None:
-        asked: dict[str, Any] = json.loads(call.inputs()[PROMPT].item())
+        def submit_or_run(request: InferenceRequest, config: ResponseConfig) -> None:
+            if request.request_id == INSIDE:
+                asked: dict[str, Any] = json.loads(request.inputs()[PROMPT].item())
+                threading.Thread(target=self._run, args=[task._engine, request, asked]).start()
+            else:
+                submit(request, config)
+
+        task.submit = submit_or_run
+
+    @staticmethod
+    def _run(engine: Engine, request: InferenceRequest, asked: dict[str, Any]) -> None:
         started_s = time.perf_counter()
         try:
-            run_requests(self._task._engine, asked["requests"], asked["width"])
+            run_requests(engine, asked["requests"], asked["width"])
         except hf_triton.HfTritonError as error:
-            call.refuse(error)
+            request.refuse(error)
         else:
-            call.answer({TEXT: encode_strings([str(time.perf_counter() - started_s)], (1,))})
+            request.answer({TEXT: encode_strings([str(time.perf_counter() - started_s)], (1,))})

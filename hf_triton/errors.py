@@ -9,6 +9,7 @@
   + RequestError             INVALID_ARG  400; the request is malformed; other requests are not affected
   + UnavailableError         UNAVAILABLE  503; the request is valid, but the model cannot take it now
     - ShuttingDownError                   the model is being unloaded
+    - DeadlineExceededError               the request's time was up before its first token
   + CancelledError           CANCELLED    499 in spirit; the client cancelled the request
   + GenerationError          INTERNAL     500; the model failed on this request
   + ServerError                           tritonserver cannot be found or started
@@ -122,6 +123,17 @@ class ShuttingDownError(UnavailableError):
 
     def __init__(self) -> None:
         super().__init__("shutting_down", "the model is being unloaded: send the request again later")
+
+
+class DeadlineExceededError(UnavailableError):
+    """The request's time was up before its first token."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "deadline_exceeded",
+            "the time was up before the first token: give more (max_time, or the client's timeout), or send it again "
+            "later",
+        )
 
 
 class CancelledError(HfTritonError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door's side: finds the engines of a model in the server's other processes, passes requests and answers on."""
+"""The door's side: finds the engines of a model in the server's other processes, forwards requests and responses."""
 
 from __future__ import annotations
 
@@ -17,45 +17,43 @@ from hf_triton.errors import HfTritonError, RequestError, UnavailableError, wher
 from hf_triton.stream_door.address import Address, find_addresses
 from hf_triton.stream_door.connection import MAX_MESSAGE_BYTES, Connection, MessageTooLargeError, frame, is_same_user
 from hf_triton.stream_door.messages import DoorRequest, Message, pack_request, read_error, read_parameters, read_tensors
-from hf_triton.tasks.text_generation.sender import InferenceRequest
+from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.request import InferenceRequest
 
 logger = logging.getLogger(__name__)
 
 CONNECT_S: Final = 2.0
-CANCEL_POLL_S: Final = 0.05
 
 
 class _Forwarded:
-    """A request on its way.
+    """A request that is being forwarded.
 
     Args:
-        call: What is to be answered.
-        output_names: The outputs that the door's folder declares.
-        streams: Whether the text comes piece by piece where the request does not say.
+        request: What is answered.
+        config: How the door's folder answers.
 
     Raises:
         RequestError: The request's parameters cannot be read.
     """
 
-    def __init__(self, call: InferenceRequest, output_names: list[str], streams: bool) -> None:
-        timeout_s = call.timeout_s()
-        self.call = call
+    def __init__(self, request: InferenceRequest, config: ResponseConfig) -> None:
+        self.request = request
         self.has_begun = False
         self.tried: set[Address] = set()
         self._request = partial(
             DoorRequest,
-            inputs=call.inputs(),
-            parameters=call.parameters(),
-            request_id=call.request_id,
-            output_names=output_names,
-            requested_outputs=call.requested_outputs(),
-            streams=streams,
+            inputs=request.inputs(),
+            parameters=request.parameters(),
+            request_id=request.request_id,
+            output_names=config.output_names,
+            requested_outputs=request.requested_outputs(),
+            streams=config.streams,
         )
-        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
 
     def message(self, number: int) -> Message:
-        """What the engine is told."""
-        left_s = None if self._deadline_s is None else max(self._deadline_s - time.monotonic(), 0.0)
+        """The message to the engine."""
+        deadline_s = self.request.deadline_s()
+        left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
         return {"id": number, "request": pack_request(self._request(timeout_s=left_s))}
 
 
@@ -66,7 +64,8 @@ class _Link:
         model_name: The engine's model, for messages.
         connected: The socket.
         address: Where it leads.
-        on_shutting_down: Offered a request that the engine, being unloaded, refused; whether another one takes it.
+        on_shutting_down: Called with a request that the engine, being unloaded, refused; returns whether another engine
+            takes it.
         on_close: Called when the connection has ended.
     """
 
@@ -85,41 +84,31 @@ class _Link:
         self._on_close = on_close
         self._lock = threading.Lock()
         self._open: dict[int, _Forwarded] = {}
-        self._cancelled: set[int] = set()  # of them
         self._last_number = 0
         self.connection = Connection(connected, self._on_message, self._close)
         self.connection.start()
 
     @property
     def num_open(self) -> int:
-        """Requests without their last answer."""
+        """Requests without their final response."""
         return len(self._open)
 
     def forward(self, forwarded: _Forwarded) -> bool:
-        """Send a request; false where the connection has ended."""
+        """Send a request. Returns False if the connection has ended."""
         with self._lock:
             if not self.is_open:
                 return False
             self._last_number += 1
             number = self._last_number
             self._open[number] = forwarded
-        self.connection.outbox.put(partial(self._send, number, forwarded))
+        self.connection.sender.put(partial(self._send, number, forwarded))
+        forwarded.request.on_ending(lambda _: self._cancel(number))  # after the request, which the engine must know
+        if number not in self._open:
+            forwarded.request.on_ending(None)
         return True
 
-    def cancel_given_up(self) -> None:
-        """Tell the engine which requests nobody waits for any more."""
-        with self._lock:
-            given_up = [
-                number
-                for number, each in self._open.items()
-                if number not in self._cancelled and each.call.is_cancelled()
-            ]
-            self._cancelled.update(given_up)
-        for number in given_up:
-            self._cancel(number)
-
     def _cancel(self, number: int) -> None:
-        self.connection.outbox.put(partial(self.connection.send, {"id": number, "cancel": True}))
+        self.connection.sender.put(partial(self.connection.send, {"id": number, "cancel": True}))
 
     def _send(self, number: int, forwarded: _Forwarded) -> None:
         try:
@@ -132,22 +121,22 @@ class _Link:
                     f"the request has more than the {MAX_MESSAGE_BYTES} bytes that a stream door takes: split it",
                 ),
             )
-        except Exception as error:  # want of memory; the engine does not know this request
+        except Exception as error:  # out of memory; the engine does not know this request
             logger.error("forwarding a request failed: %s", where(error))
             self._refuse(number, HfTritonError("internal", "the request could not be forwarded; see the server's log"))
 
     def _on_message(self, message: Message) -> None:
         number = message["id"]
         forwarded = self._open.get(number)
-        if forwarded is None:  # it was refused here
+        if forwarded is None:  # it was refused on this side
             return
         match message:
             case {"add": outputs}:
                 forwarded.has_begun = True
-                self._deliver(number, partial(forwarded.call.add, read_tensors(outputs)))
+                self._deliver(number, partial(forwarded.request.add, read_tensors(outputs)))
             case {"answer": outputs}:
                 parameters = read_parameters(message.get("parameters", {}))
-                self._deliver(number, partial(forwarded.call.answer, read_tensors(outputs), parameters))
+                self._deliver(number, partial(forwarded.request.answer, read_tensors(outputs), parameters))
                 self._forget(number)
             case {"refuse": error}:
                 self._refuse(number, read_error(error))
@@ -169,17 +158,19 @@ class _Link:
         try:
             if error.code == "shutting_down" and not forwarded.has_begun and self._on_shutting_down(forwarded):
                 return
-        except Exception as failure:  # no thread or no socket is to be had
-            logger.error("passing a request on failed: %s", where(failure))
+        except Exception as failure:  # no thread or no socket is available
+            logger.error("forwarding a refused request failed: %s", where(failure))
         try:
-            forwarded.call.refuse(error)
-        except Exception as failure:  # Triton's shared memory is full even for an error; the others have answers coming
+            forwarded.request.refuse(error)
+        except Exception as failure:  # shared memory is full even for an error; other requests must still be answered
             logger.error("refusing a request failed: %s", where(failure))
 
     def _forget(self, number: int) -> _Forwarded | None:
         with self._lock:
-            self._cancelled.discard(number)
-            return self._open.pop(number, None)
+            forwarded = self._open.pop(number, None)
+        if forwarded is not None:
+            forwarded.request.on_ending(None)
+        return forwarded
 
     def _close(self) -> None:
         with self._lock:
@@ -198,7 +189,7 @@ class _Link:
 
 
 class Engines:
-    """The engines of one model, wherever in this server they are, coming and going.
+    """The engines of one model, in any process of this server; a `Task`, as far as Triton's side can see.
 
     Args:
         model_name: The model.
@@ -208,37 +199,27 @@ class Engines:
         self._model_name = model_name
         self._links: dict[Address, _Link] = {}
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._watch = threading.Thread(target=self._watch_cancels, name="hf_triton-door-cancel", daemon=True)
-        self._watch.start()
 
-    def submit(self, call: InferenceRequest, output_names: list[str], *, streams: bool) -> None:
-        """Pass a request on and return at once; it is answered in another thread.
-
-        Args:
-            call: The request.
-            output_names: The outputs to fill.
-            streams: Whether the text comes piece by piece where the request does not say.
+    def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
+        """Forward a request and return at once; it is answered in another thread.
 
         Raises:
-            UnavailableError: No engine is there.
+            UnavailableError: There is no engine.
             RequestError: The request's parameters cannot be read.
         """
-        if not self._forward(_Forwarded(call, output_names, streams)):
+        if not self._forward(_Forwarded(request, config)):
             raise UnavailableError(
                 "not_loaded",
                 f"the model {self._model_name}, which this folder streams from, is not loaded (yet): load it, or send "
                 "the request again later",
             )
 
-    def is_ready(self) -> bool:
-        """Whether an engine is there."""
+    def is_healthy(self) -> bool:
+        """Whether there is an engine."""
         return self._choose(set()) is not None
 
     def close(self) -> None:
-        """End the connections; what is in flight is refused."""
-        self._closing.set()
-        self._watch.join()
+        """End the connections; requests in flight are refused."""
         for link in self._all_links():
             link.connection.close()
 
@@ -250,7 +231,7 @@ class Engines:
         return False
 
     def _choose(self, tried: set[Address]) -> _Link | None:
-        """The engine with least to do among those of the highest version, which is the one that Triton serves."""
+        """The least busy engine of the highest version, which is the version that Triton serves."""
         with self._lock:
             links = [
                 link for each in find_addresses(self._model_name) if each not in tried and (link := self._link(each))
@@ -275,24 +256,19 @@ class Engines:
         with self._lock:
             return list(self._links.values())
 
-    def _watch_cancels(self) -> None:
-        while not self._closing.wait(CANCEL_POLL_S):
-            for link in self._all_links():
-                link.cancel_given_up()
-
 
 def cancel_elsewhere(model_name: str, request_id: str) -> None:
-    """Have a model's instances in other processes give up their requests of an id; returns when they are told."""
+    """Cancel the requests of an id in a model's other processes. Returns when the messages are sent."""
     for address in find_addresses(model_name):
         connected = None if address.pid == os.getpid() else _connect(address)
         if connected is not None:
-            with connected, contextlib.suppress(OSError):  # an instance that is gone has nothing to give up
+            with connected, contextlib.suppress(OSError):  # an instance that is gone has nothing to cancel
                 connected.settimeout(CONNECT_S)
                 connected.sendall(frame({"id": 0, "cancel_all": request_id}), socket.MSG_NOSIGNAL)
 
 
 def _connect(address: Address) -> socket.socket | None:
-    """A connection to an address, None where nobody of this user's listens."""
+    """A connection to an address; None if no process of this user listens there."""
     try:
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     except OSError:  # no more files may be open

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages over a connected Unix socket: JSON behind its length. One thread reads, one sends.
+"""Messages over a connected Unix socket: length-prefixed JSON. One thread reads, one sends.
 
-Whatever is wrong with a connection ends this connection and nothing else.
+An error of a connection ends this connection and nothing else.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Final
 
 from hf_triton.errors import where
 from hf_triton.stream_door.messages import Message, ProtocolError
-from hf_triton.tasks.text_generation.sender import ResponseSender
+from hf_triton.tasks.sender import ResponseSender
 
 logger = logging.getLogger(__name__)
 
 LENGTH: Final = struct.Struct("!I")
 MAX_MESSAGE_BYTES: Final = 64 << 20
-"""As much as Triton takes of a request over HTTP since 25.10, unless it is told otherwise."""
+"""The default of Triton's HTTP endpoint since 25.10."""
 STALL_S: Final = 30
-"""The other side has to read something within this time, or the connection ends."""
+"""Send timeout: the other side must read something within this time, or the connection ends."""
 
 
 class MessageTooLargeError(ValueError):
@@ -50,20 +50,20 @@ class Connection:
         self._on_close = on_close
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="hf_triton-door-reader", daemon=True)
-        self.outbox = ResponseSender()
-        """What is to be sent, so that whoever has it need not wait for the other side."""
+        self.sender = ResponseSender()
+        """Sends messages, so that the caller need not wait for the other side."""
 
     def start(self) -> None:
-        """Begin to read. Where that fails, the connection has ended."""
+        """Begin to read. If that fails, the connection has ended."""
         try:
             self._reader.start()
-        except BaseException:
-            self.outbox.close()
+        except Exception:
+            self.sender.close()
             self._socket.close()
             raise
 
     def send(self, message: Message) -> None:
-        """Send a message, waiting for the other side if need be. On a connection that has ended, nothing happens.
+        """Send a message, waiting for the other side if necessary. Does nothing if the connection has ended.
 
         Raises:
             MessageTooLargeError: It does not fit; nothing was sent.
@@ -71,7 +71,7 @@ class Connection:
         self.send_framed(frame(message))
 
     def send_framed(self, framed: bytes) -> None:
-        """Send what `frame` has made of a message, as `send` does."""
+        """Send a message that `frame` has encoded, as `send` does."""
         with self._lock:
             try:
                 self._socket.sendall(framed, socket.MSG_NOSIGNAL)
@@ -86,10 +86,10 @@ class Connection:
             return  # it has ended already
 
     def close(self) -> None:
-        """Send what is still to be sent, then end the connection and wait for that."""
-        self.outbox.close()
+        """Send the queued messages, then end the connection and wait for its end."""
+        self.sender.close()
         self.end()
-        if self._reader.is_alive():  # else it has ended, or is just being started and finds the end
+        if self._reader.is_alive():  # else it has ended, or is about to start and finds the end
             self._reader.join()
 
     def _read(self) -> None:
@@ -98,26 +98,26 @@ class Connection:
                 while (body := _read_frame(stream.read)) is not None:
                     self._on_message(_parse(body))
         except OSError:
-            pass  # as good as the end of the stream
-        except Exception as error:  # whatever the other side says, this side lives on
+            pass  # the same as the end of the stream
+        except Exception as error:  # a bad message of the other side must not end this process
             logger.warning("a stream door's connection was ended: %s", where(error))
         self.end()
         try:
             self._on_close()
         except Exception as error:
-            logger.error("the end of a stream door's connection could not be told: %s", where(error))
-        self.outbox.close()
+            logger.error("closing a stream door's connection failed: %s", where(error))
+        self.sender.close()
         with self._lock:
             self._socket.close()
 
 
 def frame(message: Message) -> bytes:
-    """A message as it is sent.
+    """Encode a message.
 
     Raises:
         MessageTooLargeError: It does not fit.
     """
-    # What is no UTF-8 in a tensor is a lone surrogate here.
+    # Bytes of a tensor that are not UTF-8 are lone surrogates here.
     body = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     if len(body) > MAX_MESSAGE_BYTES:
         raise MessageTooLargeError

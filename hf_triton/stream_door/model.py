@@ -1,73 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamDoor: a folder without weights that streams what the model of another folder writes."""
+"""StreamDoor: a folder without weights that streams what the model of another folder generates."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hf_triton.errors import SettingsError
-from hf_triton.model import TritonPythonModel
-from hf_triton.protocol.requests import is_cancel_request
 from hf_triton.settings import DoorSettings
-from hf_triton.stream_door.client import Engines
 from hf_triton.tasks.hooks import HOOKS
-from hf_triton.tasks.metrics import NoMeter
-from hf_triton.tasks.text_generation.sender import InferenceRequest, ResponseConfig
+
+if TYPE_CHECKING:
+    from hf_triton.triton_backend.service import Service
 
 SUFFIX: Final = "_stream"
 
 
-class StreamDoor(TritonPythonModel):
+class StreamDoor:
     """Streams from the model of another folder of the same server, so that one copy of the weights serves both.
 
     A folder that streams refuses `/infer`: that is Triton's rule. So `NAME` answers `/infer` and `/generate`, and a
-    folder `NAME_stream` with this class streams; what it takes, answers and refuses is up to `NAME`. It may be loaded
-    before `NAME`, and says `not_loaded` until that is there.
+    folder `NAME_stream` with this class streams; `NAME` decides what it accepts, answers and refuses. It may be loaded
+    before `NAME`, and answers `not_loaded` until then.
+
+    Attributes:
+        settings_class: The settings that config.pbtxt may hold.
+        settings: The folder's settings, from `initialize` on.
     """
 
-    settings_class: ClassVar[type[DoorSettings]] = DoorSettings  # type: ignore[assignment]
+    settings_class: ClassVar[type[DoorSettings]] = DoorSettings
 
-    settings: DoorSettings  # type: ignore[assignment]
+    settings: DoorSettings
 
-    _engines: Engines
+    _service: Service
+
+    @classmethod
+    def auto_complete_config(cls, auto_complete_model_config: Any) -> Any:
+        """Add the inputs and outputs that config.pbtxt leaves out."""
+        from hf_triton.triton_backend.config import complete_config
+
+        return complete_config(auto_complete_model_config, cls.settings_class)
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Connect to the other folder's engines as they come. `args` are Triton's.
+
+        Raises:
+            TritonModelException: The folder cannot be served; one sentence says why.
+        """
+        from hf_triton.stream_door.client import Engines, cancel_elsewhere
+        from hf_triton.tasks.metrics import NoMeter
+        from hf_triton.triton_backend.cancellation import RequestPoller
+        from hf_triton.triton_backend.config import load_failures, read_config
+        from hf_triton.triton_backend.process import Sentinel, start_process
+        from hf_triton.triton_backend.service import Service
+
+        start_process(args["model_name"])
+        with load_failures():
+            self.settings, config = read_config(json.loads(args["model_config"]), self.settings_class)
+            if not config.is_decoupled:
+                raise SettingsError(
+                    "a stream door needs model_transaction_policy { decoupled: true } in its config.pbtxt"
+                )
+            other = _other_folder(args["model_name"], self.settings.stream_of)
+            for name in HOOKS:
+                if hasattr(self, name):
+                    raise SettingsError(f"{name} changes nothing in a stream door: move it to 1/model.py of '{other}'")
+            self._service = Service(
+                Engines(other),
+                config,
+                poller=RequestPoller(),
+                meter=NoMeter(),  # the model that generates counts
+                cancel_elsewhere=partial(cancel_elsewhere, other),  # which reaches the requests of all doors
+            )
+            self._service.closers = (Sentinel(args["model_name"]).dismiss, *self._service.closers)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Forward every request and return at once. `requests` are Triton's."""
+        self._service.execute(requests)
 
     def finalize(self) -> None:
-        """Let the engine go. Triton calls this when nothing is in flight."""
-        self._sentinel.dismiss()
-        self._engines.close()
-        self._outlet.outbox.close()
+        """Refuse the requests that are left and disconnect. Triton calls this when no request is in flight."""
+        self._service.close()
 
     def is_ready(self) -> bool:
         """Whether the other folder's model is loaded."""
-        return self._engines.is_ready()
-
-    def _start(self, settings: DoorSettings, args: Mapping[str, Any]) -> None:  # type: ignore[override]
-        if not self._outlet.is_decoupled:
-            raise SettingsError("a stream door needs model_transaction_policy { decoupled: true } in its config.pbtxt")
-        other = _other_folder(args["model_name"], settings.stream_of)
-        for name in HOOKS:
-            if getattr(type(self), name) is not getattr(TritonPythonModel, name):
-                raise SettingsError(f"{name} changes nothing in a stream door: move it to 1/model.py of '{other}'")
-        self._engine_name = other  # a stop told there reaches the calls of all doors
-        self._meter = NoMeter()  # the model that writes the text counts
-        self._engines = Engines(other)
-
-    def _submit(self, call: InferenceRequest, outlet: ResponseConfig) -> None:
-        if is_cancel_request(call.parameters()):
-            self._cancel(call)
-        else:
-            self._engines.submit(call, outlet.output_names, streams=outlet.streams)
-
-    def _cancel_here(self, request_id: str) -> None:
-        self._poller.cancel(request_id)
+        return self._service.task.is_healthy()
 
 
 def _other_folder(own_name: str, stream_of: str | None) -> str:
     """The folder to stream from.
 
     Raises:
-        SettingsError: Nothing says which.
+        SettingsError: No other folder is named.
     """
     name = own_name.removesuffix(SUFFIX) if stream_of is None else stream_of
     if name in ("", own_name):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of a stream door: listens, and hands requests to the model as if Triton had brought them.
+"""The engine's side of a stream door: listens, and hands requests to the service as if Triton had brought them.
 
-A model's other instances, and doors, call there too to have requests given up that have come to this one.
+A model's other instances, and doors, connect here too to cancel requests of this instance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from hf_triton.stream_door.messages import (
     pack_tensors,
     read_request,
 )
-from hf_triton.tasks.text_generation.sender import ResponseConfig
+from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.request import InferenceRequest
+from hf_triton.triton_backend.cancellation import RequestPoller
 
 logger = logging.getLogger(__name__)
 
@@ -35,25 +37,29 @@ MAX_CONNECTIONS: Final = 64
 BACKLOG: Final = 16
 BIND_ATTEMPTS: Final = 5
 DRAIN_S: Final = 30.0
-"""How long the requests of doors may go on when the model is unloaded; a stopping server waits as long for others."""
+"""How long the requests of doors may continue when the model is unloaded: as long as a stopping server waits."""
 DRAIN_POLL_S: Final = 0.05
 RETRY_S: Final = 0.5
 
 Take = Callable[["RemoteRequest", ResponseConfig], None]
 
 
-class RemoteRequest:
-    """One request of a door, to be answered as a `TritonRequest` is. Safe from any thread."""
+class RemoteRequest(InferenceRequest):
+    """A request that came through a door.
+
+    Args:
+        number: The door's number for it.
+        request: The request.
+        peer: The door.
+        on_answer: Called once, with `ok` or the error's code.
+    """
 
     def __init__(self, number: int, request: DoorRequest, peer: _Peer, on_answer: Callable[[str], None]) -> None:
+        super().__init__(request.request_id, request.timeout_s)
         self._number = number
         self._request = request
         self._peer = peer
         self._on_answer = on_answer
-        self._lock = threading.Lock()
-        self._is_answered = False
-        self._is_cancelled = False
-        self.request_id = request.request_id
 
     def inputs(self) -> dict[str, Array]:
         """The request's tensors by name."""
@@ -64,41 +70,27 @@ class RemoteRequest:
         return dict(self._request.parameters)
 
     def requested_outputs(self) -> list[str]:
-        """The outputs that the client is to have."""
+        """The outputs that the client names; all of them if it names none."""
         return self._request.requested_outputs
 
-    def timeout_s(self) -> float | None:
-        """The time that is left of what the client gives the request."""
-        return self._request.timeout_s
-
-    def is_cancelled(self) -> bool:
-        """Whether the client gave up, or the door is gone."""
-        return self._is_cancelled
-
-    def cancel(self) -> None:
-        """Give the request up."""
-        self._is_cancelled = True
-
     def abandon(self) -> None:
-        """Give the request up where nobody is left to be answered."""
+        """Cancel a request whose door is gone: no response can be sent."""
         self._is_cancelled = True
-        with self._lock:
-            was_answered, self._is_answered = self._is_answered, True
-        if not was_answered:
+        if self._end():
             self._on_answer(CancelledError().code)
 
     def add(self, outputs: Mapping[str, Array]) -> None:
-        """Send a response with more to come."""
+        """Send a response with more to follow."""
         if self._is_answered:
             return
         try:
             self._peer.connection.send({"id": self._number, "add": pack_tensors(outputs)})
-        except MessageTooLargeError:  # a text with a hole in it would look like a good one
+        except MessageTooLargeError:  # a text with a gap would look like a good one
             self._is_cancelled = True
             self.refuse(_too_large())
 
     def answer(self, outputs: Mapping[str, Array], parameters: Mapping[str, int] | None = None) -> None:
-        """Send the one answer, or the last part of it; `parameters` are the response's own."""
+        """Send the final response; `parameters` are the response's own."""
         message = {"id": self._number, "answer": pack_tensors(outputs), "parameters": dict(parameters or {})}
         try:
             framed = frame(message)
@@ -108,19 +100,23 @@ class RemoteRequest:
             self._finish(framed, "ok")
 
     def refuse(self, error: HfTritonError) -> None:
-        """Send an error as the one answer."""
+        """Send an error as the final response."""
         self._finish(frame({"id": self._number, "refuse": pack_error(error)}), error.code)
 
     def _finish(self, framed: bytes, outcome: str) -> None:
-        """Send the last response, once."""
-        with self._lock:
-            was_answered, self._is_answered = self._is_answered, True
-        if not was_answered:
+        """Send the final response, once."""
+        if self._end():
             self._peer.forget(self._number)
             self._on_answer(outcome)
             self._peer.connection.send_framed(framed)
 
-    def __del__(self) -> None:  # wherever the garbage collector runs, so it must not wait
+    def _end(self) -> bool:
+        """Claim the final response; only the first caller may send it."""
+        with self._lock:
+            was_answered, self._is_answered = self._is_answered, True
+        return not was_answered
+
+    def __del__(self) -> None:  # runs wherever the garbage collector does, so it must not wait
         if not self._is_answered:
             self._peer.refuse(
                 self._number, HfTritonError("internal", "the request was dropped; the server's log may say why")
@@ -133,22 +129,22 @@ class _Peer:
 
     def __init__(self, connected: socket.socket, server: DoorServer) -> None:
         self._server = server
-        self._calls: dict[int, weakref.ref[RemoteRequest]] = {}  # each of its operations is one step of the interpreter
+        self._requests: dict[int, weakref.ref[RemoteRequest]] = {}  # safe from any thread: each operation is atomic
         self.connection = Connection(connected, self._on_message, self._on_close)
 
     @property
     def num_open(self) -> int:
-        """Requests without their last answer."""
-        return len(self._calls)
+        """Requests without their final response."""
+        return len(self._requests)
 
     def forget(self, number: int) -> None:
-        """A request has its last answer."""
-        self._calls.pop(number, None)
+        """A request has its final response."""
+        self._requests.pop(number, None)
 
     def refuse(self, number: int, error: HfTritonError) -> None:
-        """Refuse a request that nobody holds any more, without waiting."""
+        """Refuse a request from its destructor, without waiting."""
         self.forget(number)
-        self.connection.outbox.offer(lambda: self.connection.send({"id": number, "refuse": pack_error(error)}))
+        self.connection.sender.offer(lambda: self.connection.send({"id": number, "refuse": pack_error(error)}))
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -157,41 +153,35 @@ class _Peer:
             case {"id": int() as number, "cancel": True}:
                 self._cancel(number)
             case {"cancel_all": str() as request_id}:
-                self._server.cancel_requests(request_id)
+                self._server.poller.cancel(request_id)
             case _:
                 raise ProtocolError("the message is neither a request nor its end")
 
     def _begin(self, number: int, request: DoorRequest) -> None:
-        if number in self._calls:
+        if number in self._requests:
             raise ProtocolError("two requests have one id")
         call = RemoteRequest(number, request, self, self._server.begin_request())
-        self._calls[number] = weakref.ref(call)
+        self._requests[number] = weakref.ref(call)
+        self._server.poller.add(call)
         if self._server.is_draining:
             call.refuse(ShuttingDownError())
         else:
-            outlet = ResponseConfig(
-                request.output_names, is_decoupled=True, streams=request.streams, outbox=self.connection.outbox
+            config = ResponseConfig(
+                request.output_names, is_decoupled=True, streams=request.streams, sender=self.connection.sender
             )
-            self._server.take(call, outlet)
+            self._server.take(call, config)
 
     def _cancel(self, number: int) -> None:
-        reference = self._calls.get(number)
+        reference = self._requests.get(number)
         call = None if reference is None else reference()
-        if call is not None:  # it may be answered by now
+        if call is not None:  # it may be answered
             call.cancel()
 
-    def cancel_requests(self, request_id: str) -> None:
-        """Give up the requests of an id."""
-        for reference in list(self._calls.values()):
-            call = reference()
-            if call is not None and call.request_id == request_id:
-                call.cancel()
-
     def _on_close(self) -> None:
-        for reference in list(self._calls.values()):
+        for reference in list(self._requests.values()):
             if call := reference():
                 call.abandon()
-        self._calls.clear()
+        self._requests.clear()
         self._server.forget(self)
 
 
@@ -199,11 +189,11 @@ class DoorServer:
     """Takes the requests of stream doors for one instance of a model.
 
     Args:
-        model_name: What the doors know it by.
+        model_name: The model's name, which doors look for.
         version: Its version.
-        take: Starts on a request; must answer it, and raise nothing.
-        begin_request: Counts a request; what it returns is told the outcome.
-        cancel_own_requests: Gives up the requests of an id that Triton has brought to this instance.
+        take: Starts a request; must see that it is answered, and raise nothing.
+        begin_request: Counts a request; the function that it returns is called with the outcome.
+        poller: Polls this process's requests.
     """
 
     def __init__(
@@ -213,12 +203,12 @@ class DoorServer:
         *,
         take: Take,
         begin_request: Callable[[], Callable[[str], None]],
-        cancel_own_requests: Callable[[str], None],
+        poller: RequestPoller,
     ) -> None:
         self.take = take
         self.begin_request = begin_request
         self.is_draining = False
-        self._cancel_own_calls = cancel_own_requests
+        self.poller = poller
         self._model_name = model_name
         self._version = version
         self._peers: set[_Peer] = set()
@@ -227,7 +217,7 @@ class DoorServer:
         self._address: Address | None = None
 
     def open(self) -> None:
-        """Begin to listen. Where that cannot be, the model serves without doors, and a warning says so."""
+        """Begin to listen. If that fails, the model serves without doors, and the log says so."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._address = _bind(listener, self._model_name, self._version)
@@ -240,7 +230,7 @@ class DoorServer:
         threading.Thread(target=self._accept, args=(listener,), name="hf_triton-door", daemon=True).start()
 
     def drain(self, timeout_s: float = DRAIN_S) -> None:
-        """Take no more requests, and let those that are there go on for a time."""
+        """Take no more requests, and give the running ones time to finish."""
         if self._listener is None or self._address is None:
             return
         self.is_draining = True
@@ -251,17 +241,11 @@ class DoorServer:
             time.sleep(DRAIN_POLL_S)
 
     def close(self) -> None:
-        """Send the last answers and end the connections; after `drain`."""
+        """Send the queued responses and end the connections; after `drain`."""
         for peer in self._all_peers():
             peer.connection.close()
         if self._listener is not None:
             self._listener.close()
-
-    def cancel_requests(self, request_id: str) -> None:
-        """Give up the requests of an id, whether Triton or a door has brought them."""
-        self._cancel_own_calls(request_id)
-        for peer in self._all_peers():
-            peer.cancel_requests(request_id)
 
     def forget(self, peer: _Peer) -> None:
         """A connection has ended."""
@@ -276,12 +260,12 @@ class DoorServer:
         while not self.is_draining:
             try:
                 connected, _ = listener.accept()
-            except OSError:  # it was shut down, or the process has no file descriptor left just now
+            except OSError:  # it was shut down, or no file descriptor is available
                 time.sleep(0 if self.is_draining else RETRY_S)
                 continue
             try:
                 self._welcome(connected)
-            except Exception as error:  # such as no thread left just now: the doors that come later are taken
+            except Exception as error:  # such as no thread available: later doors are accepted
                 logger.warning("a stream door could not be taken: %s", where(error))
                 connected.close()
 
@@ -294,7 +278,7 @@ class DoorServer:
             self._peers.add(peer)
         try:
             peer.connection.start()
-        except BaseException:
+        except Exception:
             self.forget(peer)
             raise
 
@@ -309,7 +293,7 @@ def _bind(listener: socket.socket, model_name: str, version: int) -> Address:
     for _ in range(BIND_ATTEMPTS):
         address = new_address(model_name, version)
         address.path.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # a model that was unloaded has just taken the folder away
+        with contextlib.suppress(FileNotFoundError):  # a model that was unloaded has just removed the folder
             listener.bind(str(address.path))
             return address
-    raise FileNotFoundError(f"{address.path.parent} is taken away again and again")
+    raise FileNotFoundError(f"{address.path.parent} is removed again and again")

@@ -1,33 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder's config.pbtxt: its parameters, the ports that Triton completes, and load failures."""
+"""A folder's config.pbtxt: settings, the ports that are completed, and the errors that Triton reports of a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import triton_python_backend_utils as pb_utils
 
-from hf_triton.errors import HfTritonError
+from hf_triton.errors import HfTritonError, SettingsError
+from hf_triton.protocol.ports import check_config, missing_ports
+from hf_triton.settings import DoorSettings, LoadedSettings, ModelSettings, load_settings
+from hf_triton.tasks.hooks import OWN_FILE
+from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.sender import ResponseSender
+
+logger = logging.getLogger(__name__)
+
+Settings = TypeVar("Settings", ModelSettings, DoorSettings)
 
 
-def add_missing_ports(
-    config: pb_utils.ModelConfig, ports: tuple[list[dict[str, Any]], list[dict[str, Any]]]
-) -> pb_utils.ModelConfig:
-    """Add inputs and outputs to a configuration that is being completed."""
-    inputs, outputs = ports
+@contextmanager
+def load_failures() -> Iterator[None]:
+    """Raise our own errors as the exception that Triton reports as the reason why a folder is not served."""
+    try:
+        yield
+    except HfTritonError as error:
+        raise pb_utils.TritonModelException(str(error)) from None
+    except UnicodeEncodeError as error:
+        raise pb_utils.TritonModelException(
+            str(SettingsError(f"the path {error.object!a} is not ASCII, and Triton's Python opens no other: rename it"))
+        ) from None
+
+
+def complete_config(model_config: Any, settings_class: type[Settings]) -> Any:
+    """Add the inputs and outputs that config.pbtxt leaves out to Triton's `ModelConfig`."""
+    config = model_config.as_dict()
+    with load_failures():
+        settings = _load_settings(config, settings_class).settings
+        inputs, outputs = missing_ports(config, settings.parameters_as_inputs)
     for port in inputs:
-        config.add_input(port)
+        model_config.add_input(port)
     for port in outputs:
-        config.add_output(port)
-    return config
+        model_config.add_output(port)
+    return model_config
 
 
-def parameter_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """config.pbtxt's `parameters` as plain text by key."""
-    return {key: value["string_value"] for key, value in config["parameters"].items()}
+def read_config(config: Mapping[str, Any], settings_class: type[Settings]) -> tuple[Settings, ResponseConfig]:
+    """A folder's settings, which are logged, and how its requests are answered.
+
+    Args:
+        config: config.pbtxt, completed.
+        settings_class: The settings that it may hold.
+
+    Raises:
+        SettingsError: A setting or a port cannot be used.
+    """
+    check_config(config)
+    loaded = _load_settings(config, settings_class)
+    for line in loaded.describe():
+        logger.info(line)
+    is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+    if loaded.settings.stream and not is_decoupled:
+        logger.warning("the setting stream does nothing without model_transaction_policy { decoupled: true }")
+    return loaded.settings, ResponseConfig(
+        output_names=[port["name"] for port in config["output"]],
+        is_decoupled=is_decoupled,
+        streams=loaded.settings.stream,
+        sender=ResponseSender(),
+    )
 
 
-def load_failure(error: HfTritonError) -> Exception:
-    """The exception that Triton reports as the reason why a folder is not served."""
-    return pb_utils.TritonModelException(str(error))
+def _load_settings(config: Mapping[str, Any], settings_class: type[Settings]) -> LoadedSettings[Settings]:
+    declared: object = settings_class
+    if not (isinstance(declared, type) and issubclass(declared, (ModelSettings, DoorSettings))):
+        raise SettingsError(f"settings_class of {OWN_FILE} must be a subclass of hf_triton.settings.ModelSettings")
+    parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+    return load_settings(parameters, os.environ, settings_class)

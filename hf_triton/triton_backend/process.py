@@ -22,8 +22,19 @@ logger = logging.getLogger(__name__)
 SERVER_POLL_S = 1.0
 
 
-def end_with_server() -> None:
-    """End this process when the server is gone: a stub whose server was killed can live on, and keep its GPU memory."""
+def start_process(model_name: str) -> None:
+    """Set up the process of a model: UTF-8, log lines to the server's log, an end with the server.
+
+    Args:
+        model_name: The folder's, for the log.
+    """
+    _use_utf8()
+    _end_with_server()
+    _send_logs_to_triton(model_name)
+
+
+def _end_with_server() -> None:
+    """End this process with its server: a stub whose server was killed can live on, and keep its GPU memory."""
     server = os.getppid()
 
     def watch() -> None:
@@ -42,16 +53,16 @@ echo "hf_triton: the process of the model $2 has died; stopping the server" >&2
 for second in 1 2 3 4 5 6 7 8 9 10; do sleep 1; kill -0 "$1" 2>/dev/null || exit; done
 kill -KILL "$1"
 """
-"""A shell that waits for a word. Where the pipe closes without one, the server $1 is told to end, then made to.
+"""A shell that waits for a word. If the pipe closes without one, it ends the server $1, by force after 10 s.
 
-A server that has died itself is not told: whoever reads the log's last lines would look for the fault in a model.
+A server that has died itself is left alone: the log's last lines would blame a model.
 """
 
 
 class Sentinel:
-    """Ends the server when this process dies without a word, killed from outside or for its memory.
+    """Ends the server when this process dies, killed from outside or for its memory.
 
-    Triton starts no other one in its place, stays ready, and leaves the requests in flight without an answer for ever.
+    Triton does not restart it, stays ready, and never answers its requests in flight.
 
     Args:
         model_name: For the log.
@@ -63,24 +74,24 @@ class Sentinel:
         )
 
     def dismiss(self) -> None:
-        """This process is going to end in good order."""
+        """Stop watching: this process is about to exit in good order."""
         with contextlib.suppress(OSError):  # it has ended before
             self._shell.communicate(b"word\n")
 
 
 def stop_server() -> None:
-    """Ask the server to finish what is running and end, so that whoever supervises it starts a fresh one.
+    """Ask the server to finish its requests and exit, so that its supervisor starts a fresh one.
 
     A stub that died is never replaced, and its model stays ready on servers before 26.01: lingering would be worse.
     """
-    logger.error("stopping the server: a model's engine cannot go on")
+    logger.error("stopping the server: a model's engine has failed")
     os.kill(os.getppid(), signal.SIGTERM)
 
 
-def speak_utf8() -> None:
-    """Make UTF-8 the encoding of files and prints, and have these come out line by line.
+def _use_utf8() -> None:
+    """Make UTF-8 the encoding of files and output, and flush output line by line.
 
-    Triton starts its Python in ASCII, whatever the locale says; what a folder's own code prints would come at the end.
+    Triton starts its Python in ASCII, whatever the locale is, and would show a folder's own output at its exit.
     """
     with contextlib.suppress(locale.Error):  # a system without it keeps its own
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
@@ -101,11 +112,11 @@ class TritonLogHandler(logging.Handler):
                 pb_utils.Logger.log_warn(text)
             else:
                 pb_utils.Logger.log_info(text)
-        except Exception:  # such as a folder's `logger.info("%d", "x")`: what is done goes on without the line
+        except Exception:  # such as a folder's `logger.info("%d", "x")`: serving continues without the line
             self.handleError(record)
 
 
-def send_logs_to_triton(model_name: str) -> None:
+def _send_logs_to_triton(model_name: str) -> None:
     """Send hf_triton's own log lines to the server's log, each with the model's name."""
     root = logging.getLogger("hf_triton")
     for old in list(root.handlers):

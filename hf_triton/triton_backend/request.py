@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, Final
@@ -22,21 +21,24 @@ import triton_python_backend_utils as pb_utils
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
 from hf_triton.protocol.validation import reject_duplicates
 from hf_triton.tasks.metrics import OK
+from hf_triton.tasks.request import InferenceRequest
 from hf_triton.triton_backend.cancellation import RequestPoller
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY: Final = "/dev/shm"
-"""Where Triton and its processes have what they pass to each other."""
+"""Where Triton and its Python processes pass tensors to each other."""
 AMPLE_BYTES: Final = 32 * 2**20
-"""Free of it, beside what an answer takes, from which on nobody doubts that it fits."""
+"""Shared-memory headroom above which a response is assumed to fit."""
 
 
-class TritonRequest:
-    """One inference request and its one answer, which a decoupled folder may give in parts.
+class TritonRequest(InferenceRequest):
+    """A request over Triton's sender. A decoupled folder may send several responses.
 
-    Exactly one final answer is sent, whatever happens: a second one is ignored, and a call that is dropped without one
-    answers with an error. Safe from any thread.
+    Args:
+        request: Triton's.
+        poller: Polls the request until it is answered.
+        on_answer: Called once, with `ok` or the error's code.
     """
 
     def __init__(
@@ -45,18 +47,15 @@ class TritonRequest:
         poller: RequestPoller,
         on_answer: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        self._lock = threading.Lock()
-        self._is_answered = False
-        self._on_answer = on_answer  # told `ok` or the error's code, once
-        self._was_cancelled = False
+        timeout_us: int = request.timeout()  # of `/infer` and of the clients
+        super().__init__(_request_id(request), timeout_us / 1e6 if timeout_us else None)
+        self._on_answer = on_answer
         self._sender = request.get_response_sender()
         self._request = request
-        self.request_id = _request_id(request)
-        """What the client calls it; empty where it does not."""
         poller.add(self)
 
     def release_inputs(self) -> None:
-        """Give the request's tensors back to the server's shared memory: all has been read, and only answers follow."""
+        """Return the request's tensors to the server's shared memory, after they have been read."""
         del self._request
 
     def inputs(self) -> dict[str, npt.NDArray[Any]]:
@@ -67,8 +66,7 @@ class TritonRequest:
         """The request's parameters by name; scalars.
 
         Raises:
-            RequestError: A name or a text among them is not UTF-8; or one is given twice, beside the text and in
-                `parameters`.
+            RequestError: A name or a value is not UTF-8, or one is given twice, beside the text and in `parameters`.
         """
         try:
             parsed: dict[str, object] = json.loads(
@@ -79,34 +77,21 @@ class TritonRequest:
         return parsed
 
     def requested_outputs(self) -> list[str]:
-        """The outputs that the client is to have: those that it names, all where it names none."""
+        """The outputs that the client names; all of them if it names none."""
         return list(self._request.requested_output_names())
 
-    def timeout_s(self) -> float | None:
-        """The time that the client gives the request: `timeout` (microseconds) of `/infer` and of the clients."""
-        timeout_us: int = self._request.timeout()
-        return timeout_us / 1e6 if timeout_us else None
-
-    def is_cancelled(self) -> bool:
-        """Whether the request is cancelled, as of the last poll."""
-        return self._was_cancelled
-
-    def cancel(self) -> None:
-        """Give the request up, as if its client had."""
-        self._was_cancelled = True
-
     def poll(self) -> bool:
-        """Ask Triton whether the client gave up; whether there is a reason to ask again."""
+        """Ask Triton whether the client cancelled. Returns whether to poll again."""
         with self._lock:
-            # Asking takes a while, and `cancel` may come meanwhile: what it says must stay.
-            if not (self._is_answered or self._was_cancelled) and self._sender.is_cancelled():
-                self._was_cancelled = True
-            return not (self._is_answered or self._was_cancelled)
+            # Asking takes a while, and `cancel` may be called meanwhile: it must not be undone.
+            if not (self._is_answered or self._is_cancelled) and self._sender.is_cancelled():
+                self._is_cancelled = True
+        return super().poll()
 
     def add(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Send a response with more to come. The folder must be decoupled.
+        """Send a response with more to follow. The folder must be decoupled.
 
-        One that cannot be sent ends the answer with an error: a text with a hole in it would look like a good one.
+        If it cannot be sent, an error is the final response: a text with a gap would look like a good one.
         """
         with self._lock:
             if self._is_answered:
@@ -114,23 +99,23 @@ class TritonRequest:
             try:
                 self._sender.send(_response(outputs))
             except Exception as error:  # as in `_has_sent`
-                logger.error("a part of an answer could not be sent: %s", where(error))
-                self._was_cancelled = True
+                logger.error("a response could not be sent: %s", where(error))
+                self._is_cancelled = True
                 self._finish(_too_large(), "out_of_memory")
 
     def answer(self, outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None) -> None:
-        """Send the one answer, or the last part of it.
+        """Send the final response.
 
         Args:
             outputs: Tensors by name.
-            parameters: The response's own, where the server takes any (`takes_response_parameters`).
+            parameters: The response's own, if the server takes any (`takes_response_parameters`).
         """
         self._send(_response(outputs, parameters), OK, sum(map(_num_bytes, outputs.values())))
 
     def refuse(self, error: HfTritonError) -> None:
-        """Send an error as the one answer."""
+        """Send an error as the final response."""
         code: int = getattr(pb_utils.TritonError, error.triton_code)
-        message = str(error).encode(errors="replace").decode()  # a folder's own words may be no UTF-8
+        message = str(error).encode(errors="replace").decode()  # a folder's own error may not be UTF-8
         self._send(pb_utils.InferenceResponse([], error=pb_utils.TritonError(message, code)), error.code)
 
     def _send(self, response: pb_utils.InferenceResponse, outcome: str, num_bytes: int = 0) -> None:
@@ -139,11 +124,11 @@ class TritonRequest:
                 self._finish(response, outcome, num_bytes)
 
     def _finish(self, response: pb_utils.InferenceResponse, outcome: str, num_bytes: int = 0) -> None:
-        """Send the last response; the lock is held. Raises nothing.
+        """Send the final response; the lock is held. Raises nothing.
 
-        A sender that fails to send a response that it was told is the last takes no other, and its client waits for
-        ever. So where the response may not fit the shared memory, its end is sent by itself: behind an error in a
-        decoupled folder; elsewhere, where only one response may be tried, Triton says that there was none (500).
+        A sender that fails to send a response with the FINAL flag takes no other one, and its client waits for ever.
+        So if the response may not fit the shared memory, the flag is sent by itself: after an error in a decoupled
+        folder; in others, which may try one response only, Triton reports that there was none (500).
         """
         self._is_answered = True
         is_ample = _has_room(num_bytes)
@@ -160,7 +145,7 @@ class TritonRequest:
         try:
             send()
         except Exception as error:  # the shared memory is full
-            logger.error("an answer could not be sent: %s", where(error))
+            logger.error("the final response could not be sent: %s", where(error))
             return False
         return True
 
@@ -172,7 +157,7 @@ class TritonRequest:
 def _request_id(request: pb_utils.InferenceRequest) -> str:
     try:
         return request.request_id()
-    except UnicodeDecodeError:  # `parameters` has it too, and refuses the request
+    except UnicodeDecodeError:  # `parameters` contains it too, and refuses the request
         return ""
 
 
@@ -196,17 +181,17 @@ def _response(
 
 
 def _num_bytes(array: npt.NDArray[Any]) -> int:
-    """What an output takes of the shared memory."""
+    """Shared memory that an output takes."""
     return sum(4 + len(element) for element in array.flat) if array.dtype == np.object_ else array.nbytes
 
 
 def _has_room(num_bytes: int) -> bool:
-    """Whether the server's shared memory is sure to take so many bytes more."""
+    """Whether the server's shared memory certainly has room for so many bytes."""
     try:
-        found = os.statvfs(SHARED_MEMORY)
+        free = os.statvfs(SHARED_MEMORY)
     except OSError:
         return False
-    return found.f_bavail * found.f_frsize >= num_bytes + AMPLE_BYTES
+    return free.f_bavail * free.f_frsize >= num_bytes + AMPLE_BYTES
 
 
 def _too_large() -> pb_utils.InferenceResponse:

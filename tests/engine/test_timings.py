@@ -20,15 +20,14 @@ from hf_triton.engine.types import EngineLoad
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
 from hf_triton.model import TritonPythonModel
-from hf_triton.protocol.requests import Limits
 from hf_triton.sampling.types import LogitsProcessor
 from hf_triton.settings import ModelSettings
 from hf_triton.stream_door import address
 from hf_triton.stream_door.client import Engines
 from hf_triton.stream_door.server import DoorServer
+from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.metrics import LATENCY, QUEUE_TIME, TIME_TO_FIRST_TOKEN, Meter, Metric, NoMeter
-from hf_triton.tasks.text_generation.chat_template import ChatTemplate
-from hf_triton.tasks.text_generation.sender import ResponseConfig, ResponseSender
+from hf_triton.tasks.sender import ResponseSender
 from hf_triton.tasks.text_generation.task import build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.triton_backend.cancellation import RequestPoller
@@ -132,45 +131,44 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
     started: list[TritonPythonModel] = []
 
     def start(meter: NoMeter, *, is_decoupled: bool = False) -> TritonPythonModel:
+        from hf_triton.triton_backend.service import Service
+
         settings = ModelSettings(huggingface_model=str(checkpoint), engine=request.param, max_num_seqs=1)
         loaded = load_checkpoint(Hub(checkpoint, settings, {}), settings, Placement("CPU", 0))
         model = SlowModel()
-        model.settings = settings
-        model._meter = meter
-        model._poller = RequestPoller()
-        model._limits = Limits(8, 1000)
-        model._outlet = ResponseConfig(
-            ["text_output"], is_decoupled=is_decoupled, streams=False, outbox=ResponseSender()
-        )
-        model._task = build_text_generation(
+        task = build_text_generation(
             loaded,
-            ChatTemplate(loaded.tokenizer, None, 1000),
             settings,
-            hooks=model,
-            max_prompt_bytes=1000,
+            model,
+            chat_template=None,
             on_fatal=lambda: None,
             observer=meter,
+            returns_timings=True,
+        )
+        config = ResponseConfig(["text_output"], is_decoupled=is_decoupled, streams=False, sender=ResponseSender())
+        model._service = Service(
+            task, config, poller=RequestPoller(), meter=meter, cancel_elsewhere=lambda request_id: None
         )
         started.append(model)
         return model
 
     yield start
     for model in started:
-        model._task.close()
-        model._outlet.outbox.close()
+        model.finalize()
 
 
 def test_they_are_the_metrics_own_readings_in_their_order(start: Callable[..., TritonPythonModel]) -> None:
     board = Board()
-    model = start(Meter(board))
+    meter = Meter(board)
+    model = start(meter)
     requests = [Request("The sea", return_timings=True), Request("Where", return_timings=True)]
     began_s = time.monotonic()
     model.execute(requests)
     told = sorted((times_of(request.wait()) for request in requests), key=lambda each: each[NAMES[0]])
     passed_us = (time.monotonic() - began_s) * 1e6
-    model._outlet.outbox.close()
-    model._meter.start(lambda: EngineLoad())
-    model._meter.close()
+    model.finalize()
+    meter.start(lambda: EngineLoad())
+    meter.close()
     for metric, name in ((QUEUE_TIME, NAMES[0]), (TIME_TO_FIRST_TOKEN, NAMES[1])):
         assert [round(seconds * 1e6) for seconds in board.seen[metric]] == [each[name] for each in told]
     for each, latency_s in zip(told, board.seen[LATENCY], strict=True):
@@ -230,13 +228,14 @@ def test_they_pass_a_stream_door(
         server = DoorServer(
             "plain",
             1,
-            take=model._take,
-            begin_request=model._meter.begin_request,
-            cancel_own_requests=lambda _: None,
+            take=model._service.take,
+            begin_request=NoMeter().begin_request,
+            poller=RequestPoller(),
         )
         server.open()
         engines = Engines("plain")
-        engines.submit(door.TritonRequest(request, RequestPoller()), ["text_output"], streams=True)
+        config = ResponseConfig(["text_output"], is_decoupled=True, streams=True, sender=ResponseSender())
+        engines.submit(door.TritonRequest(request, RequestPoller()), config)
         times_of(request.wait())
         engines.close()
         server.drain()

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from hf_triton.engine.types import Observer
 from hf_triton.errors import SettingsError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.hooks import Hooks
-from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.task import build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
 
@@ -24,8 +24,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(folder: Path, **defaults: Any) -> None:
     settings = ModelSettings(huggingface_model=str(folder), generation_defaults=defaults, max_num_seqs=4)
     loaded = load_checkpoint(Hub(folder, settings, {}), settings, Placement("CPU", 0))
-    template = ChatTemplate(loaded.tokenizer, None, 1000)
-    build_text_generation(loaded, template, settings, Hooks(), 1000, on_fatal=lambda: None).close()
+    build_text_generation(
+        loaded, settings, Hooks(), chat_template=None, on_fatal=lambda: None, observer=Observer(), returns_timings=True
+    ).close()
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,13 @@ def test_valid_defaults_are_accepted(checkpoint: Path, defaults: Any) -> None:
 def test_cache_smaller_than_max_output_length_is_refused(checkpoint: Path) -> None:
     settings = ModelSettings(huggingface_model=str(checkpoint), max_cache_tokens=256, max_output_length=200)
     loaded = load_checkpoint(Hub(checkpoint, settings, {}), settings, Placement("CPU", 0))
-    template = ChatTemplate(loaded.tokenizer, None, 1000)
     with pytest.raises(SettingsError, match=r"could not be answered .*max_cache_tokens.* max_output_length"):
-        build_text_generation(loaded, template, settings, Hooks(), 1000, on_fatal=lambda: None)
+        build_text_generation(
+            loaded,
+            settings,
+            Hooks(),
+            chat_template=None,
+            on_fatal=lambda: None,
+            observer=Observer(),
+            returns_timings=True,
+        )

@@ -28,9 +28,8 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
 """
 OF_A_REQUEST = (
     "TritonRequest",
-    "StreamReply",
-    "ResponseBuilder",
-    "Prompt",
+    "Response",
+    "PreparedPrompt",
     "SequenceGroup",
     "GroupState",
     "Sequence",

@@ -32,9 +32,14 @@ PROMETHEUS_BIN = ROOT / ".venv" / "prometheus" / "bin"  # of prometheus.sh
 STEP_S = 0.02
 IS_DROPPED = 23  # so many new tokens
 SLOW_MODEL = f"""{slow_model(STEP_S)}
-    def _submit(self, call, *others):
-        if call.parameters().get("max_new_tokens") != {IS_DROPPED}:
-            super()._submit(call, *others)
+        task = self._service.task
+        submit = task.submit
+
+        def drop_or_submit(request, config):
+            if request.parameters().get("max_new_tokens") != {IS_DROPPED}:
+                submit(request, config)
+
+        task.submit = drop_or_submit
 """
 A = 67  # the tiny tokenizer's token for "a"
 ALWAYS_A = f'{{"{A}": 100}}'

@@ -26,11 +26,11 @@ import hf_triton
 
 
 class TritonPythonModel(hf_triton.TritonPythonModel):
-    def _start(self, settings, args):
+    def initialize(self, args):
         import torch
 
-        super()._start(settings, args)
-        engine, rows = self._task._engine, []
+        super().initialize(args)
+        engine, rows = self._service.task._engine, []
 
         def noted(work, of_work):
             def do(*arguments):
@@ -42,7 +42,7 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
 
             return do
 
-        if settings.engine == "batch":
+        if self.settings.engine == "batch":
             engine._generate = noted(engine._generate, lambda part: part)
         else:
             engine._step = noted(engine._step, lambda: engine._rows)
@@ -60,10 +60,14 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
                 time.sleep(0.2)
 
         torch.nn.modules.module.register_module_forward_pre_hook(forward)
+        task = self._service.task
+        submit = task.submit
 
-    def _submit(self, call, outlet):
-        if call.parameters().get("max_new_tokens") != {IS_DROPPED}:
-            super()._submit(call, outlet)
+        def drop_or_submit(request, config):
+            if request.parameters().get("max_new_tokens") != {IS_DROPPED}:
+                submit(request, config)
+
+        task.submit = drop_or_submit
 """
 
 

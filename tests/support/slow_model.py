@@ -11,14 +11,14 @@ import hf_triton
 
 
 class TritonPythonModel(hf_triton.TritonPythonModel):
-    def _start(self, settings, args):
+    def initialize(self, args):
         import torch
 
         def nap(module, inputs):
             if type(module).__name__ == "LlamaForCausalLM":
                 time.sleep({step_s})
 
-        super()._start(settings, args)
+        super().initialize(args)
         torch.nn.modules.module.register_module_forward_pre_hook(nap)
 """
 

@@ -14,7 +14,13 @@ import pytest
 from hf_triton import triton_backend
 
 FINAL = 1
-MODULES = ("request", "process", "config", "metrics_sink")  # of `triton_backend`, those that import Triton's module
+MODULES = (
+    "request",
+    "process",
+    "config",
+    "metrics_sink",
+    "service",
+)  # modules that import Triton's
 
 
 class Sender:

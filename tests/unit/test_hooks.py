@@ -101,7 +101,7 @@ def test_built_prompt_is_checked(folder: Callable[[str], Any]) -> None:
 def test_load_that_fails_is_named(folder: Callable[[str], Any], body: str, sentence: str) -> None:
     model = folder(f"    def load(self, checkpoint):\n        {body}\n")()
     with pytest.raises(HfTritonError) as error:
-        checked_load(model, model.load, Checkpoint())  # type: ignore[arg-type]
+        checked_load(model, Checkpoint())  # type: ignore[arg-type]
     assert str(error.value) == f"hook_failed: {sentence}"
 
 

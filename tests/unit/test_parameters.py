@@ -21,7 +21,7 @@ from hf_triton.protocol.structured_output import GRAMMARS, Grammar
 from hf_triton.protocol.validation import MAX_JSON
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.text_generation.resolve import (
-    RequestParams,
+    PreparedPrompt,
     check_token_ids,
     resolve_request_params,
     resolve_sampling_params,
@@ -411,8 +411,8 @@ def test_biases_become_pairs() -> None:
 def test_request_params_hold_the_rest() -> None:
     request = parse_parameters({"stop": "\n", "bad_words": [], "max_time": 2})
     folder = parse_parameters({"stop": "x", "bad_words": ["y"], "queue_priority": -3})
-    assert resolve_request_params(request, folder, TOKENS) == RequestParams(("\n",), (), 2.0, -3)
-    assert resolve_request_params(TOKENS) == RequestParams()
+    assert resolve_request_params(request, folder, TOKENS) == PreparedPrompt(("\n",), (), 2.0, -3)
+    assert resolve_request_params(TOKENS) == PreparedPrompt()
 
 
 def test_a_folder_may_want_log_probabilities_of_every_prompt() -> None:
@@ -433,11 +433,12 @@ def test_tokens_beyond_the_vocabulary_are_rejected() -> None:
 
 
 def test_every_parameter_is_resolved() -> None:
-    places = {field.name for plan in (SamplingParams, RequestParams) for field in dataclasses.fields(plan)}
+    places = {field.name for plan in (SamplingParams, PreparedPrompt) for field in dataclasses.fields(plan)}
     renamed = {"eos_token_id": "eos_ids", "ignore_eos": "eos_ids", "max_time": "max_time_s"}
     renamed |= dict.fromkeys(GRAMMARS, "grammar")
     wanted = {renamed.get(name, name) for name in GenerationParameters.model_fields}
-    assert places - wanted == {"bad_words_ids"}
+    prepared = {"params", "ids", "preceding_ids", "text", "constraint", "streams"}
+    assert places - wanted == {"bad_words_ids", *prepared}
     assert wanted <= places
 
 

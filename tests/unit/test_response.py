@@ -6,57 +6,78 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from hf_triton.engine.types import Completion, FinishReason
+from hf_triton.engine.types import Completion, FinishReason, SequenceGroup
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
-from hf_triton.protocol.responses import GeneratedOutput
+from hf_triton.protocol.options import RequestOptions
+from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
-from hf_triton.tasks.text_generation.resolve import RequestParams
-from hf_triton.tasks.text_generation.response import FINISH_REASONS, LEAST_LOGPROB, Prompt, ResponseBuilder
-from tests.support.collector import Collector
+from hf_triton.tasks.text_generation.resolve import PreparedPrompt
+from hf_triton.tasks.text_generation.response import FINISH_REASONS, LEAST_LOGPROB, Response
+from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import codec_of, raw_ids
 
 KIND = "byte_level"
 PLAN = SamplingParams(max_new_tokens=20)
 
 
-def prompt_of(text: str, plan: SamplingParams = PLAN, task: RequestParams | None = None) -> Prompt:
+def prompt_of(text: str, plan: SamplingParams = PLAN, **asked: Any) -> PreparedPrompt:
     ids = raw_ids(KIND, text)
-    return Prompt(front="", ids=ids, preceding_ids=ids, plan=plan, task=task or RequestParams())
+    return PreparedPrompt(ids=ids, preceding_ids=ids, params=plan, **asked)
+
+
+class Pool:
+    """Runs work at once, or as `submit` says."""
+
+    def __init__(self, submit: Callable[[Callable[[], None]], object] = lambda work: work()) -> None:
+        self.num_submitted = 0
+        self._submit = submit
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self.num_submitted += 1
+        self._submit(work)
+
+
+ALL_OUTPUTS = RequestOptions(return_finish_reason=True, return_cumulative_logprob=True, return_logprobs=True)
 
 
 def answering(
-    *prompts: Prompt,
+    *prompts: PreparedPrompt,
     streams: bool = False,
     hooks: Hooks | None = None,
     was_cancelled: bool = False,
-    run_aside: Callable[[Callable[[], None]], object] = lambda work: work(),
-) -> tuple[ResponseBuilder, Collector]:
+    pool: Pool | None = None,
+) -> tuple[Response, Collector]:
     reply = Collector()
-    made = ResponseBuilder(
-        list(prompts),
-        codec_of(KIND),
-        reply,
-        lambda: was_cancelled,
-        hooks=CheckedHooks(hooks or Hooks()),
-        streams=streams,
-        run_aside=run_aside,
-    )
+    reply.asks_whether_cancelled = lambda: was_cancelled
+    checked = GenerationRequest([], [], ALL_OUTPUTS, (len(prompts),))
+    preparer = SimpleNamespace(codec=codec_of(KIND), hooks=CheckedHooks(hooks or Hooks()))
+    made = Response(reply, checked, config_of(streams=streams), cast(Any, preparer), cast(Any, pool or Pool()))
+    made.prompts += prompts
+    GROUPS[made] = made.begin()
     return made, reply
+
+
+GROUPS: dict[Response, list[SequenceGroup]] = {}
+
+
+def listener(made: Response, row: int) -> Callable[[int, int], bool] | None:
+    return GROUPS[made][row].on_token
 
 
 def completion(text: str, reason: FinishReason = "length", logprobs: Any = None) -> Completion:
     return Completion(raw_ids(KIND, text), reason, logprobs)
 
 
-def texts_of(reply: Collector) -> list[GeneratedOutput]:
+def texts_of(reply: Collector) -> list[Any]:
     [result] = reply.results
     assert isinstance(result, list), result
     return result
@@ -68,7 +89,7 @@ def texts_of(reply: Collector) -> list[GeneratedOutput]:
 @pytest.mark.parametrize("reason", get_args(FinishReason))
 def test_every_reason_of_the_engine_has_a_word_for_clients(reason: FinishReason) -> None:
     made, reply = answering(prompt_of("x"))
-    made.put(0, [completion("text", reason)])
+    made.finish(0, [completion("text", reason)])
     assert [each.finish_reason for each in texts_of(reply)] == [FINISH_REASONS[reason]]
 
 
@@ -79,7 +100,7 @@ def test_log_probabilities_are_told_by_place_and_token() -> None:
         TokenLogprobs(second, -3.5, ((other, -0.5), (first, -math.inf))),
     ]
     made, reply = answering(prompt_of("x"))
-    made.put(0, [Completion([first, second], "length", logprobs)])
+    made.finish(0, [Completion([first, second], "length", logprobs)])
     [text] = texts_of(reply)
     assert text.cumulative_logprob == pytest.approx(-3.75)
     assert json.loads(text.logprobs) == [
@@ -99,8 +120,8 @@ def test_those_of_a_prompt_are_told_with_each_of_its_texts_its_first_token_witho
     first, second = (raw_ids(KIND, letter)[0] for letter in "ab")
     logprobs = [TokenLogprobs(second, -math.inf, ((first, -0.5),))]
     made, reply = answering(prompt_of("ab", replace(PLAN, num_return_sequences=2)), prompt_of("x"))
-    made.put(0, [Completion([second], "length", prompt_logprobs=logprobs)] * 2)
-    made.put(1, [Completion([second], "length", prompt_logprobs=[])])
+    made.finish(0, [Completion([second], "length", prompt_logprobs=logprobs)] * 2)
+    made.finish(1, [Completion([second], "length", prompt_logprobs=[])])
     told = [json.loads(each.prompt_logprobs or "") for each in texts_of(reply)]
     of_the_first = [
         None,
@@ -116,7 +137,7 @@ def test_those_of_a_prompt_are_told_with_each_of_its_texts_its_first_token_witho
 def test_any_token_is_told_as_json(text: str) -> None:
     ids = raw_ids(KIND, text)
     made, reply = answering(prompt_of("x"))
-    made.put(0, [Completion(ids, "length", [TokenLogprobs(token_id, -1.0) for token_id in ids])])
+    made.finish(0, [Completion(ids, "length", [TokenLogprobs(token_id, -1.0) for token_id in ids])])
     [told] = texts_of(reply)
     decoded = [codec_of(KIND).decode([token_id]) for token_id in ids]
     assert json.loads(told.logprobs) == [
@@ -127,9 +148,9 @@ def test_any_token_is_told_as_json(text: str) -> None:
 
 def test_without_log_probabilities_nothing_is_made_up() -> None:
     made, reply = answering(prompt_of("x"))
-    made.put(0, [completion("ab")])
-    told = [(each.cumulative_logprob, each.logprobs, each.prompt_logprobs) for each in texts_of(reply)]
-    assert told == [(0.0, "", None)]
+    made.finish(0, [completion("ab")])
+    assert [(each.cumulative_logprob, each.logprobs) for each in texts_of(reply)] == [(0.0, "")]
+    assert "prompt_logprobs" not in reply.outputs
 
 
 # --- one answer ------------------------------------------------------------------------------------------------------
@@ -139,30 +160,30 @@ def test_prompts_that_end_in_any_order_are_answered_in_theirs() -> None:
     made, reply = answering(*[prompt_of(str(row)) for row in range(4)])
     for row in (2, 0, 3, 1):
         assert not reply.results
-        made.put(row, [completion(f"text {row}")])
-    assert [each.text for each in texts_of(reply)] == ["text 0", "text 1", "text 2", "text 3"]
+        made.finish(row, [completion(f"text {row}")])
+    assert [each.text_output for each in texts_of(reply)] == ["text 0", "text 1", "text 2", "text 3"]
 
 
 def test_the_first_error_is_the_answer_and_gives_the_rest_up() -> None:
     made, reply = answering(*[prompt_of(str(row)) for row in range(3)])
-    made.put(0, [completion("good")])
-    assert not made.is_given_up()
-    made.put(1, GenerationError("generation_failed", "x"))
-    assert made.is_given_up()
-    made.put(2, CancelledError())
+    made.finish(0, [completion("good")])
+    assert not made.is_cancelled()
+    made.finish(1, GenerationError("generation_failed", "x"))
+    assert made.is_cancelled()
+    made.finish(2, CancelledError())
     assert [getattr(each, "code", None) for each in reply.results] == ["generation_failed"]
 
 
 def test_a_client_that_gave_up_has_given_the_request_up() -> None:
-    assert answering(prompt_of("x"), was_cancelled=True)[0].is_given_up()
+    assert answering(prompt_of("x"), was_cancelled=True)[0].is_cancelled()
 
 
 def test_outcomes_from_many_threads_are_one_answer() -> None:
     for _ in range(20):
         made, reply = answering(*[prompt_of(str(row)) for row in range(8)])
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda row, made=made: made.put(row, [completion(f"{row}")]), range(8)))
-        assert [each.text for each in texts_of(reply)] == [str(row) for row in range(8)]
+            list(pool.map(lambda row, made=made: made.finish(row, [completion(f"{row}")]), range(8)))
+        assert [each.text_output for each in texts_of(reply)] == [str(row) for row in range(8)]
 
 
 def test_a_client_that_gave_up_while_its_answer_waited_is_not_written_one() -> None:
@@ -174,7 +195,7 @@ def test_a_client_that_gave_up_while_its_answer_waited_is_not_written_one() -> N
             return text
 
     made, reply = answering(prompt_of("x"), hooks=Noting(), was_cancelled=True)
-    made.put(0, [completion("ab")])
+    made.finish(0, [completion("ab")])
     assert [getattr(each, "code", None) for each in reply.results] == ["cancelled"]
     assert not written
 
@@ -191,9 +212,10 @@ def test_a_client_that_gave_up_while_its_answer_waited_is_not_written_one() -> N
     ids=["2 texts", "3 texts", "logprobs", "many logprobs", "prompt_logprobs"],
 )
 def test_what_takes_long_to_write_is_known_by_its_tokens(completions: list[Completion], takes_long: bool) -> None:
-    made, reply = answering(prompt_of("x"))
-    made.put(0, completions)
-    assert reply.takes_long is takes_long
+    pool = Pool()
+    made, _ = answering(prompt_of("x"), pool=pool)
+    made.finish(0, completions)
+    assert pool.num_submitted == int(takes_long)
 
 
 def test_a_folder_s_own_postprocess_may_take_long() -> None:
@@ -202,17 +224,16 @@ def test_a_folder_s_own_postprocess_may_take_long() -> None:
             return text
 
     aside: list[Callable[[], None]] = []
-    made, reply = answering(prompt_of("x"), hooks=Calling(), run_aside=aside.append)
-    made.put(0, [completion("a")])
+    made, reply = answering(prompt_of("x"), hooks=Calling(), pool=Pool(aside.append))
+    made.finish(0, [completion("a")])
     assert not reply.results
     [work] = aside
     work()
-    assert [each.text for each in texts_of(reply)] == ["a"]
-    assert reply.takes_long is False
+    assert [each.text_output for each in texts_of(reply)] == ["a"]
 
 
 @pytest.mark.parametrize("comes_later", [True, False])
-def test_a_postprocess_that_gets_no_thread_is_an_answer(comes_later: bool) -> None:
+def test_a_postprocess_without_a_thread_runs_in_the_sender_s(comes_later: bool) -> None:
     class Calling(Hooks):
         def postprocess(self, text: str) -> str:
             return text
@@ -223,28 +244,18 @@ def test_a_postprocess_that_gets_no_thread_is_an_answer(comes_later: bool) -> No
         queued.append(make)
         raise RuntimeError("can't start new thread")
 
-    made, reply = answering(prompt_of("x"), hooks=Calling(), run_aside=queue)
-    made.put(0, [completion("one")])
+    made, reply = answering(prompt_of("x"), hooks=Calling(), pool=Pool(queue))
+    made.finish(0, [completion("one")])
     if comes_later:
         queued[0]()
-    assert [getattr(result, "code", None) for result in reply.results] == ["internal"]
-
-
-def test_what_it_makes_of_a_long_text_takes_long_to_send() -> None:
-    class Calling(Hooks):
-        def postprocess(self, text: str) -> str:
-            return text
-
-    made, reply = answering(prompt_of("x"), hooks=Calling())
-    made.put(0, [Completion([5] * 2048, "length")] * 3)
-    assert reply.takes_long
+    assert [each.text_output for each in texts_of(reply)] == ["one"]
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
-def write(made: ResponseBuilder, row: int, copy: int, text: str) -> list[bool]:
-    on_token = made.listener(row)
+def write(made: Response, row: int, copy: int, text: str) -> list[bool]:
+    on_token = listener(made, row)
     assert on_token is not None
     return [on_token(copy, token_id) for token_id in raw_ids(KIND, text)]
 
@@ -255,10 +266,14 @@ def test_the_texts_of_a_stream_are_numbered_through_all_prompts() -> None:
     for row, copy in ((1, 1), (0, 0), (1, 0), (0, 1)):
         write(made, row, copy, f"{row}{copy}")
     for row in (1, 0):
-        made.put(row, [completion(f"{row}{copy}") for copy in (0, 1)])
-    assert reply.num_texts == [4]
+        made.finish(row, [completion(f"{row}{copy}") for copy in (0, 1)])
     pieces = ["".join(piece for text, piece in reply.pieces if text == number) for number in range(4)]
-    assert [piece + rest.text for piece, rest in zip(pieces, texts_of(reply), strict=True)] == ["00", "01", "10", "11"]
+    assert [piece + rest.text_output for piece, rest in zip(pieces, texts_of(reply), strict=True)] == [
+        "00",
+        "01",
+        "10",
+        "11",
+    ]
 
 
 def test_a_piece_goes_out_as_soon_as_it_is_decided() -> None:
@@ -269,28 +284,28 @@ def test_a_piece_goes_out_as_soon_as_it_is_decided() -> None:
 
 
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
-    made, reply = answering(prompt_of("x", task=RequestParams(stop_strings=("stop",))), streams=True)
+    made, reply = answering(prompt_of("x", stop_strings=("stop",)), streams=True)
     assert not any(write(made, 0, 0, "a st"))
     assert "".join(piece for _, piece in reply.pieces) == "a "
-    made.put(0, [completion("a st")])
-    assert [each.text for each in texts_of(reply)] == ["st"]
+    made.finish(0, [completion("a st")])
+    assert [each.text_output for each in texts_of(reply)] == ["st"]
 
 
 def test_a_stop_string_ends_a_stream_in_front_of_it() -> None:
-    made, reply = answering(prompt_of("x", task=RequestParams(stop_strings=("stop",))), streams=True)
+    made, reply = answering(prompt_of("x", stop_strings=("stop",)), streams=True)
     ends = write(made, 0, 0, "a stop b")
     assert any(ends)
-    made.put(0, [completion("a stop b", "stop_string")])
-    assert "".join(piece for _, piece in reply.pieces) + texts_of(reply)[0].text == "a "
+    made.finish(0, [completion("a stop b", "stop_string")])
+    assert "".join(piece for _, piece in reply.pieces) + texts_of(reply)[0].text_output == "a "
     assert texts_of(reply)[0].finish_reason == "stop"
 
 
 def test_an_error_in_the_middle_is_the_end_of_a_stream() -> None:
     made, reply = answering(prompt_of("x"), prompt_of("y"), streams=True)
     write(made, 0, 0, "one")
-    made.put(1, GenerationError("generation_failed", "x"))
+    made.finish(1, GenerationError("generation_failed", "x"))
     assert [getattr(each, "code", None) for each in reply.results] == ["generation_failed"]
-    assert made.is_given_up()
+    assert made.is_cancelled()
 
 
 def test_a_folder_that_rewrites_whole_texts_streams_each_as_one_piece() -> None:
@@ -299,10 +314,10 @@ def test_a_folder_that_rewrites_whole_texts_streams_each_as_one_piece() -> None:
             return text.upper()
 
     made, reply = answering(prompt_of("x"), streams=True, hooks=Shouting())
-    assert made.listener(0) is None
-    made.put(0, [completion("one")])
+    assert listener(made, 0) is None
+    made.finish(0, [completion("one")])
     assert reply.pieces == []
-    assert [each.text for each in texts_of(reply)] == ["ONE"]
+    assert [each.text_output for each in texts_of(reply)] == ["ONE"]
 
 
 # --- a folder's own methods ------------------------------------------------------------------------------------------
@@ -389,11 +404,6 @@ class TeapotError(HfTritonError):
     triton_code = "TEAPOT"  # type: ignore[assignment]
 
 
-class NoTextError(HfTritonError):
-    def __str__(self) -> str:
-        raise ValueError("secret words")
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -402,7 +412,6 @@ class NoTextError(HfTritonError):
             TeapotError("mine", "secret words"),
             "whose triton_code is not one of INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL",
         ),
-        (NoTextError("mine", "secret words"), "that has no text: does its __str__ work?"),
     ],
 )
 @pytest.mark.parametrize("hook", ["logits_processor", "is_complete"])
@@ -443,7 +452,7 @@ def test_a_stopping_rule_does_not_cut_what_follows_a_grammar() -> None:
             raise AssertionError("it is not to be asked")
 
     made, reply = answering(replace(prompt_of("x"), constraint=cast(Any, object)), hooks=Short())
-    assert made.listener(0) is None
+    assert listener(made, 0) is None
     assert not reply.results
 
 

@@ -1,116 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes out, and in which order, beside a call that notes what it is told."""
+"""The order of sends, and the responses that a sender sends beside a request that keeps them."""
 
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from hf_triton.engine.types import RequestTimes
-from hf_triton.errors import CancelledError, HfTritonError
+from hf_triton.engine.types import Completion, SequenceGroup
+from hf_triton.errors import CancelledError
 from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.requests import GenerationRequest
-from hf_triton.protocol.responses import GeneratedOutput
-from hf_triton.tasks.text_generation.sender import ResponseSender, StreamReply
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.tasks.hooks import CheckedHooks, Hooks
+from hf_triton.tasks.sender import ResponseSender
+from hf_triton.tasks.text_generation.resolve import PreparedPrompt
+from hf_triton.tasks.text_generation.response import MAX_QUICK_TOKENS, Response
+from tests.support.collector import Collector, config_of
+from tests.support.tokenizers import codec_of, raw_ids
 
-TEXT = "text_output"
-TIMES = RequestTimes(arrival_s=100.0, admitted_s=100.5, first_token_s=102.000_000_6)
+KIND = "byte_level"
 
 
-class InferenceRequest:
-    """Notes every part and the one end; `may_send` holds it up."""
+class InferenceRequest(Collector):
+    """`may_send` holds up its deltas, `is_broken` and `takes_no_answer` fail them and the final response."""
 
     def __init__(self) -> None:
-        self.parts: list[list[str]] = []
-        self.ends: list[Any] = []
+        super().__init__()
         self.may_send = threading.Event()
         self.may_send.set()
         self.is_broken = False
         self.takes_no_answer = False
-        self.parameters: dict[str, int] | None = None
 
-    def add(self, outputs: dict[str, Any]) -> None:
+    def add(self, outputs: Mapping[str, Any]) -> None:
         assert self.may_send.wait(10)
-        assert not self.ends, "a part behind the end"
         if self.is_broken:
-            raise KeyboardInterrupt
-        self.parts.append(texts_of(outputs))
+            raise RuntimeError
+        super().add(outputs)
 
-    def answer(self, outputs: dict[str, Any], parameters: dict[str, int]) -> None:
+    def answer(self, outputs: Mapping[str, Any], parameters: Mapping[str, int] | None = None) -> None:
         if self.takes_no_answer:
             raise MemoryError
-        self.ends.append(outputs)
-        self.parameters = parameters
-
-    def refuse(self, error: HfTritonError) -> None:
-        self.ends.append(error)
-
-
-def texts_of(outputs: dict[str, Any]) -> list[str]:
-    return [element.decode() for element in outputs[TEXT]]
+        super().answer(outputs, parameters)
 
 
 @pytest.fixture
-def outbox() -> Iterator[ResponseSender]:
-    outbox = ResponseSender()
-    yield outbox
-    outbox.close()
+def sender() -> Iterator[ResponseSender]:
+    sender = ResponseSender()
+    yield sender
+    sender.close()
 
 
-def reply_to(call: InferenceRequest, outbox: ResponseSender, num_texts: int = 1, **options: bool) -> StreamReply:
-    request = GenerationRequest([], [], RequestOptions(**options), (num_texts,))
-    reply = StreamReply(call, request, [TEXT, "num_output_tokens"], outbox, TIMES)  # type: ignore[arg-type]
-    reply.start(num_texts)
-    return reply
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1, thread_name_prefix="long") as pool:
+        yield pool
 
 
-def rest(*texts: str) -> Callable[[], list[GeneratedOutput]]:
-    return lambda: [GeneratedOutput(text, "length", 1, 2, 0.0, "") for text in texts]
+class Writer:
+    """The engine's side of one request: writes text of its sequences, then ends them."""
+
+    def __init__(
+        self,
+        request: InferenceRequest,
+        sender: ResponseSender,
+        pool: Any = None,
+        *,
+        num_prompts: int = 1,
+        streams: bool = True,
+        codec: Any = None,
+        **options: bool,
+    ) -> None:
+        preparer = SimpleNamespace(codec=codec or codec_of(KIND), hooks=CheckedHooks(Hooks()))
+        checked = GenerationRequest([], [], RequestOptions(**options), (num_prompts,))
+        config = config_of(streams=streams, sender=sender)
+        self.response = Response(request, checked, config, cast(Any, preparer), pool)
+        self.response.prompts += [PreparedPrompt(params=SamplingParams(1)) for _ in range(num_prompts)]
+        self.groups: list[SequenceGroup] = self.response.begin()
+        self.ids: list[list[int]] = [[] for _ in range(num_prompts)]
+
+    def write(self, row: int, text: str) -> None:
+        for token_id in raw_ids(KIND, text):
+            self.ids[row].append(token_id)
+            if (on_token := self.groups[row].on_token) is not None:
+                on_token(0, token_id)
+
+    def finish(self, *, is_long: bool = False) -> None:
+        for group, ids in zip(self.groups, self.ids, strict=True):
+            group.on_finish([Completion(ids * (MAX_QUICK_TOKENS + 1 if is_long else 1), "length")])
 
 
-def joined(call: InferenceRequest) -> list[str]:
-    [end] = call.ends
-    return ["".join(pieces) for pieces in zip(*call.parts, texts_of(end), strict=True)]
+def joined(request: Collector) -> list[str]:
+    [end] = request.results
+    assert isinstance(end, list), end
+    return ["".join(pieces) for pieces in zip(*request.parts, [each.text_output for each in end], strict=True)]
 
 
-def test_pieces_go_out_before_the_rest_and_a_text_that_does_not_go_on_is_empty() -> None:
-    outbox, call = ResponseSender(), InferenceRequest()
-    reply = reply_to(call, outbox, num_texts=2)
-    reply.add(1, "ba")
-    while not call.parts:
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline_s
         time.sleep(0.001)
-    reply.add(0, "a")
-    reply.finish(rest("b", "r"), takes_long=False)
-    outbox.close()
-    assert call.parts[0] == ["", "ba"]
-    assert call.parts[1] == ["a", ""]
-    assert joined(call) == ["ab", "bar"]
 
 
-def test_what_comes_while_the_outbox_ends_is_sent_behind_what_is_there() -> None:
-    outbox, call = ResponseSender(), InferenceRequest()
-    call.may_send.clear()
-    reply = reply_to(call, outbox)
-    reply.add(0, "a")
-    with ThreadPoolExecutor(2) as pool:
-        closing = pool.submit(outbox.close)
-        while not outbox._lane._is_closed:
-            time.sleep(0.001)
-        ending = pool.submit(reply.finish, rest("b"), takes_long=False)
+# --- the sender ------------------------------------------------------------------------------------------------------
+
+
+def test_a_send_during_close_runs_after_the_queued_ones() -> None:
+    sender, sent, may_send = ResponseSender(), list[str](), threading.Event()
+
+    def first() -> None:
+        assert may_send.wait(10)
+        sent.append("first")
+
+    sender.put(first)
+    with ThreadPoolExecutor(2) as threads:
+        closing = threads.submit(sender.close)
+        time.sleep(0.1)
+        ending = threads.submit(sender.put, lambda: sent.append("second"))
         time.sleep(0.1)
         assert [closing.done(), ending.done()] == [False, False]
-        call.may_send.set()
-    assert joined(call) == ["ab"]
+        may_send.set()
+    assert sent == ["first", "second"]
 
 
-def test_what_the_garbage_collector_has_sent_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that is dropped in a cycle is refused wherever the collector runs, be it in the middle of a putting."""
+def test_a_send_of_the_garbage_collector_does_not_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is dropped in a cycle is refused wherever the collector runs, even while a send is queued."""
     sent: list[str] = []
 
     class Collecting(queue.SimpleQueue[Any]):
@@ -120,198 +140,36 @@ def test_what_the_garbage_collector_has_sent_stops_nobody(monkeypatch: pytest.Mo
             super().put(item)
             was_first, self.is_first = self.is_first, False
             if was_first:
-                outbox.put(lambda: sent.append("the collector's"))
+                sender.put(lambda: sent.append("the collector's"))
 
     with monkeypatch.context() as patch:
         patch.setattr(queue, "SimpleQueue", Collecting)
-        outbox = ResponseSender()
-    putting = threading.Thread(target=outbox.put, args=[lambda: sent.append("its own")], daemon=True)
+        sender = ResponseSender()
+    putting = threading.Thread(target=sender.put, args=[lambda: sent.append("its own")], daemon=True)
     putting.start()
     putting.join(10)
     assert not putting.is_alive()
-    outbox.close()
+    sender.close()
     assert sent == ["its own", "the collector's"]
 
 
-@pytest.mark.parametrize("takes_long", [False, True])
-def test_an_outbox_that_has_ended_makes_no_thread(takes_long: bool) -> None:
-    outbox, threads = ResponseSender(), threading.active_count()
-    outbox.close()
-    call = InferenceRequest()
-    reply_to(call, outbox).finish(rest("a"), takes_long=takes_long)
-    assert joined(call) == ["a"]
-    assert threading.active_count() == threads - 1
-
-
-def test_what_is_put_while_the_last_is_sent_comes_behind_what_is_there() -> None:
-    outbox, sent, is_closing = ResponseSender(), list[str](), threading.Event()
+def test_a_send_queued_by_the_last_send_runs() -> None:
+    sender, sent, is_closing = ResponseSender(), list[str](), threading.Event()
 
     def first() -> None:
         assert is_closing.wait(10)
-        while not outbox._lane._is_closed:
-            time.sleep(0.001)
-        outbox.put(lambda: sent.append("third"))
+        time.sleep(0.05)
+        sender.put(lambda: sent.append("third"))
 
-    outbox.put(first)
-    outbox.put(lambda: sent.append("second"))
+    sender.put(first)
+    sender.put(lambda: sent.append("second"))
     is_closing.set()
-    outbox.close()
+    sender.close()
     assert sent == ["second", "third"]
 
 
-def test_what_comes_behind_the_outbox_s_end_is_sent_all_the_same() -> None:
-    outbox, call = ResponseSender(), InferenceRequest()
-    reply = reply_to(call, outbox)
-    outbox.close()
-    reply.add(0, "a")
-    reply.finish(rest("b"), takes_long=False)
-    assert joined(call) == ["ab"]
-
-
-@pytest.mark.parametrize("is_broken", [True, False])
-def test_an_error_goes_out_whether_the_pieces_before_it_do(is_broken: bool) -> None:
-    outbox, call = ResponseSender(), InferenceRequest()
-    call.is_broken = is_broken
-    reply = reply_to(call, outbox)
-    reply.add(0, "a")
-    reply.refuse(CancelledError())
-    outbox.close()
-    [end] = call.ends
-    assert isinstance(end, CancelledError)
-
-
-def test_what_is_told_beside_the_text_comes_with_the_last_response_alone() -> None:
-    outbox, call = ResponseSender(), InferenceRequest()
-    reply = reply_to(call, outbox, return_num_output_tokens=True)
-    reply.add(0, "a")
-    reply.finish(rest(""), takes_long=False)
-    outbox.close()
-    [end] = call.ends
-    assert end["num_output_tokens"].tolist() == [2]
-    assert call.parts == [["a"]]
-
-
-def test_the_request_s_times_come_with_the_last_response_where_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asks, does_not = InferenceRequest(), InferenceRequest()
-    monkeypatch.setattr("hf_triton.tasks.text_generation.sender.time.monotonic", lambda: 103.25)
-    outbox = ResponseSender()
-    for call, wants in ((asks, True), (does_not, False)):
-        reply = reply_to(call, outbox, return_timings=wants)
-        reply.add(0, "a")
-        reply.finish(rest("b"), takes_long=False)
-    outbox.close()
-    assert asks.parameters == {
-        "queue_time_us": 500_000,
-        "time_to_first_token_us": 2_000_001,
-        "e2e_request_latency_us": 3_250_000,
-    }
-    assert not does_not.parameters
-    assert joined(asks) == joined(does_not) == ["ab"]
-
-
-def test_what_is_written_while_nothing_can_be_sent_goes_out_together() -> None:
-    outbox, call = ResponseSender(), InferenceRequest()
-    call.may_send.clear()
-    reply = reply_to(call, outbox)
-    for letter in "abcdef":
-        reply.add(0, letter)
-    call.may_send.set()
-    reply.finish(rest("g"), takes_long=False)
-    outbox.close()
-    assert joined(call) == ["abcdefg"]
-    assert len(call.parts) <= 2
-
-
-def test_an_error_comes_behind_the_pieces_and_ends_the_stream() -> None:
-    outbox, call = ResponseSender(), InferenceRequest()
-    reply = reply_to(call, outbox)
-    reply.add(0, "a")
-    reply.refuse(CancelledError())
-    reply.add(0, "b")  # the engine has not heard of the error yet
-    outbox.close()
-    assert call.parts in ([["a"]], [["ab"]])
-    assert [str(end) for end in call.ends] == [
-        "cancelled: the client cancelled the request, or another request with its id did (`stop` true)"
-    ]
-
-
-def test_texts_are_made_by_the_thread_that_sends(outbox: ResponseSender) -> None:
-    makers = []
-
-    def make() -> list[GeneratedOutput]:
-        makers.append(threading.current_thread().name)
-        return rest("a")()
-
-    reply_to(InferenceRequest(), outbox).finish(make, takes_long=False)
-    outbox.close()
-    assert makers == ["hf_triton-outbox"]
-
-
-def test_texts_that_cannot_be_made_are_an_error_behind_the_pieces(outbox: ResponseSender) -> None:
-    def make() -> list[GeneratedOutput]:
-        raise CancelledError
-
-    call = InferenceRequest()
-    reply = reply_to(call, outbox)
-    reply.add(0, "a")
-    reply.finish(make, takes_long=False)
-    outbox.close()
-    assert call.parts == [["a"]]
-    assert [type(end) for end in call.ends] == [CancelledError]
-
-
-def test_streams_and_short_answers_do_not_wait_for_an_answer_that_takes_long(outbox: ResponseSender) -> None:
-    slow, quick, may_make = InferenceRequest(), InferenceRequest(), threading.Event()
-
-    def make() -> list[GeneratedOutput]:
-        assert may_make.wait(10)
-        return rest("b")()
-
-    reply = reply_to(slow, outbox)
-    reply.add(0, "a")
-    reply.finish(make, takes_long=True)
-    reply = reply_to(quick, outbox)
-    reply.add(0, "c")
-    reply.finish(rest("d"), takes_long=False)
-    deadline_s = time.monotonic() + 10
-    while not quick.ends and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    assert joined(quick) == ["cd"]
-    assert (slow.parts, slow.ends) == ([["a"]], [])
-    may_make.set()
-    outbox.close()
-    assert joined(slow) == ["ab"]
-
-
-def test_long_answers_are_made_in_order_and_all_of_them_before_the_end(outbox: ResponseSender) -> None:
-    calls, ended = [InferenceRequest() for _ in range(20)], []
-
-    def make(number: int) -> list[GeneratedOutput]:
-        time.sleep(0.005)
-        ended.append(number)
-        return rest(str(number))()
-
-    for number, call in enumerate(calls):
-        reply_to(call, outbox).finish(partial(make, number), takes_long=True)
-    outbox.close()
-    assert ended == list(range(20))
-    assert [joined(call) for call in calls] == [[str(number)] for number in range(20)]
-
-
-@pytest.mark.parametrize("takes_long", [False, True])
-def test_an_answer_that_cannot_be_sent_is_a_fault_of_ours_and_no_silence(
-    outbox: ResponseSender, takes_long: bool
-) -> None:
-    call = InferenceRequest()
-    call.takes_no_answer = True
-    reply = reply_to(call, outbox)
-    reply.finish(rest("a"), takes_long=takes_long)
-    outbox.close()
-    assert [str(end).split(":")[0] for end in call.ends] == ["internal"]
-
-
-def test_what_could_not_be_sent_is_held_by_nobody(outbox: ResponseSender) -> None:
-    """A call without an answer gives itself one when it goes, and must not stay until the next one comes."""
+def test_a_failed_send_is_not_kept(sender: ResponseSender) -> None:
+    """A request without a response answers in its destructor, and must not stay until the next send."""
 
     class Dropped:
         def __call__(self) -> None:
@@ -319,45 +177,223 @@ def test_what_could_not_be_sent_is_held_by_nobody(outbox: ResponseSender) -> Non
 
     sent = Dropped()
     has_gone = weakref.ref(sent)
-    outbox.put(sent)
+    sender.put(sent)
     del sent
-    deadline_s = time.monotonic() + 10
-    while has_gone() is not None and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    assert has_gone() is None
+    wait_until(lambda: has_gone() is None)
 
 
-def test_a_whole_answer_is_one_response() -> None:
-    outbox, call = ResponseSender(), InferenceRequest()
-    request = GenerationRequest([], [], RequestOptions(), (1,))
-    StreamReply(call, request, [TEXT], outbox, TIMES).finish(rest("whole"), takes_long=False)  # type: ignore[arg-type]
-    outbox.close()
-    assert (call.parts, joined(call)) == ([], ["whole"])
+# --- responses -------------------------------------------------------------------------------------------------------
 
 
-def test_one_call_that_cannot_be_sent_to_is_no_matter_of_the_others(outbox: ResponseSender) -> None:
+def test_deltas_precede_the_rest_and_are_empty_for_other_sequences() -> None:
+    sender, request = ResponseSender(), InferenceRequest()
+    writer = Writer(request, sender, num_prompts=2)
+    writer.write(1, "b")
+    wait_until(lambda: request.parts)
+    writer.write(0, "a")
+    wait_until(lambda: len(request.parts) == 2)
+    writer.finish()
+    sender.close()
+    assert request.parts == [["", "b"], ["a", ""]]
+    assert joined(request) == ["a", "b"]
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_response_after_the_sender_s_end_is_sent_without_a_thread(is_long: bool) -> None:
+    sender, threads = ResponseSender(), threading.active_count()
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    sender.close()
+    request = InferenceRequest()
+    writer = Writer(request, sender, pool, streams=False)
+    writer.write(0, "a")
+    writer.finish(is_long=is_long)
+    assert joined(request) == ["a" * ((MAX_QUICK_TOKENS + 1) if is_long else 1)]
+    assert threading.active_count() == threads - 1
+
+
+def test_deltas_and_response_after_the_sender_s_end_are_sent() -> None:
+    sender, request = ResponseSender(), InferenceRequest()
+    writer = Writer(request, sender)
+    sender.close()
+    writer.write(0, "ab")
+    writer.finish()
+    assert joined(request) == ["ab"]
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_an_error_is_sent_even_if_the_deltas_before_it_are_not(is_broken: bool) -> None:
+    sender, request = ResponseSender(), InferenceRequest()
+    request.is_broken = is_broken
+    writer = Writer(request, sender)
+    writer.write(0, "a")
+    writer.response.refuse(CancelledError())
+    sender.close()
+    [end] = request.results
+    assert isinstance(end, CancelledError)
+
+
+def test_other_outputs_come_with_the_final_response_alone() -> None:
+    sender, request = ResponseSender(), InferenceRequest()
+    writer = Writer(request, sender, return_num_output_tokens=True)
+    writer.write(0, "a")
+    writer.finish()
+    sender.close()
+    assert request.outputs["num_output_tokens"].tolist() == [1]
+    assert request.parts == [["a"]]
+
+
+def test_timings_come_with_the_final_response_of_requests_that_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    asks, does_not = InferenceRequest(), InferenceRequest()
+    sender = ResponseSender()
+    for request, wants in ((asks, True), (does_not, False)):
+        times = request.times
+        times.arrival_s, times.admitted_s, times.first_token_s = 100.0, 100.5, 102.000_000_6
+        writer = Writer(request, sender, return_timings=wants)
+        writer.write(0, "a")
+        monkeypatch.setattr("hf_triton.tasks.text_generation.response.time.monotonic", lambda: 103.25)
+        writer.finish()
+        assert request.is_finished.wait(10)
+        monkeypatch.undo()
+    sender.close()
+    assert asks.response_parameters == {
+        "queue_time_us": 500_000,
+        "time_to_first_token_us": 2_000_001,
+        "e2e_request_latency_us": 3_250_000,
+    }
+    assert not does_not.response_parameters
+    assert joined(asks) == joined(does_not) == ["a"]
+
+
+def test_deltas_that_wait_for_the_sender_are_sent_together() -> None:
+    sender, request = ResponseSender(), InferenceRequest()
+    request.may_send.clear()
+    writer = Writer(request, sender)
+    for letter in "abcdef":
+        writer.write(0, letter)
+    request.may_send.set()
+    writer.finish()
+    sender.close()
+    assert joined(request) == ["abcdef"]
+    assert len(request.parts) <= 2
+
+
+def test_an_error_follows_the_deltas_and_ends_the_stream() -> None:
+    sender, request = ResponseSender(), InferenceRequest()
+    writer = Writer(request, sender)
+    writer.write(0, "a")
+    writer.response.refuse(CancelledError())
+    writer.write(0, "b")  # the engine does not know of the error yet
+    sender.close()
+    assert request.parts in ([["a"]], [["ab"]])
+    assert [str(end) for end in request.results] == [
+        "cancelled: the client cancelled the request, or another request with its id did (`stop` true)"
+    ]
+
+
+class NamingCodec:
+    """A tokenizer that keeps the names of the threads that decode with it."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.threads: list[str] = []
+        self._fails = fails
+
+    def stream(self, prompt_ids: list[int], stop_strings: tuple[str, ...]) -> Any:
+        return codec_of(KIND).stream(prompt_ids, stop_strings)
+
+    def continuation(self, prompt_ids: list[int], token_ids: list[int]) -> str:
+        self.threads.append(threading.current_thread().name)
+        if self._fails:
+            raise MemoryError
+        return "text"
+
+
+@pytest.mark.parametrize(("is_long", "thread"), [(False, "hf_triton-sender"), (True, "long_0")])
+def test_texts_are_decoded_by_the_sender_and_long_ones_by_the_pool(
+    is_long: bool, thread: str, sender: ResponseSender, pool: ThreadPoolExecutor
+) -> None:
+    codec, request = NamingCodec(), InferenceRequest()
+    writer = Writer(request, sender, pool, streams=False, codec=codec)
+    writer.write(0, "a")
+    writer.finish(is_long=is_long)
+    assert request.is_finished.wait(10)
+    assert codec.threads == [thread]
+
+
+def test_a_text_that_cannot_be_decoded_is_an_error(sender: ResponseSender) -> None:
+    request = InferenceRequest()
+    writer = Writer(request, sender, streams=False, codec=NamingCodec(fails=True))
+    writer.finish()
+    sender.close()
+    assert [str(end).split(":")[0] for end in request.results] == ["internal"]
+
+
+def test_short_responses_do_not_wait_for_a_long_one(sender: ResponseSender) -> None:
+    may_make, pool = threading.Event(), ThreadPoolExecutor(1)
+    pool.submit(may_make.wait, 10)
+    slow, quick = InferenceRequest(), InferenceRequest()
+    writer = Writer(slow, sender, pool)
+    writer.write(0, "a")
+    writer.finish(is_long=True)
+    writer = Writer(quick, sender, pool)
+    writer.write(0, "c")
+    writer.finish()
+    assert quick.is_finished.wait(10)
+    assert joined(quick) == ["c"]
+    assert (slow.parts, slow.results) == ([["a"]], [])
+    may_make.set()
+    pool.shutdown()
+    sender.close()
+    assert joined(slow) == ["a"]
+
+
+def test_long_responses_are_all_sent_before_the_pool_ends(sender: ResponseSender) -> None:
+    requests, pool = [InferenceRequest() for _ in range(20)], ThreadPoolExecutor(1)
+    for request in requests:
+        writer = Writer(request, sender, pool, streams=False)
+        writer.write(0, "a")
+        writer.finish(is_long=True)
+    sender.close()
+    pool.shutdown()
+    assert [joined(request) for request in requests] == [["a" * (MAX_QUICK_TOKENS + 1)]] * 20
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_response_that_cannot_be_sent_is_an_internal_error(
+    sender: ResponseSender, pool: ThreadPoolExecutor, is_long: bool
+) -> None:
+    request = InferenceRequest()
+    request.takes_no_answer = True
+    writer = Writer(request, sender, pool, streams=False)
+    writer.write(0, "a")
+    writer.finish(is_long=is_long)
+    assert request.is_finished.wait(10)
+    assert [str(end).split(":")[0] for end in request.results] == ["internal"]
+
+
+def test_a_failed_request_does_not_affect_others(sender: ResponseSender) -> None:
     broken, sound = InferenceRequest(), InferenceRequest()
     broken.is_broken = True
-    reply_to(broken, outbox).add(0, "a")
-    reply = reply_to(sound, outbox)
-    reply.add(0, "b")
-    reply.finish(rest("c"), takes_long=False)
-    outbox.close()
+    Writer(broken, sender).write(0, "a")
+    writer = Writer(sound, sender)
+    writer.write(0, "bc")
+    writer.finish()
+    sender.close()
     assert joined(sound) == ["bc"]
 
 
 def test_many_streams_from_many_threads_keep_their_texts() -> None:
-    outbox, calls = ResponseSender(), [InferenceRequest() for _ in range(8)]
-    replies = [reply_to(call, outbox, num_texts=2) for call in calls]
+    sender, requests = ResponseSender(), [InferenceRequest() for _ in range(8)]
+    writers = [Writer(request, sender, num_prompts=2) for request in requests]
 
     def write(number: int) -> None:
-        for step in range(500):
-            replies[number].add(step % 2, f"{number}.{step} ")
-        replies[number].finish(rest("!", "?"), takes_long=False)
+        for step in range(200):
+            writers[number].write(step % 2, f"{number}.{step} ")
+        writers[number].finish()
 
-    with ThreadPoolExecutor(len(calls)) as pool:
-        list(pool.map(write, range(len(calls))))
-    outbox.close()
-    for number, call in enumerate(calls):
-        even, odd = ("".join(f"{number}.{step} " for step in range(start, 500, 2)) for start in (0, 1))
-        assert joined(call) == [even + "!", odd + "?"]
+    with ThreadPoolExecutor(len(requests)) as threads:
+        list(threads.map(write, range(len(requests))))
+    sender.close()
+    for number, request in enumerate(requests):
+        even, odd = ("".join(f"{number}.{step} " for step in range(start, 200, 2)) for start in (0, 1))
+        assert joined(request) == [even, odd]

@@ -33,9 +33,14 @@ from hf_triton.stream_door.messages import (
     read_tensors,
 )
 from hf_triton.stream_door.server import DoorServer, RemoteRequest
-from hf_triton.tasks.text_generation.sender import ResponseConfig
+from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.sender import ResponseSender
+from hf_triton.triton_backend.cancellation import RequestPoller
 
 SOON_S = 20.0
+POLLER = RequestPoller(interval_s=0.01)
+SENDER = ResponseSender()
 MODEL = "falcon7b"
 
 
@@ -59,13 +64,11 @@ def texts(*values: bytes) -> dict[str, Any]:
     return {"text_output": array}
 
 
-class ClientCall:
+class ClientCall(InferenceRequest):
     """A request at the door that notes its answer."""
 
     def __init__(self, prompt: bytes = b"I am going", request_id: str = "", **parameters: object) -> None:
-        self.request_id = request_id
-        self.limit_s: float | None = None
-        self.was_cancelled = False
+        super().__init__(request_id)
         self.parts: list[list[bytes]] = []
         self.outcome: Any = None
         self.answer_parameters: Mapping[str, int] | None = None
@@ -80,12 +83,6 @@ class ClientCall:
 
     def requested_outputs(self) -> list[str]:
         return ["text_output"]
-
-    def timeout_s(self) -> float | None:
-        return self.limit_s
-
-    def is_cancelled(self) -> bool:
-        return self.was_cancelled
 
     def add(self, outputs: Mapping[str, Any]) -> None:
         self.parts.append(list(outputs["text_output"]))
@@ -112,13 +109,12 @@ class Engine:
         self.held: list[RemoteRequest] = []
         self.outlets: list[ResponseConfig] = []
         self.outcomes: list[str] = []
-        self.cancelled: list[str] = []
         self.door = DoorServer(
             name,
             version,
             take=self._take,
             begin_request=lambda: self.outcomes.append,
-            cancel_own_requests=self.cancelled.append,
+            poller=POLLER,
         )
         self.door.open()
 
@@ -176,7 +172,8 @@ def engines() -> Iterator[Engines]:
 
 
 def submit(engines: Engines, call: ClientCall, streams: bool = True) -> ClientCall:
-    engines.submit(call, ["text_output"], streams=streams)
+    POLLER.add(call)
+    engines.submit(call, ResponseConfig(["text_output"], is_decoupled=True, streams=streams, sender=SENDER))
     return call
 
 
@@ -187,13 +184,13 @@ def test_a_request_arrives_as_it_was_and_its_answer_as_it_is(engine: Engine, eng
     prompt = "Schöne Grüße 🙂\0".encode() + bytes(range(256))
     parameters = {"temperature": 0.1, "seed": 2**63 - 1, "stop": True, "odd \ud800": "\udc80", "big": 10**30}
     call = ClientCall(prompt, request_id="größer", **parameters)
-    call.limit_s = 100.0
+    call.timeout_s = 100.0
     submit(engines, call, streams=False)
     remote = engine.next_call()
     assert list(remote.inputs()["text_input"]) == [prompt]
     assert remote.parameters() == parameters
     assert remote.request_id == "größer"
-    assert 90 < (remote.timeout_s() or 0) <= 100
+    assert 90 < (remote.timeout_s or 0) <= 100
     assert engine.outlets[0].output_names == ["text_output"]
     assert (engine.outlets[0].is_decoupled, engine.outlets[0].streams) == (True, False)
     for part in (b"one", b"\xff", b""):
@@ -298,12 +295,13 @@ def test_time_that_passes_at_the_door_is_gone(
 ) -> None:
     times = iter([1000.0, 1000.75])
     call = ClientCall()
-    call.limit_s = 1.0
+    call.timeout_s = 1.0
     with monkeypatch.context() as patch:
         patch.setattr(client, "time", type("Clock", (), {"monotonic": staticmethod(lambda: next(times))}))
+        call.times.arrival_s = next(times)
         submit(engines, call)
         remote = engine.next_call()
-    assert remote.timeout_s() == pytest.approx(0.25)
+    assert remote.timeout_s == pytest.approx(0.25)
     remote.answer(texts(b""))
 
 
@@ -314,7 +312,7 @@ def test_a_cancelled_request_is_cancelled_in_the_engine_and_no_other(engine: Eng
     call, other = submit(engines, ClientCall(b"one")), submit(engines, ClientCall(b"two"))
     remote, other_remote = engine.next_call(), engine.next_call()
     assert not remote.is_cancelled()
-    call.was_cancelled = True
+    call.cancel()
     wait_for(remote.is_cancelled)
     assert not other_remote.is_cancelled()
     remote.refuse(CancelledError())
@@ -326,14 +324,15 @@ def test_a_cancelled_request_is_cancelled_in_the_engine_and_no_other(engine: Eng
 def test_a_stop_from_elsewhere_reaches_the_requests_of_its_id_whichever_door_they_are_of(
     engine: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second = Engines(MODEL)
+    second, own = Engines(MODEL), ClientCall(request_id="a")  # brought by Triton
+    POLLER.add(own)
     for number, (door, request_id) in enumerate([(engines, "a"), (second, "a"), (engines, "b")]):
         submit(door, ClientCall(request_id=request_id))
         wait_for(lambda count=number + 1: len(engine.calls) == count)
     with monkeypatch.context() as patch:
         patch.setattr(client.os, "getpid", lambda: 0)  # as another process
         client.cancel_elsewhere(MODEL, "a")
-    wait_for(lambda: engine.cancelled == ["a"] and engine.calls[1].is_cancelled())
+    wait_for(lambda: own.is_cancelled() and engine.calls[1].is_cancelled())
     assert [each.is_cancelled() for each in engine.calls] == [True, True, False]
     second.close()
 
@@ -362,7 +361,7 @@ def test_the_requests_of_a_door_that_is_gone_are_cancelled(engine: Engine) -> No
 def test_without_an_engine_a_request_is_refused(engines: Engines) -> None:
     with pytest.raises(UnavailableError, match=r"^not_loaded: the model falcon7b, which this folder streams from"):
         submit(engines, ClientCall())
-    assert not engines.is_ready()
+    assert not engines.is_healthy()
 
 
 def test_one_that_cannot_be_refused_keeps_no_other_one_waiting(
@@ -399,7 +398,7 @@ def test_an_engine_that_dies_refuses_what_it_had_and_the_next_one_takes_over(
     with pytest.raises(UnavailableError, match="not_loaded"):
         submit(engines, ClientCall())
     second = make_engine()
-    assert engines.is_ready()
+    assert engines.is_healthy()
     call = submit(engines, ClientCall())
     second.next_call().answer(texts(b"text"))
     assert call.wait() == [b"text"]
@@ -466,7 +465,7 @@ def test_a_cancelled_request_that_crosses_an_unload_is_cancelled_in_the_next_eng
     first, second = make_engine(2), make_engine(1)
     call = submit(engines, ClientCall())
     remote = first.next_call()
-    call.was_cancelled = True
+    call.cancel()
     wait_for(remote.is_cancelled)
     remote.refuse(UnavailableError("shutting_down", "the model is being unloaded"))
     wait_for(second.next_call().is_cancelled)
@@ -684,7 +683,7 @@ def test_who_reads_nothing_holds_up_nobody_and_is_sent_away(
     with connect() as peer:
         peer.sendall(frame({"id": 7, "request": REQUEST}))
         stalled = engine.next_call()
-        outbox = engine.outlets[0].outbox
+        outbox = engine.outlets[0].sender
         for _ in range(200):
             outbox.put(lambda: stalled.add(texts(b"x" * 10_000)))
         call = submit(engines, ClientCall())

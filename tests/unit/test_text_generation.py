@@ -12,26 +12,24 @@ from unittest.mock import Mock
 import pytest
 
 from hf_triton.engine.types import Completion, EngineLoad, Outcome, SequenceGroup
-from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
+from hf_triton.errors import CancelledError, GenerationError, HfTritonError, PanicError, RequestError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
-from hf_triton.protocol.requests import GenerationRequest
+from hf_triton.protocol.requests import GenerationRequest, Limits
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
+from hf_triton.tasks.text_generation.detokenizer import TextStream
+from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.task import NUM_HOOK_THREADS, TextGeneration
-from hf_triton.tasks.text_generation.tokenizer import TextCodec, TextStream
-from tests.support.collector import Collector
+from hf_triton.tasks.text_generation.tokenizer import TextCodec
+from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import raw_ids, tokenizer_of
 
 KIND = "byte_level"
 VOCABULARY_SIZE = len(tokenizer_of(KIND))
-
-
-class PanicError(BaseException):
-    """As a tokenizer's Rust code raises: no Exception."""
 
 
 class Engine:
@@ -48,7 +46,7 @@ class Engine:
         return True
 
     def load(self) -> EngineLoad:
-        return EngineLoad()
+        return EngineLoad(num_free_slots=4)
 
     def close(self) -> None:
         pass
@@ -122,7 +120,7 @@ def reply_to(
         outcome, defaults=defaults, excludes_prompt=excludes_prompt, is_encoder_decoder=is_encoder_decoder
     )
     reply = Collector()
-    task.submit(request_of(prompts, options, **parameters), reply, lambda: False, timeout_s=timeout_s, streams=streams)
+    submit(task, request_of(prompts, options, **parameters), reply, lambda: False, timeout_s=timeout_s, streams=streams)
     assert reply.is_finished.wait(10)
     task.close()
     return reply
@@ -139,20 +137,32 @@ def build_task(
     hooks: Hooks | None = None,
     max_waiting: int = 1000,
 ) -> TextGeneration:
-    return TextGeneration(
-        Engine(outcome),
+    preparer = PromptPreparer(
         codec or Codec(),
         ChatTemplate(tokenizer_of(KIND), None, 1000),
-        grammars=GrammarCompiler(tokenizer_of(KIND), VOCABULARY_SIZE, frozenset()),
+        GrammarCompiler(tokenizer_of(KIND), VOCABULARY_SIZE, frozenset()),
+        CheckedHooks(hooks or Hooks()),
         context_length=context_length,
         is_encoder_decoder=is_encoder_decoder,
         defaults=(defaults or GenerationParameters(),),
         max_output_length=15,
-        max_rows=4,
-        max_waiting=max_waiting,
+        max_num_seqs=4,
         excludes_prompt=excludes_prompt,
-        hooks=CheckedHooks(hooks or Hooks()),
     )
+    return TextGeneration(Engine(outcome), preparer, Limits(1000, 1000), max_waiting=max_waiting, returns_timings=True)
+
+
+def submit(
+    task: TextGeneration,
+    request: GenerationRequest,
+    reply: Collector,
+    is_cancelled: Callable[[], bool] = lambda: False,
+    *,
+    timeout_s: float | None = None,
+    streams: bool = False,
+) -> None:
+    reply.timeout_s, reply.asks_whether_cancelled = timeout_s, is_cancelled
+    task.generate(reply, request, config_of(streams=streams))
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -176,7 +186,7 @@ def request_of(prompts: tuple[str, ...], options: RequestOptions | None = None, 
 def ask(*prompts: str, **asked: Any) -> list[Any]:
     """Every answer that a request gets: its texts, or an error."""
     results = reply_to(*prompts, **asked).results
-    return [[each.text for each in result] if isinstance(result, list) else result for result in results]
+    return [[each.text_output for each in result] if isinstance(result, list) else result for result in results]
 
 
 def sequences_of(*prompts: str, **asked: Any) -> list[SequenceGroup]:
@@ -220,8 +230,8 @@ def test_a_request_of_many_prompts_lets_others_have_their_turn() -> None:
     task = build_task(codec=codec)
     large, small = [Collector() for _ in range(4)], Collector()
     for reply in large:
-        task.submit(request_of(("x",) * 200), reply, lambda: False)
-    task.submit(request_of(("y",)), small, lambda: False)
+        submit(task, request_of(("x",) * 200), reply, lambda: False)
+    submit(task, request_of(("y",)), small, lambda: False)
     assert small.is_finished.wait(10)
     assert not any(reply.is_finished.is_set() for reply in large)
     assert all(reply.is_finished.wait(30) for reply in large)
@@ -253,7 +263,7 @@ def test_what_is_read_in_no_time_costs_no_other_thread(
 
     task = build_task(outcome, context_length=2000, defaults=GenerationParameters(**defaults))
     reply = Collector()
-    task.submit(request_of(prompts, **asked), reply, lambda: False)
+    submit(task, request_of(prompts, **asked), reply, lambda: False)
     assert reply.is_finished.wait(30)
     assert {name == threading.current_thread().name for name in threads} == {is_at_once}
     task.close()
@@ -264,8 +274,8 @@ def test_prompts_that_bring_grammars_hold_up_nobody_else(monkeypatch: pytest.Mon
     monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: is_over.wait(30) and ask("never"))
     task, others, small = build_task(), [Collector() for _ in range(4)], Collector()
     for reply in others:
-        task.submit(request_of(("x",), guided_regex="a"), reply, lambda: False)
-    task.submit(request_of(("y",)), small, lambda: False)
+        submit(task, request_of(("x",), guided_regex="a"), reply, lambda: False)
+    submit(task, request_of(("y",)), small, lambda: False)
     assert small.is_finished.wait(10)
     is_over.set()
     assert all(reply.is_finished.wait(30) for reply in others)
@@ -276,7 +286,9 @@ def test_prompts_that_bring_grammars_hold_up_nobody_else(monkeypatch: pytest.Mon
 def test_a_request_that_nobody_waits_for_is_not_prepared_to_its_end(timeout_s: float | None, code: str) -> None:
     codec = SlowCodec()
     task, reply = build_task(codec=codec), Collector()
-    task.submit(request_of(("x",) * 500), reply, lambda: timeout_s is None and codec.num_read > 20, timeout_s=timeout_s)
+    submit(
+        task, request_of(("x",) * 500), reply, lambda: timeout_s is None and codec.num_read > 20, timeout_s=timeout_s
+    )
     assert reply.is_finished.wait(10)
     task.close()
     [error] = reply.results
@@ -298,9 +310,9 @@ def test_a_grammar_that_nobody_waits_for_is_not_read(
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
     task, first, late = build_task(), Collector(), Collector()
-    task.submit(request_of(("x",), guided_regex="a"), first, lambda: False)
+    submit(task, request_of(("x",), guided_regex="a"), first, lambda: False)
     wait_until(lambda: read == ["a"])
-    task.submit(request_of(("y",), guided_regex="b", max_time=max_time), late, lambda: max_time is None)
+    submit(task, request_of(("y",), guided_regex="b", max_time=max_time), late, lambda: max_time is None)
     time.sleep(0.2)
     is_over.set()
     assert first.is_finished.wait(10)
@@ -328,10 +340,10 @@ def test_who_waits_for_a_thread_is_answered_in_time() -> None:
     task = build_task(hooks=hooks)
     first, late, gone, patient = [Collector() for _ in range(NUM_HOOK_THREADS)], Collector(), Collector(), Collector()
     for reply in first:
-        task.submit(request_of(("x",)), reply, lambda: False)
-    task.submit(request_of(("late", "later"), max_time=0.2), late, lambda: False)
-    task.submit(request_of(("gone",)), gone, late.is_finished.is_set)
-    task.submit(request_of(("patient",), max_time=60.0), patient, lambda: False, timeout_s=50.0)
+        submit(task, request_of(("x",)), reply, lambda: False)
+    submit(task, request_of(("late", "later"), max_time=0.2), late, lambda: False)
+    submit(task, request_of(("gone",)), gone, late.is_finished.is_set)
+    submit(task, request_of(("patient",), max_time=60.0), patient, lambda: False, timeout_s=50.0)
     assert late.is_finished.wait(10)
     assert gone.is_finished.wait(10)
     assert [error_code(late), error_code(gone)] == ["deadline_exceeded", "cancelled"]
@@ -346,7 +358,7 @@ def test_who_waits_for_a_thread_is_answered_in_time() -> None:
 def test_who_waits_for_a_hook_of_its_own_is_answered_in_time() -> None:
     hooks, reached = Held(), list[SequenceGroup]()
     task, reply = build_task(lambda sequence: reached.append(sequence) or echo(sequence), hooks=hooks), Collector()
-    task.submit(request_of(("x",)), reply, lambda: False, timeout_s=0.2)
+    submit(task, request_of(("x",)), reply, lambda: False, timeout_s=0.2)
     assert reply.is_finished.wait(10)
     assert error_code(reply) == "deadline_exceeded"
     hooks.may_go.set()
@@ -359,7 +371,7 @@ def test_the_shortest_time_of_a_request_s_prompts_is_its_own() -> None:
     hooks = Held()
     task, reply = build_task(hooks=hooks, defaults=GenerationParameters(max_time=60.0)), Collector()
     rows = [GenerationParameters(), GenerationParameters(max_time=0.2), GenerationParameters(max_time=50.0)]
-    task.submit(GenerationRequest(["a", "b", "c"], rows, RequestOptions(), (3,)), reply, lambda: False)
+    submit(task, GenerationRequest(["a", "b", "c"], rows, RequestOptions(), (3,)), reply, lambda: False)
     assert reply.is_finished.wait(10)
     assert error_code(reply) == "deadline_exceeded"
     hooks.may_go.set()
@@ -370,22 +382,22 @@ def test_so_many_prompts_may_wait_to_be_prepared_and_no_more() -> None:
     hooks = Held()
     task = build_task(hooks=hooks, max_waiting=3)  # beside its 4 rows
 
-    def submit(*prompts: str, **parameters: Any) -> Collector:
+    def ask_for(*prompts: str, **parameters: Any) -> Collector:
         reply = Collector()
-        task.submit(request_of(prompts, **parameters), reply, lambda: False)
+        submit(task, request_of(prompts, **parameters), reply, lambda: False)
         return reply
 
-    taken = [submit("a"), submit("b", "c", "d"), submit("e", "f", max_time=0.2), submit("g")]
+    taken = [ask_for("a"), ask_for("b", "c", "d"), ask_for("e", "f", max_time=0.2), ask_for("g")]
     assert task.load().num_waiting == 7
-    full = submit("h")
+    full = ask_for("h")
     assert error_code(full) == "queue_full"
     assert "3 prompts are waiting and 3 may (setting max_waiting_prompts)" in str(full.results[0])
     assert taken[2].is_finished.wait(10)
-    assert error_code(submit("h")) == "queue_full", "a thread still has to do with those whose time was up"
+    assert error_code(ask_for("h")) == "queue_full", "a thread still has to do with those whose time was up"
     hooks.may_go.set()
     assert all(reply.is_finished.wait(10) for reply in taken)
     wait_until(lambda: task.load().num_waiting == 0)
-    large = submit(*["i"] * 20)  # alone
+    large = ask_for(*["i"] * 20)  # alone
     assert large.is_finished.wait(10)
     assert not isinstance(large.results[0], HfTritonError)
     wait_until(lambda: task.load().num_waiting == 0)
@@ -396,13 +408,13 @@ def test_closing_refuses_at_once_whoever_waits_to_be_prepared() -> None:
     hooks = Held()
     task, replies = build_task(hooks=hooks), [Collector() for _ in range(NUM_HOOK_THREADS + 5)]
     for reply in replies:
-        task.submit(request_of(("x",)), reply, lambda: False)
+        submit(task, request_of(("x",)), reply, lambda: False)
     closing = threading.Thread(target=task.close)
     closing.start()
     assert all(reply.is_finished.wait(10) for reply in replies)
     assert {error_code(reply) for reply in replies} == {"shutting_down"}
     late = Collector()
-    task.submit(request_of(("x",)), late, lambda: False)
+    submit(task, request_of(("x",)), late, lambda: False)
     assert error_code(late) == "shutting_down"
     hooks.may_go.set()
     closing.join(10)
@@ -420,7 +432,7 @@ def test_hooks_of_a_folder_with_a_grammar_run_side_by_side() -> None:
     task = build_task(hooks=Meeting(), defaults=GenerationParameters(guided_regex="a"))
     replies = [Collector() for _ in range(NUM_HOOK_THREADS)]
     for reply in replies:
-        task.submit(request_of(("x",)), reply, lambda: False)
+        submit(task, request_of(("x",)), reply, lambda: False)
     assert all(reply.is_finished.wait(20) for reply in replies)
     assert not any(isinstance(reply.results[0], HfTritonError) for reply in replies)
     task.close()
@@ -437,9 +449,9 @@ def test_a_grammar_that_is_known_waits_for_no_other(monkeypatch: pytest.MonkeyPa
     task, held = build_task(), Collector()
     for _ in range(2):
         reply = Collector()
-        task.submit(request_of(("x",), guided_regex="a"), reply, lambda: False)
+        submit(task, request_of(("x",), guided_regex="a"), reply, lambda: False)
         assert reply.is_finished.wait(10)
-        task.submit(request_of(("x",), guided_regex="b"), held, lambda: False)
+        submit(task, request_of(("x",), guided_regex="b"), held, lambda: False)
     is_over.set()
     task.close()
 
@@ -450,7 +462,7 @@ def test_one_that_is_given_up_leaves_nothing_for_the_garbage_collector(prompts: 
     has_gone = weakref.ref(reply)
     gc.disable()
     try:
-        task.submit(request_of(prompts), reply, lambda: True)
+        submit(task, request_of(prompts), reply, lambda: True)
         assert reply.is_finished.wait(10)
         assert error_code(reply) == "cancelled"
         del reply
@@ -466,7 +478,7 @@ def test_an_engine_that_takes_no_request_is_an_answer(
 ) -> None:
     monkeypatch.setattr(Engine, "submit", Mock(side_effect=MemoryError))
     task, reply = build_task(), Collector()
-    task.submit(request_of(prompts), reply, lambda: False)
+    submit(task, request_of(prompts), reply, lambda: False)
     assert reply.is_finished.wait(10)
     task.close()
     assert error_code(reply) == "internal"
@@ -477,10 +489,10 @@ def test_a_thread_that_cannot_be_had_is_an_answer(monkeypatch: pytest.MonkeyPatc
     task, reply, later = build_task(), Collector(), Collector()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-        task.submit(request_of(("x", "y")), reply, lambda: False)
+        submit(task, request_of(("x", "y")), reply, lambda: False)
     assert error_code(reply) == "internal"
     assert task.load().num_waiting == 0
-    task.submit(request_of(("x", "y")), later, lambda: False)  # whose thread finds the first one too
+    submit(task, request_of(("x", "y")), later, lambda: False)  # whose thread finds the first one too
     assert later.is_finished.wait(10)
     assert not isinstance(later.results[0], HfTritonError)
     task.close()
@@ -496,7 +508,7 @@ def test_one_that_cannot_be_refused_keeps_no_other_one_waiting() -> None:
     hooks = Held()
     task, replies = build_task(hooks=hooks), [Broken(), Collector()]
     for reply in replies:
-        task.submit(request_of(("x",), max_time=0.1), reply, lambda: False)
+        submit(task, request_of(("x",), max_time=0.1), reply, lambda: False)
     assert replies[1].is_finished.wait(10)
     assert error_code(replies[1]) == "deadline_exceeded"
     hooks.may_go.set()
@@ -594,7 +606,9 @@ def test_a_text_ends_before_its_stop_string(text: str, stops: tuple[str, ...], e
     ],
 )
 def test_a_text_that_a_stop_string_ended_says_so(text: str, stops: tuple[str, ...], reason: str, streams: bool) -> None:
-    [[answer]] = reply_to("go: ", outcome=write(text), stop_strings=stops, streams=streams).results
+    options = RequestOptions(return_finish_reason=True)
+    asked: dict[str, Any] = {"stop_strings": stops, "streams": streams, "options": options}
+    [[answer]] = reply_to("go: ", outcome=write(text), **asked).results
     assert answer.finish_reason == reason
 
 
@@ -702,7 +716,8 @@ def test_those_of_the_prompt_are_computed_where_it_asks() -> None:
 
 
 def test_the_prompt_s_and_the_text_s_tokens_are_counted() -> None:
-    [answer] = reply_to("one two", "x", outcome=write("three four")).results
+    options = RequestOptions(return_num_input_tokens=True, return_num_output_tokens=True)
+    [answer] = reply_to("one two", "x", outcome=write("three four"), options=options).results
     assert isinstance(answer, list)
     counts = [(each.num_input_tokens, each.num_output_tokens) for each in answer]
     num_output = len(raw_ids(KIND, "three four"))
@@ -716,10 +731,8 @@ def joined(reply: Collector) -> list[str]:
     """The texts, from their pieces and what is left of them."""
     [result] = reply.results
     assert isinstance(result, list), result
-    [num_texts] = reply.num_texts
-    assert len(result) == num_texts
-    pieces = ["".join(piece for text, piece in reply.pieces if text == number) for number in range(num_texts)]
-    return [piece + rest.text for piece, rest in zip(pieces, result, strict=True)]
+    pieces = ["".join(piece for text, piece in reply.pieces if text == number) for number in range(len(result))]
+    return [piece + rest.text_output for piece, rest in zip(pieces, result, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -740,11 +753,11 @@ def test_a_stream_s_pieces_are_the_text(text: str, asked: dict[str, Any]) -> Non
     streamed = reply_to(*prompts, outcome=write(text), streams=True, **asked)
     excludes_prompt = "options" not in asked
     whole = reply_to(*prompts, outcome=write(text), excludes_prompt=excludes_prompt, **asked)
-    assert [[each.text for each in result] for result in whole.results if isinstance(result, list)] == [
+    assert [[each.text_output for each in result] for result in whole.results if isinstance(result, list)] == [
         joined(streamed)
     ]
     assert all(piece for _, piece in streamed.pieces)
-    assert whole.num_texts == whole.pieces == []
+    assert whole.pieces == []
 
 
 def test_a_stream_begins_with_the_prompt_where_it_is_wanted() -> None:
@@ -789,7 +802,7 @@ def test_hooks_that_wait_do_not_wait_for_each_other(hook: str) -> None:
     task = build_task(hooks=Waiting())
     replies = [Collector() for _ in range(16)]
     for reply in replies:
-        task.submit(request_of(("ab",)), reply, lambda: False)
+        submit(task, request_of(("ab",)), reply, lambda: False)
     assert all(reply.is_finished.wait(60) for reply in replies)
     assert not any(isinstance(result, HfTritonError) for reply in replies for result in reply.results)
     task.close()
@@ -804,7 +817,7 @@ def test_closing_waits_for_texts_that_are_still_made() -> None:
             return text
 
     task, reply = build_task(hooks=Waiting()), Collector()
-    task.submit(request_of(("ab",)), reply, lambda: False)
+    submit(task, request_of(("ab",)), reply, lambda: False)
     threading.Timer(0.2, goes_on.set).start()
     task.close()
     assert len(reply.results) == 1

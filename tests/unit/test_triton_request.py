@@ -128,7 +128,6 @@ def test_a_call_that_is_given_up_while_triton_is_asked_about_it_stays_given_up(
     call = make_call(request)
     may_ask.set()
     wait_until(lambda: request.sender.num_asked > 0)
-    assert not call.poll()
     assert call.is_cancelled()
 
 
@@ -200,7 +199,7 @@ def test_the_request_s_own_timeout_is_in_seconds(
 ) -> None:
     request = Request()
     request.timeout_us = timeout_us
-    assert make_call(request).timeout_s() == expected
+    assert make_call(request).timeout_s == expected
 
 
 def test_a_call_that_is_dropped_answers(make_call: Callable[[Request], Any]) -> None:

@@ -1,162 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests on their way to the engine: those that wait in vain are answered, whatever the threads are busy with."""
+"""From a prompt of a checked request to tokens and sampling parameters. Knows no engine."""
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import replace
+from functools import lru_cache
 
-from hf_triton.engine.types import RequestTimes
-from hf_triton.engine.worker import queue_full, too_late
-from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError, where
+from hf_triton.errors import RequestError
+from hf_triton.grammar.compiler import GrammarCompiler
+from hf_triton.protocol.chat import Chat
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.requests import GenerationRequest
-from hf_triton.tasks.text_generation.response import Prompt, Reply, fault
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.tasks.hooks import CheckedHooks
+from hf_triton.tasks.text_generation.chat_template import ChatTemplate
+from hf_triton.tasks.text_generation.resolve import (
+    PreparedPrompt,
+    check_token_ids,
+    min_max_time_s,
+    resolve_request_params,
+    resolve_sampling_params,
+)
+from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
-logger = logging.getLogger(__name__)
-
-SWEEP_S: Final = 0.1
-"""How often it is looked whether somebody still waits for them."""
-
-
-@dataclass(eq=False)
-class Preparation:
-    """A request whose prompts are being made ready."""
-
-    request: GenerationRequest
-    reply: Reply
-    is_cancelled: Callable[[], bool]
-    timeout_s: float | None
-    streams: bool
-    times: RequestTimes
-    max_time_s: float | None
-    """The least of its prompts': an error of one is the answer of all."""
-    prompts: list[Prompt] = field(default_factory=list)
-    """Those that have been read, the request's first ones."""
-
-    def deadline_s(self, max_time_s: float | None) -> float | None:
-        """When the time of a prompt with this `max_time` is up, by `time.monotonic()`."""
-        times_s = [time_s for time_s in (max_time_s, self.timeout_s) if time_s is not None]
-        return self.times.arrival_s + min(times_s) if times_s else None
-
-    def ending(self) -> HfTritonError | None:
-        """Why nobody waits for it any more; None while somebody does."""
-        if self.is_cancelled():
-            return CancelledError()
-        deadline_s = self.deadline_s(self.max_time_s)
-        return too_late() if deadline_s is not None and time.monotonic() >= deadline_s else None
+MAX_INLINE_CHARACTERS = 1000  # of a prompt that is tokenized in the caller's thread: 0.2 ms, less than a thread costs
+NUM_BAD_WORDS_KEPT = 32  # prompts of a request, and often requests of a client, share their bad words
 
 
-class Preparations:
-    """Those that wait for a thread, or for a hook that one of them has called.
-
-    Each is answered once: by whoever it `leave`s.
+class PromptPreparer:
+    """Prepares prompts. May be used from several threads.
 
     Args:
-        max_rows: Prompts that are taken to be at work, and not to wait.
-        max_waiting: Prompts that may wait; one request alone may have any number.
+        codec: The model's tokenizer.
+        chat_template: Renders chats.
+        grammars: Compiles grammars.
+        hooks: The folder's own.
+        context_length: Tokens that a prompt and its completion may have together.
+        is_encoder_decoder: Whether prompt and completion are bounded each, and outputs never contain the prompt (T5).
+        defaults: The folder's and the checkpoint's parameters; the first that sets one wins.
+        max_output_length: New tokens if neither request nor defaults set a number.
+        max_num_seqs: Sequences that one prompt may ask for.
+        excludes_prompt: Whether outputs leave the prompt out if the request does not say.
     """
 
-    def __init__(self, max_rows: int, max_waiting: int) -> None:
-        self._max_rows = max_rows
-        self._max_waiting = max_waiting
-        self._open: set[Preparation] = set()
-        self._held: set[Preparation] = set()  # those too that have been answered, and that a thread is not done with
-        self._num_prompts = 0  # of those held
-        self._wake = threading.Condition()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._sweep, name="hf_triton-preparing", daemon=True)
-        self._thread.start()
+    def __init__(
+        self,
+        codec: TextCodec,
+        chat_template: ChatTemplate,
+        grammars: GrammarCompiler,
+        hooks: CheckedHooks,
+        *,
+        context_length: int,
+        is_encoder_decoder: bool,
+        defaults: tuple[GenerationParameters, ...],
+        max_output_length: int,
+        max_num_seqs: int,
+        excludes_prompt: bool,
+    ) -> None:
+        self.codec = codec
+        self.hooks = hooks
+        self._chat_template = chat_template
+        self._grammars = grammars
+        self._encode_bad_words = lru_cache(NUM_BAD_WORDS_KEPT)(codec.encode_bad_words)
+        self._context_length = context_length
+        self._is_encoder_decoder = is_encoder_decoder
+        self._defaults = defaults
+        self._has_slow_defaults = any(layer.bad_words is not None for layer in defaults)
+        self._has_default_grammar = next((layer.is_constrained for layer in defaults if layer.gives_grammar), False)
+        self._max_output_length = max_output_length
+        self._max_num_seqs = max_num_seqs
+        self._excludes_prompt = excludes_prompt
 
-    def enter(self, preparation: Preparation) -> None:
-        """Look after a request from now on; a thread is to be `done` with it.
+    def is_quick(self, request: GenerationRequest) -> bool:
+        """Whether another thread would cost more than preparing: one short prompt, no hook, no grammar."""
+        [prompt, *others], parameters = request.prompts, request.parameters[0]
+        return (
+            isinstance(prompt, str)
+            and not others
+            and len(prompt) <= MAX_INLINE_CHARACTERS
+            and not (self._has_slow_defaults or parameters.bad_words is not None or self._follows_grammar(parameters))
+            and self.codec.is_fast
+            and not self.hooks.overrides("build_prompt")
+        )
+
+    def max_time_s(self, request: GenerationRequest) -> float | None:
+        """The time that a request has, in seconds: an expired prompt is an error of the whole request."""
+        return min_max_time_s(request, self._defaults)
+
+    def prepare(self, request: GenerationRequest, row: int, *, streams: bool) -> PreparedPrompt:
+        """Prepare one prompt, all but its grammar.
+
+        Args:
+            request: The checked request.
+            row: The prompt's index.
+            streams: Whether its completions are streamed.
 
         Raises:
-            UnavailableError: Too many wait, or this is closed.
+            RequestError: The prompt, or the tokens that it asks for, do not fit; or its parameters contradict each
+                other.
         """
-        num_new = len(preparation.request.prompts)
-        with self._wake:
-            if self._is_closed:
-                raise ShuttingDownError
-            num_waiting = self._num_prompts - self._max_rows
-            if num_waiting > 0 and num_waiting + num_new > self._max_waiting:
-                raise queue_full(num_waiting, self._max_waiting)
-            self._open.add(preparation)
-            self._held.add(preparation)
-            self._num_prompts += num_new
-            if len(self._open) == 1:
-                self._wake.notify()
+        options, parameters, source = request.options, request.parameters[row], request.prompts[row]
+        prompt = resolve_request_params(parameters, *self._defaults)
+        is_chat = isinstance(source, Chat)
+        text = self._chat_template.render(source) if isinstance(source, Chat) else source
+        model_text = text if is_chat else self.hooks.build_prompt(text)
+        prompt.ids = self.codec.encode(model_text, row, adds_special_tokens=not is_chat)
+        params = self._sampling_params(row, len(prompt.ids), parameters)
+        if streams and params.num_sequences > params.num_return_sequences:
+            raise RequestError("invalid_parameter", "best_of cannot be streamed: leave it out, or say stream false")
+        if params.logprobs is None and (options.return_logprobs or options.return_cumulative_logprob):
+            params = replace(params, logprobs=0)
+        excludes_prompt = options.exclude_input_in_output
+        if excludes_prompt is None:
+            excludes_prompt = streams or is_chat or self._excludes_prompt
+        prompt.params = replace(params, bad_words_ids=self._encode_bad_words(prompt.bad_words))
+        prompt.text = "" if excludes_prompt or self._is_encoder_decoder else text
+        prompt.preceding_ids = [] if self._is_encoder_decoder else prompt.ids
+        return prompt
 
-    @property
-    def num_prompts(self) -> int:
-        """Those that a thread has to do with, or will have."""
-        return self._num_prompts
+    def has_cold_grammar(self, prompt: PreparedPrompt) -> bool:
+        """Whether the prompt's grammar takes long to compile: half a second for some."""
+        return prompt.grammar is not None and not self._grammars.knows(prompt.grammar, prompt.params)
 
-    def has(self, preparation: Preparation) -> bool:
-        """Whether a request is still to be answered."""
-        return preparation in self._open
+    def compile_grammar(self, prompt: PreparedPrompt) -> None:
+        """Compile the prompt's grammar, if it has one.
 
-    def leave(self, preparation: Preparation) -> bool:
-        """Let go of a request; whether it was still here, and is the caller's to answer."""
-        with self._wake:
-            was_here = preparation in self._open
-            self._open.discard(preparation)
-            return was_here
+        Raises:
+            RequestError: It is not a grammar that can be followed.
+        """
+        if prompt.grammar is not None:
+            prompt.params, prompt.constraint = self._grammars.compile(prompt.grammar, prompt.params)
 
-    def done(self, preparation: Preparation) -> None:
-        """No thread has to do with a request any more; said more than once, it changes nothing."""
-        with self._wake:
-            if preparation in self._held:
-                self._held.discard(preparation)
-                self._num_prompts -= len(preparation.request.prompts)
+    def prepare_default(self) -> PreparedPrompt:
+        """A one-token prompt with the folder's and the checkpoint's defaults, its grammar compiled.
 
-    def close(self) -> None:
-        """Refuse everyone, and whoever comes."""
-        with self._wake:
-            self._is_closed = True
-            everyone = list(self._open)
-            self._wake.notify()
-        for each in everyone:
-            self.refuse(each, ShuttingDownError())
-        self._thread.join()
+        Raises:
+            HfTritonError: A request without parameters of its own could not be answered.
+        """
+        prompt = resolve_request_params(GenerationParameters(), *self._defaults)
+        max_new_tokens = next((layer.max_new_tokens for layer in self._defaults if layer.max_new_tokens), None)
+        prompt.ids = [0]
+        prompt.params = self._sampling_params(0, 1, GenerationParameters(max_new_tokens=max_new_tokens))
+        self.compile_grammar(prompt)
+        return prompt
 
-    def _sweep(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._open or self._is_closed)
-                if self._is_closed:
-                    return
-                everyone = list(self._open)
-            for each in everyone:
-                self._refuse_in_vain(each)
-            del each, everyone
-            time.sleep(SWEEP_S)
+    def _follows_grammar(self, parameters: GenerationParameters) -> bool:
+        return parameters.is_constrained if parameters.gives_grammar else self._has_default_grammar
 
-    def _refuse_in_vain(self, preparation: Preparation) -> None:
-        try:
-            ending = preparation.ending()
-        except BaseException as error:  # the thread looks after the others too
-            ending = fault("asking whether somebody waits", error)
-        if ending is not None:
-            self.refuse(preparation, ending)
-
-    def refuse(self, preparation: Preparation, error: HfTritonError) -> None:
-        """Answer a request that is still here with an error."""
-        try:
-            if self.leave(preparation):
-                preparation.reply.refuse(error)
-        except BaseException as failure:  # the others are to be looked after all the same
-            logger.error("refusing a request failed: %s", where(failure))
-
-
-def least_max_time_s(request: GenerationRequest, defaults: tuple[GenerationParameters, ...]) -> float | None:
-    """The shortest time that a request's parameters give a prompt; None where they give all time."""
-    settled = (
-        next((layer.max_time for layer in (own, *defaults) if layer.max_time is not None), None)
-        for own in request.parameters
-    )
-    return min((max_time for max_time in settled if max_time is not None), default=None)
+    def _sampling_params(self, row: int, num_prompt_tokens: int, parameters: GenerationParameters) -> SamplingParams:
+        """The resolved sampling parameters of one prompt, checked against context and vocabulary."""
+        room = self._context_length - (0 if self._is_encoder_decoder else num_prompt_tokens)
+        if num_prompt_tokens > self._context_length or room < 1:
+            raise RequestError(
+                "context_exceeded",
+                f"text_input row {row} has {num_prompt_tokens} tokens, and the context of {self._context_length} must "
+                "hold the prompt and at least one new token",
+            )
+        for name in ("max_new_tokens", "min_new_tokens"):
+            asked = getattr(parameters, name)
+            if asked is not None and asked > room:
+                raise RequestError(
+                    "context_exceeded",
+                    f"text_input row {row} has {num_prompt_tokens} tokens, which leaves room for {name} <= {room} "
+                    f"in the context of {self._context_length}, got {asked}",
+                )
+        params = resolve_sampling_params(parameters, *self._defaults, max_new_tokens=self._max_output_length)
+        params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
+        if params.num_sequences > self._max_num_seqs:
+            name = "num_return_sequences" if params.best_of is None else "best_of"
+            raise RequestError(
+                "invalid_parameter",
+                f"{name} must be <= {self._max_num_seqs} here (setting max_num_seqs), got {params.num_sequences}",
+            )
+        check_token_ids(params, self.codec.vocabulary_size)
+        return params

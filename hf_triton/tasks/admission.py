@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one gate that bounds the queue: prompts in preparation and prompts that wait in the engine. Knows no text."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from hf_triton.engine.types import EngineLoad
+from hf_triton.errors import HfTritonError, ShuttingDownError, UnavailableError
+
+
+class Refusable(Protocol):
+    """A response that may be ended with an error at any time."""
+
+    def refuse(self, error: HfTritonError) -> None:
+        """End the response with an error, unless it has ended."""
+
+
+class AdmissionGate:
+    """Admits requests while few prompts wait.
+
+    Args:
+        max_waiting: Prompts that may wait. A request that finds none waiting may have any number.
+        engine_load: The engine's load; its free slots are not counted as waiting prompts.
+    """
+
+    def __init__(self, max_waiting: int, engine_load: Callable[[], EngineLoad]) -> None:
+        self._max_waiting = max_waiting
+        self._engine_load = engine_load
+        self._preparing: dict[Refusable, int] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @property
+    def num_preparing(self) -> int:
+        """Prompts of admitted requests that have not left."""
+        return sum(list(self._preparing.values()))
+
+    def enter(self, response: Refusable, num_prompts: int) -> None:
+        """Admit a request, which must `leave` when the engine has it or its preparation has ended.
+
+        Raises:
+            UnavailableError: Too many prompts wait, or the gate is closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise ShuttingDownError
+            load = self._engine_load()
+            num_waiting = self.num_preparing + load.num_waiting - load.num_free_slots
+            if num_waiting > 0 and num_waiting + num_prompts > self._max_waiting:
+                raise UnavailableError(
+                    "queue_full",
+                    f"{num_waiting} prompts are waiting and {self._max_waiting} may (setting max_waiting_prompts): "
+                    "send the request again later",
+                )
+            self._preparing[response] = num_prompts
+
+    def leave(self, response: Refusable) -> None:
+        """Count a request's prompts no longer. Leaving twice is harmless."""
+        self._preparing.pop(response, None)
+
+    def close(self) -> None:
+        """Refuse the requests in preparation, and all that come later."""
+        with self._lock:
+            self._is_closed = True
+            responses = list(self._preparing)
+        for response in responses:
+            response.refuse(ShuttingDownError())

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Incremental detokenization and stop strings. Knows a tokenizer by its `TokenDecoder` alone.
+
+What a token adds to a text depends on the tokens before it: a sentencepiece tokenizer drops the space at the beginning,
+and a character may spread over several tokens. So a token is decoded after a few others, whose text is cut off.
+"""
+
+from __future__ import annotations
+
+import codecs
+from typing import Final, Protocol
+
+REPLACEMENT: Final = "\ufffd"
+NUM_CONTEXT_TOKENS: Final = 4
+"""Tokens that are decoded before a new one: an unfinished UTF-8 character has at most three of them."""
+
+
+class TokenDecoder(Protocol):
+    """What a `TextStream` needs of a tokenizer."""
+
+    byte_of: dict[int, int]
+    """The byte that each byte token of a sentencepiece tokenizer stands for."""
+    revises: bool
+    """Whether a token may change the text of an earlier one."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Tokens as the tokenizer decodes them on their own."""
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether a token has no text."""
+
+    def context(self, ids: list[int]) -> list[int]:
+        """The last tokens that matter for the text after them."""
+
+
+class TextStream:
+    """The text of one sequence, token by token. Made by `TextCodec.stream`; for one thread at a time.
+
+    Args:
+        decoder: The tokenizer.
+        prompt_ids: The tokens that the text continues.
+        stop_strings: The text ends before the first of them; none is empty.
+    """
+
+    def __init__(self, decoder: TokenDecoder, prompt_ids: list[int], stop_strings: tuple[str, ...]) -> None:
+        self._detokenizer = _Detokenizer(decoder, prompt_ids)
+        self.unsent = ""
+        """What a response stream sends before the first delta."""
+        self.text = ""
+        """What a stopping rule has seen."""
+        self._stops = _StopStringFinder(stop_strings)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self._stops.is_found
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty if it depends on later tokens."""
+        return self._stops.push(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        """The rest of the text, after the last token."""
+        return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+
+
+class _Detokenizer:
+    """Turns tokens into text, holding back unfinished characters."""
+
+    def __init__(self, decoder: TokenDecoder, prompt_ids: list[int]) -> None:
+        self._decoder = decoder
+        self._context = decoder.context(prompt_ids)
+        self._num_used = 0  # characters at the end of the context's text that were held back
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        if self._decoder.is_silent(token_id):
+            return ""
+        byte = self._decoder.byte_of.get(token_id)
+        if byte is None:
+            return self._utf8.decode(b"", final=True) + self._decode_after_context(token_id)
+        # sentencepiece's decoders spoil a whole run of byte tokens if one character in it is incomplete
+        text = self._held() + self._utf8.decode(bytes([byte]))
+        self._context, self._num_used = [*self._context, token_id][-NUM_CONTEXT_TOKENS:], 0
+        return text
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True) + self._held()
+
+    def _held(self) -> str:
+        return self._decoder.decode(self._context)[-self._num_used :] if self._num_used else ""
+
+    def _decode_after_context(self, token_id: int) -> str:
+        window = [*self._context, token_id]
+        before, text = self._decoder.decode(self._context), self._decoder.decode(window)
+        num_common = _num_common(before, text)
+        end = num_common if self._decoder.revises else len(text)
+        if text.endswith(REPLACEMENT, 0, end):
+            end -= 1  # perhaps the beginning of a character
+        start = min(len(before) - self._num_used, num_common)
+        self._context, self._num_used = window[-NUM_CONTEXT_TOKENS:], len(text) - max(start, end)
+        return text[start:end]
+
+
+def up_to_stop(text: str, stop_strings: tuple[str, ...]) -> str:
+    """A whole text up to the first of its stop strings, none of which is empty."""
+    return text[: min((start for stop in stop_strings if (start := text.find(stop)) >= 0), default=len(text))]
+
+
+class _StopStringFinder:
+    """Passes text on up to the first stop string, holding back what may be the beginning of one."""
+
+    def __init__(self, stop_strings: tuple[str, ...]) -> None:
+        self._stops = stop_strings
+        self._longest = max(map(len, stop_strings), default=0)
+        self._held = ""
+        self.is_found = False
+
+    def push(self, text: str) -> str:
+        if self.is_found:
+            return ""
+        if not self._stops:
+            return text
+        text = self._held + text
+        end = next((start for start in range(len(text)) if self._may_stop_at(text, start)), len(text))
+        self.is_found = text.startswith(self._stops, end)
+        self._held = "" if self.is_found else text[end:]
+        return text[:end]
+
+    def finish(self) -> str:
+        """The text held back, up to a stop string within it."""
+        text, self._held = self._held, ""
+        for start in range(len(text)):
+            if text.startswith(self._stops, start):
+                self.is_found = True
+                return text[:start]
+        return text
+
+    def _may_stop_at(self, text: str, start: int) -> bool:
+        if text.startswith(self._stops, start):
+            return True
+        if len(text) - start >= self._longest:
+            return False
+        tail = text[start:]
+        return any(stop.startswith(tail) for stop in self._stops)
+
+
+def _num_common(first: str, second: str) -> int:
+    """The length of the common beginning of two strings."""
+    if second.startswith(first):
+        return len(first)
+    return next(
+        (index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(second)
+    )

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One folder's task behind Triton: every request that arrives gets exactly one final response."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from hf_triton.errors import HfTritonError, RequestError, where
+from hf_triton.protocol.ports import PROMPT, TEXT_OUTPUTS
+from hf_triton.protocol.requests import check_parameter_names, is_cancel_request
+from hf_triton.protocol.tensors import encode_strings
+from hf_triton.tasks.interface import ResponseConfig, Task
+from hf_triton.tasks.metrics import NoMeter
+from hf_triton.tasks.request import InferenceRequest
+from hf_triton.triton_backend.cancellation import RequestPoller
+from hf_triton.triton_backend.request import TritonRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """Hands a folder's requests to its task.
+
+    Args:
+        task: Answers requests.
+        config: How the folder's requests are answered.
+        poller: Polls this process's requests.
+        meter: Counts requests.
+        cancel_elsewhere: Cancels the requests of an id in the server's other processes; may take seconds.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: ResponseConfig,
+        *,
+        poller: RequestPoller,
+        meter: NoMeter,
+        cancel_elsewhere: Callable[[str], None],
+    ) -> None:
+        self.task = task
+        self.closers: Sequence[Callable[[], None]] = (task.close, config.sender.close)
+        """What `close` calls, in order."""
+        self._config = config
+        self._poller = poller
+        self._meter = meter
+        self._cancel_elsewhere = cancel_elsewhere
+        self._cancel_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-cancel")
+
+    def execute(self, requests: list[Any]) -> None:
+        """Start Triton's requests and return at once. Raises nothing.
+
+        An exception would show file paths to the client, and could crash the server.
+        """
+        for triton_request in requests:
+            request = TritonRequest(triton_request, self._poller, self._meter.begin_request())
+            self.take(request, self._config)
+            request.release_inputs()
+
+    def take(self, request: InferenceRequest, config: ResponseConfig) -> None:
+        """Start a request, from Triton or from a stream door, or refuse it. Raises nothing."""
+        try:
+            parameters = request.parameters()
+            if is_cancel_request(parameters):
+                self._cancel(request, parameters)
+            else:
+                self.task.submit(request, config)
+        except HfTritonError as error:
+            request.refuse(error)
+        except Exception as error:
+            logger.error("starting a request failed: %s", where(error))
+            request.refuse(HfTritonError("internal", "the request could not be started; the server's log says why"))
+
+    def close(self) -> None:
+        """Answer every request, then stop. Triton calls this when no request is in flight."""
+        self._cancel_pool.shutdown(wait=True)
+        for close in self.closers:
+            close()
+
+    def _cancel(self, request: InferenceRequest, parameters: Mapping[str, object]) -> None:
+        """Cancel the requests with this request's id, in all processes, and answer it with empty texts."""
+        check_parameter_names(parameters)
+        if not request.request_id:
+            raise RequestError("invalid_parameter", "stop true gives up the request of the same id: say which, by id")
+        prompts = request.inputs().get(PROMPT)  # a folder with max_batch_size gets no request without an input
+        shape = (1,) if prompts is None else prompts.shape
+        empty = encode_strings([""] * math.prod(shape), shape)
+        self._poller.cancel(request.request_id)
+        answer = partial(request.answer, {name: empty for name in self._config.output_names if name in TEXT_OUTPUTS})
+        self._cancel_pool.submit(self._cancel_elsewhere_and_answer, request.request_id, answer)
+
+    def _cancel_elsewhere_and_answer(self, request_id: str, answer: Callable[[], None]) -> None:
+        try:
+            self._cancel_elsewhere(request_id)
+        except Exception as error:
+            logger.error("cancelling in another process failed: %s", where(error))
+        answer()
