@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens of keys and values may be held: a number that was set, or a part of what is free on its devices.
+"""How many tokens the KV cache may hold: a fixed number, or a part of the free memory of its devices.
 
-Nothing is reserved in advance, so that several models on one device share what there is. Knows no rows.
+Nothing is reserved in advance, so that several models on one device share its memory.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 CUDA_FRACTION: Final = 0.9
 HOST_FRACTION: Final = 0.8
-"""The part of the memory that keys and values may take. The rest is for a step's own tensors; the machine's own memory
-is also everybody else's, and whoever takes too much of it is killed."""
+"""The part of the memory that the KV cache may take. The rest is for a step's tensors; host memory is shared with other
+processes, and the kernel kills those that take too much."""
 NO_LIMIT: Final = 1 << 60
-"""Bytes. Version 1 of control groups writes a number beyond it where there is no limit."""
+"""Bytes; version 1 of control groups writes a larger number for no limit."""
 READ_INTERVAL_S: Final = 0.1
-"""How long a reading of the free memory holds. One of the machine's takes 0.3 ms."""
+"""How long a reading of the free memory is used. One of host memory takes 0.3 ms."""
 
 
 class TokenBudget:
-    """How many tokens of keys and values may be held.
+    """How many tokens the KV cache may hold.
 
     Args:
-        bytes_per_token: Keys and values of one token in all layers, by the device where they live, each at least 1.
-            What is no CUDA device is taken to share the machine's memory.
-        max_tokens: A fixed answer, at least 1; None to go by the memory that is free.
-        read_free_bytes: Tells how many bytes a device has free; None: `FreeMemory.of`.
+        bytes_per_token: Keys and values of one token in all layers, by device, each at least 1. Devices other than
+            CUDA's share the host memory.
+        max_tokens: A fixed budget, at least 1; None for a part of the free memory.
+        read_free_bytes: Returns the free bytes of a device; None: `FreeMemory.of`.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class TokenBudget:
         self._next_read_s = 0.0
 
     def tokens(self, held: int) -> int:
-        """Tokens that may be held in all now.
+        """Tokens that the KV cache may hold now.
 
-        A fraction of what is held and what is free, taken together: of what is free alone, one would take part after
-        part until nothing is left. It is below `held` when others have taken the memory since.
+        A fraction of used and free memory together: a fraction of free memory alone would be taken again and again
+        until none is left. The result is below `held` if other processes have taken the memory since.
 
         Args:
-            held: Tokens that are held already.
+            held: Tokens in the KV cache.
         """
         now = time.monotonic()
         if self._max_tokens is None and now >= self._next_read_s:
@@ -68,15 +68,15 @@ class TokenBudget:
 
     @property
     def allowed(self) -> int:
-        """What `tokens` has answered last."""
+        """The last result of `tokens`."""
         return self._allowed
 
     def most(self) -> int:
-        """The most tokens that could ever be held: `max_tokens`, or what was free when this object was made."""
+        """The most tokens that could ever fit: `max_tokens`, or the budget when this object was made."""
         return self._most
 
     def words(self, tokens: int) -> str:
-        """So many tokens and their size, for a message: "1,234 tokens (1.2 GiB)"."""
+        """A number of tokens and their size, for a message: "1,234 tokens (1.2 GiB)"."""
         size, unit = float(tokens * sum(self._bytes_per_token.values())), "bytes"
         for larger in ("KiB", "MiB", "GiB", "TiB"):
             if size < 1024:
@@ -97,7 +97,7 @@ class FreeMemory:
     """How many bytes this process can still allocate on a device.
 
     Args:
-        proc: The process file system. Where the process's control groups stand is looked up in it once.
+        proc: The process file system; the folders of control groups are looked up once.
     """
 
     def __init__(self, proc: Path = PROC) -> None:
@@ -105,7 +105,7 @@ class FreeMemory:
         self._groups = list(group_folders("memory", proc))
 
     def of(self, device: torch.device) -> int:
-        """Bytes of a CUDA device, with those that torch keeps for later; of any other, those of the machine."""
+        """Free bytes of a CUDA device, torch's own reserve included; of any other device, those of the host."""
         if device.type != "cuda":
             return self._of_host()
         import torch
@@ -114,40 +114,40 @@ class FreeMemory:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def _of_host(self) -> int:
-        """Bytes of the machine's memory, swap not counted.
+        """Bytes of host memory, without swap.
 
-        The smaller of what the kernel calls available and what each of the process's control groups leaves: a
-        container's limit is not in /proc/meminfo. Where neither can be read (macOS), all of the machine's memory.
+        The smallest of what the kernel calls available and what each of the process's control groups allows: a
+        container's limit is not in /proc/meminfo. If neither can be read (macOS), all of the host memory.
         """
-        free = [*_available_bytes(self._proc), *_left_by_groups(self._groups)]
+        free = [*_available_bytes(self._proc), *_free_in_groups(self._groups)]
         return max(0, min(free)) if free else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _available_bytes(proc: Path) -> Iterator[int]:
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", read_text(proc / "meminfo"), re.MULTILINE)
-    if found:
-        yield int(found[1]) * 1024
+    match = re.search(r"^MemAvailable:\s*(\d+) kB$", read_text(proc / "meminfo"), re.MULTILINE)
+    if match:
+        yield int(match[1]) * 1024
 
 
-def _left_by_groups(groups: Iterable[tuple[bool, Path]]) -> Iterator[int]:
+def _free_in_groups(groups: Iterable[tuple[bool, Path]]) -> Iterator[int]:
     for is_v2, group in groups:
-        yield from _left_by_v2(group) if is_v2 else _left_by_v1(group)
+        yield from _free_in_v2(group) if is_v2 else _free_in_v1(group)
 
 
-def _left_by_v2(group: Path) -> Iterator[int]:
-    """Of version 2. `memory.high` is no hard limit, but a process beyond it is slowed down to a crawl."""
+def _free_in_v2(group: Path) -> Iterator[int]:
+    """Version 2. `memory.high` is no hard limit, but the kernel throttles a process beyond it."""
     limits = [limit for name in ("memory.max", "memory.high") if (limit := read_number(group / name)) is not None]
     if limits and (used := read_number(group / "memory.current")) is not None:
         yield min(limits) - used + _statistic(group, "inactive_file")
 
 
-def _left_by_v1(group: Path) -> Iterator[int]:
+def _free_in_v1(group: Path) -> Iterator[int]:
     limit = read_number(group / "memory.limit_in_bytes")
     if limit is not None and limit < NO_LIMIT and (used := read_number(group / "memory.usage_in_bytes")) is not None:
         yield limit - used + _statistic(group, "total_inactive_file")
 
 
 def _statistic(group: Path, name: str) -> int:
-    """A figure of memory.stat; 0 if absent. Inactive file pages count as free: the kernel drops them when asked."""
-    found = re.search(rf"^{name} (\d+)$", read_text(group / "memory.stat"), re.MULTILINE)
-    return int(found[1]) if found else 0
+    """A figure of memory.stat; 0 if absent. Inactive file pages count as free: the kernel drops them on demand."""
+    match = re.search(rf"^{name} (\d+)$", read_text(group / "memory.stat"), re.MULTILINE)
+    return int(match[1]) if match else 0

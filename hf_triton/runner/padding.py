@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of unequal length as one rectangle."""
+"""Prompts of unequal length as one padded batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def pad(
 
     Args:
         prompts: Token ids.
-        pad_id: What to fill up with.
-        device: Where the tensors go.
-        at_left: Decoder-only models go on at the right end, so their padding is at the left; an encoder with absolute
-            positions (BART) needs it at the right.
+        pad_id: The padding token.
+        device: Of the result.
+        at_left: Decoder-only models continue at the right end, so their padding is at the left; an encoder with
+            absolute positions (BART) needs it at the right.
     """
     import torch
 

@@ -60,7 +60,7 @@ def test_continuous_engine_equals_generate(name: str, num_requests: int, decodin
 @sizes
 @pytest.mark.parametrize("name", ["llama", "opt", "mistral-window", "gemma3", "deepseek-v3", "gpt-bigcode", "falcon"])
 def test_decode_attention_kernel_equals_generate(name: str, num_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_token, "LEAST_WIDTH", 0)
+    monkeypatch.setattr(one_token, "MIN_WIDTH", 0)
     was_used: list[bool] = []
     monkeypatch.setattr(attention, "attend", lambda *call: noted(one_token.attend(*call)))
 

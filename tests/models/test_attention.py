@@ -29,7 +29,7 @@ ROWS, HEADS, NEW, COLUMNS, SIZE = 3, 5, 4, 9, 8
 @pytest.fixture
 def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """One token is not left to torch because there is little to compute."""
-    monkeypatch.setattr(one_token, "LEAST_WIDTH", 0)
+    monkeypatch.setattr(one_token, "MIN_WIDTH", 0)
 
 
 class Calls(TorchFunctionMode):

@@ -27,8 +27,8 @@ LENGTHS = [COLUMNS, 4, 1]
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the heads are, and with all threads that there are."""
-    monkeypatch.setattr(one_token, "LEAST_WIDTH", 0)
-    monkeypatch.setattr(one_token, "WORTH_THREADS", 0)
+    monkeypatch.setattr(one_token, "MIN_WIDTH", 0)
+    monkeypatch.setattr(one_token, "MIN_PARALLEL_PRODUCTS", 0)
 
 
 def tensors(dtype: torch.dtype, heads: int = 6, key_heads: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -126,7 +126,7 @@ def test_a_row_s_numbers_depend_on_nobody(num_threads: int, at_a_time: int, monk
         for row, length in enumerate(LENGTHS)
     ]
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    monkeypatch.setattr(one_token, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(one_token, "MAX_HEADS_PER_TASK", at_a_time)
     found = attend(query, key, value, last_columns(LENGTHS))
     assert found is not None
     assert [torch.equal(found[row], each[0]) for row, each in enumerate(alone) if each is not None] == [True] * ROWS
@@ -135,7 +135,7 @@ def test_a_row_s_numbers_depend_on_nobody(num_threads: int, at_a_time: int, monk
 @pytest.mark.usefixtures("always")
 @torch.inference_mode()
 def test_without_threads_to_ask_for_it_is_computed_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_share_out", lambda: None)
+    monkeypatch.setattr(machine, "_parallel", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     call = tensors(torch.float32)
     torch.testing.assert_close(attend(*call), exact(*call))
@@ -284,9 +284,9 @@ def test_a_mask_is_known_again_only_where_it_fits() -> None:
 @torch.inference_mode()
 def test_little_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     call = tensors(torch.float32)
-    monkeypatch.setattr(one_token, "LEAST_WIDTH", 6 * SIZE)
+    monkeypatch.setattr(one_token, "MIN_WIDTH", 6 * SIZE)
     assert attend(*call) is not None
-    monkeypatch.setattr(one_token, "LEAST_WIDTH", 6 * SIZE + 1)
+    monkeypatch.setattr(one_token, "MIN_WIDTH", 6 * SIZE + 1)
     assert attend(*call) is None
 
 
@@ -298,6 +298,6 @@ def test_little_is_computed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(kernel, "run", lambda *call: counts.append(call[-1]) or plain(*call))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for worth in (6 * SIZE * sum(LENGTHS), 6 * SIZE * sum(LENGTHS) + 1):
-        monkeypatch.setattr(one_token, "WORTH_THREADS", worth)
+        monkeypatch.setattr(one_token, "MIN_PARALLEL_PRODUCTS", worth)
         assert attend(*tensors(torch.float32), last_columns(LENGTHS)) is not None
     assert counts == [2, 1]

@@ -41,4 +41,4 @@ def fast_attention(*, patches_torch: bool = True) -> AbstractContextManager[None
     """
     from hf_triton.runner.cpu.attention import FastAttention
 
-    return FastAttention(asks_torch=patches_torch)
+    return FastAttention(patches_torch=patches_torch)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in the forms that there is a fast way for: what a model calls, called in another way.
+"""Faster attention, substituted for transformers' `sdpa` and torch's `scaled_dot_product_attention`.
 
-Most models take `sdpa` from transformers' `AttentionInterface`, where `attend_fast` stands in its place: it has one
-token of every row on a CPU computed by `one_token.py`, and leaves all else to what was there. Falcon, and code that
-comes with a checkpoint, call torch: for them is `FastTorch`. Both act while a thread is in `FastAttention`, and in no
-other.
+Most models take `sdpa` from transformers' `AttentionInterface`; `attend_fast` replaces it and computes decoding steps
+on a CPU by `decode_attention.py`. Falcon, and code that comes with a checkpoint, call torch; `FastTorch` replaces that.
+Both act only in a thread that has entered `FastAttention`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from hf_triton.runner.cpu.decode_attention import attend
 SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
 NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 SPECIAL: Final = ("softcap", "position_bias", "cache")
-"""Arguments of `sdpa` that make something else of it: then it is left to transformers."""
+"""Arguments of `sdpa` that only transformers implements."""
 
 
 class _Thread(threading.local):
@@ -38,18 +37,19 @@ _thread = _Thread()
 
 
 class FastAttention:
-    """A context for a model's forward: attention is computed in another way where that pays, equal up to rounding.
+    """A context for a model's forward in which attention is faster, and equal up to rounding.
 
-    One thread at a time, which is in no other. The first one made puts `attend_fast` in its place for good.
+    Entered by one thread at a time, not nested. The first instance registers `attend_fast` for the whole process.
 
     Args:
-        asks_torch: Whether to see to models that call torch; what `torch.compile` made is made anew when that ends.
+        patches_torch: Whether to serve models that call torch's attention; leaving this mode makes `torch.compile`
+            compile again.
     """
 
-    def __init__(self, *, asks_torch: bool = True) -> None:
-        if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:  # and not what somebody else has put there
+    def __init__(self, *, patches_torch: bool = True) -> None:
+        if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:  # not a replacement by other code
             AttentionInterface.register("sdpa", attend_fast)
-        self._torch = FastTorch() if asks_torch else None
+        self._torch = FastTorch() if patches_torch else None
 
     def __enter__(self) -> None:
         _thread.is_fast = True
@@ -61,7 +61,7 @@ class FastAttention:
         if self._torch:
             self._torch.__exit__(error_type, error, traceback)  # type: ignore[no-untyped-call]
             if not self._torch.is_usable and error is None:
-                self._torch = None  # nor will it be
+                self._torch = None  # this model never calls it
 
 
 def attend_fast(
@@ -80,9 +80,9 @@ def attend_fast(
         return plain()
     is_special = others and any(others.get(name) is not None for name in SPECIAL)
     if _thread.is_fast and not dropout and not is_special:
-        found = attend(query, key, value, attention_mask, scaling)
-        if found is not None:
-            return found.transpose(1, 2), None
+        result = attend(query, key, value, attention_mask, scaling)
+        if result is not None:
+            return result.transpose(1, 2), None
     _thread.is_in_transformers = True
     try:
         return plain()
@@ -91,17 +91,17 @@ def attend_fast(
 
 
 class FastTorch(TorchFunctionMode):
-    """While it is entered, attention that a model asks torch for by itself is computed in another way where that pays.
+    """While it is entered, a model's own calls of torch's attention are faster.
 
-    Heads that all share one of keys and values (Falcon-7B: 71) torch computes by plain products, and writes the keys
-    and values out for each: in a batch, most of a step. One token on a CPU is for `one_token.py`, then and in 16 bits;
-    else in 32 bits it is left to torch, as that would save less and the mode has its price in every model.
+    If all heads share one of keys and values (Falcon-7B: 71), torch copies keys and values for each head: in a batch,
+    most of a step's time. Decoding steps on a CPU go to `decode_attention.py` in that case and in 16 bits; other steps
+    in 32 bits stay with torch, as they would gain less than the mode costs.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_usable = False
-        """Whether there has been attention that it is for; entering it costs each call of torch two microseconds."""
+        """Whether it has served a call; while entered, it costs each call of torch two microseconds."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -110,9 +110,9 @@ class FastTorch(TorchFunctionMode):
         kwargs = kwargs or {}
         is_asked = func is scaled_dot_product_attention and not torch.compiler.is_compiling()
         if is_asked and not _thread.is_in_transformers:
-            found = self._attend(**dict(zip(NAMES, args, strict=False)) | kwargs)
-            if found is not None:
-                return found
+            result = self._attend(**dict(zip(NAMES, args, strict=False)) | kwargs)
+            if result is not None:
+                return result
         return func(*args, **kwargs)
 
     def _attend(
@@ -130,11 +130,11 @@ class FastTorch(TorchFunctionMode):
         broadcasts = _broadcasts(query, key, value, **others)
         if broadcasts or (query.device.type == "cpu" and query.dtype in SIXTEEN_BITS):
             self.is_usable = True
-            are_told_apart = broadcasts or others.get("enable_gqa") or query.shape[1] == key.shape[1]
-            if are_told_apart and not is_causal and not dropout_p:
-                found = attend(query, key, value, attn_mask, others.get("scale"))
-                if found is not None:
-                    return found
+            has_known_heads = broadcasts or others.get("enable_gqa") or query.shape[1] == key.shape[1]
+            if has_known_heads and not is_causal and not dropout_p:
+                result = attend(query, key, value, attn_mask, others.get("scale"))
+                if result is not None:
+                    return result
         if broadcasts:
             return _fused(query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, **others)
         return None
@@ -155,8 +155,8 @@ def _fused(
 ) -> torch.Tensor:
     """Attention of `[rows, heads, new, head_dim]` to `[rows, 1, columns, head_dim]`, of the query's shape.
 
-    Where each head has one query, they are the queries of one head; else the heads of keys and values are views of one.
-    As in torch's plain products, 16 bits are computed in 32 on a CPU.
+    If each head has one query, they become the queries of one head; else the heads of keys and values become views of
+    one. As in torch's own path, 16 bits are computed in 32 on a CPU.
     """
     if query.device.type == "cpu" and query.dtype in SIXTEEN_BITS:
         if attn_mask is not None and attn_mask.dtype in SIXTEEN_BITS:
@@ -165,7 +165,7 @@ def _fused(
     heads, new = query.shape[1:3]
     is_same_mask = attn_mask is None or attn_mask.ndim < 3 or attn_mask.shape[-3] == 1
     if new == 1 and is_same_mask and not others.get("is_causal"):
-        found = scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask, **others)
-        return found.transpose(1, 2)
+        result = scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask, **others)
+        return result.transpose(1, 2)
     keys, values = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
     return scaled_dot_product_attention(query, keys, values, attn_mask, **others)

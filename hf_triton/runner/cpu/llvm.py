@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels are made of that numba has no words for: memory by its address, prefetching, threads that torch has.
+"""Building blocks of kernels that numba lacks: memory by address, prefetching, torch's threads.
 
-Threads are those of torch's own pool: a second one would wait for the same cores.
+Kernels run in torch's own thread pool: a second pool would compete for the same cores.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from numba import cfunc, extending, njit, types
 from numba.core import config
 
 MATH: Final = {"reassoc", "contract", "nsz", "arcp"}
-"""What LLVM may do with sums and products; nan and inf stay what they are."""
+"""What LLVM may assume of sums and products; nan and inf keep their meaning."""
 LINE: Final = 64
-"""Bytes that come into the cache together."""
+"""Bytes of a cache line."""
 WORD, LONG, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 compiled = njit(fastmath=MATH, error_model="numpy")
-intrinsic: Any = extending.intrinsic  # its own types have the arguments of what it makes one off
+intrinsic: Any = extending.intrinsic  # its types lose the decorated function's arguments
 
 
 def is_for_host() -> bool:
-    """Whether numba compiles for the processor at hand; it may be told to do so for less."""
+    """Whether numba compiles for this processor, and is not configured for a lesser one."""
     return config.CPU_NAME is config.CPU_FEATURES is None and bool(config.ENABLE_AVX)  # type: ignore[attr-defined]
 
 
 def has(feature: str) -> bool:
-    """Whether it does, and that one has this, by LLVM's name.
+    """Whether kernels may use a processor feature, by LLVM's name.
 
-    To be asked before: LLVM ends the process where there is no instruction for what it is told.
+    Check it before compiling: LLVM aborts the process if it has no instruction for an operation.
     """
     return is_for_host() and bool(get_host_cpu_features().get(feature, False))
 
 
 def kernel_of(task: Any) -> Any:
-    """Makes a function of one argument a kernel: what it is given are the numbers of a task.
+    """Decorates a function of one argument, a pointer to a task, as a kernel.
 
     Args:
-        task: A named tuple of whole numbers.
+        task: A named tuple type of integers.
     """
     record = types.Record.make_c_struct([(name, types.int64) for name in task._fields])
     pointer = types.CPointer(record)  # type: ignore[no-untyped-call]
@@ -52,33 +52,33 @@ def kernel_of(task: Any) -> Any:
 
 
 def run(kernel: Any, task: tuple[int, ...], num_threads: int) -> None:
-    """Have a kernel do a task.
+    """Run a kernel.
 
     Args:
         kernel: Made by `kernel_of`.
-        task: Whose addresses hold what they should.
-        num_threads: That share the work, at most.
+        task: Its addresses must be valid.
+        num_threads: At most.
     """
-    share_out = _share_out()
+    parallel = _parallel()
     numbers = array("q", task)
     address, _ = numbers.buffer_info()
-    if num_threads == 1 or share_out is None:
+    if num_threads == 1 or parallel is None:
         kernel.ctypes(address)
     else:
-        share_out(kernel.address, address, num_threads, 0)
+        parallel(kernel.address, address, num_threads, 0)
 
 
 @cache
-def _share_out() -> Any:
-    """What has a function run by several threads: GNU OpenMP's, which torch has brought in; None where it has not."""
-    share_out = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
-    if share_out is not None:
-        share_out.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    return share_out
+def _parallel() -> Any:
+    """GNU OpenMP's function that runs a function in several threads; None if torch came with another OpenMP."""
+    parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    if parallel is not None:
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    return parallel
 
 
 def reader(kind: Any, num_bytes: int, result: Any, widened: Callable[[Any, Any], Any] | None = None) -> Any:
-    """What reads the number that stands `index` places behind an address."""
+    """An intrinsic that reads the element at `index` of an array, given its address."""
 
     @intrinsic
     def read(context: Any, address: Any, index: Any) -> Any:
@@ -93,7 +93,7 @@ def reader(kind: Any, num_bytes: int, result: Any, widened: Callable[[Any, Any],
 
 @intrinsic
 def write(context: Any, address: Any, index: Any, number: Any) -> Any:
-    """Put 32 bits `index` places behind an address."""
+    """Write 32 bits to the element at `index` of an array, given its address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         *target, number = arguments
@@ -105,7 +105,7 @@ def write(context: Any, address: Any, index: Any, number: Any) -> Any:
 
 @intrinsic
 def next_number(context: Any, address: Any) -> Any:
-    """The int64 at an address, which is one more for the thread that comes next."""
+    """Fetch and increment the int64 at an address, atomically."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (address,) = arguments
@@ -116,7 +116,7 @@ def next_number(context: Any, address: Any) -> Any:
 
 @intrinsic
 def fetch(context: Any, address: Any) -> Any:
-    """Have the processor bring what stands at an address into its cache; one that is nobody's does no harm."""
+    """Prefetch the cache line at an address; an invalid address does no harm."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         prefetch(builder, arguments[0])
@@ -126,7 +126,7 @@ def fetch(context: Any, address: Any) -> Any:
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """The IR of `fetch`."""
+    """Emit the IR of `fetch`."""
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, WORD, WORD, WORD])
     function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
@@ -135,7 +135,7 @@ def prefetch(builder: Any, address: Any) -> None:
 
 
 def pointer_to(builder: Any, kind: Any, address: Any, index: Any) -> Any:
-    """The IR of a pointer to what stands `index` places behind an address."""
+    """Emit the IR of a pointer to the element at `index` of an array, given its address."""
     return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
 
 

@@ -8,16 +8,16 @@ import os
 from typing import Final
 
 MMAP_THRESHOLD: Final = (-3, 32 << 20)
-"""glibc's `M_MMAP_THRESHOLD`: what is larger, such as key/value memory, goes back to the system when freed."""
+"""glibc's `M_MMAP_THRESHOLD`: larger allocations, such as the KV cache, go back to the system when freed."""
 TRIM_THRESHOLD: Final = (-1, 256 << 20)
-"""glibc's `M_TRIM_THRESHOLD`: bytes that the heap keeps for what comes next."""
+"""glibc's `M_TRIM_THRESHOLD`: freed bytes that the heap keeps."""
 
 
 def keep_freed_memory() -> None:
-    """Let the heap keep what a forward gives back for the next one.
+    """Let the heap keep memory that a forward frees for the next one.
 
-    glibc by itself returns it, and has thousands of pages mapped and cleared again at each forward: a fourth of the
-    time of reading a prompt. Does nothing where the environment says `MALLOC_...`, or with another C library.
+    By default glibc returns it to the system, which maps and clears thousands of pages at each forward: a fourth of the
+    time of a prefill. Does nothing if the environment has a `MALLOC_...` variable, or with another C library.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
         return
