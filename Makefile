@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make help` lists what can be done. Everything happens in .venv; nothing needs root, a GPU, the Hub or a container,
-# but for `make test-container`.
+# `make help` lists the targets. They work in .venv, without root, a GPU, the Hub or a container; only
+# `make test-container` needs podman or docker.
 
-# The server's Python stub needs numpy below 2, which has wheels for Python 3.11 and 3.12: the first that runs.
+# The first Python that fits: the server's Python stub needs numpy below 2, which has wheels for 3.11 and 3.12.
 IS_FIT := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(IS_FIT)' 2>/dev/null && echo $$p && break; done)
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
-# A model repository of your own; without one, the demo model is served.
+# A model repository to serve in place of the demo model.
 MODELS ?=
 TESTS ?= tests
 
-# Test files run in parallel, then the tests that measure time run alone (5: there are none among TESTS).
+# Test modules run in parallel, then the tests that measure time run alone. Exit status 5: TESTS has no such test.
 WORKERS ?= 2
 define pytest
-	$(BIN)/pytest --durations=40 -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not serial and $(1)" $(TESTS)
+	$(BIN)/pytest --durations=40 -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not serial and $(1)" $(TESTS) \
+	  || test $$? -eq 5
 	$(BIN)/pytest -m "serial and $(1)" $(TESTS) || test $$? -eq 5
 endef
 
@@ -66,7 +67,7 @@ $(PROMETHEUS): $(SETUP) tests/server/prometheus.sh
 test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) ## Run LiteLLM and genai-perf too (1.3 GB more)
 	REQUIRE_CLIENTS=1 $(BIN)/pytest tests/server/test_dialects.py
 
-# Both need other versions of what is in .venv.
+# Both need other versions of packages in .venv.
 $(LITELLM): $(SETUP)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet litellm==1.106.2

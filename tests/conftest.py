@@ -49,4 +49,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests of a module in one worker, for `pytest --dist loadgroup`, unless the module names a group."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
