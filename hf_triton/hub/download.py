@@ -34,7 +34,7 @@ NUM_TRIES: Final = 4
 MAX_SMALL_BYTES: Final = 32 << 20
 """Files up to this size are verified even if they were cached before."""
 STALE_AFTER_S: Final = 3600.0
-CHUNK_BYTES: Final = 256 << 10
+PROGRESS_CHUNK_BYTES: Final = 256 << 10
 """Bytes between two progress updates; the client's own 10 MB would look like a stall on a slow line."""
 SMALL_FILES: Final = (
     "*.json",
@@ -66,7 +66,7 @@ class Downloader:
     def __init__(self, spec: CheckpointSpec, cache_dir: str, report: Report) -> None:
         from huggingface_hub import HfApi, constants
 
-        constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES
+        constants.DOWNLOAD_CHUNK_SIZE = PROGRESS_CHUNK_BYTES
         self._spec = spec
         self._cache_dir = Path(cache_dir)
         self._repository = self._cache_dir / spec.cache_name

@@ -25,7 +25,7 @@ TOKENIZER_FILES: Final = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-CHUNK_BYTES: Final = 1 << 20
+HASH_CHUNK_BYTES: Final = 1 << 20
 
 
 def weight_files(folder: Path, available: Collection[str], allow_pickle: bool) -> list[str]:
@@ -116,7 +116,7 @@ def is_sound(path: Path, on_chunk: Callable[[], None] | None = None) -> bool:
     else:
         return True
     with blob.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
+        while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)
             if on_chunk is not None:
                 on_chunk()

@@ -143,7 +143,7 @@ def test_file_with_another_name_counts_as_sound(tmp_path: Path) -> None:
 
 
 def test_long_check_reports_each_chunk(tmp_path: Path) -> None:
-    content = bytes(3 * snapshot.CHUNK_BYTES)
+    content = bytes(3 * snapshot.HASH_CHUNK_BYTES)
     chunks: list[None] = []
     assert is_sound(write_blob(tmp_path, "file", content, git_sha1(content)), lambda: chunks.append(None))
     assert len(chunks) == 3
