@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in other forms: what comes out is what torch has by itself."""
+"""Substituted attention gives what torch's own gives."""
 
 import threading
 from pathlib import Path
@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_triton.runner.cpu import attention
-from hf_triton.runner.cpu import decode_attention as one_token
+from hf_triton.runner.cpu import attention, decode_attention
 from hf_triton.runner.cpu.attention import FastAttention, FastTorch
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.forward import Forward
@@ -27,9 +26,9 @@ ROWS, HEADS, NEW, COLUMNS, SIZE = 3, 5, 4, 9, 8
 
 
 @pytest.fixture
-def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token is not left to torch because there is little to compute."""
-    monkeypatch.setattr(one_token, "MIN_WIDTH", 0)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the kernel for small heads too."""
+    monkeypatch.setattr(decode_attention, "MIN_WIDTH", 0)
 
 
 class Calls(TorchFunctionMode):
@@ -99,7 +98,7 @@ def test_causal_attention_is_what_torch_broadcasts(new: int) -> None:
 
 
 @pytest.mark.parametrize("num_keys", [1, HEADS])
-def test_values_and_keys_of_unequal_heads_are_left_to_torch(num_keys: int) -> None:
+def test_unequal_heads_of_keys_and_values_are_left_to_torch(num_keys: int) -> None:
     query, key, value = (tensor.half() for tensor in tensors(1))
     key, value = (
         tensor.expand(-1, heads, -1, -1) for tensor, heads in ((key, num_keys), (value, HEADS + 1 - num_keys))
@@ -128,10 +127,10 @@ def sixteen_bits(heads: int, key_heads: int) -> tuple[torch.Tensor, torch.Tensor
     return query, key, value
 
 
-@pytest.mark.usefixtures("however_small")
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(("key_heads", "options"), [(6, {}), (2, {"enable_gqa": True}), (6, {"scale": 0.3})])
 @torch.inference_mode()
-def test_one_token_in_16_bits_is_no_call_of_torch(key_heads: int, options: dict[str, Any]) -> None:
+def test_a_step_in_16_bits_does_not_call_torch(key_heads: int, options: dict[str, Any]) -> None:
     query, key, value = sixteen_bits(6, key_heads)
     wanted = scaled_dot_product_attention(query.double(), key.double(), value.double(), **options).half()
     mode, calls = FastTorch(), Calls()
@@ -142,19 +141,19 @@ def test_one_token_in_16_bits_is_no_call_of_torch(key_heads: int, options: dict[
     assert not calls.heads
 
 
-@pytest.mark.usefixtures("however_small")
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("options", [{"dropout_p": 1.0}, {"is_causal": True}])
 @torch.inference_mode()
-def test_one_token_with_more_to_it_is_left_to_torch(options: dict[str, Any]) -> None:
+def test_a_step_with_dropout_or_causal_is_left_to_torch(options: dict[str, Any]) -> None:
     query, key, value = sixteen_bits(6, 6)
     wanted = scaled_dot_product_attention(query, key, value, **options)
     with FastTorch():
         torch.testing.assert_close(scaled_dot_product_attention(query, key, value, **options), wanted)
 
 
-@pytest.mark.usefixtures("however_small")
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_device_of_its_own_and_three_dimensions_are_left_to_torch(device: str) -> None:
+def test_other_devices_and_dimensions_are_left_to_torch(device: str) -> None:
     query, key, value = (tensor.to(device) for tensor in sixteen_bits(6, 6))
     mode = FastTorch()
     with mode:
@@ -164,17 +163,17 @@ def test_a_device_of_its_own_and_three_dimensions_are_left_to_torch(device: str)
     assert not mode.is_usable
 
 
-@pytest.mark.usefixtures("however_small")
+@pytest.mark.usefixtures("always")
 @torch.inference_mode()
-def test_an_error_is_that_of_torch() -> None:
+def test_errors_are_torchs_own() -> None:
     query, key, value = sixteen_bits(6, 2)
     with FastTorch(), pytest.raises(RuntimeError, match=r"must match the size"):
         scaled_dot_product_attention(query, key, value)  # heads that share keys, and nothing says so
 
 
-@pytest.mark.usefixtures("however_small")
+@pytest.mark.usefixtures("always")
 @torch.inference_mode()
-def test_one_token_of_heads_that_share_all_is_no_call_of_torch() -> None:
+def test_a_step_with_one_key_head_does_not_call_torch() -> None:
     call, calls = tensors(1), Calls()
     wanted = scaled_dot_product_attention(*call)
     with calls, FastTorch():
@@ -182,7 +181,7 @@ def test_one_token_of_heads_that_share_all_is_no_call_of_torch() -> None:
     assert not calls.heads
 
 
-def test_prompts_of_16_bits_are_left_to_torch() -> None:
+def test_prefill_in_16_bits_is_left_to_torch() -> None:
     query, key, value = (torch.randn(ROWS, HEADS, COLUMNS, SIZE).bfloat16() for _ in range(3))
     calls = Calls()
     with calls, FastTorch():
@@ -194,11 +193,11 @@ def test_prompts_of_16_bits_are_left_to_torch() -> None:
 # --- in models -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("however_small")
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", ["persimmon", "llama", "falcon-40b"])
 @torch.inference_mode()
-def test_a_step_of_16_bits_is_no_call_of_torch(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_models_step_in_16_bits_does_not_call_torch(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, architecture, eos_token_id=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     texts, calls = Texts(model, "eager"), Calls()
@@ -209,7 +208,7 @@ def test_a_step_of_16_bits_is_no_call_of_torch(architecture: str, dtype: torch.d
 
 
 @torch.inference_mode()
-def test_attention_is_fast_for_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_have_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Size] = []
     monkeypatch.setattr(attention, "attend", lambda query, *_: seen.append(query.shape))
     module = torch.nn.Module()
@@ -230,9 +229,9 @@ def test_attention_is_fast_for_no_other_thread(monkeypatch: pytest.MonkeyPatch) 
     assert len(seen) == 1
 
 
-@pytest.mark.usefixtures("however_small")
+@pytest.mark.usefixtures("always")
 @torch.inference_mode()
-def test_the_result_has_the_shape_that_transformers_gives_it() -> None:
+def test_result_has_transformers_shape() -> None:
     call = torch.nn.Module(), *sixteen_bits(6, 6), None
     with FastAttention():
         found, weights = attention.attend_fast(*call, scaling=0.3)
@@ -241,7 +240,7 @@ def test_the_result_has_the_shape_that_transformers_gives_it() -> None:
     assert weights is None
 
 
-@pytest.mark.usefixtures("however_small")
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
     "special",
     [{"softcap": 0.5}, {"position_bias": torch.zeros(1, 6, 1, COLUMNS)}, {"cache": object()}, {"dropout": 0.5}],
@@ -269,7 +268,7 @@ def test_special_attention_is_left_to_transformers(special: dict[str, Any], monk
 
 @pytest.mark.parametrize("architecture", ["llama", "falcon"])
 @torch.inference_mode()
-def test_a_compiled_model_is_compiled_as_it_is(architecture: str, tmp_path: Path) -> None:
+def test_compiled_models_have_plain_attention(architecture: str, tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, architecture)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     input_ids = torch.tensor([[3]])
@@ -280,7 +279,7 @@ def test_a_compiled_model_is_compiled_as_it_is(architecture: str, tmp_path: Path
 
 
 @torch.inference_mode()
-def test_a_batch_of_generate_has_it_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_batch_engine_has_fast_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, "bart")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     seen: list[torch.dtype] = []
@@ -295,20 +294,18 @@ def test_a_batch_of_generate_has_it_too(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert set(seen) == {torch.bfloat16}
 
 
-@pytest.mark.usefixtures("however_small")
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("architecture", ["bart", "llama"])
-def test_a_kernel_is_compiled_when_a_model_is_loaded(
-    architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_kernels_are_compiled_at_load(architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, architecture)
     auto_class = AutoModelForSeq2SeqLM if architecture == "bart" else AutoModelForCausalLM
     asked: list[torch.dtype] = []
-    monkeypatch.setattr(one_token, "kernel_for", lambda dtype, *_: asked.append(dtype))
+    monkeypatch.setattr(decode_attention, "kernel_for", lambda dtype, *_: asked.append(dtype))
     start_engine(auto_class.from_pretrained(tmp_path), max_rows=2, context_length=64).close()
     assert set(asked) == {torch.float32}
 
 
-def test_attention_that_somebody_else_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_replaced_by_other_code_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(*_: object) -> None: ...
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", other)
@@ -318,7 +315,7 @@ def test_attention_that_somebody_else_put_there_stays(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
 @torch.inference_mode()
-def test_falcon_broadcasts_nothing(decoding: DecodingMode, tmp_path: Path) -> None:
+def test_falcon_copies_no_keys_for_its_heads(decoding: DecodingMode, tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, "falcon", eos_token_id=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     plain_calls, calls = Calls(), Calls()
@@ -340,7 +337,7 @@ def test_falcon_broadcasts_nothing(decoding: DecodingMode, tmp_path: Path) -> No
     [("falcon", torch.float32, 1), ("falcon-rw", torch.float32, 0), ("falcon-rw", torch.bfloat16, 1)]
     + [("llama", dtype, 0) for dtype in (torch.float32, torch.bfloat16)],
 )
-def test_a_model_without_such_attention_runs_as_it_is(
+def test_mode_is_dropped_for_models_that_do_not_need_it(
     architecture: str, dtype: torch.dtype, depth: int, tmp_path: Path
 ) -> None:
     build_tiny_checkpoint(tmp_path, architecture)

@@ -29,32 +29,32 @@ def machine(tmp_path: Path) -> Machine:
 # --- the machine's memory ---------------------------------------------------------------------------------------------
 
 
-def test_without_groups_what_the_kernel_calls_available_is_free(machine: Machine) -> None:
+def test_without_cgroups_available_memory_is_free(machine: Machine) -> None:
     assert free_mib(machine) == 1000
 
 
-def test_a_groups_limit_less_its_use_is_free(machine: Machine) -> None:
+def test_a_cgroups_limit_less_its_use_is_free(machine: Machine) -> None:
     machine.mount_v2()
     machine.set_group("0::/a")
     machine.v2("a", limit=700, used=200)
     assert free_mib(machine) == 500
 
 
-def test_the_machine_may_have_less_than_the_group_may_take(machine: Machine) -> None:
+def test_available_memory_may_be_less_than_the_limit(machine: Machine) -> None:
     machine.mount_v2()
     machine.set_group("0::/a")
     machine.v2("a", limit=7000, used=200)
     assert free_mib(machine) == 1000
 
 
-def test_file_pages_that_nobody_uses_count_as_free(machine: Machine) -> None:
+def test_inactive_file_pages_count_as_free(machine: Machine) -> None:
     machine.mount_v2()
     machine.set_group("0::/a")
     machine.v2("a", limit=700, used=690, inactive_file=300)
     assert free_mib(machine) == 310
 
 
-def test_a_group_is_slowed_down_at_its_high_mark(machine: Machine) -> None:
+def test_memory_high_counts_as_a_limit(machine: Machine) -> None:
     machine.mount_v2()
     machine.set_group("0::/a")
     machine.v2("a", limit=700, used=200, high=400)
@@ -65,7 +65,7 @@ def test_a_group_is_slowed_down_at_its_high_mark(machine: Machine) -> None:
     ("outer", "middle", "inner", "free"),
     [(None, 900, 600, 590), (900, 300, None, 270), (400, None, None, 350), (None, None, None, 1000)],
 )
-def test_the_tightest_group_up_to_the_root_wins(
+def test_the_smallest_limit_up_to_the_root_wins(
     machine: Machine, outer: int | None, middle: int | None, inner: int | None, free: int
 ) -> None:
     machine.mount_v2()
@@ -77,7 +77,7 @@ def test_the_tightest_group_up_to_the_root_wins(
     assert free_mib(machine) == free
 
 
-def test_a_container_with_a_group_namespace_has_its_limit_at_the_mounts_root(machine: Machine) -> None:
+def test_cgroup_namespace_has_its_limit_at_the_mounts_root(machine: Machine) -> None:
     machine.mount_v2()
     machine.set_group("0::/")
     machine.v2("", limit=512, used=12)
@@ -85,7 +85,7 @@ def test_a_container_with_a_group_namespace_has_its_limit_at_the_mounts_root(mac
 
 
 @pytest.mark.parametrize("path", ["/docker/0a1b", "/../../system.slice/docker-0a1b.scope", "/not/there"])
-def test_a_path_of_the_hosts_that_is_not_to_be_seen_falls_back_on_the_mounts_root(machine: Machine, path: str) -> None:
+def test_invisible_host_path_falls_back_to_the_mounts_root(machine: Machine, path: str) -> None:
     machine.mount_v2()
     machine.set_group(f"0::{path}")
     machine.v2("", limit=512, used=12)
@@ -93,7 +93,7 @@ def test_a_path_of_the_hosts_that_is_not_to_be_seen_falls_back_on_the_mounts_roo
 
 
 @pytest.mark.parametrize(("path", "free"), [("/docker/0a", 500), ("/docker/0a/inner", 100), ("/docker/0a1b", 500)])
-def test_a_mount_may_show_a_part_of_the_groups(machine: Machine, path: str, free: int) -> None:
+def test_mount_of_a_part_of_the_cgroups(machine: Machine, path: str, free: int) -> None:
     machine.mount_v1(root="/docker/0a")
     machine.set_group("9:name=systemd:/docker/0a", f"4:memory:{path}", "0::/")
     machine.v1("", limit=512, used=12)
@@ -102,7 +102,7 @@ def test_a_mount_may_show_a_part_of_the_groups(machine: Machine, path: str, free
     assert free_mib(machine) == free
 
 
-def test_version_1_groups_nest_too(machine: Machine) -> None:
+def test_cgroup_v1_nests_too(machine: Machine) -> None:
     machine.mount_v1()
     machine.set_group("5:cpu,cpuacct:/elsewhere", "4:hugetlb,memory:/outer/inner")
     machine.v1("outer/inner", limit=None, used=100)
@@ -111,7 +111,7 @@ def test_version_1_groups_nest_too(machine: Machine) -> None:
     assert free_mib(machine) == 75
 
 
-def test_both_versions_side_by_side(machine: Machine, tmp_path: Path) -> None:
+def test_both_cgroup_versions_side_by_side(machine: Machine, tmp_path: Path) -> None:
     machine.mount_v1()
     machine.set_group("4:memory:/a", "0::/a")
     machine.v1("a", limit=600, used=100)
@@ -122,14 +122,14 @@ def test_both_versions_side_by_side(machine: Machine, tmp_path: Path) -> None:
     assert free_mib(machine) == 500
 
 
-def test_a_group_beyond_its_limit_leaves_nothing(machine: Machine) -> None:
+def test_cgroup_beyond_its_limit_leaves_nothing(machine: Machine) -> None:
     machine.mount_v2()
     machine.set_group("0::/a")
     machine.v2("a", limit=100, used=130)
     assert free_mib(machine) == 0
 
 
-def test_a_system_that_tells_nothing_is_taken_at_its_size(tmp_path: Path) -> None:
+def test_without_proc_all_host_memory_is_free(tmp_path: Path) -> None:
     assert FreeMemory(tmp_path).of(CPU) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -138,7 +138,7 @@ def test_this_machine_has_some_memory_free() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_what_torch_keeps_of_a_cuda_device_counts_as_free() -> None:
+def test_torchs_reserve_on_a_cuda_device_counts_as_free() -> None:
     device, free = torch.device("cuda", 0), FreeMemory()
     before = free.of(device)
     block = torch.empty(256 * MIB, dtype=torch.uint8, device=device)
@@ -167,20 +167,20 @@ def read_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "READ_INTERVAL_S", 0.0)
 
 
-def test_a_set_number_stands_whatever_is_free_and_held() -> None:
+def test_max_tokens_is_fixed() -> None:
     fixed = TokenBudget({CPU: 10**15}, 4096)
     assert [fixed.tokens(held) for held in (0, 5000)] == [4096, 4096]
     assert fixed.most() == 4096
 
 
 @pytest.mark.parametrize(("device", "fraction"), [("cpu", HOST_FRACTION), ("cuda:1", CUDA_FRACTION)])
-def test_without_one_a_part_of_what_is_free_may_be_held(device: str, fraction: float) -> None:
+def test_budget_is_a_part_of_free_memory(device: str, fraction: float) -> None:
     allowed = TokenBudget({torch.device(device): 300}, None, lambda _: 300_000)
     assert allowed.most() == allowed.tokens(0) == 1000 * fraction
 
 
 @pytest.mark.usefixtures("read_always")
-def test_of_several_devices_the_one_that_is_full_first_decides() -> None:
+def test_the_device_that_fills_first_decides() -> None:
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
     free = {first: 300_000, second: 50_000}
     allowed = TokenBudget({first: 300, second: 100}, None, lambda device: free[device])
@@ -191,7 +191,7 @@ def test_of_several_devices_the_one_that_is_full_first_decides() -> None:
 
 
 @pytest.mark.usefixtures("read_always")
-def test_one_engine_stops_at_its_part_of_the_memory() -> None:
+def test_one_engine_stops_at_its_part_of_memory() -> None:
     pool = Pool(1_000_000)
     alone, held = TokenBudget({CPU: 100}, None, pool.read), 0
     while held < alone.tokens(held):
@@ -200,7 +200,7 @@ def test_one_engine_stops_at_its_part_of_the_memory() -> None:
 
 
 @pytest.mark.usefixtures("read_always")
-def test_several_engines_share_and_leave_something() -> None:
+def test_several_engines_share_memory() -> None:
     pool = Pool(1_000_000)
     budgets, held = [TokenBudget({CPU: 100}, None, pool.read) for _ in range(3)], [0, 0, 0]
     while any(each.tokens(count) > count for each, count in zip(budgets, held, strict=True)):
@@ -215,7 +215,7 @@ def test_several_engines_share_and_leave_something() -> None:
 
 
 @pytest.mark.usefixtures("read_always")
-def test_memory_that_others_take_is_asked_back() -> None:
+def test_budget_shrinks_when_others_take_memory() -> None:
     pool = Pool(1_000_000)
     allowed = TokenBudget({CPU: 100}, None, pool.read)
     pool.free = 0
@@ -223,14 +223,14 @@ def test_memory_that_others_take_is_asked_back() -> None:
     assert allowed.most() == 8000
 
 
-def test_a_reading_holds_for_a_while_whatever_is_taken_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_read_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "READ_INTERVAL_S", 3600.0)
     prefill_requests = iter([1_000_000, 500_000])
     allowed = TokenBudget({CPU: 100}, None, lambda _: next(prefill_requests))
     assert [allowed.tokens(held) for held in (0, 1000, 3000)] == [4000, 4000, 4000]
 
 
-def test_a_reading_ends() -> None:
+def test_free_memory_is_read_again() -> None:
     prefill_requests = iter([1_000_000, 500_000, 200_000])
     allowed = TokenBudget({CPU: 100}, None, lambda _: next(prefill_requests))
     assert allowed.tokens(0) == 4000
@@ -238,7 +238,7 @@ def test_a_reading_ends() -> None:
     assert allowed.tokens(0) == 1600
 
 
-def test_the_real_devices_budget_is_within_its_memory() -> None:
+def test_real_budget_is_within_the_devices_memory() -> None:
     allowed = TokenBudget({CPU: MIB}, None)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < allowed.tokens(0) * MIB <= total * HOST_FRACTION
@@ -254,5 +254,5 @@ def test_the_real_devices_budget_is_within_its_memory() -> None:
         (512 * 1024, 1 << 33, "8,589,934,592 tokens (4096.0 TiB)"),
     ],
 )
-def test_a_number_of_tokens_in_words(bytes_per_token: int, tokens: int, words: str) -> None:
+def test_tokens_in_words(bytes_per_token: int, tokens: int, words: str) -> None:
     assert TokenBudget({CPU: bytes_per_token}, 1).words(tokens) == words

@@ -40,7 +40,7 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_small_steps")
 @pytest.mark.parametrize("name", ALL)
-def test_static_logits_are_the_eager_ones_and_their_tokens_those_of_generate(name: str, tmp_path: Path) -> None:
+def test_static_decoding_equals_eager_and_generate(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path)
     eager, static = Texts(model, "eager"), Texts(model, "static")
     contexts = prompts(12)
@@ -64,7 +64,7 @@ def test_static_logits_are_the_eager_ones_and_their_tokens_those_of_generate(nam
         assert tokens == solo_ids(model, contexts[number], len(tokens), pad_token_id=0)
 
 
-def test_a_window_that_is_counted_from_the_end_of_a_bucket_is_noticed_however_long_it_is() -> None:
+def test_windows_counted_from_a_buckets_end_are_noticed() -> None:
     model = build("GPTNeoConfig", NEO | {"window_size": 256, "max_position_embeddings": 1024})
     assert not Decoder(Forward(model), "static").is_static
 
@@ -78,7 +78,7 @@ def test_a_model_on_several_devices_runs_eagerly(tmp_path: Path, caplog: pytest.
 
 
 @torch.inference_mode()
-def test_rows_that_nobody_uses_do_not_touch_the_others() -> None:
+def test_unused_slots_do_not_touch_used_ones() -> None:
     static, alone = Texts(build(*CONTINUOUS["mixtral"]), "static"), Texts(build(*CONTINUOUS["mixtral"]), "static")
     for texts, count in ((static, 6), (alone, 1)):
         for number, prompt in enumerate(prompts(count)):
@@ -95,7 +95,7 @@ def test_rows_that_nobody_uses_do_not_touch_the_others() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("mode", ["eager", "static"])
-def test_a_text_of_nan_leaves_none_behind(mode: DecodingMode, tmp_path: Path) -> None:
+def test_nan_of_a_sequence_does_not_leak_into_the_next(mode: DecodingMode, tmp_path: Path) -> None:
     texts = Texts(load("llama", tmp_path), mode)
     texts.join(0, [5] * 40)
     texts.join(1, [6] * 30)

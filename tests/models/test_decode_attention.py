@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one token of every row by a kernel: it is that of torch in float64, or is left to torch."""
+"""Decode attention by a kernel: it equals torch's in float64, or torch computes it."""
 
 import copy
 import os
@@ -14,9 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_triton.runner import cpu
-from hf_triton.runner.cpu import attention_kernel as kernel
-from hf_triton.runner.cpu import decode_attention as one_token
-from hf_triton.runner.cpu import llvm as machine
+from hf_triton.runner.cpu import attention_kernel, decode_attention, llvm
 from hf_triton.runner.cpu.attention_kernel import READERS
 from hf_triton.runner.cpu.decode_attention import attend
 
@@ -26,16 +24,16 @@ LENGTHS = [COLUMNS, 4, 1]
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the heads are, and with all threads that there are."""
-    monkeypatch.setattr(one_token, "MIN_WIDTH", 0)
-    monkeypatch.setattr(one_token, "MIN_PARALLEL_PRODUCTS", 0)
+    """Use the kernel for small heads too, with all threads."""
+    monkeypatch.setattr(decode_attention, "MIN_WIDTH", 0)
+    monkeypatch.setattr(decode_attention, "MIN_PARALLEL_PRODUCTS", 0)
 
 
 def tensors(dtype: torch.dtype, heads: int = 6, key_heads: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     source = torch.Generator().manual_seed(heads)
-    query = torch.randn(ROWS, 1, heads, SIZE, generator=source).to(dtype).transpose(1, 2)  # as models lay it out
+    query = torch.randn(ROWS, 1, heads, SIZE, generator=source).to(dtype).transpose(1, 2)  # the layout of models
     key, value = torch.randn(2, ROWS, key_heads, 2 * COLUMNS, SIZE, generator=source).to(dtype)[..., 5:-4, :]
-    return query, key, torch.cat([value, value + 1], dim=-1)  # as wide as it likes
+    return query, key, torch.cat([value, value + 1], dim=-1)  # values may be wider
 
 
 def last_columns(lengths: list[int]) -> torch.Tensor:
@@ -53,7 +51,7 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: 
 @pytest.mark.parametrize("key_heads", [6, 2, 1])
 @pytest.mark.parametrize("dtype", READERS)
 @torch.inference_mode()
-def test_rows_see_their_own_columns(
+def test_rows_attend_to_their_own_columns(
     dtype: torch.dtype, key_heads: int, lengths: list[int] | None, scale: float | None
 ) -> None:
     query, key, value = tensors(dtype, key_heads=key_heads)
@@ -64,7 +62,7 @@ def test_rows_see_their_own_columns(
 
 @pytest.mark.usefixtures("always")
 @torch.inference_mode()
-def test_what_is_in_the_padding_does_not_matter() -> None:
+def test_padding_is_not_read() -> None:
     query, key, value = tensors(torch.float32)
     wanted = exact(query, key, value, last_columns(LENGTHS))
     for row, length in enumerate(LENGTHS):
@@ -76,7 +74,7 @@ def test_what_is_in_the_padding_does_not_matter() -> None:
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("length", range(1, 10))
 @torch.inference_mode()
-def test_columns_that_are_no_four(length: int) -> None:
+def test_any_number_of_columns(length: int) -> None:
     query, key, value = (each[..., -length:, :] for each in tensors(torch.float32, key_heads=2))
     torch.testing.assert_close(attend(query, key, value), exact(query, key, value))
 
@@ -93,7 +91,7 @@ def test_scores_of_any_size(scale: float) -> None:
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize("column", [0, COLUMNS - 1])
 @torch.inference_mode()
-def test_what_is_not_finite_stays_so_and_in_its_row(column: int, number: float) -> None:
+def test_nan_and_inf_stay_in_their_head(column: int, number: float) -> None:
     query, key, value = tensors(torch.float32)
     query[1], key[1, 3, column] = 1, number
     found = attend(query, key, value)
@@ -106,7 +104,7 @@ def test_what_is_not_finite_stays_so_and_in_its_row(column: int, number: float) 
 
 @pytest.mark.usefixtures("always")
 @torch.inference_mode()
-def test_what_no_score_asks_for_is_zero_as_in_torch() -> None:
+def test_scores_of_minus_infinity_give_zero_as_in_torch() -> None:
     query, key, value = tensors(torch.float32)
     query[1], key[1, 3] = 1, -torch.inf
     key[0, 2, 4] = -torch.inf
@@ -115,18 +113,19 @@ def test_what_no_score_asks_for_is_zero_as_in_torch() -> None:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("at_a_time", [1, 2, 8])
+@pytest.mark.parametrize("heads_per_task", [1, 2, 8])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @torch.inference_mode()
-def test_a_row_s_numbers_depend_on_nobody(num_threads: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither on other rows nor on padding nor on threads and what each of them does."""
+def test_a_row_is_independent_of_rows_padding_and_threads(
+    num_threads: int, heads_per_task: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     query, key, value = tensors(torch.float32, key_heads=2)
     alone = [
         attend(query[row : row + 1], key[row : row + 1, :, -length:], value[row : row + 1, :, -length:])
         for row, length in enumerate(LENGTHS)
     ]
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    monkeypatch.setattr(one_token, "MAX_HEADS_PER_TASK", at_a_time)
+    monkeypatch.setattr(decode_attention, "MAX_HEADS_PER_TASK", heads_per_task)
     found = attend(query, key, value, last_columns(LENGTHS))
     assert found is not None
     assert [torch.equal(found[row], each[0]) for row, each in enumerate(alone) if each is not None] == [True] * ROWS
@@ -134,8 +133,8 @@ def test_a_row_s_numbers_depend_on_nobody(num_threads: int, at_a_time: int, monk
 
 @pytest.mark.usefixtures("always")
 @torch.inference_mode()
-def test_without_threads_to_ask_for_it_is_computed_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_parallel", lambda: None)
+def test_kernel_runs_in_one_thread_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llvm, "_parallel", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     call = tensors(torch.float32)
     torch.testing.assert_close(attend(*call), exact(*call))
@@ -150,10 +149,10 @@ def test_without_threads_to_ask_for_it_is_computed_by_one(monkeypatch: pytest.Mo
     ],
 )
 @torch.inference_mode()
-def test_without_a_kernel_it_is_left_to_torch(
+def test_without_a_kernel_torch_computes(
     name: str, module: Any, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """numba is not there, or fails."""
+    """numba is missing, or fails."""
     monkeypatch.setitem(sys.modules, f"hf_triton.runner.cpu.{name}", module)
     if module is None:
         monkeypatch.delattr(cpu, name)
@@ -168,7 +167,7 @@ def test_without_a_kernel_it_is_left_to_torch(
 
 @pytest.mark.usefixtures("always", "anew")
 @torch.inference_mode()
-def test_a_numba_that_does_not_run_is_as_none(
+def test_a_numba_that_does_not_load_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
@@ -185,7 +184,7 @@ def test_a_numba_that_does_not_run_is_as_none(
     assert "OSError: no libllvmlite.so" in record.getMessage()
 
 
-def test_numba_is_asked_for_no_float16_where_it_may_have_none() -> None:
+def test_no_float16_kernel_if_numba_is_configured_for_less() -> None:
     """LLVM ends the process otherwise."""
     program = "import torch; from hf_triton.runner.cpu.attention_kernel import READERS; print(torch.float16 in READERS)"
     for name, has_float16 in (("generic", "False"), ("", "True")):
@@ -196,13 +195,13 @@ def test_numba_is_asked_for_no_float16_where_it_may_have_none() -> None:
 
 @pytest.mark.usefixtures("always", "anew")
 @torch.inference_mode()
-def test_a_kernel_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    plain = kernel.run
+def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    plain = attention_kernel.run
 
-    def wrong(dtype: torch.dtype, size: int, value_size: int, task: kernel.Task, num_threads: int) -> None:
+    def wrong(dtype: torch.dtype, size: int, value_size: int, task: attention_kernel.Task, num_threads: int) -> None:
         plain(dtype, size, value_size, task._replace(keys=task.values), num_threads)
 
-    monkeypatch.setattr(kernel, "run", wrong)
+    monkeypatch.setattr(attention_kernel, "run", wrong)
     assert attend(*tensors(torch.float32)) is None
     (record,) = caplog.records
     assert "wrong result" in record.getMessage()
@@ -219,12 +218,12 @@ NOTHING = last_columns([COLUMNS, 4, 0])
     ids=["holes", "a row that sees nothing", "float", "of all rows", "of each head"],
 )
 @torch.inference_mode()
-def test_what_is_more_than_the_last_columns_is_left_to_torch(attn_mask: torch.Tensor) -> None:
+def test_other_masks_are_left_to_torch(attn_mask: torch.Tensor) -> None:
     assert attend(*tensors(torch.float32), attn_mask) is None
 
 
 @pytest.mark.usefixtures("always")
-def test_what_is_not_one_token_in_inference_is_left_to_torch() -> None:
+def test_other_inputs_are_left_to_torch() -> None:
     query, key, value = tensors(torch.float32)
     assert attend(query, key, value) is None  # its gradient may be asked for
     with torch.inference_mode():
@@ -255,7 +254,7 @@ def test_what_is_not_one_token_in_inference_is_left_to_torch() -> None:
 
 @pytest.mark.usefixtures("always")
 @torch.inference_mode()
-def test_a_mask_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[torch.Tensor] = []
     plain = torch.arange
     monkeypatch.setattr(torch, "arange", lambda *call, **options: looks.append(call) or plain(*call, **options))
@@ -268,7 +267,7 @@ def test_a_mask_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("always")
 @torch.inference_mode()
-def test_a_mask_is_known_again_only_where_it_fits() -> None:
+def test_a_changed_mask_is_read_again() -> None:
     attn_mask = torch.ones(1, 1, 1, COLUMNS, dtype=torch.bool)
     query, key, value = tensors(torch.float32)
     assert attend(query[:1], key[:1], value[:1], attn_mask) is not None
@@ -282,22 +281,22 @@ def test_a_mask_is_known_again_only_where_it_fits() -> None:
 
 
 @torch.inference_mode()
-def test_little_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_heads_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     call = tensors(torch.float32)
-    monkeypatch.setattr(one_token, "MIN_WIDTH", 6 * SIZE)
+    monkeypatch.setattr(decode_attention, "MIN_WIDTH", 6 * SIZE)
     assert attend(*call) is not None
-    monkeypatch.setattr(one_token, "MIN_WIDTH", 6 * SIZE + 1)
+    monkeypatch.setattr(decode_attention, "MIN_WIDTH", 6 * SIZE + 1)
     assert attend(*call) is None
 
 
 @pytest.mark.usefixtures("always")
 @torch.inference_mode()
-def test_little_is_computed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_inputs_are_computed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    plain = kernel.run
-    monkeypatch.setattr(kernel, "run", lambda *call: counts.append(call[-1]) or plain(*call))
+    plain = attention_kernel.run
+    monkeypatch.setattr(attention_kernel, "run", lambda *call: counts.append(call[-1]) or plain(*call))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for worth in (6 * SIZE * sum(LENGTHS), 6 * SIZE * sum(LENGTHS) + 1):
-        monkeypatch.setattr(one_token, "MIN_PARALLEL_PRODUCTS", worth)
+        monkeypatch.setattr(decode_attention, "MIN_PARALLEL_PRODUCTS", worth)
         assert attend(*tensors(torch.float32), last_columns(LENGTHS)) is not None
     assert counts == [2, 1]
