@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured output: which tokens a JSON schema, an expression, a choice or a grammar allows next."""
+"""Structured output: the tokens that a JSON schema, regular expression, choice or Lark grammar allows next."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the library reads a grammar in time: tried in a process of its own, as nothing stops it once it has begun.
+"""Compiles untrusted grammars in a child process with a CPU limit, to learn which ones take too long.
 
-Its limits count steps of the finished expression. Making that is not counted, and takes minutes for some: fifty
-patterns that all must hold, in a schema of a thousand characters. Knows no tokenizer: what takes long does with any.
+llguidance's limits count steps of the finished automaton. Building it is not counted and cannot be interrupted, and
+takes minutes for some: fifty patterns in one `allOf`, in a schema of a thousand characters. The tokenizer does not
+matter for this, so the child uses one of bytes.
 """
 
 from __future__ import annotations
@@ -21,51 +22,63 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from hf_triton.server import die_with_parent
+from llguidance import LLTokenizer
 
-MAX_TRIAL_S: Final = 3
-"""Of a processor's time, whole seconds: what else runs on the machine does not count."""
+from hf_triton.errors import RequestError, panics_as_errors
+from hf_triton.grammar.matcher import build_matcher
+from hf_triton.protocol.structured_output import Grammar
+
+MAX_CPU_S: Final = 3
+"""CPU time of one grammar, whole seconds: other load on the machine does not count."""
 MAX_WAIT_S: Final = 60.0
-"""Of any time."""
+"""Wall time of one grammar, or of the child's start."""
 RETRY_S: Final = 30.0
-"""After which it is tried again to start a process."""
+"""After a failed start of the child, time until the next attempt."""
 
 
-class GrammarTrial:
-    """Tries one grammar after the other; the process starts with the first, and anew after one that took too long."""
+class GrammarSandbox:
+    """Compiles one grammar after the other in a child process, restarted after a grammar that exceeds the limits.
 
-    def __init__(self) -> None:
+    Args:
+        executable: The child's Python.
+        clock: Seconds, as `time.monotonic`.
+    """
+
+    def __init__(self, executable: str = sys.executable, clock: Callable[[], float] = time.monotonic) -> None:
+        self._executable = executable
+        self._clock = clock
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._retries_at_s = 0.0  # by `time.monotonic()`
+        self._retry_at_s = -math.inf
 
-    def is_quick(self, kind: str, text: str) -> bool:
-        """Whether a grammar is read, or refused, within `MAX_TRIAL_S`.
+    @property
+    def pid(self) -> int | None:
+        """The child's process id; None before the first grammar and after `close`."""
+        return None if self._process is None else self._process.pid
 
-        Args:
-            kind: `Grammar.kind`.
-            text: `Grammar.text`.
+    def compiles_in_time(self, grammar: Grammar) -> bool:
+        """Whether a grammar is compiled or rejected within `MAX_CPU_S`.
 
         Raises:
-            OSError: No grammar can be tried now; `TimeoutError` is one.
+            OSError: The child cannot be started; `TimeoutError` if it was tried less than `RETRY_S` ago.
         """
         with self._lock:
-            answer = self._ask(kind, text)
-            if answer is None:  # it had ended: by this grammar, or before
-                answer = self._ask(kind, text)
-            return answer is not None and answer
+            is_in_time = self._compile(grammar)
+            if is_in_time is None:  # the child had ended before, or by this grammar
+                is_in_time = self._compile(grammar)
+            return is_in_time is True
 
     def close(self) -> None:
-        """End the process."""
+        """End the child."""
         with self._lock:
             self._stop()
 
-    def _ask(self, kind: str, text: str) -> bool | None:
-        """Whether the process answers in time; None where it has ended."""
+    def _compile(self, grammar: Grammar) -> bool | None:
+        """Whether the child answers in time; None if it has ended."""
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
+            process.stdin.write(json.dumps([grammar.kind, grammar.text]).encode() + b"\n")
             process.stdin.flush()
             answer = _answers(process)
         except BrokenPipeError:
@@ -75,13 +88,23 @@ class GrammarTrial:
         return False if process.returncode == -signal.SIGXCPU else answer
 
     def _start(self) -> subprocess.Popen[bytes]:
-        if time.monotonic() < self._retries_at_s:
+        if self._clock() < self._retry_at_s:
             raise TimeoutError
         try:
-            return _start()
+            process = subprocess.Popen(
+                [self._executable, "-m", "hf_triton.grammar.sandbox"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            if not _answers(process):
+                _kill(process)
+                raise TimeoutError
         except OSError:
-            self._retries_at_s = time.monotonic() + RETRY_S
+            self._retry_at_s = self._clock() + RETRY_S
             raise
+        return process
 
     def _stop(self) -> None:
         process, self._process = self._process, None
@@ -89,31 +112,17 @@ class GrammarTrial:
             _kill(process)
 
 
-def _start() -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hf_triton.grammar.compiler"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    if not _answers(process):
-        _kill(process)
-        raise TimeoutError
-    return process
-
-
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):  # what it has not read
+        with contextlib.suppress(BrokenPipeError):  # unread input
             pipe.close()
 
 
 def _answers(process: subprocess.Popen[bytes]) -> bool | None:
-    """Whether the process says within `MAX_WAIT_S` that it is done; None where it ends."""
+    """Whether the child writes its byte within `MAX_WAIT_S`; None if it ends."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     if not select.select([descriptor], [], [], MAX_WAIT_S)[0]:
@@ -121,14 +130,20 @@ def _answers(process: subprocess.Popen[bytes]) -> bool | None:
     return True if os.read(descriptor, 1) else None
 
 
-def answer_trials(try_out: Callable[[str, str], None]) -> None:
-    """What the process does: try the grammars of the standard input, a line each, and answer each with a dot."""
-    die_with_parent()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to be ended by SIGXCPU is nothing to keep an image of
-    _, most_s = resource.getrlimit(resource.RLIMIT_CPU)
+def main() -> None:
+    """The child: compile the grammars on standard input, one a line, and answer each with a byte."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # SIGXCPU would dump core
+    _, hard_limit_s = resource.getrlimit(resource.RLIMIT_CPU)
+    tokenizer = LLTokenizer("byte")
     os.write(1, b".")
-    for line in sys.stdin.buffer:
-        # Nothing of ours runs while the library reads: the kernel ends the process, by SIGXCPU.
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + MAX_TRIAL_S, most_s))
-        try_out(*json.loads(line))
+    for line in sys.stdin.buffer:  # ends with the parent
+        kind, text = json.loads(line)
+        # No Python code runs while the library compiles: the kernel ends the process by SIGXCPU.
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + MAX_CPU_S, hard_limit_s))
+        with contextlib.suppress(RequestError), panics_as_errors():  # a wrong grammar is refused by the parent
+            build_matcher(tokenizer, Grammar(kind, text, ""))
         os.write(1, b".")
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 SAMPLE: Final = '{"key": [1, -2.5e3, "two words"], "x_y": null}\n'
 
 
-def build_guide(tokenizer: Any, vocabulary_size: int) -> LLTokenizer | None:
+def build_guidance_tokenizer(tokenizer: Any, vocabulary_size: int) -> LLTokenizer | None:
     """A tokenizer as the library wants it; None where that does not read a text as the tokenizer does."""
     if not tokenizer.is_fast:  # Python's own decode no token by itself
         return None

@@ -35,7 +35,8 @@ class SampledTokens:
 
     A sequence in which every token is banned takes its end-of-sequence token (the lowest id of several), even if that
     is banned too, and the model's likeliest token if it has none. A row of NaN takes some token. A constraint is never
-    broken: if bans leave none of the tokens that it allows, the sequence takes the first of its `completion_tokens`.
+    broken: if bans leave none of the tokens that it allows, the sequence takes the first of its `completion_tokens`, or
+    the lowest allowed token if it knows none.
 
     Args:
         logits: `[rows, vocabulary]`, any float dtype and device; must stay unchanged until `read` if a sequence wants

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hf_triton.sampling.history import TokenHistory
@@ -75,7 +76,8 @@ class SequenceSampler:
     def fallback_token(self, vocabulary_size: int) -> int | None:
         """The token to take if all are banned; None: the model's likeliest."""
         if self.constraint:
-            return self.constraint.completion_tokens()[0]
+            tokens = self.constraint.completion_tokens()
+            return tokens[0] if tokens else _lowest_token(self.constraint.bitmask(), vocabulary_size)
         return self.history.first_eos_id(vocabulary_size)
 
     def completion_tokens(self) -> list[int]:
@@ -100,3 +102,8 @@ class SequenceSampler:
         if self.params.do_sample:
             self.draw_key()
             self._draw_keys.popleft()
+
+
+def _lowest_token(bitmask: npt.NDArray[np.uint8], vocabulary_size: int) -> int | None:
+    tokens = np.flatnonzero(np.unpackbits(bitmask, bitorder="little")[:vocabulary_size])
+    return int(tokens[0]) if len(tokens) else None

@@ -38,10 +38,10 @@ class Constraint(Protocol):
         """
 
     def enforce(self, token_id: int) -> int:
-        """Return the token if the constraint allows it, else the first of `completion_tokens`. Changes no state."""
+        """Return the token if the constraint allows it, else one that it allows. Changes no state."""
 
     def completion_tokens(self) -> list[int]:
-        """Tokens that complete the sequence, an end-of-sequence token last. Never empty."""
+        """Tokens that complete the sequence, an end-of-sequence token last; empty if none are known."""
 
     def accept(self, token_id: int) -> None:
         """Advance by one enforced token; called once for each, end-of-sequence included."""

@@ -165,3 +165,19 @@ def test_a_text_whose_time_is_up_is_whole_too(
     assert [each.token_id for each in completion.logprobs] == completion.token_ids
     text = writer.codec.continuation(writer.preceding, completion.token_ids)
     assert len(json.loads(text)["name"]) >= 60
+
+
+@pytest.mark.parametrize("engine", ["continuous", "batch"])
+def test_completion_without_a_short_ending_ends_as_length(
+    engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
+) -> None:
+    reference = load("llama")
+    writer = Writer(start(reference.model, engine), reference)
+    grammar = Grammar("lark", "start: A start\nA: /[ab]/", "guided_grammar")
+    banned = tuple((token_id,) for token_id in range(VOCAB_SIZE))
+    for params in (SamplingParams(20), SamplingParams(20, bad_words_ids=banned)):
+        (completion,) = writer.submit(params, grammar)()
+        assert completion.finish_reason == "length"
+        text = writer.codec.continuation(writer.preceding, completion.token_ids)
+        assert len(text) >= 20
+        assert set(text) <= {"a", "b"}
