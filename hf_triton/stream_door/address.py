@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where engines listen: a private folder for each tritonserver, in it a Unix socket for each instance of a model.
+"""Addresses of engines: a private folder per tritonserver with a Unix socket per model instance.
 
-The folder is in `/dev/shm`, which Triton's Python backend needs anyway: it is writable, of this machine alone, and its
-path is short, which a socket's must be (107 bytes). Its name has the server's process id, which all its Python
-processes know as their parent's, with its start time and its process namespace, so that no two servers meet.
+The folder is in `/dev/shm`, which Triton's Python backend needs anyway: it is writable and local, and its path is short
+enough for a socket (107 bytes). Its name holds the server's process id, which its Python processes know as their
+parent's, start time and process namespace, so that it is unique to the server.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Final
 
 ROOT: Final = Path("/dev/shm")
 PREFIX: Final = "hf_triton_door"
-OURS_ALONE: Final = 0o700
+PRIVATE_MODE: Final = 0o700
 
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """Where one instance of a model listens."""
+    """The socket of one model instance."""
 
     version: int
     pid: int
@@ -38,33 +38,33 @@ def server_folder() -> Path:
 
 
 def new_address(model_name: str, version: int) -> Address:
-    """Where an instance of a model in this process listens, once a process at most; the folder is made.
+    """Create the folder, and choose the address of this process's instance of a model; call it once per process.
 
     Raises:
-        OSError: The folder cannot be made, or somebody else has made it.
+        OSError: The folder cannot be created, or belongs to another user.
     """
     folder = server_folder()
-    folder.mkdir(mode=OURS_ALONE, exist_ok=True)
+    folder.mkdir(mode=PRIVATE_MODE, exist_ok=True)
     if not _is_private(folder):
-        raise PermissionError(f"{folder} is not a folder of this user's alone")
+        raise PermissionError(f"{folder} is not private to this user")
     _remove_stale(folder)
     return Address(version, os.getpid(), folder / f"{_model_key(model_name)}-{version}-{os.getpid()}")
 
 
 def find_addresses(model_name: str) -> list[Address]:
-    """Where the instances of a model listen or have listened: whoever was killed could not clean up."""
+    """Addresses of a model's instances, including killed ones, which could not clean up."""
     folder = server_folder()
     if not _is_private(folder):
         return []
     pattern = re.compile(rf"{_model_key(model_name)}-(\d+)-(\d+)")
-    found = (pattern.fullmatch(path.name) for path in _paths(folder))
-    return sorted(Address(int(each[1]), int(each[2]), folder / each[0]) for each in found if each)
+    matches = (pattern.fullmatch(path.name) for path in _socket_paths(folder))
+    return sorted(Address(int(match[1]), int(match[2]), folder / match[0]) for match in matches if match)
 
 
 def remove(address: Address) -> None:
-    """Take an address away, and the folder after its last one."""
+    """Remove an address, and the folder with its last one."""
     address.path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it is not empty, or somebody else was faster
+    with contextlib.suppress(OSError):  # not empty, or another process was faster
         address.path.parent.rmdir()
 
 
@@ -77,7 +77,7 @@ def _server_name(pid: int) -> str:
 
 
 def _start_time(pid: int) -> int:
-    """When a process began, in clock ticks since the machine did; 0 where there is none (proc(5), stat)."""
+    """Start time of a process in clock ticks since boot; 0 if it does not exist (proc(5), stat)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -91,26 +91,28 @@ def _model_key(model_name: str) -> str:
 
 def _is_private(folder: Path) -> bool:
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == OURS_ALONE
+    return (
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == PRIVATE_MODE
+    )
 
 
 def _remove_stale(own: Path) -> None:
-    """Remove what killed servers and killed instances have left. Other process namespaces are not ours to judge."""
+    """Remove folders of killed servers and sockets of killed instances, of this process namespace only."""
     for folder in ROOT.glob(f"{_namespace_prefix()}*"):
         name = folder.name.removeprefix(_namespace_prefix())
         pid = name.partition("-")[0]
         if _is_private(folder) and pid.isdecimal() and name != _server_name(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-    for path in _paths(own):
+    for path in _socket_paths(own):
         pid = path.name.rpartition("-")[2]
         if pid.isdecimal() and not _start_time(int(pid)):
             path.unlink(missing_ok=True)
 
 
-def _paths(folder: Path) -> list[Path]:
+def _socket_paths(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
     except FileNotFoundError:  # the last address has just been removed

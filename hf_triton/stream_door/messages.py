@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two sides of a stream door say to each other, as values that JSON can hold.
+"""Messages between the two sides of a stream door, as values that JSON can hold.
 
 The door sends `{"id": 1, "request": {...}}` and `{"id": 1, "cancel": true}`. The engine answers each request with any
 number of `{"id": 1, "add": {...}}`, then one `{"id": 1, "answer": {...}, "parameters": {...}}` or
-`{"id": 1, "refuse": [...]}`. `{"id": 0, "cancel_all": "abc"}` gives up all requests that clients call abc; no answer.
+`{"id": 1, "refuse": [...]}`. `{"id": 0, "cancel_all": "abc"}` cancels all requests with the client's id abc; no answer.
 """
 
 from __future__ import annotations
@@ -13,51 +13,50 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
+from hf_triton.protocol.tensors import Array as Array
 
-Array = npt.NDArray[Any]
 Message = dict[str, Any]
 
-DTYPES: Final = frozenset(
+TENSOR_DTYPES: Final = frozenset(
     ["object", "bool", "float16", "float32", "float64"]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
-ERRORS: Final = {each.triton_code: each for each in (HfTritonError, RequestError, UnavailableError)}
+ERRORS: Final = {error.triton_code: error for error in (HfTritonError, RequestError, UnavailableError)}
 
 
 class ProtocolError(ValueError):
-    """The other side says what cannot be understood; nothing of it may be quoted, it may be somebody's prompt."""
+    """A malformed message from the other side; its content may be a prompt and must not be quoted."""
 
 
 @dataclass(frozen=True)
 class DoorRequest:
-    """A request as the door has it from Triton, not yet checked, and how it is to be answered."""
+    """An unchecked request as the door got it from Triton, and how to answer it."""
 
     inputs: Mapping[str, Array]
     parameters: Mapping[str, object]
     request_id: str
     timeout_s: float | None
-    """Seconds that are left of it."""
+    """Remaining seconds."""
     output_names: list[str]
     """The outputs that the door's folder declares."""
     requested_outputs: list[str]
-    """Those that the client is to have."""
+    """The outputs that the client asked for."""
     streams: bool
-    """Whether the text comes piece by piece where the request does not say."""
+    """Whether to stream if the request does not say."""
 
 
 def pack_request(request: DoorRequest) -> Message:
-    """A request as JSON's values."""
+    """A request as JSON values."""
     return vars(request) | {"inputs": pack_tensors(request.inputs)}
 
 
 def read_request(value: object) -> DoorRequest:
-    """A request that came in.
+    """Parse a request.
 
     Raises:
-        ProtocolError: It is not one.
+        ProtocolError: It is malformed.
     """
     match value:
         case {
@@ -72,11 +71,11 @@ def read_request(value: object) -> DoorRequest:
             return DoorRequest(
                 read_tensors(inputs), parameters, request_id, timeout_s, output_names, requested, streams
             )
-    raise ProtocolError("this is no request")
+    raise ProtocolError("malformed request")
 
 
 def pack_tensors(tensors: Mapping[str, Array]) -> Message:
-    """Tensors as JSON's values: type, shape and elements. Bytes that are no UTF-8 pass unchanged."""
+    """Tensors as JSON values: type, shape and elements. Bytes that are not UTF-8 pass unchanged."""
     return {name: [str(array.dtype), list(array.shape), _elements(array)] for name, array in tensors.items()}
 
 
@@ -86,24 +85,24 @@ def _elements(array: Array) -> list[Any]:
 
 
 def read_tensors(value: object) -> dict[str, Array]:
-    """Tensors that came in.
+    """Parse tensors.
 
     Raises:
-        ProtocolError: They are none.
+        ProtocolError: They are malformed.
     """
     if not isinstance(value, dict):
-        raise ProtocolError("these are no tensors")
-    return {name: _read_tensor(each) for name, each in value.items()}
+        raise ProtocolError("malformed tensors")
+    return {name: _read_tensor(entry) for name, entry in value.items()}
 
 
 def _read_tensor(value: object) -> Array:
     match value:
-        case [str() as dtype, list() as shape, list() as elements] if dtype in DTYPES:
+        case [str() as dtype, list() as shape, list() as elements] if dtype in TENSOR_DTYPES:
             try:
                 return _array(dtype, elements).reshape(shape)
             except (ValueError, TypeError, OverflowError, AttributeError):
                 pass
-    raise ProtocolError("this is no tensor")
+    raise ProtocolError("malformed tensor")
 
 
 def _array(dtype: str, elements: list[Any]) -> Array:
@@ -115,30 +114,30 @@ def _array(dtype: str, elements: list[Any]) -> Array:
 
 
 def read_parameters(value: object) -> dict[str, int]:
-    """The parameters of a response that came in.
+    """Parse the parameters of a response.
 
     Raises:
-        ProtocolError: They are none.
+        ProtocolError: They are malformed.
     """
-    if not isinstance(value, dict) or any(type(each) is not int for each in value.values()):
-        raise ProtocolError("these are no parameters of a response")
+    if not isinstance(value, dict) or any(type(entry) is not int for entry in value.values()):
+        raise ProtocolError("malformed response parameters")
     return value
 
 
 def pack_error(error: HfTritonError) -> list[str]:
-    """An error as JSON's values."""
+    """An error as JSON values."""
     return [error.triton_code, error.code, error.sentence]
 
 
 def read_error(value: object) -> HfTritonError:
-    """An error that came in, of the same code and sentence.
+    """Parse an error, with its code and sentence.
 
     Raises:
-        ProtocolError: It is not one.
+        ProtocolError: It is malformed.
     """
     match value:
         case [CancelledError.triton_code, str(), str()]:
             return CancelledError()
         case [str() as kind, str() as code, str() as sentence] if kind in ERRORS:
             return ERRORS[kind](code, sentence)
-    raise ProtocolError("this is no error")
+    raise ProtocolError("malformed error")

@@ -277,12 +277,12 @@ def test_a_model_without_a_template_says_how_to_give_one(template: Any) -> None:
 
 
 def test_several_templates_and_no_default_say_what_there_is() -> None:
-    assert "has the chat templates rag, tool_use and none that is the default" in rejection({"tool_use": "", "rag": ""})
+    assert "has the chat templates rag, tool_use but no default one" in rejection({"tool_use": "", "rag": ""})
 
 
 def test_the_templates_own_refusal_is_handed_on() -> None:
     expected = (
-        "invalid_input: the model's chat template refuses this: The roles must alternate: user, assistant, user, ..."
+        "invalid_input: the model's chat template rejects this: The roles must alternate: user, assistant, user, ..."
     )
     assert rejection(BRACKETS, HI, HI) == expected
 
@@ -295,13 +295,13 @@ CANNOT: dict[str, tuple[str, str]] = {
     "division": ("{{ 1 / 0 }}", "(ZeroDivisionError: division by zero)"),
     "endless recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "(RecursionError: "),
     "a range of billions": ("{% for i in range(10 ** 9) %}{% endfor %}", "(OverflowError: Range too big."),
-    "half a character": ("{{ '\\ud83e' }}", "makes a text that is not UTF-8 of this"),
+    "half a character": ("{{ '\\ud83e' }}", "renders a prompt that is not UTF-8"),
     "megabytes": (
         "{{ 'x' * 1000001 }}",
-        "context_exceeded: the chat template makes 1000001 bytes of messages, more tha",
+        "context_exceeded: the chat template renders messages as 1000001 bytes, more th",
     ),
-    "a refusal of megabytes": ("{{ raise_exception('no ' * 1000000) }}", "chat template refuses this: no no no"),
-    "a refusal that is no text": ("{{ raise_exception(messages) }}", "chat template refuses this: "),
+    "a refusal of megabytes": ("{{ raise_exception('no ' * 1000000) }}", "chat template rejects this: no no no"),
+    "a refusal that is no text": ("{{ raise_exception(messages) }}", "chat template rejects this: "),
 }
 
 
@@ -320,7 +320,7 @@ def test_a_message_that_the_template_drops_cannot_go_on() -> None:
 
 
 def test_tools_are_refused_where_the_template_does_not_read_them() -> None:
-    expected = "invalid_parameter: this model's chat template knows no tools: leave them out"
+    expected = "invalid_parameter: this model's chat template does not support tools: leave them out"
     assert rejection(CHATML, HI, tools=[TOOL]) == expected
     assert rejection({"default": CHATML}, HI, tools=[TOOL]) == expected
 
@@ -328,10 +328,10 @@ def test_tools_are_refused_where_the_template_does_not_read_them() -> None:
 @pytest.mark.parametrize(
     ("template", "name", "words"),
     [
-        (REASONING, "enable_thinkng", "lets nobody set 'enable_thinkng', did you mean 'enable_thinking'?"),
-        (TOOLS, "zzz", "lets nobody set 'zzz'; known are date_string"),
-        (CHATML, "enable_thinking", "lets nobody set 'enable_thinking': it reads no variables"),
-        (REASONING, "ns", "lets nobody set 'ns'"),
+        (REASONING, "enable_thinkng", "has no variable 'enable_thinkng', did you mean 'enable_thinking'?"),
+        (TOOLS, "zzz", "has no variable 'zzz'; known are date_string"),
+        (CHATML, "enable_thinking", "has no variable 'enable_thinking': it reads no variables"),
+        (REASONING, "ns", "has no variable 'ns'"),
     ],
 )
 def test_an_argument_that_the_template_does_not_read_is_refused(template: str, name: str, words: str) -> None:
@@ -346,7 +346,7 @@ def test_a_tokenizers_own_special_tokens_cannot_be_set() -> None:
     tokenizer.chat_template = "{{ image_token }}"
     assert ChatTemplate(tokenizer, None, MAX_BYTES).render(parse_chat(json.dumps([HI]), {}, MAX_BYTES)) == END
     chat = parse_chat(json.dumps([HI]), {"chat_template_kwargs": {"image_token": BOS}}, MAX_BYTES)
-    with pytest.raises(RequestError, match="lets nobody set 'image_token'"):
+    with pytest.raises(RequestError, match="has no variable 'image_token'"):
         ChatTemplate(tokenizer, None, MAX_BYTES).render(chat)
 
 
@@ -403,7 +403,7 @@ def test_tools_that_a_template_blows_up_are_refused() -> None:
     for _ in range(24):
         nested = [nested]
     tool = {"function": {"name": "f", "parameters": {"x": nested}}}
-    assert rejection(TOOLS, HI, tools=json.dumps([tool])).startswith("context_exceeded: the chat template makes ")
+    assert rejection(TOOLS, HI, tools=json.dumps([tool])).startswith("context_exceeded: the chat template renders ")
 
 
 # --- hostile templates -----------------------------------------------------------------------------------------------

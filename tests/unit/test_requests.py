@@ -175,7 +175,7 @@ def test_an_input_may_have_an_aliases_name(name: str) -> None:
 
 
 REFUSED_CONFIGS = {
-    "an input that nobody knows": (
+    "an unknown input": (
         config(port("prompt")),
         "config.pbtxt declares the input 'prompt', but there is no such request parameter, did you mean 'text_input'?",
     ),
@@ -197,7 +197,7 @@ REFUSED_CONFIGS = {
         "it must be TYPE_INT32 or TYPE_INT64 or ",
     ),
     "do_sample as a number": (config(port("do_sample", "TYPE_INT32")), "it must be TYPE_BOOL"),
-    "an output that nobody knows": (
+    "an unknown output": (
         config(outputs=[port("logits")]),
         "the outputs are text_output TYPE_STRING, text TYPE_STRING, finish_reason TYPE_STRING, num_input_tokens ",
     ),
@@ -519,7 +519,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
         {"sampling_parameters": '{"max_tokens": 1}', "max_new_tokens": 1},
         "invalid_parameter: max_new_tokens and max_tokens mean the same: leave one out",
     ),
-    "log probabilities that nobody would see": (
+    "log probabilities without an output": (
         {PROMPT: texts(b"x")},
         {"logprobs": 5},
         "invalid_parameter: logprobs has no effect without return_logprobs true: add it",

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checked chat to a prompt, by the tokenizer's own chat template or the folder's.
+"""From a checked chat to a prompt, by the tokenizer's chat template or the folder's.
 
-A template is code, of whoever made the model or the folder. It runs in transformers' sandbox, which keeps it from
-files, processes and Python's internals; nothing keeps it from looping for ever or from filling the memory. What a
-client says is data to it and never read as Jinja.
+A template is code by the author of the model or the folder. It runs in transformers' sandbox, without access to files,
+processes and Python's internals; nothing stops it from looping forever or filling the memory. Messages are data to the
+template and never parsed as Jinja.
 
-What a message spells is tokenized as it stands, as in transformers, vLLM and TGI: a user who writes `<|im_end|>` writes
-that token, and can end his turn. Who builds chats from strangers' texts takes such words out of them.
+Messages are tokenized as they are, as in transformers, vLLM and TGI: a user who writes `<|im_end|>` writes that token
+and can end the message. Applications that insert untrusted content must remove such strings.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from hf_triton.errors import RequestError, SettingsError, clip
 from hf_triton.protocol.chat import MESSAGES, RESERVED, Chat
 from hf_triton.protocol.validation import suggest
 
-MAX_WORDS: Final = 300  # characters of a template's own error message
+MAX_TEMPLATE_ERROR: Final = 300  # characters of a template's own error message
 PROBE: Final = "probe"
 
 
 class ChatTemplate:
-    """Renders chats as prompts. May be used from several threads.
+    """Renders chats as prompts. Thread-safe.
 
     Args:
         tokenizer: A transformers tokenizer.
-        text: A Jinja template in place of the tokenizer's own, which may also be several, one of them for tools.
-        max_bytes: What a rendered chat may have, as UTF-8.
+        text: A Jinja template to use instead of the tokenizer's own, which may be several, one of them for tools.
+        max_bytes: Limit of a rendered chat, as UTF-8.
     """
 
     def __init__(self, tokenizer: Any, text: str | None, max_bytes: int) -> None:
         self._tokenizer = tokenizer
         self._text = text
         self._max_bytes = max_bytes
-        self._takes_parts_alone = lru_cache(self._probe_parts)
+        self._needs_parts = lru_cache(self._probe_parts)
 
     def render(self, chat: Chat) -> str:
-        """The prompt, to be tokenized without further special tokens: the template writes them all.
+        """The prompt, to be tokenized without adding special tokens: the template writes them all.
 
         Raises:
-            RequestError: The model has no template; the template refuses the chat, does not read what is given, or
-                makes too much of it.
+            RequestError: The model has no template, or the template rejects the chat, ignores an option or renders too
+                much.
         """
         template = self._choose(chat)
         self._check_read(chat, template)
         messages = list(chat.messages)
-        if self._takes_parts_alone(template):
+        if self._needs_parts(template):
             messages = [_with_parts(message) for message in messages]
         try:
             text = self._apply(
@@ -59,8 +59,8 @@ class ChatTemplate:
                 continue_final_message=chat.continue_final_message,
                 **chat.template_kwargs,
             )
-        except Exception as error:  # a template is a program: it may fail with anything
-            raise _rejection(error) from None
+        except Exception as error:  # a template is a program and may raise anything
+            raise _render_error(error) from None
         self._check_text(text)
         return text
 
@@ -83,42 +83,42 @@ class ChatTemplate:
             names = ", ".join(sorted(self._tokenizer.chat_template))
             raise RequestError(
                 "invalid_input",
-                f"this model has the chat templates {names} and none that is the default: name a Jinja file in the "
-                "folder's setting chat_template",
+                f"this model has the chat templates {names} but no default one: name a Jinja file in the folder's "
+                "setting chat_template",
             ) from None
         return template
 
     def _check_read(self, chat: Chat, template: str) -> None:
-        """Refuse what the template would pass over in silence."""
+        """Refuse options that the template would silently ignore."""
         try:
             names = variables_of(template)
         except Exception as error:
-            raise _rejection(error) from None
+            raise _render_error(error) from None
         if chat.tools is not None and "tools" not in names:
-            raise RequestError("invalid_parameter", "this model's chat template knows no tools: leave them out")
-        open_names = names - RESERVED - set(self._tokenizer.special_tokens_map)
+            raise RequestError("invalid_parameter", "this model's chat template does not support tools: leave them out")
+        settable = names - RESERVED - set(self._tokenizer.special_tokens_map)
         for name in chat.template_kwargs:
-            if name not in open_names:
-                hint = suggest(name, open_names) if open_names else ": it reads no variables"
+            if name not in settable:
+                hint = suggest(name, settable) if settable else ": it reads no variables"
                 raise RequestError(
                     "invalid_parameter",
-                    f"chat_template_kwargs: this model's chat template lets nobody set {clip(name)}{hint}",
+                    f"chat_template_kwargs: this model's chat template has no variable {clip(name)}{hint}",
                 )
 
     def _check_text(self, text: str) -> None:
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError:
-            raise RequestError("invalid_input", "the chat template makes a text that is not UTF-8 of this") from None
+            raise RequestError("invalid_input", "the chat template renders a prompt that is not UTF-8") from None
         if num_bytes > self._max_bytes:
             raise RequestError(
                 "context_exceeded",
-                f"the chat template makes {num_bytes} bytes of {MESSAGES}, more than the {self._max_bytes} that are "
+                f"the chat template renders {MESSAGES} as {num_bytes} bytes, more than the {self._max_bytes} that are "
                 "accepted (setting max_prompt_bytes)",
             )
 
     def _probe_parts(self, template: str) -> bool:
-        """Whether a template reads content as an array of parts alone, and would leave a text out."""
+        """Whether a template reads content only as an array of parts, and would drop a string."""
         message = {"role": "user", "content": PROBE}
         return not self._shows(template, message) and self._shows(template, _with_parts(message))
 
@@ -130,19 +130,19 @@ class ChatTemplate:
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its text as OpenAI's array of parts."""
+    """A message with its content as OpenAI's array of parts."""
     return message | {"content": [{"type": "text", "text": message["content"]}]} if "content" in message else message
 
 
-def _rejection(error: Exception) -> RequestError:
-    """A template's own words, or what went wrong in it."""
+def _render_error(error: Exception) -> RequestError:
+    """The error that a template raised itself, or the failure in it."""
     from jinja2 import TemplateError
 
-    words = " ".join(str(error)[:MAX_WORDS].split())
+    reason = " ".join(str(error)[:MAX_TEMPLATE_ERROR].split())
     if type(error) is TemplateError:  # of `raise_exception` in the template
-        return RequestError("invalid_input", f"the model's chat template refuses this: {words}")
+        return RequestError("invalid_input", f"the model's chat template rejects this: {reason}")
     kind = type(error).__name__
-    return RequestError("invalid_input", f"the model's chat template cannot render this ({kind}: {words})")
+    return RequestError("invalid_input", f"the model's chat template cannot render this ({kind}: {reason})")
 
 
 @lru_cache
@@ -156,7 +156,7 @@ def variables_of(template: str) -> frozenset[str]:
     from jinja2.ext import Extension, loopcontrols
 
     class Generation(Extension):
-        """transformers' `{% generation %}`, which marks the assistant's text."""
+        """transformers' `{% generation %}`, which marks the assistant's content."""
 
         tags = {"generation"}
 
@@ -168,10 +168,10 @@ def variables_of(template: str) -> frozenset[str]:
 
 
 def load_chat_template(setting: str | None, model_folder: Path) -> str | None:
-    """Read the template that a folder brings; None where it brings none.
+    """Read the folder's template; None if it has none.
 
     Args:
-        setting: Of the name `chat_template`: a file, a relative path taken from the model folder.
+        setting: The setting `chat_template`: a file, relative to the model folder.
         model_folder: The folder with config.pbtxt.
 
     Raises:
@@ -187,7 +187,7 @@ def load_chat_template(setting: str | None, model_folder: Path) -> str | None:
         template = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise SettingsError(f"chat_template names {path}, which is not UTF-8") from None
-    except (OSError, ValueError, RuntimeError) as error:  # no path at all, or in the home of nobody
+    except (OSError, ValueError, RuntimeError) as error:  # an impossible path, or the home of an unknown user
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(f"chat_template names {path}, which cannot be read ({reason})") from None
     try:
