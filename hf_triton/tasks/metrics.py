@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted, each declared once, and the meter that counts it. Knows no Triton: figures go to a `Sink`.
+"""The metrics, each declared once, and the meter that counts them. Knows no Triton: figures go to a `Sink`.
 
-A figure costs the server's Python stub a round trip between processes (20 to 500 us), so whoever has something to count
-only notes it, and a thread sends what has changed twice a second.
+An update costs the server's Python stub a round trip between processes (20 to 500 us), so counts are only noted, and a
+thread sends the changes twice a second.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAIT_BUCKETS_S: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0),
 )
-"""From tiny models on a GPU to long texts on a CPU."""
+"""From tiny models on a GPU to long completions on a CPU."""
 TOKEN_BUCKETS_S: Final = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5),
@@ -52,7 +52,7 @@ class Metric:
     label: str = ""
     """A label of its own, beside `model` and `version`."""
     values: tuple[str, ...] = ("",)
-    """What that label may be at the start; each is exported with 0 then, so that a rate has something to start from."""
+    """The label's values at the start; each is exported with 0, so that a rate has a start."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets."""
 
@@ -137,7 +137,7 @@ METRICS: Final = (
 
 
 class Sink(Protocol):
-    """Where figures go. Called from one thread at a time; may raise."""
+    """Receives the figures. Called from one thread at a time; may raise."""
 
     def declare(self, metric: Metric, value: str) -> None:
         """Export a metric from now on, even if it is still 0. Its own label, if it has one, is `value`."""
@@ -146,42 +146,42 @@ class Sink(Protocol):
         """Add to a counter or a gauge."""
 
     def observe(self, metric: Metric, amount: float) -> None:
-        """Put one value into a histogram."""
+        """Add a value to a histogram."""
 
 
 class NoMeter(Observer):
-    """Counts nothing; the requests have their times noted all the same."""
+    """Counts nothing, but notes the times of requests."""
 
     def begin_request(self) -> Callable[[str], None]:
-        """A request has come; what is returned is to be told its outcome, `ok` or the error's code, once."""
+        """Count a request. Returns a function to call once with its outcome: `ok` or the error's code."""
         return lambda outcome: None
 
     def on_admit(self, sequence: SequenceGroup) -> SequenceObserver:
-        """The engine takes a sequence out of the queue."""
+        """The engine admits a sequence group."""
         sequence.times.note_admitted(time.monotonic())
         return _SequenceClock(sequence)
 
     def start(self, load: Callable[[], EngineLoad]) -> None:
-        """Begin to send; `load` is asked from another thread what the engine has in hand."""
+        """Begin to send; `load` returns the engine's load and is called from another thread."""
 
     def close(self) -> None:
-        """Send the last figures, when everything is answered and the engine has stopped."""
+        """Send the last figures, after the engine has stopped."""
 
 
 class Meter(NoMeter):
-    """Notes what happens, from any thread, and sends the figures to a sink from a thread of its own.
+    """Notes counts from any thread, and sends the figures to a sink from a thread of its own.
 
-    Gauges are sent as differences: what several instances of a model send under the same labels adds up.
+    Gauges are sent as differences, so that several instances of a model add up under the same labels.
     """
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._load: Callable[[], EngineLoad] = lambda: EngineLoad()
-        # Appending is safe from any thread and takes no lock: a request that is dropped is counted by the garbage
-        # collector, at any point of any thread.
+        # Appending is safe from any thread and takes no lock: the destructor of a dropped request counts it, wherever
+        # the garbage collector runs.
         self._notes: deque[tuple[Metric, str, float]] = deque()
         self.num_generated = 0
-        """Tokens of texts. Too many to be noted one by one: the engine's thread, and nobody else, adds to it."""
+        """Generated tokens. Too many to be noted one by one; only the engine's thread adds to it."""
         self._totals: dict[tuple[Metric, str], float] = {}
         self._sent: dict[tuple[Metric, str], float] = {}
         self._has_failed = False
@@ -199,14 +199,14 @@ class Meter(NoMeter):
         self._closing.set()
         self._thread.join()
 
-    # --- what is noted -----------------------------------------------------------------------------------------------
+    # --- noting counts ----------------------------------------------------------------------------------------------
 
     def note(self, metric: Metric, amount: float, value: str = "") -> None:
-        """Add to a counter or a gauge, or put a value into a histogram, at the next occasion."""
+        """Add to a counter, a gauge or a histogram with the next flush."""
         self._notes.append((metric, value, amount))
 
     def begin_request(self) -> Callable[[str], None]:
-        """A request has come."""
+        """Count a request."""
         self.note(IN_FLIGHT, 1)
         return partial(self._end_request, time.monotonic())
 
@@ -217,26 +217,26 @@ class Meter(NoMeter):
             self.note(LATENCY, time.monotonic() - arrival_s)
 
     def on_admit(self, sequence: SequenceGroup) -> SequenceObserver:
-        """The engine takes a sequence out of the queue."""
+        """The engine admits a sequence group."""
         now_s = time.monotonic()
         sequence.times.note_admitted(now_s)
         self.note(QUEUE_TIME, now_s - sequence.times.arrival_s)
         return _SequenceMeter(self, sequence)
 
     def on_prefix_hit(self, num_tokens: int) -> None:
-        """The engine takes over so many tokens of another text."""
+        """Count tokens served from the prefix cache."""
         self.note(SHARED_TOKENS, num_tokens)
 
     def on_step(self, num_rows: int) -> None:
-        """The engine has made a step with so many rows."""
+        """Count a decoding step."""
         self.note(STEPS, 1)
         self.note(STEP_ROWS, num_rows)
 
     def on_preempt(self, num_rows: int) -> None:
-        """The engine makes so many running rows wait again."""
+        """Count preempted sequences."""
         self.note(PREEMPTIONS, num_rows)
 
-    # --- what is sent ------------------------------------------------------------------------------------------------
+    # --- sending figures ----------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         for metric in METRICS:
@@ -259,7 +259,7 @@ class Meter(NoMeter):
                 self._attempt(partial(self._send, series, total))
 
     def _noted(self) -> Iterator[tuple[Metric, str, float]]:
-        for _ in range(len(self._notes)):  # and not what comes meanwhile
+        for _ in range(len(self._notes)):  # without later ones
             yield self._notes.popleft()
 
     def _take_load(self) -> None:
@@ -275,7 +275,7 @@ class Meter(NoMeter):
         self._sent[series] = total
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Do what may fail and must not hurt anybody; a counter or gauge that was not sent is sent the next time."""
+        """Log a failure and go on; a counter or gauge that was not sent is sent with the next flush."""
         try:
             work()
         except Exception as error:
@@ -285,19 +285,19 @@ class Meter(NoMeter):
 
 
 class _SequenceClock(SequenceObserver):
-    """Notes when a sequence has its first token."""
+    """Notes the time of a request's first token."""
 
     def __init__(self, sequence: SequenceGroup) -> None:
         self._times = sequence.times
 
     def on_token_sampled(self, copy: int, *, is_text: bool) -> None:
-        """A text has its next token."""
+        """A sequence has its next token."""
         if self._times.first_token_s is None:
             self._times.note_token(time.monotonic())
 
 
 class _SequenceMeter(SequenceObserver):
-    """Times the tokens of one sequence."""
+    """Times the tokens of one sequence group."""
 
     def __init__(self, meter: Meter, sequence: SequenceGroup) -> None:
         self._meter = meter
@@ -308,7 +308,7 @@ class _SequenceMeter(SequenceObserver):
         self._num_picks = [0] * sequence.plan.num_sequences
 
     def on_token_sampled(self, copy: int, *, is_text: bool) -> None:
-        """A text has its next token."""
+        """A sequence has its next token."""
         now_s = time.monotonic()
         if not self._has_begun:
             self._has_begun = True
@@ -323,7 +323,7 @@ class _SequenceMeter(SequenceObserver):
             self._meter.num_generated += 1
 
     def on_complete(self, completions: list[Completion]) -> None:
-        """The sequence has all its texts."""
+        """The sequence group is finished."""
         for completion in completions:
             self._meter.note(COMPLETIONS, 1, completion.finish_reason)
         for first_s, last_s, num_picks in zip(self._firsts_s, self._lasts_s, self._num_picks, strict=True):
@@ -332,7 +332,7 @@ class _SequenceMeter(SequenceObserver):
 
 
 def build_meter(make_sink: Callable[[], Sink]) -> NoMeter:
-    """A meter for a sink; one that counts nothing where the sink cannot be had, because serving goes on without."""
+    """A meter for a sink; if the sink fails, one that counts nothing, because serving continues without metrics."""
     try:
         return Meter(make_sink())
     except Exception as error:

@@ -219,7 +219,7 @@ def test_a_message_is_never_read_as_a_template() -> None:
     assert written in render(CHATML, {"role": "user", "content": written})
 
 
-def test_a_message_goes_on_where_it_ends() -> None:
+def test_continue_final_message_continues_the_message() -> None:
     last = {"role": "assistant", "content": "The river is "}
     assert render(CHATML, HI, last, continue_final_message=True).endswith(f"{BEGIN}assistant\nThe river is ")
 
@@ -388,7 +388,7 @@ def test_the_variables_of_a_template_are_found(template: str, names: set[str]) -
 # --- time and memory -------------------------------------------------------------------------------------------------
 
 
-def test_as_many_messages_as_may_come_are_looked_back_over_in_seconds() -> None:
+def test_the_longest_chat_renders_in_seconds() -> None:
     look_back = (
         "{% for m in messages %}{% for n in messages[loop.index0:] %}{% if n.role == 'x' %}y{% endif %}{% endfor %}"
         "{% endfor %}"

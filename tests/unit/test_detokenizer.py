@@ -66,7 +66,7 @@ def streamed(codec: TextCodec, prompt_ids: list[int], token_ids: list[int], stop
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *SLOW])
-def test_the_pieces_joined_are_the_text_at_once(kind: str, make_codec: Callable[[str], TextCodec]) -> None:
+def test_joined_deltas_are_the_text(kind: str, make_codec: Callable[[str], TextCodec]) -> None:
     codec, source = make_codec(kind), random.Random(0)
     for _ in range(NUM_CASES):
         prompt_ids, token_ids = random_case(codec, source)
@@ -74,7 +74,7 @@ def test_the_pieces_joined_are_the_text_at_once(kind: str, make_codec: Callable[
 
 
 @pytest.mark.parametrize("kind", WITH_BYTES)
-def test_they_are_where_few_characters_are_whole(kind: str) -> None:
+def test_joined_deltas_are_the_text_of_random_tokens(kind: str) -> None:
     codec, source = codec_of(kind), random.Random(3)
     some = [token_id for character in "é€😀語\ufffd" for token_id in bytes_of(kind, character)]
     for _ in range(10 * NUM_CASES):
@@ -85,9 +85,7 @@ def test_they_are_where_few_characters_are_whole(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *SLOW])
-def test_the_text_is_what_the_tokenizer_decodes_where_every_character_is_whole(
-    kind: str, make_codec: Callable[[str], TextCodec]
-) -> None:
+def test_the_text_of_complete_characters_is_the_tokenizer_s(kind: str, make_codec: Callable[[str], TextCodec]) -> None:
     codec, source, num_compared = make_codec(kind), random.Random(1), 0
     for _ in range(NUM_CASES):
         prompt_ids, token_ids = random_case(codec, source)
@@ -99,9 +97,7 @@ def test_the_text_is_what_the_tokenizer_decodes_where_every_character_is_whole(
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *SLOW])
-def test_a_text_ends_before_the_first_stop_string_however_its_tokens_cut_it(
-    kind: str, make_codec: Callable[[str], TextCodec]
-) -> None:
+def test_a_text_ends_before_its_stop_string_across_tokens(kind: str, make_codec: Callable[[str], TextCodec]) -> None:
     codec, source, num_stopped = make_codec(kind), random.Random(2), 0
     for _ in range(NUM_CASES):
         prompt_ids, token_ids = random_case(codec, source)
@@ -140,7 +136,7 @@ def test_the_match_that_begins_first_wins(text: str, stops: tuple[str, ...], exp
     assert up_to_stop(codec.continuation([], letters), stops) == expected
 
 
-def test_text_comes_as_soon_as_it_is_decided() -> None:
+def test_text_is_returned_as_soon_as_it_is_complete() -> None:
     codec = codec_of("byte_level")
     stream = codec.stream([], ("stop",))
     pieces = [stream.push(token_id) for letter in "a sto stopping" for token_id in raw_ids("byte_level", letter)]
@@ -159,7 +155,7 @@ def test_a_stop_string_that_only_the_end_decides_is_found_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("kind", WITH_BYTES)
-def test_a_character_comes_whole_with_its_last_byte(kind: str) -> None:
+def test_a_character_is_returned_with_its_last_byte(kind: str) -> None:
     codec = codec_of(kind)
     stream = codec.stream(codec.encode("The 世", 0))
     for character in "🦜é":
@@ -169,7 +165,7 @@ def test_a_character_comes_whole_with_its_last_byte(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WITH_BYTES)
-def test_a_cut_character_is_one_replacement_character_and_spoils_none_beside_it(kind: str) -> None:
+def test_a_cut_character_is_one_replacement_character(kind: str) -> None:
     codec = codec_of(kind)
     token_ids = [*bytes_of(kind, "の")[:2], *bytes_of(kind, "ん"), *bytes_of(kind, "🦜")[:-1]]
     for prompt in ("The", "世"):

@@ -100,7 +100,7 @@ def test_everything_is_declared_before_it_happens() -> None:
     }
 
 
-def test_nothing_is_lost_of_what_many_threads_note() -> None:
+def test_counts_from_many_threads_add_up() -> None:
     board = Board()
     meter = Meter(board)
     meter.start(idle)
@@ -172,7 +172,7 @@ def test_a_request_s_times_are_those_of_its_first_sequence(counts: bool, monkeyp
     assert times == RequestTimes(99.0, admitted_s=100.0, first_token_s=102.0)
 
 
-def test_a_sink_out_of_order_hurts_nobody_and_counters_catch_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_counters_catch_up_after_a_sink_s_failure(caplog: pytest.LogCaptureFixture) -> None:
     board = Board()
     board.is_broken = True
     meter = Meter(board)
@@ -190,7 +190,7 @@ def test_a_sink_out_of_order_hurts_nobody_and_counters_catch_up(caplog: pytest.L
     assert "no room" not in caplog.text
 
 
-def test_an_engine_that_cannot_tell_its_load_hurts_nobody() -> None:
+def test_a_failing_load_reading_raises_nothing() -> None:
     was_asked = threading.Event()
 
     def load() -> EngineLoad:
@@ -206,7 +206,7 @@ def test_an_engine_that_cannot_tell_its_load_hurts_nobody() -> None:
     assert board.values[REQUESTS, "ok"] == 1
 
 
-def test_where_there_is_no_sink_nothing_is_counted_and_serving_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_sink_serving_continues_uncounted(caplog: pytest.LogCaptureFixture) -> None:
     def no_sink() -> Board:
         raise RuntimeError("metrics are off")
 

@@ -87,13 +87,13 @@ def texts_of(reply: Collector) -> list[Any]:
 
 
 @pytest.mark.parametrize("reason", get_args(FinishReason))
-def test_every_reason_of_the_engine_has_a_word_for_clients(reason: FinishReason) -> None:
+def test_every_finish_reason_has_a_name_for_clients(reason: FinishReason) -> None:
     made, reply = answering(prompt_of("x"))
     made.finish(0, [completion("text", reason)])
     assert [each.finish_reason for each in texts_of(reply)] == [FINISH_REASONS[reason]]
 
 
-def test_log_probabilities_are_told_by_place_and_token() -> None:
+def test_log_probabilities_are_listed_by_position_and_token() -> None:
     first, second, other = (raw_ids(KIND, letter)[0] for letter in "abc")
     logprobs = [
         TokenLogprobs(first, -0.25, ((first, -0.25), (other, -1.5))),
@@ -116,7 +116,7 @@ def test_log_probabilities_are_told_by_place_and_token() -> None:
     ]
 
 
-def test_those_of_a_prompt_are_told_with_each_of_its_texts_its_first_token_without() -> None:
+def test_prompt_log_probabilities_come_with_each_completion() -> None:
     first, second = (raw_ids(KIND, letter)[0] for letter in "ab")
     logprobs = [TokenLogprobs(second, -math.inf, ((first, -0.5),))]
     made, reply = answering(prompt_of("ab", replace(PLAN, num_return_sequences=2)), prompt_of("x"))
@@ -134,7 +134,7 @@ def test_those_of_a_prompt_are_told_with_each_of_its_texts_its_first_token_witho
 
 
 @pytest.mark.parametrize("text", ['"', "\\", "\n", "\x7f", "é", "🙂"])
-def test_any_token_is_told_as_json(text: str) -> None:
+def test_any_token_is_valid_json(text: str) -> None:
     ids = raw_ids(KIND, text)
     made, reply = answering(prompt_of("x"))
     made.finish(0, [Completion(ids, "length", [TokenLogprobs(token_id, -1.0) for token_id in ids])])
@@ -146,7 +146,7 @@ def test_any_token_is_told_as_json(text: str) -> None:
     ]
 
 
-def test_without_log_probabilities_nothing_is_made_up() -> None:
+def test_outputs_without_log_probabilities_are_empty() -> None:
     made, reply = answering(prompt_of("x"))
     made.finish(0, [completion("ab")])
     assert [(each.cumulative_logprob, each.logprobs) for each in texts_of(reply)] == [(0.0, "")]
@@ -156,7 +156,7 @@ def test_without_log_probabilities_nothing_is_made_up() -> None:
 # --- one answer ------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_that_end_in_any_order_are_answered_in_theirs() -> None:
+def test_outputs_are_in_prompt_order_whatever_finishes_first() -> None:
     made, reply = answering(*[prompt_of(str(row)) for row in range(4)])
     for row in (2, 0, 3, 1):
         assert not reply.results
@@ -164,7 +164,7 @@ def test_prompts_that_end_in_any_order_are_answered_in_theirs() -> None:
     assert [each.text_output for each in texts_of(reply)] == ["text 0", "text 1", "text 2", "text 3"]
 
 
-def test_the_first_error_is_the_answer_and_gives_the_rest_up() -> None:
+def test_the_first_error_is_the_response_and_drops_the_rest() -> None:
     made, reply = answering(*[prompt_of(str(row)) for row in range(3)])
     made.finish(0, [completion("good")])
     assert not made.is_cancelled()
@@ -174,11 +174,11 @@ def test_the_first_error_is_the_answer_and_gives_the_rest_up() -> None:
     assert [getattr(each, "code", None) for each in reply.results] == ["generation_failed"]
 
 
-def test_a_client_that_gave_up_has_given_the_request_up() -> None:
+def test_a_cancelled_request_is_dropped_by_the_engine() -> None:
     assert answering(prompt_of("x"), was_cancelled=True)[0].is_cancelled()
 
 
-def test_outcomes_from_many_threads_are_one_answer() -> None:
+def test_outcomes_from_many_threads_are_one_response() -> None:
     for _ in range(20):
         made, reply = answering(*[prompt_of(str(row)) for row in range(8)])
         with ThreadPoolExecutor(8) as pool:
@@ -186,7 +186,7 @@ def test_outcomes_from_many_threads_are_one_answer() -> None:
         assert [each.text_output for each in texts_of(reply)] == [str(row) for row in range(8)]
 
 
-def test_a_client_that_gave_up_while_its_answer_waited_is_not_written_one() -> None:
+def test_a_request_cancelled_while_queued_is_not_postprocessed() -> None:
     written = []
 
     class Noting(Hooks):
@@ -211,14 +211,14 @@ def test_a_client_that_gave_up_while_its_answer_waited_is_not_written_one() -> N
     ],
     ids=["2 texts", "3 texts", "logprobs", "many logprobs", "prompt_logprobs"],
 )
-def test_what_takes_long_to_write_is_known_by_its_tokens(completions: list[Completion], takes_long: bool) -> None:
+def test_long_responses_are_recognised_by_their_tokens(completions: list[Completion], takes_long: bool) -> None:
     pool = Pool()
     made, _ = answering(prompt_of("x"), pool=pool)
     made.finish(0, completions)
     assert pool.num_submitted == int(takes_long)
 
 
-def test_a_folder_s_own_postprocess_may_take_long() -> None:
+def test_postprocess_runs_in_the_pool() -> None:
     class Calling(Hooks):
         def postprocess(self, text: str) -> str:
             return text
@@ -233,7 +233,7 @@ def test_a_folder_s_own_postprocess_may_take_long() -> None:
 
 
 @pytest.mark.parametrize("comes_later", [True, False])
-def test_a_postprocess_without_a_thread_runs_in_the_sender_s(comes_later: bool) -> None:
+def test_postprocess_runs_in_the_sender_if_the_pool_cannot(comes_later: bool) -> None:
     class Calling(Hooks):
         def postprocess(self, text: str) -> str:
             return text
@@ -260,7 +260,7 @@ def write(made: Response, row: int, copy: int, text: str) -> list[bool]:
     return [on_token(copy, token_id) for token_id in raw_ids(KIND, text)]
 
 
-def test_the_texts_of_a_stream_are_numbered_through_all_prompts() -> None:
+def test_deltas_are_numbered_through_all_prompts() -> None:
     plan = replace(PLAN, num_return_sequences=2, do_sample=True)
     made, reply = answering(prompt_of("x", plan), prompt_of("y", plan), streams=True)
     for row, copy in ((1, 1), (0, 0), (1, 0), (0, 1)):
@@ -276,14 +276,14 @@ def test_the_texts_of_a_stream_are_numbered_through_all_prompts() -> None:
     ]
 
 
-def test_a_piece_goes_out_as_soon_as_it_is_decided() -> None:
+def test_a_delta_is_sent_as_soon_as_its_text_is_complete() -> None:
     made, reply = answering(prompt_of("x"), streams=True)
     write(made, 0, 0, "one")
     assert "".join(piece for _, piece in reply.pieces) == "one"
     assert not reply.results
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_a_possible_stop_string_is_held_back() -> None:
     made, reply = answering(prompt_of("x", stop_strings=("stop",)), streams=True)
     assert not any(write(made, 0, 0, "a st"))
     assert "".join(piece for _, piece in reply.pieces) == "a "
@@ -291,7 +291,7 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
     assert [each.text_output for each in texts_of(reply)] == ["st"]
 
 
-def test_a_stop_string_ends_a_stream_in_front_of_it() -> None:
+def test_a_stream_ends_before_its_stop_string() -> None:
     made, reply = answering(prompt_of("x", stop_strings=("stop",)), streams=True)
     ends = write(made, 0, 0, "a stop b")
     assert any(ends)
@@ -300,7 +300,7 @@ def test_a_stop_string_ends_a_stream_in_front_of_it() -> None:
     assert texts_of(reply)[0].finish_reason == "stop"
 
 
-def test_an_error_in_the_middle_is_the_end_of_a_stream() -> None:
+def test_an_error_ends_a_stream() -> None:
     made, reply = answering(prompt_of("x"), prompt_of("y"), streams=True)
     write(made, 0, 0, "one")
     made.finish(1, GenerationError("generation_failed", "x"))
@@ -308,7 +308,7 @@ def test_an_error_in_the_middle_is_the_end_of_a_stream() -> None:
     assert made.is_cancelled()
 
 
-def test_a_folder_that_rewrites_whole_texts_streams_each_as_one_piece() -> None:
+def test_with_postprocess_a_stream_has_one_delta() -> None:
     class Shouting(Hooks):
         def postprocess(self, text: str) -> str:
             return text.upper()
@@ -346,7 +346,7 @@ def processed(result: Any, score: float = 0.0) -> tuple[Any, Collector]:
     return process([1], torch.full((3,), score)).tolist(), reply
 
 
-def test_a_processor_s_scores_are_those_to_go_by() -> None:
+def test_a_logits_processor_s_scores_are_used() -> None:
     assert processed(torch.tensor([1, 2, 3]))[0] == [1.0, 2.0, 3.0]
 
 
@@ -355,13 +355,13 @@ def test_a_processor_s_scores_are_those_to_go_by() -> None:
     [RuntimeError("x"), BaseException("a panic"), MemoryError(), torch.zeros(1), torch.tensor([0, 0, torch.nan]), None],
     ids=repr,
 )
-def test_a_processor_s_failure_is_the_answer_and_the_engine_goes_on(result: Any) -> None:
+def test_a_failed_logits_processor_refuses_its_request_alone(result: Any) -> None:
     scores, reply = processed(result)
     assert scores == [0.0] * 3
     assert [getattr(each, "code", None) for each in reply.results] == ["hook_failed"]
 
 
-def test_a_model_s_own_nan_is_not_the_processor_s_fault() -> None:
+def test_nan_of_the_model_is_not_blamed_on_the_processor() -> None:
     scores, reply = processed(torch.tensor([0, 1, torch.nan]), score=torch.nan)
     assert scores[:2] == [0.0, 1.0]
     assert not reply.results
@@ -370,12 +370,12 @@ def test_a_model_s_own_nan_is_not_the_processor_s_fault() -> None:
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("x"), torch.AcceleratorError("CUDA error: an assert")], ids=repr
 )
-def test_what_ails_the_device_in_a_processor_is_left_to_the_engine(error: Exception) -> None:
+def test_device_errors_in_a_processor_reach_the_engine(error: Exception) -> None:
     with pytest.raises(type(error)):
         processed(error)
 
 
-def test_so_is_what_an_operation_of_torch_s_raises_for_want_of_memory() -> None:
+def test_out_of_memory_in_a_processor_reaches_the_engine() -> None:
     class Greedy(Hooks):
         def logits_processor(self) -> Any:
             return lambda token_ids, scores: torch.empty(1 << 50)
@@ -389,7 +389,7 @@ def test_so_is_what_an_operation_of_torch_s_raises_for_want_of_memory() -> None:
 
 @pytest.mark.parametrize("words", ["CUDA error: device-side assert triggered", "not enough memory"])
 @pytest.mark.parametrize("kind", [ValueError, KeyError, RuntimeError, type("Own", (RuntimeError,), {})])
-def test_a_processor_that_quotes_such_words_has_failed_itself(kind: type[Exception], words: str) -> None:
+def test_a_processor_that_quotes_a_device_error_has_failed(kind: type[Exception], words: str) -> None:
     scores, reply = processed(kind(f"cannot read {words!r}"))
     assert scores == [0.0] * 3
     assert [getattr(each, "code", None) for each in reply.results] == ["hook_failed"]
@@ -415,7 +415,7 @@ class TeapotError(HfTritonError):
     ],
 )
 @pytest.mark.parametrize("hook", ["logits_processor", "is_complete"])
-def test_an_error_of_ours_that_cannot_be_answered_is_the_hook_s_fault(
+def test_an_error_with_an_invalid_code_is_hook_failed(
     hook: str, error: HfTritonError, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(Hooks):
@@ -437,7 +437,7 @@ def test_an_error_of_ours_that_cannot_be_answered_is_the_hook_s_fault(
 
 
 @pytest.mark.parametrize("claim", [True, False, np.True_, np.False_], ids=repr)
-def test_a_stopping_rule_may_be_numpy_s(claim: Any) -> None:
+def test_a_stopping_rule_may_return_numpy_booleans(claim: Any) -> None:
     class Ruled(Hooks):
         def is_complete(self, text: str) -> bool:
             return claim
@@ -446,7 +446,7 @@ def test_a_stopping_rule_may_be_numpy_s(claim: Any) -> None:
     assert write(made, 0, 0, "a") == [bool(claim)]
 
 
-def test_a_stopping_rule_does_not_cut_what_follows_a_grammar() -> None:
+def test_structured_output_has_no_stopping_rule() -> None:
     class Short(Hooks):
         def is_complete(self, text: str) -> bool:
             raise AssertionError("it is not to be asked")
@@ -456,7 +456,7 @@ def test_a_stopping_rule_does_not_cut_what_follows_a_grammar() -> None:
     assert not reply.results
 
 
-def test_an_error_of_ours_from_a_stopping_rule_is_the_answer() -> None:
+def test_a_stopping_rule_may_refuse_its_request() -> None:
     class Strict(Hooks):
         def is_complete(self, text: str) -> bool:
             raise RequestError("invalid_input", "x")

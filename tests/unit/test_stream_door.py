@@ -321,7 +321,7 @@ def test_a_cancelled_request_is_cancelled_in_the_engine_and_no_other(engine: Eng
     assert other.wait() == [b"text"]
 
 
-def test_a_stop_from_elsewhere_reaches_the_requests_of_its_id_whichever_door_they_are_of(
+def test_a_cancellation_by_id_reaches_the_requests_of_all_doors(
     engine: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second, own = Engines(MODEL), ClientCall(request_id="a")  # brought by Triton
@@ -364,7 +364,7 @@ def test_without_an_engine_a_request_is_refused(engines: Engines) -> None:
     assert not engines.is_healthy()
 
 
-def test_one_that_cannot_be_refused_keeps_no_other_one_waiting(
+def test_a_refusal_that_fails_does_not_affect_other_requests(
     make_engine: Callable[..., Engine], engines: Engines
 ) -> None:
     class Broken(ClientCall):
@@ -384,9 +384,7 @@ def test_one_that_cannot_be_refused_keeps_no_other_one_waiting(
     assert call.wait() == [b"text"]
 
 
-def test_an_engine_that_dies_refuses_what_it_had_and_the_next_one_takes_over(
-    make_engine: Callable[..., Engine], engines: Engines
-) -> None:
+def test_after_an_engine_s_death_the_next_one_takes_over(make_engine: Callable[..., Engine], engines: Engines) -> None:
     first = make_engine()
     call = submit(engines, ClientCall())
     first.next_call().add(texts(b"begin"))
@@ -422,9 +420,7 @@ def test_requests_spread_over_the_instances_of_the_highest_version(
     assert call.wait() == [b"old"]
 
 
-def test_an_engine_that_is_unloaded_ends_what_it_has_and_sends_the_rest_on(
-    make_engine: Callable[..., Engine], engines: Engines
-) -> None:
+def test_an_unloaded_engine_finishes_its_requests(make_engine: Callable[..., Engine], engines: Engines) -> None:
     old = make_engine()
     call = submit(engines, ClientCall())
     remote = old.next_call()
@@ -459,7 +455,7 @@ def test_a_request_that_crosses_an_unload_goes_to_the_next_engine(
     second.close()
 
 
-def test_a_cancelled_request_that_crosses_an_unload_is_cancelled_in_the_next_engine(
+def test_a_cancelled_request_stays_cancelled_across_an_unload(
     make_engine: Callable[..., Engine], engines: Engines
 ) -> None:
     first, second = make_engine(2), make_engine(1)
@@ -471,7 +467,7 @@ def test_a_cancelled_request_that_crosses_an_unload_is_cancelled_in_the_next_eng
     wait_for(second.next_call().is_cancelled)
 
 
-def test_what_has_begun_is_not_begun_again(make_engine: Callable[..., Engine], engines: Engines) -> None:
+def test_a_begun_stream_is_not_forwarded_again(make_engine: Callable[..., Engine], engines: Engines) -> None:
     first, second = make_engine(2), make_engine(1)
     call = submit(engines, ClientCall())
     remote = first.next_call()
@@ -616,7 +612,7 @@ def is_ended(peer: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("said", HOSTILE)
-def test_who_says_what_cannot_be_understood_is_sent_away_and_nobody_else(
+def test_a_malformed_message_ends_its_connection_alone(
     said: str, engine: Engine, engines: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
     call = submit(engines, ClientCall(b"good"))
@@ -632,7 +628,7 @@ def test_who_says_what_cannot_be_understood_is_sent_away_and_nobody_else(
 
 
 @pytest.mark.parametrize("part", [frame({"id": 1, "request": REQUEST})[:30], b"\0\0", struct.pack("!I", 60 << 20)])
-def test_half_a_message_holds_up_nobody(part: bytes, engine: Engine, engines: Engines) -> None:
+def test_half_a_message_does_not_delay_others(part: bytes, engine: Engine, engines: Engines) -> None:
     with connect() as peer:
         peer.sendall(part)
         call = submit(engines, ClientCall())
@@ -654,7 +650,7 @@ def test_connections_are_bounded(engine: Engine, engines: Engines, monkeypatch: 
         assert call.wait() == [b"text"]
 
 
-def test_a_door_that_cannot_be_taken_just_now_keeps_no_other_one_out(
+def test_a_door_that_cannot_be_accepted_does_not_affect_others(
     engine: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start, num_threads = threading.Thread.start, threading.active_count()
@@ -676,7 +672,7 @@ def test_a_door_that_cannot_be_taken_just_now_keeps_no_other_one_out(
     assert call.wait() == [b"text"]
 
 
-def test_who_reads_nothing_holds_up_nobody_and_is_sent_away(
+def test_a_peer_that_does_not_read_is_disconnected(
     engine: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "STALL_S", 1)
@@ -717,7 +713,7 @@ def test_a_message_too_large_refuses_its_request_alone(
     assert engine.outcomes == ["out_of_memory", "out_of_memory", "ok"]
 
 
-def test_a_piece_that_triton_does_not_take_ends_its_request_alone(engine: Engine, engines: Engines) -> None:
+def test_a_delta_that_triton_rejects_ends_its_request_alone(engine: Engine, engines: Engines) -> None:
     class Broken(ClientCall):
         def add(self, outputs: Mapping[str, Any]) -> None:
             raise RuntimeError("Failed to increase the shared memory pool")
@@ -734,7 +730,7 @@ def test_a_piece_that_triton_does_not_take_ends_its_request_alone(engine: Engine
 @pytest.mark.parametrize(
     "value", [None, [], ["INTERNAL", "internal"], ["NONE", "a", "b"], ["INTERNAL", 1, "b"]], ids=str
 )
-def test_an_error_that_is_none_is_not_understood(value: object) -> None:
+def test_a_malformed_error_is_a_protocol_error(value: object) -> None:
     with pytest.raises(ProtocolError):
         read_error(value)
 

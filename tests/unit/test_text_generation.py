@@ -202,12 +202,12 @@ def sequences_of(*prompts: str, **asked: Any) -> list[SequenceGroup]:
     return sequences
 
 
-def test_texts_come_in_the_order_of_the_prompts() -> None:
+def test_outputs_keep_the_order_of_the_prompts() -> None:
     assert ask("xyz", "zyx") == [["xyzyz", "zyxyx"]]
 
 
 @pytest.mark.parametrize("prompt", ["panic!", "what?"], ids=["reading", "writing"])
-def test_a_panic_of_the_tokenizer_is_answered(prompt: str) -> None:
+def test_a_tokenizer_panic_is_an_internal_error(prompt: str) -> None:
     [answer] = ask("good", prompt)
     assert answer.code == "internal"
 
@@ -225,7 +225,7 @@ class SlowCodec(Codec):
         return super().encode(text, row, adds_special_tokens=adds_special_tokens)
 
 
-def test_a_request_of_many_prompts_lets_others_have_their_turn() -> None:
+def test_a_request_of_many_prompts_does_not_delay_a_short_one() -> None:
     codec = SlowCodec()
     task = build_task(codec=codec)
     large, small = [Collector() for _ in range(4)], Collector()
@@ -252,7 +252,7 @@ def test_a_request_of_many_prompts_lets_others_have_their_turn() -> None:
         (("x",), {}, {"guided_regex": "a"}, False),
     ],
 )
-def test_what_is_read_in_no_time_costs_no_other_thread(
+def test_short_plain_prompts_are_prepared_in_the_caller_s_thread(
     prompts: tuple[str, ...], asked: dict[str, Any], defaults: dict[str, Any], is_at_once: bool
 ) -> None:
     threads: list[str] = []
@@ -269,7 +269,7 @@ def test_what_is_read_in_no_time_costs_no_other_thread(
     task.close()
 
 
-def test_prompts_that_bring_grammars_hold_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_grammars_do_not_delay_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
     monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: is_over.wait(30) and ask("never"))
     task, others, small = build_task(), [Collector() for _ in range(4)], Collector()
@@ -283,7 +283,7 @@ def test_prompts_that_bring_grammars_hold_up_nobody_else(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("timeout_s", "code"), [(None, "cancelled"), (0.1, "deadline_exceeded")])
-def test_a_request_that_nobody_waits_for_is_not_prepared_to_its_end(timeout_s: float | None, code: str) -> None:
+def test_preparation_stops_after_cancellation_or_deadline(timeout_s: float | None, code: str) -> None:
     codec = SlowCodec()
     task, reply = build_task(codec=codec), Collector()
     submit(
@@ -298,7 +298,7 @@ def test_a_request_that_nobody_waits_for_is_not_prepared_to_its_end(timeout_s: f
 
 
 @pytest.mark.parametrize(("max_time", "code"), [(None, "cancelled"), (0.1, "deadline_exceeded")])
-def test_a_grammar_that_nobody_waits_for_is_not_read(
+def test_a_grammar_of_an_ended_request_is_not_compiled(
     max_time: float | None, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_over, read = threading.Event(), []
@@ -335,7 +335,7 @@ class Held(Hooks):
         return text
 
 
-def test_who_waits_for_a_thread_is_answered_in_time() -> None:
+def test_requests_that_wait_for_a_thread_are_refused_in_time() -> None:
     hooks = Held()
     task = build_task(hooks=hooks)
     first, late, gone, patient = [Collector() for _ in range(NUM_HOOK_THREADS)], Collector(), Collector(), Collector()
@@ -355,7 +355,7 @@ def test_who_waits_for_a_thread_is_answered_in_time() -> None:
     assert hooks.texts == ["x"] * NUM_HOOK_THREADS + ["patient"]
 
 
-def test_who_waits_for_a_hook_of_its_own_is_answered_in_time() -> None:
+def test_a_request_in_a_slow_hook_is_refused_in_time() -> None:
     hooks, reached = Held(), list[SequenceGroup]()
     task, reply = build_task(lambda sequence: reached.append(sequence) or echo(sequence), hooks=hooks), Collector()
     submit(task, request_of(("x",)), reply, lambda: False, timeout_s=0.2)
@@ -367,7 +367,7 @@ def test_who_waits_for_a_hook_of_its_own_is_answered_in_time() -> None:
     assert not reached
 
 
-def test_the_shortest_time_of_a_request_s_prompts_is_its_own() -> None:
+def test_the_shortest_max_time_of_its_prompts_is_the_request_s() -> None:
     hooks = Held()
     task, reply = build_task(hooks=hooks, defaults=GenerationParameters(max_time=60.0)), Collector()
     rows = [GenerationParameters(), GenerationParameters(max_time=0.2), GenerationParameters(max_time=50.0)]
@@ -378,7 +378,7 @@ def test_the_shortest_time_of_a_request_s_prompts_is_its_own() -> None:
     task.close()
 
 
-def test_so_many_prompts_may_wait_to_be_prepared_and_no_more() -> None:
+def test_the_gate_bounds_waiting_prompts() -> None:
     hooks = Held()
     task = build_task(hooks=hooks, max_waiting=3)  # beside its 4 rows
 
@@ -404,7 +404,7 @@ def test_so_many_prompts_may_wait_to_be_prepared_and_no_more() -> None:
     task.close()
 
 
-def test_closing_refuses_at_once_whoever_waits_to_be_prepared() -> None:
+def test_close_refuses_requests_in_preparation() -> None:
     hooks = Held()
     task, replies = build_task(hooks=hooks), [Collector() for _ in range(NUM_HOOK_THREADS + 5)]
     for reply in replies:
@@ -422,7 +422,7 @@ def test_closing_refuses_at_once_whoever_waits_to_be_prepared() -> None:
     assert len(hooks.texts) <= NUM_HOOK_THREADS
 
 
-def test_hooks_of_a_folder_with_a_grammar_run_side_by_side() -> None:
+def test_hooks_of_a_folder_with_a_grammar_run_in_parallel() -> None:
     class Meeting(Hooks):
         def build_prompt(self, text: str) -> str:
             everyone.wait(10)
@@ -438,7 +438,7 @@ def test_hooks_of_a_folder_with_a_grammar_run_side_by_side() -> None:
     task.close()
 
 
-def test_a_grammar_that_is_known_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_grammar_does_not_wait_for_a_cold_one(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over, compiled = threading.Event(), GrammarCompiler.compile
 
     def compile_slowly(self: GrammarCompiler, grammar: Grammar, plan: SamplingParams) -> Any:
@@ -457,7 +457,7 @@ def test_a_grammar_that_is_known_waits_for_no_other(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("prompts", [("x",), ("x", "y")], ids=["at once", "in a thread"])
-def test_one_that_is_given_up_leaves_nothing_for_the_garbage_collector(prompts: tuple[str, ...]) -> None:
+def test_a_cancelled_request_leaves_no_reference_cycle(prompts: tuple[str, ...]) -> None:
     task, reply = build_task(), Collector()
     has_gone = weakref.ref(reply)
     gc.disable()
@@ -473,7 +473,7 @@ def test_one_that_is_given_up_leaves_nothing_for_the_garbage_collector(prompts: 
 
 
 @pytest.mark.parametrize("prompts", [("x",), ("x", "y")], ids=["at once", "in a thread"])
-def test_an_engine_that_takes_no_request_is_an_answer(
+def test_a_failure_of_engine_submit_is_an_internal_error(
     prompts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Engine, "submit", Mock(side_effect=MemoryError))
@@ -485,7 +485,7 @@ def test_an_engine_that_takes_no_request_is_an_answer(
     assert "queueing the request failed: MemoryError" in caplog.text
 
 
-def test_a_thread_that_cannot_be_had_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_start_is_an_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
     task, reply, later = build_task(), Collector(), Collector()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
@@ -500,7 +500,7 @@ def test_a_thread_that_cannot_be_had_is_an_answer(monkeypatch: pytest.MonkeyPatc
     assert len(reply.results) == 1
 
 
-def test_one_that_cannot_be_refused_keeps_no_other_one_waiting() -> None:
+def test_a_refusal_that_fails_does_not_affect_other_requests() -> None:
     class Broken(Collector):
         def refuse(self, error: HfTritonError) -> None:
             raise PanicError
@@ -515,7 +515,7 @@ def test_one_that_cannot_be_refused_keeps_no_other_one_waiting() -> None:
     task.close()
 
 
-def test_one_failed_prompt_is_the_answer_of_its_request() -> None:
+def test_an_error_of_one_prompt_is_the_response_of_its_request() -> None:
     def outcome(sequence: SequenceGroup) -> Outcome:
         return (
             GenerationError("generation_failed", "x") if sequence.prompt_ids == raw_ids(KIND, "b") else echo(sequence)
@@ -538,28 +538,28 @@ def test_one_failed_prompt_is_the_answer_of_its_request() -> None:
         ("x", {"eos_token_id": [3, VOCABULARY_SIZE]}, f"eos_token_id names the token {VOCABULARY_SIZE}"),
     ],
 )
-def test_what_does_not_fit_is_refused(prompt: str, parameters: dict[str, Any], part: str) -> None:
+def test_prompts_and_parameters_that_do_not_fit_are_refused(prompt: str, parameters: dict[str, Any], part: str) -> None:
     [answer] = ask(prompt, **parameters)
     assert part in str(answer)
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, 15), (10, 10), (19, 1)])
-def test_the_default_length_is_what_is_left_of_the_context(length: int, expected: int) -> None:
+def test_the_default_length_is_cut_to_the_context(length: int, expected: int) -> None:
     assert [each.plan.max_new_tokens for each in sequences_of("x" * length)] == [expected]
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, 12), (10, 10), (19, 1)])
-def test_a_folder_s_default_length_is_cut_to_what_is_left_of_the_context(length: int, expected: int) -> None:
+def test_a_folder_s_default_length_is_cut_to_the_context(length: int, expected: int) -> None:
     asked = sequences_of("x" * length, defaults=GenerationParameters(max_new_tokens=12))
     assert [each.plan.max_new_tokens for each in asked] == [expected]
 
 
-def test_a_default_length_that_no_prompt_leaves_room_for_is_refused_at_load() -> None:
+def test_a_default_length_as_long_as_the_context_fails_the_load() -> None:
     with pytest.raises(RequestError, match="leaves room for max_new_tokens <= 19 in the context of 20, got 20"):
         build_task(defaults=GenerationParameters(max_new_tokens=20)).check_defaults()
 
 
-def test_after_a_failed_prompt_the_others_are_given_up_and_answer_nothing() -> None:
+def test_after_a_failed_prompt_the_others_are_dropped() -> None:
     given_up: list[bool] = []
 
     def outcome(sequence: SequenceGroup) -> Outcome:
@@ -576,7 +576,7 @@ def test_after_a_failed_prompt_the_others_are_given_up_and_answer_nothing() -> N
 # --- stop strings ----------------------------------------------------------------------------------------------------
 
 
-def test_a_plain_request_is_told_no_tokens() -> None:
+def test_a_plain_request_has_no_token_callback() -> None:
     assert [each.on_token for each in sequences_of("x", "y")] == [None, None]
 
 
@@ -590,7 +590,7 @@ def test_a_plain_request_is_told_no_tokens() -> None:
         ("one two", ("one",), ""),
     ],
 )
-def test_a_text_ends_before_its_stop_string(text: str, stops: tuple[str, ...], expected: str) -> None:
+def test_a_completion_ends_before_its_stop_string(text: str, stops: tuple[str, ...], expected: str) -> None:
     assert ask("go: ", outcome=write(text), stop_strings=stops) == [["go: " + expected]]
     assert ask("go: ", outcome=write(text), stop_strings=stops, excludes_prompt=True) == [[expected]]
     assert ask("go: ", outcome=write(text), stop_strings=stops, is_encoder_decoder=True) == [[expected]]
@@ -605,14 +605,14 @@ def test_a_text_ends_before_its_stop_string(text: str, stops: tuple[str, ...], e
         ("one two three", ("two",), "stop"),
     ],
 )
-def test_a_text_that_a_stop_string_ended_says_so(text: str, stops: tuple[str, ...], reason: str, streams: bool) -> None:
+def test_a_stop_string_is_the_finish_reason(text: str, stops: tuple[str, ...], reason: str, streams: bool) -> None:
     options = RequestOptions(return_finish_reason=True)
     asked: dict[str, Any] = {"stop_strings": stops, "streams": streams, "options": options}
     [[answer]] = reply_to("go: ", outcome=write(text), **asked).results
     assert answer.finish_reason == reason
 
 
-def test_every_copy_of_a_prompt_has_its_own_end() -> None:
+def test_every_sequence_of_a_prompt_stops_on_its_own() -> None:
     texts = ["ab", "a stop b", "stop", "abc"]
 
     def outcome(sequence: SequenceGroup) -> Outcome:
@@ -622,7 +622,7 @@ def test_every_copy_of_a_prompt_has_its_own_end() -> None:
     assert answer == ["ab", "a ", "", "abc"]
 
 
-def test_the_copies_that_are_kept_of_many_keep_their_texts() -> None:
+def test_best_of_keeps_the_texts_of_the_returned_sequences() -> None:
     def outcome(sequence: SequenceGroup) -> Outcome:
         completions = [written(sequence, copy, f"{copy} stop {copy}") for copy in range(4)]
         return [completions[3], completions[1]]
@@ -631,7 +631,7 @@ def test_the_copies_that_are_kept_of_many_keep_their_texts() -> None:
     assert ask("", outcome=outcome, stop_strings=("stop",), **asked) == [["3 ", "1 "]]
 
 
-def test_a_panic_while_a_token_is_read_is_the_answer_and_ends_the_text() -> None:
+def test_a_panic_while_decoding_a_token_ends_the_request() -> None:
     ends: list[bool] = []
 
     def outcome(sequence: SequenceGroup) -> Outcome:
@@ -677,7 +677,7 @@ def test_the_priority_is_the_request_s() -> None:
     assert [each.priority for each in sequences_of("x", "y", queue_priority=-3)] == [-3, -3]
 
 
-def test_bad_words_are_spelled_as_at_the_beginning_and_behind_a_space() -> None:
+def test_bad_words_are_spelled_with_and_without_a_space() -> None:
     [sequence] = sequences_of("x", bad_words=("river", "the"))
     expected = {tuple(raw_ids(KIND, text)) for text in ("river", " river", "the", " the")}
     assert len(expected) == 4
@@ -704,18 +704,18 @@ def plan_with(options: RequestOptions, **parameters: Any) -> Any:
     ],
     ids=str,
 )
-def test_log_probabilities_are_computed_where_somebody_asks(
+def test_log_probabilities_are_computed_if_asked_for(
     options: dict[str, bool], parameters: dict[str, Any], expected: int | None
 ) -> None:
     assert plan_with(RequestOptions(**options), **parameters).logprobs == expected
 
 
-def test_those_of_the_prompt_are_computed_where_it_asks() -> None:
+def test_prompt_log_probabilities_are_computed_if_asked_for() -> None:
     assert plan_with(RequestOptions(return_logprobs=True), logprobs=3).prompt_logprobs is None
     assert plan_with(RequestOptions(), prompt_logprobs=0).prompt_logprobs == 0
 
 
-def test_the_prompt_s_and_the_text_s_tokens_are_counted() -> None:
+def test_prompt_and_output_tokens_are_counted() -> None:
     options = RequestOptions(return_num_input_tokens=True, return_num_output_tokens=True)
     [answer] = reply_to("one two", "x", outcome=write("three four"), options=options).results
     assert isinstance(answer, list)
@@ -748,7 +748,7 @@ def joined(reply: Collector) -> list[str]:
     ids=str,
 )
 @pytest.mark.parametrize("text", ["one two three", "🙂🙂", ""])
-def test_a_stream_s_pieces_are_the_text(text: str, asked: dict[str, Any]) -> None:
+def test_the_deltas_of_a_stream_are_the_completion(text: str, asked: dict[str, Any]) -> None:
     prompts = ("go: ", "你好 ")
     streamed = reply_to(*prompts, outcome=write(text), streams=True, **asked)
     excludes_prompt = "options" not in asked
@@ -760,7 +760,7 @@ def test_a_stream_s_pieces_are_the_text(text: str, asked: dict[str, Any]) -> Non
     assert whole.pieces == []
 
 
-def test_a_stream_begins_with_the_prompt_where_it_is_wanted() -> None:
+def test_a_stream_begins_with_the_prompt_if_asked_for() -> None:
     options = RequestOptions(exclude_input_in_output=False)
     reply = reply_to("go: ", "x", outcome=write("one two"), streams=True, options=options)
     firsts = [next(piece for text, piece in reply.pieces if text == number) for number in (0, 1)]
@@ -768,17 +768,17 @@ def test_a_stream_begins_with_the_prompt_where_it_is_wanted() -> None:
     assert firsts[1].startswith("x")
 
 
-def test_a_text_without_a_token_still_has_its_prompt() -> None:
+def test_an_empty_completion_still_has_its_prompt() -> None:
     options = RequestOptions(exclude_input_in_output=False)
     assert joined(reply_to("go: ", outcome=write(""), streams=True, options=options)) == ["go: "]
 
 
-def test_the_folder_s_word_on_the_prompt_is_for_whole_texts() -> None:
+def test_the_folder_s_prompt_setting_does_not_affect_streams() -> None:
     for excludes_prompt in (True, False):
         assert joined(reply_to("go: ", outcome=write("x"), streams=True, excludes_prompt=excludes_prompt)) == ["x"]
 
 
-def test_texts_of_which_some_are_thrown_away_cannot_be_streamed() -> None:
+def test_best_of_cannot_be_streamed() -> None:
     asked: dict[str, Any] = {"temperature": 1.0, "num_return_sequences": 2, "best_of": 4}
     reply = reply_to("x", outcome=write("y"), streams=True, **asked)
     [error] = reply.results
@@ -788,7 +788,7 @@ def test_texts_of_which_some_are_thrown_away_cannot_be_streamed() -> None:
 
 
 @pytest.mark.parametrize("hook", ["build_prompt", "postprocess"])
-def test_hooks_that_wait_do_not_wait_for_each_other(hook: str) -> None:
+def test_slow_hooks_run_in_parallel(hook: str) -> None:
     together = threading.Barrier(16)
 
     class Waiting(Hooks):
@@ -808,7 +808,7 @@ def test_hooks_that_wait_do_not_wait_for_each_other(hook: str) -> None:
     task.close()
 
 
-def test_closing_waits_for_texts_that_are_still_made() -> None:
+def test_close_waits_for_responses_in_postprocess() -> None:
     goes_on = threading.Event()
 
     class Waiting(Hooks):

@@ -59,7 +59,7 @@ def test_the_space_between_prompt_and_continuation_is_kept(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DROPS_SPACE)
-def test_behind_an_empty_prompt_the_text_begins_without_a_space(kind: str) -> None:
+def test_after_an_empty_prompt_the_text_begins_without_a_space(kind: str) -> None:
     codec = codec_of(kind)
     assert codec.continuation(codec.encode("", 0), raw_ids(kind, "the sea")) == "the sea"
 
@@ -81,7 +81,7 @@ def test_special_tokens_are_not_text(kind: str) -> None:
 
 @pytest.mark.parametrize("prompt", ["The river", "世", "🙂", "", "ends in a space "], ids=ascii)
 @pytest.mark.parametrize("kind", WITH_BYTES)
-def test_a_character_cut_in_the_middle_spoils_neither_prompt_nor_text_before_it(kind: str, prompt: str) -> None:
+def test_a_cut_character_does_not_affect_the_text_before_it(kind: str, prompt: str) -> None:
     codec = codec_of(kind)
     prompt_ids = codec.encode(prompt, 0)
     written, cut = raw_ids(kind, " a b"), bytes_of(kind, "🦜")[:-1]
@@ -92,7 +92,7 @@ def test_a_character_cut_in_the_middle_spoils_neither_prompt_nor_text_before_it(
 
 @pytest.mark.parametrize("prompt", ["The river", "世", "🙂"], ids=ascii)
 @pytest.mark.parametrize("kind", WITH_BYTES)
-def test_characters_right_behind_the_prompt_come_out_whole_or_cut(kind: str, prompt: str) -> None:
+def test_characters_right_after_the_prompt_are_decoded(kind: str, prompt: str) -> None:
     codec = codec_of(kind)
     prompt_ids, emoji = codec.encode(prompt, 0), bytes_of(kind, "🦜")
     assert codec.continuation(prompt_ids, emoji) == "🦜"
@@ -100,7 +100,7 @@ def test_characters_right_behind_the_prompt_come_out_whole_or_cut(kind: str, pro
 
 
 @pytest.mark.parametrize("kind", WITH_BYTES)
-def test_a_whole_character_survives_a_cut_one_behind_it(kind: str) -> None:
+def test_a_complete_character_survives_a_cut_one_after_it(kind: str) -> None:
     codec = codec_of(kind)
     for prompt in ("The river", "世"):
         text = codec.continuation(codec.encode(prompt, 0), bytes_of(kind, "好🦜")[:-1])
@@ -160,7 +160,7 @@ class Shouting(PreTrainedTokenizerFast):
         return super()._decode(*args, **kwargs).upper()
 
 
-def test_a_tokenizer_with_ways_of_its_own_is_left_to_them() -> None:
+def test_a_tokenizer_s_own_methods_are_called() -> None:
     build: Any = Shouting
     codec = TextCodec(build(tokenizer_object=byte_level(), unk_token=UNK), 400)
     ids = codec.encode("The River", 0)
@@ -168,7 +168,7 @@ def test_a_tokenizer_with_ways_of_its_own_is_left_to_them() -> None:
     assert codec.decode(ids) == "THE RIVER"
 
 
-def test_padding_and_truncation_saved_with_a_tokenizer_do_nothing_from_any_thread() -> None:
+def test_saved_padding_and_truncation_have_no_effect() -> None:
     tokenizer = byte_level()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=32)
@@ -192,7 +192,7 @@ def test_a_folders_own_calls_of_the_tokenizer_change_no_prompt() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bad_word_is_spelled_behind_a_space_and_without_one(kind: str) -> None:
+def test_a_bad_word_is_spelled_with_and_without_a_space(kind: str) -> None:
     codec = codec_of(kind)
     spellings = codec.encode_bad_words(("river",))
     for written in ("river", "the river", "the old river"):

@@ -30,7 +30,7 @@ def make_call(poller: RequestPoller) -> Iterator[Callable[..., Any]]:
         yield lambda request, *arguments: module.TritonRequest(request, poller, *arguments)
 
 
-def test_only_the_first_answer_is_sent(make_call: Callable[[Request], Any]) -> None:
+def test_only_the_first_final_response_is_sent(make_call: Callable[[Request], Any]) -> None:
     request = Request()
     call = make_call(request)
     call.answer({"text_output": np.array([b"first"], dtype=np.object_)})
@@ -49,7 +49,7 @@ def texts_of(responses: list[Any]) -> list[bytes]:
     return [array[0] for [(_, array)] in responses]
 
 
-def test_parts_go_out_in_order_and_none_after_the_last(make_call: Callable[[Request], Any]) -> None:
+def test_responses_are_in_order_and_none_follows_the_final_one(make_call: Callable[[Request], Any]) -> None:
     request = Request()
     call = make_call(request)
     for part in (b"one", b"two"):
@@ -61,7 +61,7 @@ def test_parts_go_out_in_order_and_none_after_the_last(make_call: Callable[[Requ
     assert texts_of(request.sender.sent) == [b"three"]
 
 
-def test_after_parts_an_error_may_be_the_last(make_call: Callable[[Request], Any]) -> None:
+def test_an_error_may_be_the_final_response_of_a_stream(make_call: Callable[[Request], Any]) -> None:
     request = Request()
     call = make_call(request)
     call.add(text(b"one"))
@@ -76,7 +76,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_a_cancel_becomes_known_while_the_call_is_open(make_call: Callable[[Request], Any]) -> None:
+def test_a_cancellation_is_noticed_while_the_request_is_open(make_call: Callable[[Request], Any]) -> None:
     requests = [Request() for _ in range(3)]
     calls = [make_call(request) for request in requests]
     wait_until(lambda: all(request.sender.num_asked > 2 for request in requests))
@@ -88,7 +88,7 @@ def test_a_cancel_becomes_known_while_the_call_is_open(make_call: Callable[[Requ
     assert calls[1].is_cancelled()
 
 
-def test_whoever_asks_waits_for_no_round_trip(make_call: Callable[[Request], Any]) -> None:
+def test_is_cancelled_makes_no_round_trip(make_call: Callable[[Request], Any]) -> None:
     request = Request()
     asked, go_on = threading.Event(), threading.Event()
 
@@ -105,7 +105,7 @@ def test_whoever_asks_waits_for_no_round_trip(make_call: Callable[[Request], Any
     go_on.set()
 
 
-def test_calls_are_given_up_by_their_id(make_call: Callable[[Request], Any], poller: RequestPoller) -> None:
+def test_requests_are_cancelled_by_id(make_call: Callable[[Request], Any], poller: RequestPoller) -> None:
     calls = [make_call(Request(name)) for name in ("one", "two", "two", "")]
     poller.cancel("two")
     assert [call.is_cancelled() for call in calls] == [False, True, True, False]
@@ -113,7 +113,7 @@ def test_calls_are_given_up_by_their_id(make_call: Callable[[Request], Any], pol
     assert [call.is_cancelled() for call in calls] == [False, True, True, False]
 
 
-def test_a_call_that_is_given_up_while_triton_is_asked_about_it_stays_given_up(
+def test_a_cancel_during_a_poll_is_kept(
     make_call: Callable[[Request], Any],
 ) -> None:
     request, may_ask = Request("one"), threading.Event()
@@ -131,7 +131,7 @@ def test_a_call_that_is_given_up_while_triton_is_asked_about_it_stays_given_up(
     assert call.is_cancelled()
 
 
-def test_an_id_that_is_no_text_is_none(make_call: Callable[[Request], Any]) -> None:
+def test_an_id_that_is_not_utf8_is_empty(make_call: Callable[[Request], Any]) -> None:
     class Unnamed(Request):
         def request_id(self) -> str:
             return b"\xff".decode()
@@ -139,7 +139,7 @@ def test_an_id_that_is_no_text_is_none(make_call: Callable[[Request], Any]) -> N
     assert make_call(Unnamed()).request_id == ""
 
 
-def test_a_call_that_is_answered_is_not_given_up(make_call: Callable[[Request], Any], poller: RequestPoller) -> None:
+def test_an_answered_request_cannot_be_cancelled(make_call: Callable[[Request], Any], poller: RequestPoller) -> None:
     request = Request("one")
     call = make_call(request)
     call.answer(text(b"done"))
@@ -159,7 +159,7 @@ def test_after_the_answer_the_sender_is_not_asked_again(make_call: Callable[[Req
     del other_call
 
 
-def test_nobody_is_asked_while_no_call_is_open(make_call: Callable[[Request], Any], poller: RequestPoller) -> None:
+def test_the_poller_rests_while_no_request_is_open(make_call: Callable[[Request], Any], poller: RequestPoller) -> None:
     for _ in range(3):
         call = make_call(Request())
         call.refuse(CancelledError())
@@ -170,7 +170,7 @@ def test_nobody_is_asked_while_no_call_is_open(make_call: Callable[[Request], An
     del call
 
 
-def test_watching_keeps_no_call_alive(make_call: Callable[[Request], Any]) -> None:
+def test_the_poller_keeps_no_request_alive(make_call: Callable[[Request], Any]) -> None:
     requests = [Request() for _ in range(20)]
     calls = [make_call(request) for request in requests]
     wait_until(lambda: all(request.sender.num_asked > 0 for request in requests))
@@ -183,7 +183,7 @@ def test_watching_keeps_no_call_alive(make_call: Callable[[Request], Any]) -> No
     assert {request.sender.sent[0].message.split(":")[0] for request in requests} == {"internal"}
 
 
-def test_a_sender_that_raises_ends_no_other_call_s_watching(make_call: Callable[[Request], Any]) -> None:
+def test_a_failing_sender_does_not_stop_the_poller(make_call: Callable[[Request], Any]) -> None:
     broken, sound = Request(), Request()
     broken.sender.is_broken = True
     calls = [make_call(broken), make_call(sound)]
@@ -194,7 +194,7 @@ def test_a_sender_that_raises_ends_no_other_call_s_watching(make_call: Callable[
 
 
 @pytest.mark.parametrize(("timeout_us", "expected"), [(0, None), (1_500_000, 1.5)])
-def test_the_request_s_own_timeout_is_in_seconds(
+def test_the_request_s_timeout_is_in_seconds(
     make_call: Callable[[Request], Any], timeout_us: int, expected: float | None
 ) -> None:
     request = Request()
@@ -202,7 +202,7 @@ def test_the_request_s_own_timeout_is_in_seconds(
     assert make_call(request).timeout_s == expected
 
 
-def test_a_call_that_is_dropped_answers(make_call: Callable[[Request], Any]) -> None:
+def test_a_dropped_request_answers_itself(make_call: Callable[[Request], Any]) -> None:
     request = Request()
     call = make_call(request)
     del call
@@ -210,7 +210,7 @@ def test_a_call_that_is_dropped_answers(make_call: Callable[[Request], Any]) -> 
     assert error.message.startswith("internal: ")
 
 
-def test_many_threads_send_one_answer(make_call: Callable[[Request], Any]) -> None:
+def test_many_threads_send_one_final_response(make_call: Callable[[Request], Any]) -> None:
     for _ in range(50):
         request = Request()
         call = make_call(request)
@@ -239,7 +239,7 @@ def test_many_threads_send_one_answer(make_call: Callable[[Request], Any]) -> No
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_an_error_keeps_its_code_and_its_words(
+def test_an_error_keeps_its_code_and_message(
     make_call: Callable[[Request], Any], error: HfTritonError, code: int
 ) -> None:
     request = Request()
@@ -285,7 +285,7 @@ def scarce_memory(make_call: Callable[[Request], Any], monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("scarce_memory")
-def test_an_answer_that_does_not_fit_becomes_a_small_error(make_call: Callable[[Request], Any]) -> None:
+def test_a_response_too_large_for_shared_memory_becomes_an_error(make_call: Callable[[Request], Any]) -> None:
     outcomes = list[str]()
     request = Request()
     request.sender = Full(is_decoupled=True, fits=has_message)
@@ -296,7 +296,7 @@ def test_an_answer_that_does_not_fit_becomes_a_small_error(make_call: Callable[[
 
 
 @pytest.mark.usefixtures("scarce_memory")
-def test_an_answer_that_does_not_fit_ends_where_no_error_can_be_sent(make_call: Callable[[Request], Any]) -> None:
+def test_a_response_too_large_ends_if_no_error_can_be_sent(make_call: Callable[[Request], Any]) -> None:
     outcomes = list[str]()
     request = Request()
     request.sender = Full(is_decoupled=False, fits=has_message)
@@ -306,7 +306,7 @@ def test_an_answer_that_does_not_fit_ends_where_no_error_can_be_sent(make_call: 
 
 @pytest.mark.usefixtures("scarce_memory")
 @pytest.mark.parametrize("is_decoupled", [False, True])
-def test_an_answer_that_fits_scarce_memory_is_sent(make_call: Callable[[Request], Any], is_decoupled: bool) -> None:
+def test_a_response_that_fits_scarce_memory_is_sent(make_call: Callable[[Request], Any], is_decoupled: bool) -> None:
     request = Request()
     request.sender = Full(is_decoupled=is_decoupled, fits=lambda response: True)
     make_call(request).answer(text(b"long"))
@@ -314,16 +314,14 @@ def test_an_answer_that_fits_scarce_memory_is_sent(make_call: Callable[[Request]
 
 
 @pytest.mark.parametrize("is_decoupled", [False, True])
-def test_nothing_is_raised_where_not_even_an_error_can_be_sent(
-    make_call: Callable[[Request], Any], is_decoupled: bool
-) -> None:
+def test_nothing_is_raised_if_no_error_can_be_sent(make_call: Callable[[Request], Any], is_decoupled: bool) -> None:
     request = Request()
     request.sender = Full(is_decoupled=is_decoupled, fits=lambda response: False)
     make_call(request).refuse(RequestError("invalid_parameter", "x"))
     assert request.sender.sent == []
 
 
-def test_a_part_that_does_not_fit_ends_the_answer_with_an_error(make_call: Callable[[Request], Any]) -> None:
+def test_a_delta_too_large_ends_the_stream_with_an_error(make_call: Callable[[Request], Any]) -> None:
     request = Request()
     request.sender = Full(is_decoupled=True, fits=lambda part: has_message(part) or not request.sender.parts)
     call = make_call(request)
@@ -335,7 +333,7 @@ def test_a_part_that_does_not_fit_ends_the_answer_with_an_error(make_call: Calla
     assert [error.message.split(":")[0] for error in request.sender.sent] == ["out_of_memory"]
 
 
-def test_a_line_that_the_log_does_not_take_stops_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_log_line_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with stand_in(response_before_25_02):
         handler = importlib.import_module(
             "hf_triton.triton_backend.process"
@@ -348,14 +346,14 @@ def test_a_line_that_the_log_does_not_take_stops_nobody(capsys: pytest.CaptureFi
 # --- parameters of a response ----------------------------------------------------------------------------------------
 
 
-def test_a_server_is_known_to_take_parameters_or_not() -> None:
+def test_support_for_response_parameters_is_detected() -> None:
     for response, takes_them in ((response_before_25_02, False), (Response, True)):
         with stand_in(response) as door:
             assert door.takes_response_parameters() == takes_them
             assert door.takes_response_parameters() == takes_them
 
 
-def test_parameters_go_with_the_last_response_alone(poller: RequestPoller) -> None:
+def test_parameters_come_with_the_final_response_alone(poller: RequestPoller) -> None:
     with stand_in(Response) as door:
         request = Request()
         call = door.TritonRequest(request, poller)
@@ -367,7 +365,7 @@ def test_parameters_go_with_the_last_response_alone(poller: RequestPoller) -> No
     assert last.error is None
 
 
-def test_an_error_has_none_and_is_what_it_was(poller: RequestPoller) -> None:
+def test_an_error_has_no_parameters(poller: RequestPoller) -> None:
     with stand_in(Response) as door:
         request = Request()
         door.TritonRequest(request, poller).refuse(UnavailableError("queue_full", "x"))
@@ -376,7 +374,7 @@ def test_an_error_has_none_and_is_what_it_was(poller: RequestPoller) -> None:
 
 
 @pytest.mark.parametrize("parameters", [None, {}])
-def test_a_server_that_takes_none_is_given_none(
+def test_an_older_server_gets_no_parameters(
     make_call: Callable[[Request], Any], parameters: dict[str, int] | None
 ) -> None:
     request = Request()
