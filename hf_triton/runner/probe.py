@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Try a model out at load: what may share a batch is measured, not looked up by architecture."""
+"""Probe a model at load: which sequences may share a batch is measured, not looked up by architecture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 Sharing = Literal["padded", "equal_length", "alone"]
 PrefillMode = Literal["in_pieces", "whole"]
-"""How contexts may be read: a piece of any length at a time, which goes on from the last one, or in one forward."""
+"""How a prompt may be prefilled: in chunks of any length, or in one forward."""
 
 PLAIN: Final[dict[str, Any]] = {
     "do_sample": False,
@@ -31,8 +31,8 @@ PLAIN: Final[dict[str, Any]] = {
     "prompt_lookup_num_tokens": None,
     "return_dict_in_generate": False,
 }
-"""Arguments of `generate` that switch off what reaches an engine in a sampling plan, and what no engine does. Greedy
-`generate` looks at no other sampling setting of the checkpoint."""
+"""Arguments of `generate` that switch off what the engine does itself, and what it does not support. Greedy `generate`
+ignores all other sampling settings of the checkpoint."""
 NEUTRAL: Final[Mapping[str, object]] = {
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
@@ -43,41 +43,41 @@ NEUTRAL: Final[Mapping[str, object]] = {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
 }
-"""The numbers that ask for nothing, where there are such; a token id or a time asks for something whatever it is."""
+"""Numbers without effect, by setting; a token id or a time always has an effect."""
 PROMPTS = ((3, 1), (3, 2), (11, 3))
-"""Length and seed of the prompts tried."""
+"""Length and seed of the probe's prompts."""
 NUM_STEPS = 3
 
 
 def asks_for(model: Any, name: str) -> bool:
-    """Whether a checkpoint's generation_config asks for something by this name."""
+    """Whether a checkpoint's generation_config sets this to a value with an effect."""
     value = getattr(model.generation_config, name, None)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value != NEUTRAL.get(name) if is_number else bool(value)
 
 
 def probe_batching(model: Any) -> Sharing:
-    """What may share a batch: how a row's logits alone compare with its logits beside another row.
+    """Which sequences may share a batch, by a row's logits alone and beside another row.
 
     Compares the first `NUM_STEPS` greedy steps. Recurrent models that ignore the attention mask fail with padding, and
-    transformers' RWKV fails beside any other row; they are still served right, in smaller batches. What a model raises
-    on a prompt alone passes: it cannot be served at all.
+    transformers' RWKV fails beside any other row; they are served in smaller batches. An exception on a prompt alone
+    propagates: such a model cannot be served.
     """
-    short, equal, long = (_prompt(model, *place) for place in PROMPTS)
+    short, equal, long = (_prompt(model, *shape) for shape in PROMPTS)
     alone = _logits(model, [short])
     try:
         if same_logits(model, alone, _logits(model, [short, long])):
             return "padded"
         return "equal_length" if same_logits(model, alone, _logits(model, [short, equal])) else "alone"
-    except Exception as error:  # an odd architecture: what cannot be tried is not relied on
-        logger.warning("batching could not be tried out (%s): every prompt runs alone", error)
+    except Exception as error:  # an unusual architecture: what cannot be probed is not relied on
+        logger.warning("the probe of batching failed (%s): every prompt runs alone", error)
         return "alone"
 
 
 def probe_continuous_batching(model: Any) -> PrefillMode | None:
-    """How a prompt is to be read to have, once it joins a running row, the logits that it has alone in `generate`.
+    """How to prefill a prompt so that in a running batch it has the logits that it has alone in `generate`.
 
-    None where they are others however it is read.
+    None if the logits differ either way.
     """
     try:
         alone = sample_logits(model)
@@ -94,8 +94,7 @@ def probe_continuous_batching(model: Any) -> PrefillMode | None:
 def _continuous_logits(model: Any) -> torch.Tensor:
     """The logits of a short prompt's first tokens beside a longer one, `[NUM_STEPS, 1, vocabulary]` float32 on the CPU.
 
-    As the continuous engine does it: a prompt is read apart, joins the running row after a step of its own, and both go
-    on together.
+    As in the continuous engine: the prompt is prefilled apart, joins the running row, and both decode together.
     """
     import torch
 
@@ -103,7 +102,7 @@ def _continuous_logits(model: Any) -> torch.Tensor:
     from hf_triton.runner.forward import Forward
     from hf_triton.runner.kv_cache import KVCache
 
-    short, _, long = (_prompt(model, *place) for place in PROMPTS)
+    short, _, long = (_prompt(model, *shape) for shape in PROMPTS)
     forward = Forward(model)
     decoder, rows = Decoder(forward, "eager"), KVCache(forward.device)
 
@@ -114,36 +113,36 @@ def _continuous_logits(model: Any) -> torch.Tensor:
 
     with torch.inference_mode():
         logits = decoder.step(rows, join(long).argmax(-1))
-        found = [join(short)]
-        logits = torch.cat([logits, found[0]])
+        steps = [join(short)]
+        logits = torch.cat([logits, steps[0]])
         for _ in range(NUM_STEPS - 1):
             logits = decoder.step(rows, logits.argmax(-1))
-            found.append(logits[1:])
-    return torch.stack(found).float().cpu()
+            steps.append(logits[1:])
+    return torch.stack(steps).float().cpu()
 
 
 def _logits_in_chunks(model: Any) -> torch.Tensor:
-    """The first logits of a short prompt that is read beside a longer one, `[1, 2, vocabulary]` float32 on the CPU.
+    """The first logits of a short prompt prefilled beside a longer one, `[1, 2, vocabulary]` float32 on the CPU.
 
-    In chunks, as the continuous engine does: the first holds nothing but padding of the short prompt, the second a
-    part of it. A model whose state does not go on from a piece (Mamba's first kind) shows here.
+    In chunks, as in the continuous engine: the first holds only padding of the short prompt, the second a
+    part of it. A model whose state does not continue from a chunk (Mamba 1) fails here.
     """
-    short, _, long = (_prompt(model, *place) for place in PROMPTS)
+    short, _, long = (_prompt(model, *shape) for shape in PROMPTS)
     num_padding = len(long) - len(short)
     return _logits_read(model, [short, long], (0, num_padding // 2, num_padding + 1, len(long)))
 
 
 def _logits_read_again(model: Any, alone: torch.Tensor) -> torch.Tensor:
-    """The last logits of a text that is put back: read with what it has written, beside a longer one.
+    """The last logits of a preempted sequence: prefilled with its output, beside a longer one.
 
-    `[1, 2, vocabulary]` float32 on the CPU. A model in which tokens see those behind them (Gemma 3 with bidirectional
-    attention) shows here.
+    `[1, 2, vocabulary]` float32 on the CPU. A model in which tokens attend to later ones (Gemma 3 with bidirectional
+    attention) fails here.
 
     Args:
         model: On its device.
         alone: Of its prompt, `[steps, rows, vocabulary]`.
     """
-    short, _, long = (_prompt(model, *place) for place in PROMPTS)
+    short, _, long = (_prompt(model, *shape) for shape in PROMPTS)
     written = alone[:-1, 0].argmax(-1).tolist()
     return _logits_read(model, [short + written, long], (0, len(long)))
 
@@ -154,7 +153,7 @@ def _logits_read(model: Any, contexts: list[list[int]], ends: tuple[int, ...]) -
     Args:
         model: On its device.
         contexts: Their tokens.
-        ends: The columns where pieces begin and end.
+        ends: The columns where chunks begin and end.
     """
     import torch
 
@@ -182,7 +181,8 @@ def sample_logits(model: Any, length: int = PROMPTS[0][0]) -> torch.Tensor:
 def same_logits(model: Any, alone: torch.Tensor, beside: torch.Tensor) -> bool:
     """Whether row 0 is the same in both, `[steps, rows, vocabulary]`, up to the rounding of the model's dtype.
 
-    Where rounding turns a tie of the two likeliest tokens, the texts part, and the steps behind it say nothing.
+    If rounding breaks a tie of the two most likely tokens differently, the sequences diverge, and later steps are not
+    compared.
     """
     steps = min(len(alone), len(beside))
     parted = (alone[:steps, 0].argmax(-1) != beside[:steps, 0].argmax(-1)).tolist()
@@ -192,7 +192,7 @@ def same_logits(model: Any, alone: torch.Tensor, beside: torch.Tensor) -> bool:
 
 def _prompt(model: Any, length: int, seed: int) -> list[int]:
     size = model.get_input_embeddings().weight.shape[0]
-    return [(seed * 7919 + place * 104729) % size for place in range(length)]
+    return [(seed * 7919 + index * 104729) % size for index in range(length)]
 
 
 def _logits(model: Any, prompts: list[list[int]]) -> torch.Tensor:
