@@ -66,11 +66,6 @@ class ModelState:
         return message.partition("\n")[0]
 
 
-def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send a signal to this process when the thread that started it ends; called in the child."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
-
-
 def find_tritonserver(scratch: Path) -> Installation:
     """Find a tritonserver: on PATH, else in the nvidia-pytriton wheel.
 
@@ -164,7 +159,7 @@ def is_shell_safe(name: str) -> bool:
 
 def _prepare_process() -> None:
     """Runs in the new process before tritonserver."""
-    die_with_parent(signal.SIGTERM)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     # Triton's HTTP library copies a form body, as sent by `curl -d`, to the stack (libevhtp issue 118).
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     soft = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
