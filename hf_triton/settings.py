@@ -206,14 +206,14 @@ def _accepted_names(settings_class: type[BaseModel]) -> dict[str, str]:
 
 SETTING_NAMES: Final[Mapping[str, str]] = {**_accepted_names(DoorSettings), **_accepted_names(ModelSettings)}
 """Every name that a setting of this package is accepted by, and its field."""
-Settings = TypeVar("Settings", ModelSettings, DoorSettings)
+AnySettings = TypeVar("AnySettings", ModelSettings, DoorSettings)
 
 
 @dataclass(frozen=True)
-class LoadedSettings(Generic[Settings]):
+class LoadedSettings(Generic[AnySettings]):
     """Settings and where each one came from."""
 
-    settings: Settings
+    settings: AnySettings
     sources: Mapping[str, str]
     """By setting: `config.pbtxt`, the name of the environment variable, or `default`."""
 
@@ -233,8 +233,8 @@ def _shown(value: object) -> str:
 def load_settings(
     parameters: Mapping[str, str],
     environment: Mapping[str, str],
-    settings_class: type[Settings] = ModelSettings,  # type: ignore[assignment]
-) -> LoadedSettings[Settings]:
+    settings_class: type[AnySettings] = ModelSettings,  # type: ignore[assignment]
+) -> LoadedSettings[AnySettings]:
     """Read and check a folder's settings.
 
     Args:
