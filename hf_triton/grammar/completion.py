@@ -3,14 +3,13 @@
 
 llguidance says which tokens may come next and not how far the end is, so the end is searched for: by walks from the
 present state that prefer bytes which close something and bytes after which other tokens are allowed than before. A
-greedy walk and random restarts take turns, which grow longer. The seed is fixed and the budget counts
-visits, so the result depends on nothing but the grammar and the tokens before. Not always the shortest completion, and
-none for some grammars. Knows no model and no requests.
+greedy walk and random restarts take turns, which grow longer. The seed is fixed and the budget counts visits, so the
+result depends on the grammar and the tokens before alone. It is not always the shortest completion, and some grammars
+have one that is not found. Knows no model and no requests.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -186,10 +185,11 @@ class _Search:
             return best
         greedy: _State | None = self._start
         max_visits = self._budget.max_visits
-        for attempt in itertools.count():
+        turn: float = FIRST_VISITS
+        while True:
             num_before = self.num_visits
             for is_greedy, state in ((True, greedy), (False, self._start)):
-                end = min(self.num_visits + FIRST_VISITS * GROWTH**attempt, max_visits)
+                end = min(self.num_visits + turn, max_visits)
                 while state is not None and self.num_visits < end:
                     state = self._next(state, is_greedy)
                     if state is None or (completion := self._completion(state)) is None:
@@ -202,9 +202,9 @@ class _Search:
                     break
                 if is_greedy:
                     greedy = state
+            turn *= GROWTH if turn < max_visits else 1
             if self.num_visits == num_before or self._is_late():
-                break
-        return best
+                return best
 
     def _next(self, state: _State, is_greedy: bool) -> _State | None:
         """The next state of a walk; None at a dead end, beyond `max_tokens` and out of time."""

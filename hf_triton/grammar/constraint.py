@@ -3,7 +3,7 @@
 
 While a completion of the sequence is known, a token is allowed only if one within `max_new_tokens` is found behind it
 too; otherwise the next token of the known one takes its place. So a search that finds nothing costs freedom and never
-the form. A sequence for which no completion was found yet follows the grammar and may end as `length`.
+validity. A sequence for which no completion was found yet follows the grammar and may end as `length`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's tokenizer as llguidance wants it: each token by the bytes that it stands for. Knows no grammar."""
+"""Builds llguidance's tokenizer for a model: the bytes of each token. Knows no grammar."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ SAMPLE: Final = '{"key": [1, -2.5e3, "two words"], "x_y": null}\n'
 
 
 def build_guidance_tokenizer(tokenizer: Any, vocabulary_size: int) -> LLTokenizer | None:
-    """A tokenizer as the library wants it; None where that does not read a text as the tokenizer does."""
-    if not tokenizer.is_fast:  # Python's own decode no token by itself
+    """Build llguidance's tokenizer; None if it would not decode tokens as the model's tokenizer does."""
+    if not tokenizer.is_fast:  # slow tokenizers do not decode single tokens
         return None
     from llguidance.hf import from_tokenizer
 
     size = max(vocabulary_size, len(tokenizer))
     try:
-        guide = from_tokenizer(tokenizer, n_vocab=size)
-    except ValueError:  # it knows two ways in which tokens spell bytes
-        if not _are_tokens_texts(tokenizer):
+        guidance = from_tokenizer(tokenizer, n_vocab=size)
+    except ValueError:  # llguidance knows two ways in which tokens spell bytes
+        if not _is_metaspace(tokenizer):
             return None
-        guide = LLTokenizer(TokenizerWrapper(_SpelledTokenizer(tokenizer)), n_vocab=size)
+        guidance = LLTokenizer(TokenizerWrapper(_SpelledTokenizer(tokenizer)), n_vocab=size)
     sample = tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
     ids = [token_id for token_id in sample if token_id != tokenizer.unk_token_id]
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    return guide if guide.decode_bytes(ids).decode("utf-8", "replace").strip() == text.strip() else None
+    return guidance if guidance.decode_bytes(ids).decode("utf-8", "replace").strip() == text.strip() else None
 
 
 class _SpelledTokenizer:
-    """A tokenizer whose tokens are texts, spelled out for the library, which reads a text by the longest of them.
+    """A tokenizer whose tokens are strings, spelled out for llguidance; it encodes greedily by the longest token.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -46,7 +46,7 @@ class _SpelledTokenizer:
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Its tokens, bytes that none begins with passed over."""
+        """Encode; bytes that no token begins with are skipped."""
         ids, start = [], 0
         while start < len(text):
             lengths = range(min(self._longest, len(text) - start), 0, -1)
@@ -58,9 +58,9 @@ class _SpelledTokenizer:
 
 
 def _spelled(tokenizer: Any) -> list[bytes]:
-    """What each token adds to a text that has begun; nothing for special ones, and those that change what is there."""
+    """What each token adds behind another one; empty for special tokens and for those that change the one before."""
     special = frozenset(tokenizer.all_special_ids)
-    pairs = [[_beginning(tokenizer), token_id] for token_id in range(len(tokenizer))]
+    pairs = [[_any_word(tokenizer), token_id] for token_id in range(len(tokenizer))]
     before = tokenizer.decode(pairs[0][:1])
     texts = tokenizer.batch_decode(pairs, clean_up_tokenization_spaces=False)
     return [
@@ -69,11 +69,11 @@ def _spelled(tokenizer: Any) -> list[bytes]:
     ]
 
 
-def _beginning(tokenizer: Any) -> int:
-    """A token that is a word or a part of one."""
+def _any_word(tokenizer: Any) -> int:
+    """A token that is a word or a part of one, to decode others behind it."""
     return next(token_id for token_id in range(len(tokenizer)) if tokenizer.decode([token_id]).strip().isalpha())
 
 
-def _are_tokens_texts(tokenizer: Any) -> bool:
-    """Whether each token adds the same text wherever it comes: with sentencepiece's spaces and no bytes (T5)."""
+def _is_metaspace(tokenizer: Any) -> bool:
+    """Whether each token always adds the same string: sentencepiece's spaces without byte tokens (T5)."""
     return "Metaspace" in str(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])

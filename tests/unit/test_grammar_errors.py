@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammars and tokenizers that are refused, and what hostile grammars cost."""
 
+import contextlib
 import random
 import time
 from typing import Any
@@ -129,3 +130,9 @@ def test_tokenizer_whose_decoder_changes_bytes_is_refused() -> None:
     built: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
     with pytest.raises(RequestError, match="tokenizer"):
         GrammarCompiler(built, 256, frozenset([0])).compile(regex("a"), SamplingParams(1))
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "byte_fallback", "byte_level"])
+def test_walks_that_end_at_once_use_up_their_budget(kind: str) -> None:
+    with contextlib.suppress(RequestError):
+        constraint_of(regex("(a{1000}){1000}"), 60, kind)
