@@ -106,8 +106,8 @@ class Widths:
     def __init__(self, engine: ContinuousBatchingEngine) -> None:
         self.rows: list[int] = []
         self.columns: list[int] = []
-        self._step = engine._decoder.step
-        engine._decoder.step = self.step  # type: ignore[method-assign]
+        self._step = engine.decoder.step
+        engine.decoder.step = self.step  # type: ignore[method-assign]
 
     def step(self, memory: Any, newest: torch.Tensor) -> torch.Tensor:
         self.rows.append(memory.num_rows)
@@ -158,7 +158,7 @@ def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Req
         requests: In order of arrival.
         width: How many run at a time.
     """
-    engine = apart(lambda: ContinuousBatchingEngine(model, max_rows=width))
+    engine = apart(lambda: ContinuousBatchingEngine(model, max_num_seqs=width))
     widths = Widths(engine)
     try:
         generate_s = seconds(lambda: generate(plain, requests, width))

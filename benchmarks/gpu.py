@@ -124,14 +124,14 @@ class Steps:
     """Replaces the engine's decoder: records when full steps begin, and what they read of keys and values."""
 
     def __init__(self, engine: ContinuousBatchingEngine) -> None:
-        self._decoder = engine._decoder
+        self._decoder = engine.decoder
         self.is_static = self._decoder.is_static
         self.full = 0
         """Sequences in a step that counts."""
         self.intervals_s: list[float] = []
         self.read_bytes: list[int] = []
         self._last_s: float | None = None
-        engine._decoder = self  # type: ignore[assignment]
+        engine.executor._decoder = self  # type: ignore[assignment]
 
     def expect(self, num_rows: int) -> None:
         self.full = num_rows
@@ -194,7 +194,7 @@ def measure_engine(
 ) -> dict[int, dict[str, float]]:
     """`engine`, `decode` and `bound` of every batch."""
     rows: dict[int, dict[str, float]] = {}
-    engine = ContinuousBatchingEngine(model, max_rows=max(batches), shares_prefixes=False, decoding=mode)
+    engine = ContinuousBatchingEngine(model, max_num_seqs=max(batches), enable_prefix_caching=False, decoding=mode)
     steps, weights = Steps(engine), weight_bytes(model)
     print(f"steps have {'static' if steps.is_static else 'eager'} shapes")
     try:

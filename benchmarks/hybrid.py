@@ -89,9 +89,9 @@ def measure(model: Any, wanted: EngineName, num_requests: int) -> float:
     engine = build_engine(
         model,
         wanted,
-        max_rows=WIDTH,
+        max_num_seqs=WIDTH,
         max_cache_tokens=None,
-        shares_prefixes=True,
+        enable_prefix_caching=True,
         decoding="auto",
         context_length=CONTEXT_LENGTH,
         on_fatal=lambda: None,

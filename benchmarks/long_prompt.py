@@ -113,7 +113,7 @@ def measure(model: transformers.PreTrainedModel, chunks: str) -> Figures:
     source = random.Random(0)
     running = [Generation(random_prompt(source, 32), NUM_TOKENS) for _ in range(NUM_RUNNING)]
     late = Generation(random_prompt(source, PROMPT_TOKENS), 8)
-    engine = ContinuousBatchingEngine(model, max_rows=NUM_RUNNING + 1)
+    engine = ContinuousBatchingEngine(model, max_num_seqs=NUM_RUNNING + 1)
     try:
         engine.submit([generation.sequence for generation in running])
         for generation in running:

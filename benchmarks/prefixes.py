@@ -129,8 +129,8 @@ WORKLOADS: dict[str, Callable[[ContinuousBatchingEngine], TokenLists]] = {
 
 def measure(model: transformers.PreTrainedModel, counter: PromptCounter, name: str) -> Figures:
     cpu_s, prompt_tokens, completions = [], [], []
-    for shares_prefixes in (False, True):
-        engine = ContinuousBatchingEngine(model, max_rows=WIDTH, shares_prefixes=shares_prefixes)
+    for enable_prefix_caching in (False, True):
+        engine = ContinuousBatchingEngine(model, max_num_seqs=WIDTH, enable_prefix_caching=enable_prefix_caching)
         try:
             counter.num_tokens, started_s = 0, time.process_time()
             completions.append(WORKLOADS[name](engine))

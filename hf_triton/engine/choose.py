@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.engine.batch_engine import BatchEngine
+from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.types import Engine, Observer
 from hf_triton.errors import CheckpointError
-from hf_triton.runner.cpu import fast_attention
 from hf_triton.runner.faults import described
-from hf_triton.runner.long_rope import has_long_rope
+from hf_triton.runner.forward import attention_for_generate
+from hf_triton.runner.positions import counts_padding, has_positions_of_its_own, shares_positions
 from hf_triton.runner.probe import Sharing, asks_for, probe_batching, probe_continuous_batching
 
 if TYPE_CHECKING:
@@ -59,26 +59,28 @@ def build_engine(
     model: Any,
     wanted: EngineName,
     *,
-    max_rows: int,
+    max_num_seqs: int,
     max_cache_tokens: int | None,
-    shares_prefixes: bool,
+    enable_prefix_caching: bool,
     decoding: DecodingMode,
     context_length: int,
     on_fatal: Callable[[], None],
     observer: Observer | None = None,
+    config: EngineConfig | None = None,
 ) -> Engine:
     """Start the engine for a model.
 
     Args:
         model: In eval mode, on its device.
         wanted: `auto` takes the continuous engine where it gives what the model's own `generate` gives.
-        max_rows: Texts that are written at a time.
-        max_cache_tokens: The continuous engine's key/value memory; None: what the device has free.
-        shares_prefixes: Whether the continuous engine computes the common beginning of prompts only once.
+        max_num_seqs: The most sequences that run at a time.
+        max_cache_tokens: The continuous engine's KV cache memory; None: what the device has free.
+        enable_prefix_caching: Whether the continuous engine reuses the KV of earlier prompts.
         decoding: How the continuous engine runs a step.
         context_length: Tokens that a prompt and its continuation may have together.
         on_fatal: Called after the engine has failed for good.
-        observer: Is told what the engine does.
+        observer: Observes the engine.
+        config: The engine's constants.
 
     Raises:
         CheckpointError: `continuous` was asked for by name and cannot run this model right, or nothing can.
@@ -91,22 +93,26 @@ def build_engine(
             "generation_config.json",
         )
     obstacle = _obstacle(model, context_length) if wanted != "batch" else "the setting engine says batch"
-    reading = probe_continuous_batching(model) if obstacle is None else None
-    if reading is not None:
+    mode = probe_continuous_batching(model) if obstacle is None else None
+    if mode is not None:
         from hf_triton.engine.continuous import ContinuousBatchingEngine
+        from hf_triton.runner.decode import decoding_error
 
-        _check_decoding(model, decoding)
-        how = ", each prompt read at once, none shared" if reading == "whole" else ""
-        logger.info("engine continuous: up to %d rows at a time%s", max_rows, how)
+        unavailable = decoding_error(decoding, model.get_input_embeddings().weight.device)
+        if unavailable:
+            raise CheckpointError("device_unavailable", unavailable)
+        how = ", each prompt prefilled whole, no prefix caching" if mode == "whole" else ""
+        logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, how)
         return ContinuousBatchingEngine(
             model,
-            max_rows=max_rows,
+            max_num_seqs=max_num_seqs,
             max_cache_tokens=max_cache_tokens,
-            shares_prefixes=shares_prefixes,
-            prefills_whole=reading == "whole",
+            enable_prefix_caching=enable_prefix_caching,
+            prefills_whole=mode == "whole",
             decoding=decoding,
             on_fatal=on_fatal,
             observer=observer,
+            config=config,
         )
     has_failed = obstacle is None
     obstacle = obstacle or "its logits in a continuous batch are not those of generate"
@@ -115,28 +121,22 @@ def build_engine(
             "unsupported_model", f"engine continuous cannot run this model ({obstacle}): set engine to auto"
         )
     sharing = _sharing(model, context_length)
-    level = logging.WARNING if has_failed else logging.INFO  # it costs many users their pace, and was not looked for
-    logger.log(level, "engine batch, because %s: up to %d rows, sharing a batch: %s", obstacle, max_rows, sharing)
-    idle = {"max_cache_tokens": max_cache_tokens is not None, "decoding": decoding not in ("auto", "eager")}
-    for name in (name for name, is_set in idle.items() if is_set):
+    level = logging.WARNING if has_failed else logging.INFO  # unexpected, and slower
+    logger.log(
+        level, "engine batch, because %s: up to %d sequences, sharing a batch: %s", obstacle, max_num_seqs, sharing
+    )
+    ignored = {"max_cache_tokens": max_cache_tokens is not None, "decoding": decoding not in ("auto", "eager")}
+    for name in (name for name, is_set in ignored.items() if is_set):
         logger.warning("engine batch does nothing with the setting %s", name)
     return BatchEngine(
         model,
-        max_rows=max_rows,
+        max_num_seqs=max_num_seqs,
         context_length=context_length,
         sharing=sharing,
         on_fatal=on_fatal,
         observer=observer,
+        config=config,
     )
-
-
-def _check_decoding(model: Any, decoding: DecodingMode) -> None:
-    device = model.get_input_embeddings().weight.device
-    if decoding == "cuda_graphs" and device.type != "cuda":
-        raise CheckpointError(
-            "device_unavailable",
-            f"decoding cuda_graphs needs a GPU, and the model is on {device}: set decoding to auto",
-        )
 
 
 def _sharing(model: Any, context_length: int) -> Sharing:
@@ -146,7 +146,7 @@ def _sharing(model: Any, context_length: int) -> Sharing:
         CheckpointError: It cannot even run alone.
     """
     try:
-        with fast_attention(patches_torch=False):  # as the engine has it: a kernel is compiled now
+        with attention_for_generate():  # as the engine has it: a kernel is compiled now
             sharing = probe_batching(model)
     except Exception as error:
         raise CheckpointError(
@@ -154,16 +154,16 @@ def _sharing(model: Any, context_length: int) -> Sharing:
             f"transformers cannot generate with this model ({described(error)}): look at its "
             "generation_config.json, or choose a model that goes on from text alone",
         ) from error
-    if _shares_positions(model, context_length):
+    if shares_positions(model, context_length):
         return "alone"
-    return "equal_length" if sharing == "padded" and _counts_padding(model, context_length) else sharing
+    return "equal_length" if sharing == "padded" and counts_padding(model, context_length) else sharing
 
 
 def _obstacle(model: Any, context_length: int) -> str | None:
     """Why the continuous engine is not for this model, whatever its logits are; None where these decide."""
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    if _shares_positions(model, context_length) and not has_long_rope(model):
+    if shares_positions(model, context_length) and not has_positions_of_its_own(model):
         return "its positions change with the longest row beside it"
     size = NOT_IN_ROWS.get(model.config.model_type)
     if size is not None and context_length > getattr(model.config, size):
@@ -174,38 +174,3 @@ def _obstacle(model: Any, context_length: int) -> str | None:
 
 def _asked(model: Any, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if asks_for(model, name)]
-
-
-def _shares_positions(model: Any, context_length: int) -> bool:
-    """Whether positions of all rows depend on the longest one.
-
-    transformers picks rotary frequencies so (dynamic NTK, LongRoPE) beyond the length that the model was first trained
-    on, and attention temperatures that begin at a position: Llama 4's `floor_scale`, Inkling's `log_scaling_n_floor`.
-    """
-    config = model.config.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    layers = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
-    if getattr(config, "attn_temperature_tuning", False) and context_length >= getattr(config, "floor_scale", 0):
-        return True
-    if config.model_type == "inkling_text" and context_length > (config.log_scaling_n_floor or math.inf):
-        return True
-    return any(context_length > _first_length(config, each) for each in layers)
-
-
-def _first_length(config: Any, rope: Mapping[str, Any]) -> float:
-    """The most tokens of a text whose rotary frequencies do not depend on its length."""
-    if rope.get("rope_type") not in ("dynamic", "longrope"):
-        return math.inf
-    length: float = config.max_position_embeddings
-    return min(length, rope.get("original_max_position_embeddings") or length)
-
-
-def _counts_padding(model: Any, context_length: int) -> bool:
-    """Whether padding has a say in what a token sees (the sparse attention of MiniMax M3, DeepSeek V3.2 and V4, Doge).
-
-    The prompts tried at load are shorter than a block, or than what is chosen, and then padding does nothing.
-    """
-    config = model.config.get_text_config()
-    sizes = [getattr(config, name, None) for name in ("index_block_size", "index_topk", "keep_window_size")]
-    sizes += (getattr(config, "compress_rates", None) or {}).values()
-    return any(size is not None and context_length > size for size in sizes)

@@ -1,57 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of past texts' keys, values and states: a prompt that begins as one of them did need not compute that again.
+"""The KV of earlier sequences: a prompt that begins like one of them need not compute that part again.
 
-That is a system prompt, few-shot examples, or the conversation so far. What is shared is compared token by token, so
-nobody is answered from another one's text. But a prompt whose beginning is known is answered sooner: where users must
-not learn what others have sent, sharing has to be off. Knows no model.
+That is a system prompt, few-shot examples, or the conversation so far. Prefixes are compared token by token, so no
+answer depends on another request. But a prompt with a cached prefix is answered sooner: if users must not learn what
+others have sent, the cache has to be off. Knows no model.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    import torch
+    from hf_triton.runner.contents import CacheContents
 
-    from hf_triton.runner.states import TextStates
-
-MIN_SHARED: Final = 16
-"""The fewest tokens worth sharing; texts shorter than that are not kept."""
-
-LayerContents: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
-"""Keys and values of each layer, `[heads, tokens, head_dim]`."""
+MIN_PREFIX: Final = 16
+"""The fewest tokens worth sharing; shorter sequences are not stored."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A text whose keys and values are at hand."""
+    """A sequence whose KV can be copied."""
 
     token_ids: npt.NDArray[np.int64]
     """`[tokens]`"""
-    read: Callable[[int], LayerContents]
-    """The keys and values of its first so many tokens."""
-    states: Sequence[TextStates] = ()
-    """Of each layer that keeps some, as they are at its end."""
+    read: Callable[[int], CacheContents]
+    """The contents of its first tokens, given their number."""
 
 
 class PrefixCache:
-    """Keeps texts with their keys and values, and finds the one that a new text begins like.
+    """Stores sequences with their KV, and finds the one that shares the longest prefix with a context.
 
-    The texts are in lexicographic order, where the longest common prefix of a text with any of them is the one with a
-    neighbour of its place. None of them is a prefix of another. For use by one thread.
+    Sequences are in lexicographic order, so the longest common prefix of a context with any of them is that with a
+    neighbour of its position. None is a prefix of another. For use by one thread.
     """
 
-    least = MIN_SHARED
-    """The fewest tokens of a text that is kept, or of a beginning that is found."""
-    tokens_of_states = 0
-    """How many tokens weigh as much as the states of a text."""
+    min_tokens = MIN_PREFIX
+    """The fewest tokens of a stored sequence, and of a prefix that is found."""
+    slot_tokens = 0
+    """What a stored sequence takes beyond its tokens, in tokens."""
+    is_alone = False
+    """Whether a context with a cached prefix, or with a pause, shares a prefill batch with no other."""
+    stores_prompts = False
+    """Whether every prompt is stored when it has been prefilled; else a sequence is stored when it finishes."""
 
     def __init__(self) -> None:
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()  # by key, the least recently used first
@@ -60,150 +57,103 @@ class PrefixCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens held, those that several texts have in common counted for each, and states."""
+        """Tokens stored, common prefixes counted once for each sequence, `slot_tokens` included."""
         return self._num_tokens
 
-    def add(self, token_ids: list[int], contents: LayerContents, states: Sequence[TextStates] = ()) -> None:
-        """Keep a text, in place of one that it goes on from.
+    def add(self, token_ids: list[int], contents: CacheContents) -> None:
+        """Store a sequence, in place of one that is its prefix.
 
-        One that another goes on from, or that is too short to be shared, is not kept; the other counts as used.
+        A sequence that is a prefix of a stored one, or too short, is not stored; the stored one counts as used.
 
         Args:
             token_ids: Each at least 0.
-            contents: The keys and values of exactly these tokens, the store's own from now on.
-            states: What layers keep behind the last of them, likewise.
+            contents: Of exactly these tokens; the cache's own from now on.
 
         Raises:
             ValueError: `contents` are of another number of tokens.
         """
-        if any(each.shape[1] != len(token_ids) for layer in contents for each in layer):
-            raise ValueError(f"keys and values are not of the {len(token_ids)} tokens that they are said to be of")
-        if len(token_ids) < self.least or self.touch(token_ids):
+        if any(tensor.shape[1] != len(token_ids) for layer in contents.layers for tensor in layer):
+            raise ValueError(f"the keys and values are not those of {len(token_ids)} tokens")
+        if len(token_ids) < self.min_tokens or self.touch(token_ids):
             return
         tokens = np.array(token_ids, dtype=np.int64)
         key = _key(tokens)
         self._replace(key)
         self._keys.insert(bisect.bisect_left(self._keys, key), key)
-        self._prefixes[key] = Prefix(
-            tokens, lambda length: [(keys[:, :length], values[:, :length]) for keys, values in contents], states
-        )
-        self._num_tokens += len(tokens) + self.tokens_of_states
+        self._prefixes[key] = Prefix(tokens, contents.first)
+        self._num_tokens += len(tokens) + self.slot_tokens
         self.touch(token_ids)
 
     def touch(self, token_ids: list[int]) -> bool:
-        """Whether nothing has to be kept for a text, because one that is kept does for it too; that counts as a use."""
+        """Whether a sequence is stored, or is a prefix of a stored one, which then counts as used."""
         key = _key(np.array(token_ids, dtype=np.int64))
-        place = bisect.bisect_left(self._keys, key)
-        is_held = place < len(self._keys) and self._keys[place].startswith(key)
-        if is_held:
-            self._prefixes.move_to_end(self._keys[place])
-        return is_held
+        at = bisect.bisect_left(self._keys, key)
+        is_stored = at < len(self._keys) and self._keys[at].startswith(key)
+        if is_stored:
+            self._prefixes.move_to_end(self._keys[at])
+        return is_stored
 
     def find(self, context: list[int], running: Iterable[Prefix]) -> tuple[int, Prefix] | None:
-        """The text that has the most first tokens in common with `context`, and how many.
+        """The sequence with the longest common prefix with `context`, and the length of that.
 
         Args:
-            context: A text that is to be computed. Its last token is never shared: something must be left to compute.
-            running: More texts to look at, beside those that are kept.
+            context: To be prefilled. Its last token is never shared: one token must be left to compute.
+            running: Further sequences to compare with.
 
         Returns:
-            None where no text shares `least` tokens.
+            None if no sequence shares `min_tokens` tokens.
         """
         tokens = np.array(context[:-1], dtype=np.int64)
         stored = self._neighbours(tokens)
         counted = [(_num_common(prefix.token_ids, tokens), prefix) for prefix in (*stored, *running)]
-        num_cached, prefix = max(counted, key=lambda each: each[0], default=(0, None))
-        if prefix is None or num_cached < self.least:
+        num_cached, prefix = max(counted, key=lambda pair: pair[0], default=(0, None))
+        if prefix is None or num_cached < self.min_tokens:
             return None
         if prefix in stored:
             self._prefixes.move_to_end(_key(prefix.token_ids))
         return num_cached, prefix
 
-    def branch(self, context: list[int], num_cached: int) -> int | None:
-        """Where reading a context pauses for what is computed up to there to be kept; None: nowhere.
+    def pause(self, context: list[int], num_cached: int) -> int | None:
+        """The token at which prefilling a context pauses for its contents to be stored; None: nowhere.
 
         Args:
-            context: A text that is to be computed.
-            num_cached: How many of its first tokens are found.
+            context: To be prefilled.
+            num_cached: Its first tokens that were found.
         """
         return None
 
+    def can_store(self, num_tokens: int, num_computed: int) -> bool:
+        """Whether a finished sequence can be stored.
+
+        Args:
+            num_tokens: Of it that are to be stored.
+            num_computed: Its tokens in the KV cache; a step that ran ahead of its end has computed one more.
+        """
+        return True
+
     def shrink(self, to_tokens: int) -> None:
-        """Drop the least recently used texts until no more than `to_tokens`, at least 0, are held."""
+        """Drop the least recently used sequences until at most `to_tokens`, at least 0, are stored."""
         while self._num_tokens > to_tokens:
             self._drop(next(iter(self._prefixes)))
 
     def clear(self) -> None:
-        """Drop all texts."""
+        """Drop all sequences."""
         self.shrink(0)
 
     def _replace(self, key: bytes) -> None:
-        """Drop the text that another one goes on from."""
-        place = bisect.bisect_left(self._keys, key)
-        if place > 0 and key.startswith(self._keys[place - 1]):
-            self._drop(self._keys[place - 1])
+        """Drop the sequence that is a prefix of another one."""
+        at = bisect.bisect_left(self._keys, key)
+        if at > 0 and key.startswith(self._keys[at - 1]):
+            self._drop(self._keys[at - 1])
 
     def _neighbours(self, tokens: npt.NDArray[np.int64]) -> list[Prefix]:
-        """The texts on both sides of a place; the longest common prefix with any is that with one of them."""
-        place = bisect.bisect_left(self._keys, _key(tokens))
-        return [self._prefixes[each] for each in self._keys[max(0, place - 1) : place + 1]]
+        """The sequences on both sides of a position, one of which shares the longest prefix."""
+        at = bisect.bisect_left(self._keys, _key(tokens))
+        return [self._prefixes[key] for key in self._keys[max(0, at - 1) : at + 1]]
 
     def _drop(self, key: bytes) -> None:
-        self._num_tokens -= len(self._prefixes.pop(key).token_ids) + self.tokens_of_states
+        self._num_tokens -= len(self._prefixes.pop(key).token_ids) + self.slot_tokens
         self._keys.pop(bisect.bisect_left(self._keys, key))
-
-
-class HybridPrefixCache(PrefixCache):
-    """The same for a model with states, which cannot go back: a text is gone on from at its end alone.
-
-    So texts are kept at the end of a prompt, at the end of what was written, and where one parts from another that is
-    kept: the next that begins so is found. A text may be a prefix of another here.
-
-    Args:
-        least: The fewest tokens worth it: what is gone on from is read by itself.
-        tokens_of_states: How many tokens weigh as much as the states of a text.
-    """
-
-    def __init__(self, least: int, tokens_of_states: int) -> None:
-        super().__init__()
-        self.least = least
-        self.tokens_of_states = tokens_of_states
-
-    def touch(self, token_ids: list[int]) -> bool:
-        """Whether a text is kept. It counts as used, and so do those that it goes on from, the shortest as the last.
-
-        What a prompt shares with others so outlives what is its own.
-        """
-        key = _key(np.array(token_ids, dtype=np.int64))
-        for each in sorted(self._begun(key), key=len, reverse=True):
-            self._prefixes.move_to_end(each)
-        return key in self._prefixes
-
-    def find(self, context: list[int], running: Iterable[Prefix]) -> tuple[int, Prefix] | None:
-        """The longest text with which `context` goes on, and its length; of those that are kept alone.
-
-        Two tokens are left to compute: a single one would be a step, not a part of a prompt.
-        """
-        key = _key(np.array(context[:-2], dtype=np.int64))
-        whole = max(self._begun(key), key=len, default=None)
-        if whole is None:
-            return None
-        self._prefixes.move_to_end(whole)
-        prefix = self._prefixes[whole]
-        return len(prefix.token_ids), prefix
-
-    def branch(self, context: list[int], num_cached: int) -> int | None:
-        """Where it parts from another text, if that is far enough behind what is found."""
-        tokens = np.array(context[:-2], dtype=np.int64)
-        num_common = max((_num_common(each.token_ids, tokens) for each in self._neighbours(tokens)), default=0)
-        return num_common if num_common - num_cached >= self.least else None
-
-    def _replace(self, key: bytes) -> None:
-        """All texts stay: each has states of its own."""
-
-    def _begun(self, key: bytes) -> list[bytes]:
-        """The texts that one goes on from, itself included."""
-        return [each for each in self._keys if key.startswith(each)]
 
 
 def _key(token_ids: npt.NDArray[np.int64]) -> bytes:
@@ -212,7 +162,7 @@ def _key(token_ids: npt.NDArray[np.int64]) -> bytes:
 
 
 def _num_common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
-    """How many first tokens are the same."""
+    """Tokens of the common prefix."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -1,238 +1,291 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One text being written, and the sequence that it belongs to: what both engines keep of a text. Knows no model."""
+"""A sequence group on its way through an engine: its prompt, its listeners and its sequences. Knows no model."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from hf_triton.engine.types import (
-    Completion,
-    FinishReason,
-    Outcome,
-    SequenceGroup,
-    SequenceObserver,
-)
-from hf_triton.engine.worker import cancellation, finish, is_late, too_late
-from hf_triton.errors import HfTritonError, where
-from hf_triton.runner.transfer import to_device
+from hf_triton.errors import CancelledError, DeadlineExceededError, HfTritonError, panics_as_errors, where
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.sampler import SampledToken, SampledTokens
-from hf_triton.sampling.sequence_sampler import SequenceSampler
-from hf_triton.sampling.types import TokenLogprobs
+from hf_triton.sampling.types import Constraint, LogitsProcessor, TokenLogprobs
+
+if TYPE_CHECKING:
+    from hf_triton.sampling.sampler import SampledToken
+    from hf_triton.sampling.sequence_sampler import SequenceSampler
 
 logger = logging.getLogger(__name__)
 
-IDLE: Final = SequenceSampler(SamplingParams(1), 0, [], frozenset(), None, None)
-"""SampledTokens for a text that needs none."""
+FinishReason = Literal["eos", "stop_string", "length", "deadline"]
+"""`eos`: an end-of-sequence token. `stop_string`: the listener stopped it. `length`: it has `max_new_tokens` tokens.
+`deadline`: it has passed its deadline."""
 
 
-class GroupState:
-    """A sequence on its way: the texts it wants, and those it has.
+@dataclass(frozen=True)
+class Completion:
+    """One generated sequence of tokens."""
 
-    Args:
-        sequence: The prompt, its plan and its listeners.
-        eos_ids: The tokens that end a text, where the plan does not say.
-        observer: Is told what becomes of it.
-        number: The higher, the younger.
-        context_ids: What its texts go on from; None: the prompt.
-    """
+    token_ids: list[int]
+    """Without the prompt and without the end-of-sequence token."""
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`, if `logprobs` was asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """One for each prompt token but the first, if `prompt_logprobs` was asked for."""
 
-    def __init__(
+
+Outcome = list[Completion] | HfTritonError
+"""A prompt's completions, `num_return_sequences` of them, or the error that it is refused with."""
+
+
+@dataclass
+class RequestTimes:
+    """Times of a request, by `time.monotonic()`. Its sequence groups share the object and run in one thread."""
+
+    arrival_s: float = field(default_factory=lambda: time.monotonic())
+    admitted_s: float | None = None
+    """When the first of its sequence groups left the queue."""
+    first_token_s: float | None = None
+    """When the first of its sequences had a token."""
+
+    def note_admitted(self, now_s: float) -> None:
+        """A sequence group leaves the queue."""
+        if self.admitted_s is None:
+            self.admitted_s = now_s
+
+    def note_token(self, now_s: float) -> None:
+        """A sequence has a token."""
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+
+
+class SequenceObserver:
+    """Observes one sequence group, see `Observer`."""
+
+    def on_token_sampled(self, index: int, *, is_text: bool) -> None:
+        """A sequence has its next token; `is_text` is false for an end-of-sequence token."""
+
+    def on_complete(self, completions: list[Completion]) -> None:
+        """All sequences have finished. Not called if the group ends with an error."""
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """The sequences of one prompt, from submission to the outcome."""
+
+    prompt_ids: list[int]
+    """At least one token."""
+    params: SamplingParams
+    on_finish: Callable[[Outcome], None]
+    """Called exactly once, in the engine's thread or in that of `submit`; an exception is logged and ignored."""
+    is_cancelled: Callable[[], bool] = lambda: False
+    """Called at every step, so it must be cheap; true drops the group."""
+    on_token: Callable[[int, int], bool] | None = None
+    """Called in the engine's thread with a sequence's index and each of its tokens but the end-of-sequence token; true
+    finishes that sequence with `stop_string`."""
+    constraint: Callable[[], Constraint] | None = None
+    """Called in the engine's thread once for each sequence; None: unconstrained."""
+    logits_processor: Callable[[], LogitsProcessor | None] = lambda: None
+    """Called likewise; the result is applied before the constraint."""
+    deadline_s: float | None = None
+    """By `time.monotonic()`; sequences finish with the tokens that they have, and a group without any is refused."""
+    priority: int = 0
+    """Lower values are admitted first; requests of equal priority take turns."""
+    times: RequestTimes = field(default_factory=RequestTimes)
+    """Of the request that the group belongs to."""
+
+    turn: int = field(default=0, init=False)
+    """The queue's own, see `WaitingQueue`."""
+    sequences: list[Sequence] = field(default_factory=list, init=False)
+    """From admission until the outcome."""
+    eos_ids: frozenset[int] = field(default=frozenset(), init=False)
+    observer: SequenceObserver = field(default_factory=SequenceObserver, init=False)
+    arrival_number: int = field(default=0, init=False)
+    """Of admission; the higher, the younger."""
+    prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
+    """Known once the prompt has been prefilled."""
+    num_cached: int | None = field(default=None, init=False)
+    """Tokens of the prompt in the prefix cache when the scheduler looked it up; None: not yet."""
+    no_room_since_s: float | None = field(default=None, init=False)
+    """Since when it has waited for memory while nothing else runs; None: it does not."""
+    is_finished: bool = field(default=False, init=False)
+
+    def start(
         self,
-        sequence: SequenceGroup,
+        new_sampler: Callable[[int], SequenceSampler],
         eos_ids: frozenset[int],
         observer: SequenceObserver,
-        number: int = 0,
-        context_ids: list[int] | None = None,
+        arrival_number: int = 0,
     ) -> None:
-        plan = sequence.plan
-        self.number = number
-        self.sequence = sequence
-        self.observer = observer
-        self.eos_ids = eos_ids if plan.eos_ids is None else plan.eos_ids
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
-        self.num_cached: int | None = None
-        """Tokens that the prompt had in common with another text when that was looked up; None: not yet."""
-        self.no_room_since_s: float | None = None
-        """Since when it has waited for memory while nothing runs; None: it does not."""
-        self.is_finished = False
-        self._context_ids = sequence.prompt_ids if context_ids is None else context_ids
-        self.rows = [Sequence(self, copy, self._sampler(copy)) for copy in range(plan.num_sequences)]
+        """Create the sequences.
 
-    def _sampler(self, copy: int) -> SequenceSampler:
-        sequence = self.sequence
-        constraint = sequence.constraint() if sequence.constraint else None
-        processor = sequence.logits_processor()
-        return SequenceSampler(sequence.plan, copy, self._context_ids, self.eos_ids, constraint, processor)
+        Args:
+            new_sampler: Creates the sampler of a sequence, given its index.
+            eos_ids: The end-of-sequence tokens.
+            observer: Observes the group from now on.
+            arrival_number: See the attribute.
+        """
+        self.eos_ids, self.observer, self.arrival_number = eos_ids, observer, arrival_number
+        self.sequences = [Sequence(self, index, new_sampler(index)) for index in range(self.params.num_sequences)]
 
     def finish(self, outcome: Outcome) -> None:
-        """Tell the listener, once."""
-        if not self.is_finished:
-            self.is_finished, self.rows = True, []  # which hold it: nothing is left to the garbage collector
-            if not isinstance(outcome, HfTritonError):
-                self.observer.on_complete(outcome)
-            finish(self.sequence, outcome)
+        """Deliver the outcome, once."""
+        if self.is_finished:
+            return
+        self.is_finished, self.sequences = True, []  # breaks the reference cycle
+        if not isinstance(outcome, HfTritonError):
+            self.observer.on_complete(outcome)
+        try:
+            with panics_as_errors():
+                self.on_finish(outcome)
+        except Exception as error:  # one listener's mistake must not end the loop that serves the others
+            logger.error("delivering an outcome failed: %s", where(error))
 
     def finish_if_complete(self) -> None:
-        """Tell the listener its completions when all rows are done."""
-        if all(row.finish_reason for row in self.rows):
-            self.finish([row.completion() for row in self._best()])
+        """Deliver the completions once all sequences have finished."""
+        if all(sequence.finish_reason for sequence in self.sequences):
+            self.finish([sequence.completion() for sequence in self._best()])
+
+    def queue_error(self) -> HfTritonError | None:
+        """The error to refuse a queued group with: it was cancelled or has passed its deadline; None: neither."""
+        return self._cancellation() or (DeadlineExceededError() if self._is_late() else None)
 
     def drop_if_ended(self) -> None:
-        """Finish it where nobody waits for it any more, or its time is up."""
-        ending = cancellation(self.sequence)
-        if ending is not None:
-            self.finish(ending)
-        elif is_late(self.sequence):
+        """Finish the group if it was cancelled or has passed its deadline."""
+        cancellation = self._cancellation()
+        if cancellation is not None:
+            self.finish(cancellation)
+        elif self._is_late():
             self.expire()
 
     def expire(self) -> None:
-        """The time is up: the texts end with what they have."""
-        if not any(row.token_ids or row.again for row in self.rows):
-            self.finish(too_late())
-        for row in self.rows:
-            row.expire()
+        """Finish the sequences with the tokens that they have."""
+        if not any(sequence.token_ids for sequence in self.sequences):
+            self.finish(DeadlineExceededError())
+        for sequence in self.sequences:
+            sequence.expire()
         self.finish_if_complete()
 
+    def _cancellation(self) -> HfTritonError | None:
+        try:
+            with panics_as_errors():
+                return CancelledError() if self.is_cancelled() else None
+        except Exception as error:  # one request's mistake must not end the loop
+            logger.error("asking whether a request was cancelled failed: %s", where(error))
+            return HfTritonError("internal", "the request could not be followed; the server's log says why")
+
+    def _is_late(self) -> bool:
+        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
+
     def _best(self) -> list[Sequence]:
-        """The `num_return_sequences` rows whose tokens are likeliest on average; all of them, as a rule."""
-        plan = self.sequence.plan
-        if plan.num_sequences == plan.num_return_sequences:
-            return self.rows
-        ranked = sorted(self.rows, key=lambda row: row.mean_logprob(), reverse=True)
-        return ranked[: plan.num_return_sequences]
+        """The `num_return_sequences` sequences of the highest mean logprob; all of them, unless `best_of` is set."""
+        if self.params.num_sequences == self.params.num_return_sequences:
+            return self.sequences
+        ranked = sorted(self.sequences, key=lambda sequence: sequence.mean_logprob(), reverse=True)
+        return ranked[: self.params.num_return_sequences]
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One text being written."""
+    """One sequence being generated: the unit of scheduling."""
 
-    job: GroupState
-    copy: int
+    group: SequenceGroup
+    index: int
+    """In its group."""
     sampler: SequenceSampler
     token_ids: list[int] = field(default_factory=list)
+    """Without the prompt."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    """None while it is being written."""
-    again: list[int] = field(default_factory=list)
-    """The next tokens, where it has had them before: see `regenerate`."""
     is_suspect: bool = False
-    """It was in a batch that failed, and runs alone until its end."""
+    """It was in a batch that failed, and runs alone until it finishes."""
 
     @property
     def is_done(self) -> bool:
-        """Whether it is complete, or nobody waits for it any more."""
-        return self.finish_reason is not None or self.job.is_finished
+        """Whether it has finished, or its group has."""
+        return self.finish_reason is not None or self.group.is_finished
 
     @property
     def age(self) -> tuple[int, int]:
         """The higher, the younger."""
-        return self.job.number, self.copy
+        return self.group.arrival_number, self.index
 
     def context(self) -> list[int]:
         """The tokens that its next token follows."""
-        return self.job.sequence.prompt_ids + self.token_ids
+        return self.group.prompt_ids + self.token_ids
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the context, with those that come again."""
-        return len(self.job.sequence.prompt_ids) + len(self.token_ids) + len(self.again)
+        """Tokens of the context."""
+        return len(self.group.prompt_ids) + len(self.token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that the context may come to have."""
+        return len(self.group.prompt_ids) + self.group.params.max_new_tokens
 
     @property
     def num_left(self) -> int:
-        """Tokens that it may have yet, those that come again included."""
-        return self.job.sequence.plan.max_new_tokens - len(self.token_ids)
-
-    @property
-    def picker(self) -> SequenceSampler:
-        """What picks its next token; of one that it has had before, anything."""
-        return IDLE if self.again else self.sampler
-
-    def regenerate(self) -> None:
-        """Have the tokens so far written once more, one by one, of which nobody is told."""
-        self.token_ids, self.again = [], self.token_ids + self.again
+        """The most tokens that it may yet generate."""
+        return self.group.params.max_new_tokens - len(self.token_ids)
 
     def begins_with(self, head: list[int]) -> bool:
         """Whether the context begins with these tokens."""
-        prompt = self.job.sequence.prompt_ids[: len(head)]
+        prompt = self.group.prompt_ids[: len(head)]
         return prompt + self.token_ids[: len(head) - len(prompt)] == head
 
-    def take(self, pick: SampledToken) -> bool:
-        """Take the next token; whether the text is complete with it. The job is finished with its last row."""
+    def append(self, token: SampledToken) -> bool:
+        """Append the next token; whether the sequence is done with it. The group finishes with its last sequence."""
         if self.is_done:
             return True
-        if self.again:
-            self.token_ids.append(self.again.pop(0))
-            return False
-        self.sampler.accept(pick.token_id)
-        self.job.observer.on_token_sampled(self.copy, is_text=pick.token_id not in self.job.eos_ids)
-        self.finish_reason = self._appended(pick)
+        self.sampler.accept(token.token_id)
+        self.group.observer.on_token_sampled(self.index, is_text=token.token_id not in self.group.eos_ids)
+        self.finish_reason = self._append(token.token_id, token.logprobs)
         if self.finish_reason:
-            self.job.finish_if_complete()
+            self.group.finish_if_complete()
         return self.finish_reason is not None
 
     def expire(self) -> None:
-        """The time is up: the text ends with what it has, and with what its constraint still wants."""
+        """Finish with the tokens that it has, and with those that its constraint still requires."""
         if self.is_done:
             return
-        self.token_ids, self.again = self.token_ids + self.again, []
         for token_id in self.sampler.completion_tokens():
             self.sampler.accept(token_id)
-            if self._appended(SampledToken(token_id, TokenLogprobs(token_id, 0.0))):  # nothing else could have come
+            if self._append(token_id, TokenLogprobs(token_id, 0.0)):  # no other token was possible
                 break
         self.finish_reason = "deadline"
 
-    def _appended(self, pick: SampledToken) -> FinishReason | None:
-        if pick.token_id in self.job.eos_ids:
+    def _append(self, token_id: int, logprobs: TokenLogprobs | None) -> FinishReason | None:
+        if token_id in self.group.eos_ids:
             return "eos"
-        self.token_ids.append(pick.token_id)
-        if pick.logprobs is not None:
-            self.logprobs.append(pick.logprobs)
-        if self._is_stopped(pick.token_id):
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self._is_stopped(token_id):
             return "stop_string"
         return None if self.num_left > 0 else "length"
 
     def _is_stopped(self, token_id: int) -> bool:
-        listener = self.job.sequence.on_token
+        listener = self.group.on_token
         try:
-            return listener is not None and listener(self.copy, token_id)
-        except BaseException as error:  # one listener's mistake, a panic in Rust code too, must not end the loop
+            with panics_as_errors():
+                return listener is not None and listener(self.index, token_id)
+        except Exception as error:  # one listener's mistake must not end the loop
             logger.error("delivering a token failed: %s", where(error))
-            self.job.finish(HfTritonError("internal", "the text could not be delivered; the server's log says why"))
+            self.group.finish(HfTritonError("internal", "the text could not be delivered; the server's log says why"))
             return True
 
     def mean_logprob(self) -> float:
-        """The mean logprob of its tokens; 0 for an empty text, which is as good as can be."""
-        return sum(each.logprob for each in self.logprobs) / max(1, len(self.logprobs))
+        """The mean logprob of its tokens; 0, the highest, if it has none."""
+        return sum(logprob.logprob for logprob in self.logprobs) / max(1, len(self.logprobs))
 
     def completion(self) -> Completion:
-        """The text that it has become."""
+        """The sequence as its listener gets it; it must have finished."""
         assert self.finish_reason is not None
-        wants_logprobs = self.job.sequence.plan.logprobs is not None
+        wants_logprobs = self.group.params.logprobs is not None
         return Completion(
-            self.token_ids, self.finish_reason, self.logprobs if wants_logprobs else None, self.job.prompt_logprobs
+            self.token_ids, self.finish_reason, self.logprobs if wants_logprobs else None, self.group.prompt_logprobs
         )
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of running rows whose tokens they do not have yet."""
-
-    rows: list[Sequence]
-    picks: SampledTokens
-
-    def tokens_of(self, rows: list[Sequence]) -> torch.Tensor:
-        """The tokens of some of the rows, `[rows]` int64 on the device."""
-        tokens = self.picks.tokens
-        if rows == self.rows:
-            return tokens
-        places = {row: place for place, row in enumerate(self.rows)}
-        return tokens[to_device([places[row] for row in rows], torch.int64, tokens.device)]
-
-    def read(self) -> dict[Sequence, SampledToken]:
-        """Every row's, once they are on the host."""
-        return dict(zip(self.rows, self.picks.read(), strict=True))

@@ -48,10 +48,9 @@ class Decoder:
 
     def __init__(self, forward: Forward, mode: DecodingMode = "auto") -> None:
         is_cuda = forward.device.type == "cuda"
-        if mode == "cuda_graphs" and not is_cuda:
-            raise ValueError(
-                f"decoding cuda_graphs needs a CUDA device, and the model is on {forward.device}: take auto"
-            )
+        error = decoding_error(mode, forward.device)
+        if error:
+            raise ValueError(error)
         self._forward = forward
         self._graph_capture = graph_capture(forward.device) if is_cuda and mode in ("auto", "cuda_graphs") else None
         self.is_static = self._graph_capture is not None or mode == "static"
@@ -212,6 +211,13 @@ class Decoder:
         prefilled, logits = self._forward.prefill([7 * index % TRIAL_TOKENS for index in range(length)])
         memory.add(prefilled, 0, length)
         return logits
+
+
+def decoding_error(mode: DecodingMode, device: torch.device) -> str | None:
+    """What to say if a mode cannot run on a device; None: it can."""
+    if mode == "cuda_graphs" and device.type != "cuda":
+        return f"decoding cuda_graphs needs a GPU, and the model is on {device}: set decoding to auto"
+    return None
 
 
 def bucket_of(memory: KVCache) -> tuple[int, int]:

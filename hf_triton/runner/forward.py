@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -16,7 +16,7 @@ from hf_triton.runner.cpu import fast_attention
 from hf_triton.runner.cuda import forward_context
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.padding import pad
-from hf_triton.runner.states import cache_maker, keeps_keys, memory_of_text, reads_as_it_writes
+from hf_triton.runner.states import cache_maker, decodes_as_it_prefills, keeps_keys, memory_per_token
 
 CACHE_NAMES: Final = ("cache", "past_key_values", "cache_params")
 """What transformers' models call their cache: since 5.24, before, and those that keep a state instead of keys."""
@@ -34,18 +34,18 @@ class Forward:
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = cache_name(model)
         self.new_cache = cache_maker(model.config)
-        """Makes what prompts are read into."""
-        self.has_states = self.new_cache is not DynamicCache
-        """Whether some layers keep states of one size, those of the last token that was read."""
-        self.has_keys = not self.has_states or keeps_keys(self.new_cache())
+        """Creates the empty cache of a prefill batch."""
+        self.is_recurrent = self.new_cache is not DynamicCache
+        """Whether some layers keep a state of one size, that behind the last token, which cannot go back."""
+        self.has_keys = not self.is_recurrent or keeps_keys(self.new_cache())
         """Whether some layers keep keys and values of every token."""
-        self.reads_as_it_writes = reads_as_it_writes(model)
-        """Whether a text's state is the same where its tokens were written, one by one, and where they are read."""
+        self.recomputes = decodes_as_it_prefills(model)
+        """Whether prefilling a sequence's tokens gives what decoding them has given: it can be recomputed."""
         self._attention = fast_attention()
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._long_rope = LongRope(model) if has_long_rope(model) else None
-        self.switch_length: float = self._long_rope.switch_length if self._long_rope else math.inf
-        """The most tokens of a text whose keys are of use to a longer one; they are no more once it has outgrown it."""
+        self.recompute_length: float = self._long_rope.switch_length + 1 if self._long_rope else math.inf
+        """A context that grows to this many tokens must be recomputed: the KV of shorter ones is of no use to it."""
         self._device_context = forward_context(self.device)
 
     @property
@@ -60,11 +60,15 @@ class Forward:
         input_ids, attention_mask = pad([prompt], 0, self.device, at_left=True)
         return cache, self(input_ids, attention_mask, cache)[:, -1]
 
+    def cache_key(self, token_ids: list[int]) -> list[int]:
+        """What a sequence is stored by in the prefix cache: sequences share KV as far as their keys are equal."""
+        return self._long_rope.cache_key(token_ids) if self._long_rope else token_ids
+
     @torch.inference_mode()
-    def memory_of_text(self) -> tuple[Mapping[torch.device, int], int]:
-        """Bytes of a token's keys and values on each device; how many tokens weigh as much as a text's states."""
+    def memory_per_token(self) -> tuple[Mapping[torch.device, int], int]:
+        """Bytes of a token's keys and values on each device; how many tokens take as much as a slot's states."""
         cache, _ = self.prefill([0])
-        return memory_of_text(cache, self.device)
+        return memory_per_token(cache, self.device)
 
     def __call__(
         self,
@@ -107,6 +111,11 @@ def cache_name(model: Any) -> str:
     """By which name a model's forward takes its cache."""
     accepts = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_NAMES if name in accepts), CACHE_NAMES[0])
+
+
+def attention_for_generate() -> AbstractContextManager[object]:
+    """The context that `model.generate` runs in: with the device's attention kernels, if there are any."""
+    return fast_attention(patches_torch=False)
 
 
 def begin_anew(model: Any, num_rows: int, device: torch.device) -> None:

@@ -39,11 +39,11 @@ class KVCache:
 
     Args:
         device: Where the buffers live.
-        tokens_of_states: How many tokens weigh as much as what a row has of one size, see `states`.
+        slot_tokens: How many tokens weigh as much as what a row has of one size, see `states`.
     """
 
-    def __init__(self, device: torch.device, tokens_of_states: int = 0) -> None:
-        self._tokens_of_states = tokens_of_states
+    def __init__(self, device: torch.device, slot_tokens: int = 0) -> None:
+        self._slot_tokens = slot_tokens
         self.num_rows = 0
         self.first = 0
         self.clock = 0
@@ -200,7 +200,7 @@ class KVCache:
         return any(isinstance(layer, StatesLayer) for layer in self.cache.layers)
 
     def _tokens(self, shape: tuple[int, int]) -> int:
-        return shape[0] * (shape[1] + self._tokens_of_states)
+        return shape[0] * (shape[1] + self._slot_tokens)
 
     def _clear(self) -> None:
         self._mask = self.clock_index.new_zeros(0, 0)  # [rows, columns], zero beyond the clock
@@ -276,9 +276,9 @@ class KVCache:
         self._positions[row] = self.clock - start
 
 
-def buffer_tokens(rows: int, columns: int, tokens_of_states: int = 0) -> int:
+def buffer_tokens(rows: int, columns: int, slot_tokens: int = 0) -> int:
     """Rows x columns of the smallest buffers with so many in use, states counted."""
-    return rows * (_rounded(columns) + tokens_of_states)
+    return rows * (_rounded(columns) + slot_tokens)
 
 
 def _rounded(columns: int) -> int:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from transformers.cache_utils import Cache
 
+from hf_triton.runner.contents import CacheContents
 from hf_triton.runner.kv_cache import KVCache, buffer_tokens
-from hf_triton.runner.states import TextStates
 
 if TYPE_CHECKING:
     from hf_triton.runner.decode import Decoder
@@ -35,13 +35,13 @@ class KVCacheLanes:
         device: Where the memory lives.
         max_padding: Tokens of padding that a row may bring into a lane; one that brings more gets another. `math.inf`:
             there is one lane.
-        tokens_of_states: How many tokens weigh as much as what a row has of one size, see `states`.
+        slot_tokens: How many tokens weigh as much as what a row has of one size, see `states`.
     """
 
-    def __init__(self, device: torch.device, max_padding: float = math.inf, tokens_of_states: int = 0) -> None:
+    def __init__(self, device: torch.device, max_padding: float = math.inf, slot_tokens: int = 0) -> None:
         self._device = device
         self._max_padding = max_padding
-        self._tokens_of_states = tokens_of_states
+        self._slot_tokens = slot_tokens
         self._lanes = [self._new_lane()]
         self._is_corrupt = False
 
@@ -104,15 +104,10 @@ class KVCacheLanes:
         lane, index = self._find(row)
         return lane.length(index)
 
-    def read(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values `[heads, length, head_dim]` of a row's first tokens, layer by layer; views of the buffers."""
+    def read(self, row: int, length: int) -> CacheContents:
+        """Views of the contents of a row's first tokens; its states are those behind its last one."""
         lane, index = self._find(row)
-        return lane.read(index, length)
-
-    def states(self, row: int) -> list[TextStates]:
-        """What the layers that keep states have of a row; views."""
-        lane, index = self._find(row)
-        return lane.states(index)
+        return CacheContents(lane.read(index, length), lane.states(index))
 
     def step(self, decoder: Decoder, newest: torch.Tensor) -> torch.Tensor:
         """Run one token for every row, `newest` `[num_rows]` being the last of each; `[num_rows, vocabulary]`.
@@ -140,7 +135,7 @@ class KVCacheLanes:
         self._lanes[0].release()
 
     def _new_lane(self) -> KVCache:
-        return KVCache(self._device, self._tokens_of_states)
+        return KVCache(self._device, self._slot_tokens)
 
     def _needs(self, lengths: list[int]) -> list[int]:
         """Rows x columns of the smallest buffers, lane by lane, those included that new rows of these lengths get."""
@@ -150,7 +145,7 @@ class KVCacheLanes:
             if place == len(shapes):
                 shapes.append(Shape(0, 0))
             shapes[place] = Shape(shapes[place].rows + 1, max(shapes[place].columns, length))
-        return [buffer_tokens(shape.rows, shape.columns + 1, self._tokens_of_states) for shape in shapes]
+        return [buffer_tokens(shape.rows, shape.columns + 1, self._slot_tokens) for shape in shapes]
 
     def _most(self, lengths: list[int]) -> list[int]:
         """The same, or what a lane's buffers have where that is more."""

@@ -20,6 +20,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 READ_ANEW: Final = ("phi3",)
 """Types of models whose `generate` reads a text anew when it outgrows the first set; others go on with keys of both."""
 
+LONG_SEQUENCE: Final = 1 << 32
+"""Added to the token ids of long sequences in `cache_key`; beyond every token id."""
+
 _num_tokens: ContextVar[int] = ContextVar("num_tokens", default=0)
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -43,6 +46,12 @@ class LongRope:
             short = partial(_stock_forward(module), _Frequencies(module, module.original_inv_freq))
             name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hooks stay around it
             setattr(module, name, partial(self._forward, short, long))
+
+    def cache_key(self, token_ids: list[int]) -> list[int]:
+        """Token ids by which a sequence's KV is found: long sequences share with each other alone."""
+        if len(token_ids) <= self.switch_length:
+            return token_ids
+        return [LONG_SEQUENCE + token_id for token_id in token_ids]
 
     @contextmanager
     def reading(self, num_tokens: int) -> Iterator[None]:

@@ -175,8 +175,8 @@ def keeps_keys(cache: Cache) -> bool:
     return any(isinstance(layer, DynamicLayer) for layer in cache.layers)
 
 
-def reads_as_it_writes(model: Any) -> bool:
-    """Whether no layer limits its time steps: transformers does so while it reads (Mamba2's scan), and in no step."""
+def decodes_as_it_prefills(model: Any) -> bool:
+    """Whether no layer limits its time steps: transformers does so in prefill (Mamba2's scan), and in no step."""
     limits = (getattr(module, "time_step_limit", None) for module in model.modules())
     return all(limit is None or tuple(limit) == (0.0, math.inf) for limit in limits)
 
@@ -218,7 +218,7 @@ def go_on_from(cache: Cache, contents: list[tuple[torch.Tensor, torch.Tensor]], 
             layer.update_recurrent_state(state, number)
 
 
-def memory_of_text(cache: Cache, device: torch.device) -> tuple[Mapping[torch.device, int], int]:
+def memory_per_token(cache: Cache, device: torch.device) -> tuple[Mapping[torch.device, int], int]:
     """Bytes of one token's keys and values on each device, and how many tokens weigh as much as the states.
 
     Where there are no keys, those of its place in the mask.

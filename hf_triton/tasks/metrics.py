@@ -303,9 +303,9 @@ class _SequenceMeter(SequenceObserver):
         self._meter = meter
         self._sequence = sequence
         self._has_begun = False
-        self._firsts_s = [0.0] * sequence.plan.num_sequences
-        self._lasts_s = [0.0] * sequence.plan.num_sequences
-        self._num_picks = [0] * sequence.plan.num_sequences
+        self._firsts_s = [0.0] * sequence.params.num_sequences
+        self._lasts_s = [0.0] * sequence.params.num_sequences
+        self._num_picks = [0] * sequence.params.num_sequences
 
     def on_token_sampled(self, copy: int, *, is_text: bool) -> None:
         """A sequence has its next token."""

@@ -51,7 +51,7 @@ def load_with_references(name: str, num_requests: int) -> tuple[Any, Items, list
 def test_continuous_engine_equals_generate(name: str, num_requests: int, decoding: str) -> None:
     model, items, expected = load_with_references(name, num_requests)
     source = random.Random(name + decoding)
-    options = {"max_rows": source.choice([3, 5, 8]), "decoding": decoding}
+    options = {"max_num_seqs": source.choice([3, 5, 8]), "decoding": decoding}
     with engine_of(model, ContinuousBatchingEngine, **options) as client:
         pauses_s = [0, 0, 0, 0.01]  # requests join and leave at odd times
         check(model, client, items, lambda: time.sleep(source.choice(pauses_s)), expected=expected)
@@ -69,7 +69,7 @@ def test_decode_attention_kernel_equals_generate(name: str, num_requests: int, m
         return result
 
     model, items, expected = load_with_references(name, num_requests)
-    with engine_of(model, ContinuousBatchingEngine, max_rows=5) as client:
+    with engine_of(model, ContinuousBatchingEngine, max_num_seqs=5) as client:
         check(model, client, items, expected=expected)
     assert sum(was_used) > num_requests
 
@@ -77,5 +77,5 @@ def test_decode_attention_kernel_equals_generate(name: str, num_requests: int, m
 @pytest.mark.parametrize("name", [*BATCH])
 def test_batch_engine_equals_generate(name: str) -> None:
     model, items, expected = load_with_references(name, NUM_BATCH_REQUESTS)
-    with engine_of(model, BatchEngine, max_rows=5) as client:
+    with engine_of(model, BatchEngine, max_num_seqs=5) as client:
         check(model, client, items, expected=expected)

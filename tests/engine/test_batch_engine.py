@@ -137,10 +137,12 @@ class Bench:
     """An engine that is held still until its queue is filled, so that what can share a batch does."""
 
     def __init__(self, model: Any, sharing: Sharing = "padded", **arguments: Any) -> None:
-        self.engine = BatchEngine(model, **({"max_rows": 32, "context_length": 4096, "sharing": sharing} | arguments))
+        self.engine = BatchEngine(
+            model, **({"max_num_seqs": 32, "context_length": 4096, "sharing": sharing} | arguments)
+        )
 
     def run(self, asked: list[Asked]) -> None:
-        with self.engine._wake:  # the engine's thread takes nothing before all are queued
+        with self.engine.queue.changed:  # the engine's thread takes nothing before all are queued
             for each in asked:
                 self.engine.submit([each.sequence()])
         for each in asked:
@@ -220,7 +222,7 @@ def test_a_repetition_penalty_does_not_see_the_padding(penalty: float, llama: An
 def test_max_rows_bounds_every_batch(llama: Any) -> None:
     asked = [Asked(ids, SamplingParams(4)) for ids in draw_prompts(11)]
     spy = Spy(llama)
-    with Bench(spy, max_rows=4) as bench:
+    with Bench(spy, max_num_seqs=4) as bench:
         bench.run(asked)
     assert spy.widths == [4, 4, 3]
 
@@ -341,7 +343,7 @@ def test_both_engines_write_the_same(architecture: str, model_of: Callable[[str]
     asked, again = ([Asked(ids, plan) for ids, plan in zip(draw_prompts(10), plans, strict=True)] for _ in range(2))
     with Bench(model) as bench:
         bench.run(asked)
-    rolling = ContinuousBatchingEngine(model, max_rows=8)
+    rolling = ContinuousBatchingEngine(model, max_num_seqs=8)
     rolling.submit([each.sequence() for each in again])
     assert [each.completions for each in asked] == [each.completions for each in again]
     rolling.close()
@@ -380,7 +382,7 @@ def test_sequences_of_one_prompt_differ_and_repeat_with_their_seed(sharing: Shar
     plan = SamplingParams(8, do_sample=True, temperature=2.0, seed=5, num_return_sequences=4)
     first, second = Asked([9, 10, 11], plan), Asked([9, 10, 11], plan)
     spy = Spy(llama)
-    with Bench(spy, sharing, max_rows=3) as bench:  # more sequences than rows: one prompt is never refused for it
+    with Bench(spy, sharing, max_num_seqs=3) as bench:  # more sequences than rows: one prompt is never refused for it
         bench.run([first, second])
     assert spy.widths == ([1] * 8 if sharing == "alone" else [3, 1, 3, 1])
     assert first.token_ids == second.token_ids
@@ -405,7 +407,7 @@ def test_of_the_best_the_likeliest_are_kept(llama: Any) -> None:
 
 def test_listeners_hear_every_token_of_every_text_once(llama: Any) -> None:
     asked = [Asked(ids, plan) for ids, plan in zip(draw_prompts(10), random_plans(5), strict=True)]
-    with Bench(llama, max_rows=4) as bench:
+    with Bench(llama, max_num_seqs=4) as bench:
         bench.run(asked)
     assert [each.told_ids for each in asked] == [each.token_ids for each in asked]
 
@@ -528,7 +530,7 @@ def test_a_deadline_ends_a_text_with_what_it_has(llama: Any, monkeypatch: pytest
     )
     others[0].on_token = hear
     with Bench(llama) as bench:
-        with bench.engine._wake:
+        with bench.engine.queue.changed:
             bench.engine.submit([late.sequence(deadline_s=clock.deadline_s())])
             for each in others:
                 bench.engine.submit([each.sequence()])
@@ -548,8 +550,8 @@ def test_whoever_waits_too_long_is_told_while_others_run(llama: Any, monkeypatch
         return False
 
     running, waiting = Asked([5, 6, 7], SamplingParams(5), hear), Asked([5, 6], SamplingParams(5))
-    with Bench(llama, max_rows=1) as bench:
-        with bench.engine._wake:
+    with Bench(llama, max_num_seqs=1) as bench:
+        with bench.engine.queue.changed:
             bench.engine.submit([running.sequence()])
             bench.engine.submit([waiting.sequence(deadline_s=clock.deadline_s())])
         assert len(running.token_ids[0]) == 5
@@ -571,7 +573,7 @@ def test_a_cancel_is_seen_within_one_step(
 
     asked, other = Asked([5, 6, 7], SamplingParams(100_000)), Asked([5, 6], SamplingParams(20))
     with Bench(llama, context_length=200_000) as bench:
-        with bench.engine._wake:
+        with bench.engine.queue.changed:
             bench.engine.submit([asked.sequence(is_cancelled)])
             bench.engine.submit([other.sequence()])
         assert isinstance(asked.outcome, HfTritonError if failure else CancelledError)
@@ -583,8 +585,8 @@ def test_the_lower_priority_number_goes_first(llama: Any) -> None:
     order: list[int] = []
     places = [5, 0, 5, -1, 0]
     asked = [Asked([5, 6], SamplingParams(1), lambda _, place=place: bool(order.append(place))) for place in range(5)]
-    with Bench(llama, max_rows=1) as bench:
-        with bench.engine._wake:
+    with Bench(llama, max_num_seqs=1) as bench:
+        with bench.engine.queue.changed:
             for each, priority in zip(asked, places, strict=True):
                 bench.engine.submit([each.sequence(priority=priority)])
         for each in asked:
@@ -605,9 +607,9 @@ def test_a_checkpoint_that_limits_the_time_ends_texts_with_it(llama: Any, monkey
 # --- which engine ----------------------------------------------------------------------------------------------------
 
 CHOICE = {
-    "max_rows": 4,
+    "max_num_seqs": 4,
     "max_cache_tokens": None,
-    "shares_prefixes": True,
+    "enable_prefix_caching": True,
     "decoding": "auto",
     "context_length": 4096,
     "on_fatal": lambda: None,
@@ -657,7 +659,7 @@ def test_cancelled_rows_are_given_up_and_nobody_else_notices(llama: Any) -> None
     wanted = [expected(llama, each) for each in others]
     given_up = Asked([5, 6, 7], SamplingParams(200))
     with Bench(llama) as bench:
-        with bench.engine._wake:
+        with bench.engine.queue.changed:
             bench.engine.submit([given_up.sequence(lambda: True)])
             for each in others:
                 bench.engine.submit([each.sequence()])
@@ -834,7 +836,7 @@ def test_a_listener_that_raises_does_not_end_the_loop(llama: Any) -> None:
 
     asked = mixed(3)
     with Bench(llama) as bench:
-        with bench.engine._wake:
+        with bench.engine.queue.changed:
             for each in asked:
                 bench.engine.submit([SequenceGroup(each.prompt_ids, each.plan, listen)])
         bench.run(later := mixed(3))
@@ -860,7 +862,7 @@ def test_a_fatal_error_answers_everyone_and_is_told_once(kind: str, llama: Any) 
 
     told: list[int] = []
     before, running, waiting = mixed(4), [Asked([5, 2], SamplingParams(4)), *mixed(3)], mixed(8)
-    with Bench(Spy(llama, look), max_rows=4, on_fatal=lambda: told.append(len(done()))) as bench:
+    with Bench(Spy(llama, look), max_num_seqs=4, on_fatal=lambda: told.append(len(done()))) as bench:
 
         def done() -> list[Asked]:
             return [each for each in [*before, *running, *waiting] if each.is_done.is_set()]
@@ -878,7 +880,7 @@ def test_a_fatal_error_answers_everyone_and_is_told_once(kind: str, llama: Any) 
 def test_close_answers_everyone_and_whoever_comes_later(llama: Any) -> None:
     told: list[int] = []
     asked = [Asked(ids, SamplingParams(200)) for ids in draw_prompts(20)]
-    with Bench(llama, max_rows=4, on_fatal=lambda: told.append(1)) as bench:
+    with Bench(llama, max_num_seqs=4, on_fatal=lambda: told.append(1)) as bench:
         for each in asked:
             bench.engine.submit([each.sequence()])
         bench.engine.close()
@@ -901,7 +903,7 @@ def test_a_running_text_does_not_hold_up_the_close(llama: Any, monkeypatch: pyte
         return False
 
     running, waiting = Asked([5, 6, 7], SamplingParams(500), hear), Asked([5, 6], SamplingParams(5))
-    with Bench(llama, max_rows=1) as bench:
+    with Bench(llama, max_num_seqs=1) as bench:
         bench.run([running, waiting])
     for each in (running, waiting):
         assert isinstance(each.outcome, UnavailableError)

@@ -13,12 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_triton.engine import continuous as rolling
-from hf_triton.engine import worker as thread
+from hf_triton.engine import executor
+from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Completion, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, CheckpointError, GenerationError, HfTritonError, UnavailableError
-from hf_triton.runner import device
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.kv_cache import KVCache
 from hf_triton.runner.kv_lanes import KVCacheLanes
@@ -50,7 +49,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., ContinuousBa
     engines: list[ContinuousBatchingEngine] = []
 
     def start(model: Any, **options: Any) -> ContinuousBatchingEngine:
-        engines.append(ContinuousBatchingEngine(model, **{"max_rows": 7, "decoding": request.param, **options}))
+        engines.append(ContinuousBatchingEngine(model, **{"max_num_seqs": 7, "decoding": request.param, **options}))
         return engines[-1]
 
     yield start
@@ -94,11 +93,11 @@ def test_a_seed_gives_the_same_texts_alone_and_in_company(
 
 
 def test_long_prompts_are_read_in_pieces_and_running_texts_go_on(
-    load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
+    load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
-    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(16, 16, per_weights=16))
+    config = EngineConfig(chunk_sizes=ChunkSizes(16, 16, per_weights=16))
     model = load("llama")
-    client = Client(start(model))
+    client = Client(start(model, config=config))
     items = [(prompt, SamplingParams(20)) for prompt in prompts(20, seed=3, longest=100)]
     for item in items:
         client.submit(*item)
@@ -176,7 +175,7 @@ def test_a_failure_while_rows_are_laid_in_loses_nobody(
         getattr(KVCache, place)(self, *arguments)
 
     setattr(Failing, place, fail)
-    engine._memory._lanes = [Failing(engine._forward.device)]
+    engine.memory.lanes._lanes = [Failing(engine.forward.device)]
     client = Client(engine)
     items = [(prompt, SamplingParams(5 + index)) for index, prompt in enumerate(prompts(20, seed=12))]
     for item in items:
@@ -189,16 +188,12 @@ def test_a_failure_while_rows_are_laid_in_loses_nobody(
 @pytest.mark.parametrize("piece", [16, 512])
 @pytest.mark.parametrize("seed", range(6))
 def test_faults_at_random_change_nobodys_text(
-    seed: int,
-    piece: int,
-    load: Callable[[str], Any],
-    start: Callable[..., ContinuousBatchingEngine],
-    monkeypatch: pytest.MonkeyPatch,
+    seed: int, piece: int, load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     """Every failure of many rows together is survived by each of them; a row alone never fails here."""
-    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(piece, piece // 2, per_weights=16))
+    config = EngineConfig(chunk_sizes=ChunkSizes(piece, piece // 2, per_weights=16))
     model, source = load("falcon"), random.Random(seed)
-    engine = start(model)
+    engine = start(model, config=config)
     kinds = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")]
     faulty = Faulty(engine, lambda num_rows, _: num_rows > 1 and source.random() < 0.08, kinds[seed % 2])
     client = Client(engine)
@@ -214,7 +209,7 @@ def test_faults_at_random_change_nobodys_text(
         time.sleep(source.choice([0, 0.002]))
     outcomes = client.outcomes()
     assert faulty.num_hits > 0
-    calm = Client(start(model))
+    calm = Client(start(model, config=config))
     for item, outcome in zip(items, outcomes, strict=True):
         assert token_ids(calm.ask(*item)) == token_ids(outcome)
     assert engine.is_healthy()
@@ -229,7 +224,7 @@ def test_a_failure_before_contexts_are_read_loses_nobody(
 ) -> None:
     model, source = load("llama"), random.Random(3)
     engine = start(model)
-    make, num_failed = rolling.Prefill, 0
+    make, num_failed = executor.Prefill, 0
 
     def make_or_fail(*arguments: Any, **options: Any) -> Any:
         nonlocal num_failed
@@ -238,7 +233,7 @@ def test_a_failure_before_contexts_are_read_loses_nobody(
             raise error
         return make(*arguments, **options)
 
-    monkeypatch.setattr(rolling, "Prefill", make_or_fail)
+    monkeypatch.setattr(executor, "Prefill", make_or_fail)
     client = Client(engine)
     items = [(prompt, SamplingParams(4)) for prompt in prompts(12, seed=5)]
     for item in items:
@@ -266,7 +261,7 @@ def test_a_prompt_that_never_fits_is_refused_and_the_next_one_runs(
 
 def test_a_fatal_error_answers_everyone(load: Callable[[str], Any]) -> None:
     ended = threading.Event()
-    engine = ContinuousBatchingEngine(load("llama"), max_rows=3, on_fatal=ended.set)
+    engine = ContinuousBatchingEngine(load("llama"), max_num_seqs=3, on_fatal=ended.set)
     Faulty(engine, lambda num_rows, _: num_rows == 3, RuntimeError("CUDA error: device-side assert triggered"))
     client = Client(engine)
     for prompt in prompts(9, seed=6):
@@ -282,7 +277,7 @@ def test_cancelled_texts_leave_and_the_others_go_on(
     load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     model = load("llama")
-    engine = start(model, max_rows=4)
+    engine = start(model, max_num_seqs=4)
     slow_down(engine)
     client = Client(engine)
     given_up = threading.Event()
@@ -318,7 +313,7 @@ def test_a_cancel_check_that_raises_refuses_its_own_text_only(
 
 
 def test_closing_answers_everyone(load: Callable[[str], Any]) -> None:
-    engine = ContinuousBatchingEngine(load("llama"), max_rows=2)
+    engine = ContinuousBatchingEngine(load("llama"), max_num_seqs=2)
     slow_down(engine)
     client = Client(engine)
     for prompt in prompts(8, seed=9):
@@ -330,20 +325,20 @@ def test_closing_answers_everyone(load: Callable[[str], Any]) -> None:
 
 
 def test_an_idle_engine_holds_no_rows(
-    load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
+    load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
-    monkeypatch.setattr(thread, "REST_S", 0.01)
-    engine = start(load("llama"))
+    config = EngineConfig(idle_release_s=0.01)
+    engine = start(load("llama"), config=config)
     Client(engine).ask([5, 6, 7], SamplingParams(30))
     deadline = time.monotonic() + WAIT_S
-    while engine._memory.num_tokens:
+    while engine.memory.lanes.num_tokens:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_engine_is_chosen_by_trying(architecture: str, load: Callable[[str], Any]) -> None:
-    engine = start_engine(load(architecture), max_rows=4, context_length=256)
+    engine = start_engine(load(architecture), max_num_seqs=4, context_length=256)
     engine.close()
     assert isinstance(engine, ContinuousBatchingEngine) is (architecture not in NOT_CONTINUOUS)
 
@@ -352,7 +347,7 @@ def test_a_model_whose_positions_depend_on_its_company_runs_alone(tmp_path: Path
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     build_tiny_checkpoint(tmp_path, "llama", eos_token_id=None, rope_parameters=rope, max_position_embeddings=32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    engine = start_engine(model, max_rows=8, context_length=128)
+    engine = start_engine(model, max_num_seqs=8, context_length=128)
     client = Client(engine)
     items = [(prompt, SamplingParams(30)) for prompt in prompts(6, seed=11, longest=50)]
     for item in items:
@@ -368,17 +363,17 @@ def test_a_model_that_cannot_generate_is_refused_at_load(tmp_path: Path, setting
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     model.generation_config.update(**settings)
     with pytest.raises(CheckpointError, match=r"unsupported_model: transformers cannot generate with this model \("):
-        start_engine(model, max_rows=4, context_length=128)
+        start_engine(model, max_num_seqs=4, context_length=128)
 
 
 def test_a_panic_in_a_listener_ends_nobody_elses_text(
     load: Callable[[str], Any], start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
-    class PanicError(BaseException):
+    class PanicException(BaseException):
         """As the tokenizer's Rust code raises."""
 
     def panic(_: Outcome) -> None:
-        raise PanicError
+        raise PanicException
 
     engine = start(load("llama"))
     engine.submit([SequenceGroup([5, 6], SamplingParams(3), panic)])
@@ -395,7 +390,7 @@ def test_what_only_generate_does_is_done_by_generate(settings: dict[str, object]
     build_tiny_checkpoint(tmp_path, "llama", eos_token_id=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     model.generation_config.update(**settings)
-    engine = start_engine(model, max_rows=4, context_length=128)
+    engine = start_engine(model, max_num_seqs=4, context_length=128)
     engine.close()
     assert not isinstance(engine, ContinuousBatchingEngine)
 
@@ -440,13 +435,13 @@ MOSHI = BASE | HEADS | {"ffn_dim": 64, "audio_vocab_size": 300}
     ],
 )
 def test_rows_that_would_feel_each_other_are_not_rolled(name: Any, context_length: int, is_continuous: bool) -> None:
-    engine = start_engine(build(*name), max_rows=4, context_length=context_length)
+    engine = start_engine(build(*name), max_num_seqs=4, context_length=context_length)
     engine.close()
     assert isinstance(engine, ContinuousBatchingEngine) is is_continuous
 
 
 def test_whoever_is_put_back_when_the_device_is_lost_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, add, num_added = ContinuousBatchingEngine(build("LlamaConfig", BASE), max_rows=4), KVCacheLanes.add, [0]
+    engine, add, num_added = ContinuousBatchingEngine(build("LlamaConfig", BASE), max_num_seqs=4), KVCacheLanes.add, [0]
 
     def fail_at_the_second(self: KVCacheLanes, *arguments: Any) -> int:
         num_added[0] += 1

@@ -2,6 +2,7 @@
 """What a row of the continuous engine may ask for: stops, deadlines, log probabilities, memory, shared prefixes."""
 
 import itertools
+import math
 import random
 import threading
 import time
@@ -18,16 +19,15 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from hf_triton.engine import continuous as rolling
-from hf_triton.engine import prefill_delay as gathering
+from hf_triton.engine import executor
 from hf_triton.engine import worker as thread
 from hf_triton.engine.batch_engine import BatchEngine
+from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.prefill import PrefillRequest, are_worth_one_batch
+from hf_triton.engine.plan import PrefillRequest, is_worth_one_batch
 from hf_triton.engine.types import Completion, Observer, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
-from hf_triton.runner import device
-from hf_triton.runner.device import ChunkSizes, chunk_sizes_for
+from hf_triton.runner.device import CHUNK_SIZES, ChunkSizes, chunk_sizes_for
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledTokens
 from hf_triton.testing import build_tiny_checkpoint
@@ -52,7 +52,7 @@ def start(model: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., 
     engines: list[ContinuousBatchingEngine] = []
 
     def start(**options: Any) -> ContinuousBatchingEngine:
-        engines.append(ContinuousBatchingEngine(model, **{"max_rows": 6, "decoding": request.param, **options}))
+        engines.append(ContinuousBatchingEngine(model, **{"max_num_seqs": 6, "decoding": request.param, **options}))
         return engines[-1]
 
     yield start
@@ -75,8 +75,8 @@ class Counting:
     """The engine's model, which counts the tokens that it is given."""
 
     def __init__(self, engine: ContinuousBatchingEngine) -> None:
-        self._model, self.num_tokens = engine._forward._model, 0
-        engine._forward._model = self
+        self._model, self.num_tokens = engine.forward._model, 0
+        engine.forward._model = self
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
         self.num_tokens += input_ids.numel()
@@ -115,11 +115,11 @@ def test_the_finish_reason_says_how_a_text_ended(model: Any, start: Callable[...
 def test_a_listener_that_raises_harms_its_own_text_alone(
     model: Any, start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
-    class PanicError(BaseException):
+    class PanicException(BaseException):
         """As the tokenizer's Rust code raises."""
 
     def panic(*_: int) -> bool:
-        raise PanicError
+        raise PanicException
 
     engine = start()
     client = Client(engine)
@@ -163,7 +163,7 @@ def test_a_text_ends_at_its_deadline_with_what_it_has(
 
 
 def test_waiting_counts_and_what_comes_too_late_is_refused(start: Callable[..., ContinuousBatchingEngine]) -> None:
-    engine = start(max_rows=1)
+    engine = start(max_num_seqs=1)
     slow_down(engine, 0.02)
     client = Client(engine)
     client.submit(PROMPT, SamplingParams(100))
@@ -193,7 +193,7 @@ def test_a_cancelled_text_takes_part_in_no_further_step(start: Callable[..., Con
 
 
 def test_a_folders_code_that_waits_keeps_nobody_from_the_queue(start: Callable[..., ContinuousBatchingEngine]) -> None:
-    engine = start(max_rows=2)
+    engine = start(max_num_seqs=2)
     client, is_entered, may_go = Client(engine), threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -214,17 +214,17 @@ def test_a_folders_code_that_waits_keeps_nobody_from_the_queue(start: Callable[.
 def test_who_is_admitted_when_the_engine_fails_is_answered(
     start: Callable[..., ContinuousBatchingEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    class PanicError(BaseException):
+    class PanicException(BaseException):
         pass
 
     def panic() -> None:
-        raise PanicError("as the prompt says, secret")
+        raise PanicException("as the prompt says, secret")
 
-    client = Client(start(max_rows=2))
+    client = Client(start(max_num_seqs=2))
     client.submit(PROMPT, SamplingParams(3), logits_processor=panic)
     client.submit(PROMPT, SamplingParams(3))
     assert [error_code(outcome) for outcome in client.outcomes()] == ["engine_failed"] * 2
-    assert f"PanicError in panic ({Path(__file__).name}:" in caplog.text
+    assert f"PanicException in panic ({Path(__file__).name}:" in caplog.text
     assert "secret" not in caplog.text
 
 
@@ -232,8 +232,8 @@ def test_a_failed_engine_answers_everyone_though_the_log_takes_no_line(
     start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread.logger, "error", Mock(side_effect=RuntimeError("the log is gone")))
-    engine = start(max_rows=2)
-    engine._turn = Mock(side_effect=SystemError)  # type: ignore[method-assign]
+    engine = start(max_num_seqs=2)
+    engine.step = Mock(side_effect=SystemError)  # type: ignore[method-assign]
     client = Client(engine)
     client.submit(PROMPT, SamplingParams(3))
     assert [error_code(outcome) for outcome in client.outcomes()] == ["engine_failed"]
@@ -241,10 +241,10 @@ def test_a_failed_engine_answers_everyone_though_the_log_takes_no_line(
 
 
 def test_the_load_tells_free_slots(start: Callable[..., ContinuousBatchingEngine]) -> None:
-    engine = start(max_rows=4)
+    engine = start(max_num_seqs=4)
     client = Client(engine)
     assert engine.load().num_free_slots == 4
-    with engine._wake:  # it takes none meanwhile
+    with engine.queue.changed:  # it takes none meanwhile
         for _ in range(6):
             client.submit(PROMPT, SamplingParams(3))
         load = engine.load()
@@ -253,7 +253,7 @@ def test_the_load_tells_free_slots(start: Callable[..., ContinuousBatchingEngine
 
 
 def test_the_queue_is_served_by_priority_then_in_order(start: Callable[..., ContinuousBatchingEngine]) -> None:
-    engine = start(max_rows=1)
+    engine = start(max_num_seqs=1)
     slow_down(engine, 0.01)
     client = Client(engine)
     started, order = threading.Event(), []
@@ -275,7 +275,7 @@ def test_the_queue_is_served_by_priority_then_in_order(start: Callable[..., Cont
 
 
 def test_requests_of_many_prompts_let_others_in_between(start: Callable[..., ContinuousBatchingEngine]) -> None:
-    engine, order = start(max_rows=1), list[str]()
+    engine, order = start(max_num_seqs=1), list[str]()
 
     def request(name: str, count: int, priority: int = 0) -> None:
         def note(number: int) -> Callable[[Outcome], None]:
@@ -284,11 +284,11 @@ def test_requests_of_many_prompts_let_others_in_between(start: Callable[..., Con
         asked = [SequenceGroup(PROMPT, SamplingParams(1), note(number), priority=priority) for number in range(count)]
         engine.submit(asked)
 
-    with engine._wake:  # it takes nobody meanwhile
+    with engine.queue.changed:  # it takes nobody meanwhile
         request("a", 4)
         request("b", 2)
         request("c", 1)
-        engine._take_waiting()  # a0 leaves: nobody joins its turn any more
+        engine.scheduler._admit()  # a0 leaves: nobody joins its turn any more
         request("urgent", 2, priority=-1)
         request("d", 2)
     deadline_s = time.monotonic() + 60
@@ -304,7 +304,7 @@ def test_a_request_of_many_prompts_is_not_kept_waiting_by_those_that_go_on_comin
     done, is_done = list[Outcome](), threading.Event()
     num_singles, most = itertools.count(), 1000
     options: dict[str, Any] = {} if make is ContinuousBatchingEngine else {"context_length": 512, "sharing": "alone"}
-    engine = make(model, max_rows=2, **options)
+    engine = make(model, max_num_seqs=2, **options)
 
     def take(outcome: Outcome) -> None:
         done.append(outcome)
@@ -315,7 +315,7 @@ def test_a_request_of_many_prompts_is_not_kept_waiting_by_those_that_go_on_comin
         if not is_done.is_set() and next(num_singles) < most:
             engine.submit([SequenceGroup(PROMPT, SamplingParams(1), come_again)])
 
-    with engine._wake:  # it takes nobody meanwhile
+    with engine.queue.changed:  # it takes nobody meanwhile
         for _ in range(6):
             engine.submit([SequenceGroup(PROMPT, SamplingParams(1), come_again)])
         engine.submit([SequenceGroup(PROMPT, SamplingParams(1), take) for _ in range(8)])
@@ -328,7 +328,7 @@ def test_a_request_of_many_prompts_is_not_kept_waiting_by_those_that_go_on_comin
 
 
 def test_texts_of_one_prompt_share_its_prefill(start: Callable[..., ContinuousBatchingEngine]) -> None:
-    engine = start(shares_prefixes=False)
+    engine = start(enable_prefix_caching=False)
     counting = Counting(engine)
     outcome = Client(engine).ask(list(range(10, 110)), replace(DRAWN, max_new_tokens=1, num_return_sequences=6))
     assert len(token_ids(outcome)) == 6
@@ -356,10 +356,10 @@ def test_best_of_gives_the_likeliest_texts(start: Callable[..., ContinuousBatchi
 
 @pytest.mark.parametrize("piece", [16, 512])
 def test_log_probabilities_are_those_of_the_models_own_logits(
-    piece: int, model: Any, start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
+    piece: int, model: Any, start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
-    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(piece, 256, per_weights=16))
-    client = Client(start())
+    config = EngineConfig(chunk_sizes=ChunkSizes(piece, 256, per_weights=16))
+    client = Client(start(config=config))
     plan = SamplingParams(9, logprobs=3, prompt_logprobs=2, repetition_penalty=1.4)
     items = prompts(12, seed=21, longest=50)
     for prompt in items:
@@ -388,19 +388,15 @@ def test_log_probabilities_are_those_of_the_models_own_logits(
 @pytest.mark.parametrize("piece", [16, 512])
 @pytest.mark.parametrize("max_tokens", [256, 600, 1500])
 def test_a_small_memory_is_never_overrun_and_changes_nobodys_text(
-    max_tokens: int,
-    piece: int,
-    model: Any,
-    start: Callable[..., ContinuousBatchingEngine],
-    monkeypatch: pytest.MonkeyPatch,
+    max_tokens: int, piece: int, model: Any, start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
-    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(piece, piece // 2, per_weights=16))
+    config = EngineConfig(chunk_sizes=ChunkSizes(piece, piece // 2, per_weights=16))
     source = random.Random(max_tokens)
-    engine = start(max_rows=8, max_cache_tokens=max_tokens)
+    engine = start(max_num_seqs=8, max_cache_tokens=max_tokens, config=config)
     most: list[int] = []
 
     def watch(*_: object) -> bool:
-        most.append(engine._num_used())
+        most.append(engine.memory.num_used_tokens)
         return False
 
     Faulty(engine, watch, RuntimeError())
@@ -424,12 +420,12 @@ def test_what_could_never_fit_is_refused_at_once_with_the_numbers(
 
 
 def test_a_memory_that_has_shrunk_refuses_nobody_for_good(
-    model: Any, start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
+    model: Any, start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
-    monkeypatch.setattr(rolling, "NO_ROOM_S", 0.1)
-    engine = start()
+    config = EngineConfig(max_memory_wait_s=0.1)
+    engine = start(config=config)
     allowed = [0]
-    engine._budget.tokens = lambda held: allowed[0]  # type: ignore[method-assign]
+    engine.memory.budget.tokens = lambda held: allowed[0]  # type: ignore[method-assign]
     client = Client(engine)
     refused = client.ask(PROMPT, SamplingParams(5))
     assert isinstance(refused, UnavailableError)
@@ -438,12 +434,10 @@ def test_a_memory_that_has_shrunk_refuses_nobody_for_good(
     assert only(client.ask(PROMPT, SamplingParams(5))).token_ids == solo_ids(model, PROMPT, 5)
 
 
-def test_each_context_waits_for_memory_anew(
-    start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rolling, "NO_ROOM_S", 1.0)
-    engine = start()
-    engine._budget.tokens = lambda held: 0  # type: ignore[method-assign]
+def test_each_context_waits_for_memory_anew(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    config = EngineConfig(max_memory_wait_s=1.0)
+    engine = start(config=config)
+    engine.memory.budget.tokens = lambda held: 0  # type: ignore[method-assign]
     client = Client(engine)
     gone = threading.Event()
     client.submit(PROMPT, SamplingParams(5), is_cancelled=gone.is_set)
@@ -482,8 +476,8 @@ def test_a_shared_prefix_is_computed_once_and_changes_no_text(
     source = random.Random(seed)
     items = [(prompt, SamplingParams(source.randrange(1, 25))) for prompt in shared_prompts(seed)]
     counts = []
-    for shares_prefixes in (True, False):
-        engine = start(shares_prefixes=shares_prefixes)
+    for enable_prefix_caching in (True, False):
+        engine = start(enable_prefix_caching=enable_prefix_caching)
         counting = Counting(engine)
         client = Client(engine)
         for item in items:
@@ -541,7 +535,7 @@ def test_tokens_that_a_deadline_adds_to_a_text_were_not_computed(
 
 
 def test_sharing_off_computes_everything(start: Callable[..., ContinuousBatchingEngine]) -> None:
-    engine = start(shares_prefixes=False)
+    engine = start(enable_prefix_caching=False)
     counting, client = Counting(engine), Client(engine)
     for _ in range(3):
         client.ask(list(range(10, 70)), SamplingParams(1))
@@ -562,7 +556,7 @@ def test_a_failure_after_a_step_changes_no_text(
             raise failures.pop()
         return SampledTokens(logits, rows, num_ahead)
 
-    monkeypatch.setattr(rolling, "SampledTokens", fail)
+    monkeypatch.setattr(executor, "SampledTokens", fail)
     client = Client(start())
     items = [(prompt, SamplingParams(12)) for prompt in prompts(14, seed=23)]
     for item in items:
@@ -575,7 +569,7 @@ def test_a_failure_after_a_step_changes_no_text(
 def test_memory_that_ran_out_is_not_asked_for_again_at_every_step(
     start: Callable[..., ContinuousBatchingEngine],
 ) -> None:
-    engine = start(max_rows=8)
+    engine = start(max_num_seqs=8)
     faulty = Faulty(engine, lambda num_rows, _: num_rows > 4, torch.OutOfMemoryError("CUDA out of memory"))
     client = Client(engine)
     for prompt in prompts(8, seed=24):
@@ -587,9 +581,9 @@ def test_memory_that_ran_out_is_not_asked_for_again_at_every_step(
 def test_a_long_prompt_into_full_buffers_keeps_to_the_memory(
     model: Any, start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
-    engine = start(max_rows=4, max_cache_tokens=640)
+    engine = start(max_num_seqs=4, max_cache_tokens=640)
     most: list[int] = []
-    Faulty(engine, lambda *_: bool(most.append(engine._num_used())), RuntimeError())
+    Faulty(engine, lambda *_: bool(most.append(engine.memory.num_used_tokens)), RuntimeError())
     client = Client(engine)
     for prompt in prompts(4, seed=25, longest=30):
         client.submit(prompt, SamplingParams(20))
@@ -602,19 +596,19 @@ def test_a_long_prompt_into_full_buffers_keeps_to_the_memory(
 def test_more_texts_than_fit_at_a_time_are_written_one_after_another(
     start: Callable[..., ContinuousBatchingEngine],
 ) -> None:
-    wanted = Client(start(max_rows=8)).ask(PROMPT, replace(DRAWN, num_return_sequences=8))
-    found = Client(start(max_rows=8, max_cache_tokens=512)).ask(PROMPT, replace(DRAWN, num_return_sequences=8))
+    wanted = Client(start(max_num_seqs=8)).ask(PROMPT, replace(DRAWN, num_return_sequences=8))
+    found = Client(start(max_num_seqs=8, max_cache_tokens=512)).ask(PROMPT, replace(DRAWN, num_return_sequences=8))
     assert token_ids(found) == token_ids(wanted)
 
 
 def test_a_panic_while_asking_for_a_cancel_ends_its_own_text_alone(
     start: Callable[..., ContinuousBatchingEngine],
 ) -> None:
-    class PanicError(BaseException):
+    class PanicException(BaseException):
         """As Rust code raises."""
 
     def panic() -> bool:
-        raise PanicError
+        raise PanicException
 
     engine = start()
     client = Client(engine)
@@ -630,14 +624,14 @@ def test_a_failure_of_the_memory_itself_refuses_nobody(
     model: Any, start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     engine = start()
-    remove, failures = engine._memory.remove, [RuntimeError("boom")]
+    remove, failures = engine.memory.lanes.remove, [RuntimeError("boom")]
 
     def fail(row: int) -> int:
         if failures:
             raise failures.pop()
         return remove(row)
 
-    engine._memory.remove = fail  # type: ignore[method-assign]
+    engine.memory.lanes.remove = fail  # type: ignore[method-assign]
     client = Client(engine)
     items = [(prompt, SamplingParams(5 + index)) for index, prompt in enumerate(prompts(8, seed=27))]
     for item in items:
@@ -647,15 +641,15 @@ def test_a_failure_of_the_memory_itself_refuses_nobody(
     assert engine.is_healthy()
 
 
-# --- who comes back --------------------------------------------------------------------------------------------------
+# --- prefill order ---------------------------------------------------------------------------------------------------
 
 
 class Forwards:
     """What an engine does: it reads so many rows of so many columns, or runs steps."""
 
     def __init__(self, engine: ContinuousBatchingEngine) -> None:
-        self._model, self.seen = engine._forward._model, list[Any]()
-        engine._forward._model = self
+        self._model, self.seen = engine.forward._model, list[Any]()
+        engine.forward._model = self
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
         rows, columns = input_ids.shape
@@ -669,85 +663,10 @@ class Forwards:
         return [each[0] for each in self.seen if each != "steps"]
 
 
-def test_texts_that_end_together_have_their_successors_step_together(
-    start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gathering, "MAX_GAP_S", 0.0)
-    forwards = forwards_of_successors(start(), monkeypatch)
-    assert forwards.seen.index("steps") == len(forwards.read)  # all are read before
-
-
-def test_those_who_come_closely_one_after_the_other_are_read_together_where_nothing_runs(
-    start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gathering, "MAX_GAP_S", 10.0)  # as above
-    assert forwards_of_successors(start(), monkeypatch).read == [6]
-
-
-def test_nobody_waits_for_others_where_there_is_no_row_for_them(
-    start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(max_rows=3)
-    client = after_three_that_ended(engine, monkeypatch)
-    began_s = time.monotonic()
-    client.ask(PROMPT, SamplingParams(4, do_sample=True, num_return_sequences=3))
-    assert time.monotonic() - began_s < 10
-
-
-def test_closing_does_not_wait_for_others_and_nothing_more_is_read(
-    start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start()
-    client = after_three_that_ended(engine, monkeypatch)
-    forwards, waits = Forwards(engine), threading.Event()
-    wait = engine._await_others
-    monkeypatch.setattr(engine, "_await_others", lambda wait_s: (waits.set(), wait(wait_s)))
-    client.submit(PROMPT, SamplingParams(4))
-    assert waits.wait(10)
-    began_s = time.monotonic()
-    engine.close()
-    assert time.monotonic() - began_s < 10
-    assert [error_code(outcome) for outcome in client.outcomes()] == ["shutting_down"]
-    assert forwards.read == []
-
-
-def after_three_that_ended(engine: ContinuousBatchingEngine, monkeypatch: pytest.MonkeyPatch) -> Client:
-    """A client of an engine that waits for the successors of three texts for as long as it may."""
-    monkeypatch.setattr(gathering, "MAX_GAP_S", 30.0)
-    monkeypatch.setattr(gathering, "MAX_WAIT_S", 30.0)
-    monkeypatch.setattr(gathering, "WAIT_STEPS", 10_000)
-    monkeypatch.setattr(gathering, "MEMORY_STEPS", 10_000)
-    client, answered = Client(engine), threading.Semaphore(0)
-    slow_down(engine, 0.01)
-    engine.submit([SequenceGroup(PROMPT, SamplingParams(4), lambda _: answered.release())] * 3)
-    for _ in range(3):
-        assert answered.acquire(timeout=30)
-    return client
-
-
-def forwards_of_successors(engine: ContinuousBatchingEngine, monkeypatch: pytest.MonkeyPatch) -> Forwards:
-    """How six prompts are read that come one after the other, when the six before them have ended in one step."""
-    monkeypatch.setattr(gathering, "MAX_WAIT_S", 10.0)  # as long as a step takes, on a machine of any speed
-    slow_down(engine, 0.2)
-    forwards, client = Forwards(engine), Client(engine)
-    items = prompts(6, seed=41, longest=12)
-    engine.submit(  # at one moment, as a client with several prompts sends them
-        [SequenceGroup(prompt, SamplingParams(4), lambda _: None) for prompt in items[:5]]
-    )
-    client.ask(items[5], SamplingParams(4))
-    forwards.seen.clear()
-    for prompt in items:
-        time.sleep(0.001)
-        client.submit([*prompt, 7], SamplingParams(4))
-    client.outcomes()
-    assert sum(forwards.read) == len(items)
-    return forwards
-
-
 def test_prompts_that_come_one_after_the_other_do_not_hold_up_the_first(
     start: Callable[..., ContinuousBatchingEngine],
 ) -> None:
-    engine = start(max_rows=16)
+    engine = start(max_num_seqs=16)
     client, forwards, plan = Client(engine), Forwards(engine), SamplingParams(12)
     call = forwards.__call__
 
@@ -756,7 +675,7 @@ def test_prompts_that_come_one_after_the_other_do_not_hold_up_the_first(
             client.submit([5, 7, 11], plan)
         return call(input_ids=input_ids, **arguments)
 
-    engine._forward._model = call_and_submit
+    engine.forward._model = call_and_submit
     client.submit([3, 5, 7], plan)
     while len(forwards.read) < 10:
         time.sleep(0.01)
@@ -813,11 +732,9 @@ def test_short_prompts_pass_long_ones_that_are_read_whole(start: Callable[..., C
     assert forwards.seen == [(1, 900), "steps", (2, 21), "steps", (1, 800), "steps"]
 
 
-def test_running_rows_wait_for_one_piece_at_most(
-    start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(512, 70, per_weights=16))
-    engine = start()
+def test_running_rows_wait_for_one_piece_at_most(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    config = EngineConfig(chunk_sizes=ChunkSizes(512, 70, per_weights=16))
+    engine = start(config=config)
     forwards, company = Forwards(engine), list[threading.Semaphore]()
 
     def on_token(*_: int) -> bool:
@@ -842,16 +759,18 @@ def test_a_piece_in_company_is_smaller_the_more_a_cpu_has_read() -> None:
 
 
 def test_what_is_worth_one_batch() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    prefill_requests = [PrefillRequest([], [0] * 100), PrefillRequest([], [0] * 84)]
-    assert are_worth_one_batch(prefill_requests, cpu)
-    prefill_requests[1] = PrefillRequest([], [0] * 83)
-    assert not are_worth_one_batch(prefill_requests, cpu)
-    assert are_worth_one_batch(prefill_requests, cuda)
-    assert are_worth_one_batch(
-        [replace(prefill_requests[0], num_cached=17), prefill_requests[1]], cpu
-    )  # which leaves no padding
-    assert not are_worth_one_batch([PrefillRequest([], [0] * 513)] * 2, cuda)
+    cpu, cuda = CHUNK_SIZES["cpu"], CHUNK_SIZES["cuda"]
+
+    def is_worth(requests: list[PrefillRequest], sizes: ChunkSizes) -> bool:
+        return is_worth_one_batch(requests, sizes, math.inf)
+
+    requests = [PrefillRequest([], [0] * 100), PrefillRequest([], [0] * 84)]
+    assert is_worth(requests, cpu)
+    requests[1] = PrefillRequest([], [0] * 83)
+    assert not is_worth(requests, cpu)
+    assert is_worth(requests, cuda)
+    assert is_worth([replace(requests[0], num_cached=17), requests[1]], cpu)  # which leaves no padding
+    assert not is_worth([PrefillRequest([], [0] * 513)] * 2, cuda)
 
 
 # --- one step ahead --------------------------------------------------------------------------------------------------
@@ -861,8 +780,8 @@ class Events:
     """What the engine does and when: a step of so many rows begins, or a token goes out."""
 
     def __init__(self, engine: ContinuousBatchingEngine) -> None:
-        self._step, self.seen = engine._decoder.step, list[str]()
-        engine._decoder.step = self.step  # type: ignore[method-assign]
+        self._step, self.seen = engine.decoder.step, list[str]()
+        engine.decoder.step = self.step  # type: ignore[method-assign]
 
     def step(self, *arguments: Any) -> torch.Tensor:
         self.seen.append("step")
@@ -904,7 +823,7 @@ def test_a_text_whose_next_token_needs_the_host_goes_token_by_token(
 
 
 def test_a_mix_of_such_texts_is_what_each_is_alone(model: Any, start: Callable[..., ContinuousBatchingEngine]) -> None:
-    source, engine = random.Random(31), start(max_rows=5)
+    source, engine = random.Random(31), start(max_num_seqs=5)
     client = Client(engine)
     items = [
         (prompt, SamplingParams(source.randrange(1, 40), repetition_penalty=source.choice([1.0, 1.0, 1.4])))
@@ -927,8 +846,8 @@ def test_a_step_ahead_that_fails_changes_no_text(
     start: Callable[..., ContinuousBatchingEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, count = start(max_rows=8), [0]
-    step = engine._decoder.step
+    engine, count = start(max_num_seqs=8), [0]
+    step = engine.decoder.step
 
     def fail(*arguments: Any) -> torch.Tensor:
         count[0] += 1
@@ -936,7 +855,7 @@ def test_a_step_ahead_that_fails_changes_no_text(
             raise error
         return step(*arguments)
 
-    monkeypatch.setattr(engine._decoder, "step", fail)
+    monkeypatch.setattr(engine.decoder, "step", fail)
     client = Client(engine)
     heard: dict[int, list[int]] = {}
     items = prompts(6, seed=33)
@@ -979,7 +898,7 @@ def test_nothing_is_kept_of_a_text_that_failed_one_step_ahead(
     start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, count = start(), [0]
-    step = engine._decoder.step
+    step = engine.decoder.step
 
     def fail(*arguments: Any) -> torch.Tensor:
         count[0] += 1
@@ -987,11 +906,11 @@ def test_nothing_is_kept_of_a_text_that_failed_one_step_ahead(
             raise RuntimeError("boom")
         return step(*arguments)
 
-    monkeypatch.setattr(engine._decoder, "step", fail)
+    monkeypatch.setattr(engine.decoder, "step", fail)
     outcome = Client(engine).ask(PROMPT, SamplingParams(20))
     assert error_code(outcome) == "generation_failed"
     engine.close()
-    assert engine._inflight_step is None
+    assert engine.scheduler._inflight is None
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -1002,7 +921,7 @@ def test_a_text_that_comes_to_nan_spoils_no_prefix(is_running: bool) -> None:
     wanted = [solo_ids(model, prompt, 6) for prompt in prompts]
     with torch.no_grad():
         model.get_input_embeddings().weight[299] = torch.nan
-    engine = ContinuousBatchingEngine(model, max_rows=4)
+    engine = ContinuousBatchingEngine(model, max_num_seqs=4)
     client = Client(engine)
     try:
         client.submit([*beginning, 299, 7, 8], SamplingParams(60 if is_running else 3))

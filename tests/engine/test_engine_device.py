@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.types import SequenceGroup
 from hf_triton.engine.worker import EngineThread
 
@@ -14,13 +15,13 @@ class Idle(EngineThread):
     """An engine without a model."""
 
     def __init__(self, device: str) -> None:
-        super().__init__(lambda: None, None, torch.device(device))
-        self._thread.start()
+        super().__init__(torch.device(device), frozenset(), lambda: None, None, EngineConfig())
+        self.thread.start()
 
-    def _is_busy(self) -> bool:
+    def is_busy(self) -> bool:
         return False
 
-    def _unfinished(self) -> list[SequenceGroup]:
+    def unfinished(self) -> list[SequenceGroup]:
         return []
 
 

@@ -13,9 +13,9 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.choose import build_engine
+from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Observer, SequenceGroup
-from hf_triton.runner import device
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.long_rope import LongRope, has_long_rope
@@ -89,13 +89,11 @@ def test_hooks_around_the_module_stay() -> None:
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
-def test_long_texts_are_read_in_pieces_beside_running_ones(
-    decoding: DecodingMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=16))
+def test_long_texts_are_read_in_pieces_beside_running_ones(decoding: DecodingMode) -> None:
+    config = EngineConfig(chunk_sizes=ChunkSizes(16, 8, per_weights=16))
     items = [(text(length, seed=length), SamplingParams(30)) for length in (12, 100, 30, 41, 70, 39, 40, 5, 120)]
     model = phi3()
-    with closing(ContinuousBatchingEngine(model, max_rows=4, decoding=decoding)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=4, decoding=decoding, config=config)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -106,7 +104,7 @@ def test_long_texts_are_read_in_pieces_beside_running_ones(
 
 def test_long_and_short_texts_are_not_read_together() -> None:
     prompts, outcomes = [text(SWITCH - 3 + number, seed=number) for number in range(8)], queue.SimpleQueue[Any]()
-    with closing(ContinuousBatchingEngine(phi3(), max_rows=8)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=8)) as engine:
         engine.submit([SequenceGroup(prompt, SamplingParams(1), outcomes.put) for prompt in prompts])
         found = sorted(outcomes.get(timeout=60)[0].token_ids for _ in prompts)
     assert found == sorted(solo_ids(phi3(), prompt, 1) for prompt in prompts)
@@ -114,9 +112,11 @@ def test_long_and_short_texts_are_not_read_together() -> None:
 
 def test_the_batch_engine_runs_each_text_alone() -> None:
     model, items = phi3(), [(text(length, seed=length), SamplingParams(20)) for length in (30, 38, 5, 60, 25)]
-    options: dict[str, Any] = {"max_cache_tokens": None, "shares_prefixes": True}
+    options: dict[str, Any] = {"max_cache_tokens": None, "enable_prefix_caching": True}
     with closing(
-        build_engine(model, "batch", max_rows=4, context_length=256, decoding="auto", on_fatal=lambda: None, **options)
+        build_engine(
+            model, "batch", max_num_seqs=4, context_length=256, decoding="auto", on_fatal=lambda: None, **options
+        )
     ) as engine:
         client = Client(engine)
         for item in items:
@@ -127,7 +127,7 @@ def test_the_batch_engine_runs_each_text_alone() -> None:
 
 def test_a_text_that_outgrows_the_first_frequencies_is_read_anew_once() -> None:
     watcher = Watcher()
-    with closing(ContinuousBatchingEngine(phi3(), max_rows=4, observer=watcher)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=4, observer=watcher)) as engine:
         found = Client(engine).ask(text(30), SamplingParams(50))
     assert token_ids(found) == [solo_ids(phi3(), text(30), 50)]
     assert watcher.num_put_back == 1
@@ -135,7 +135,7 @@ def test_a_text_that_outgrows_the_first_frequencies_is_read_anew_once() -> None:
 
 def test_long_texts_share_with_long_ones_and_short_with_short() -> None:
     watcher, start = Watcher(), text(32)
-    with closing(ContinuousBatchingEngine(phi3(), max_rows=1, observer=watcher)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=1, observer=watcher)) as engine:
         client = Client(engine)
         for tail in (3, 30, 4, 31):
             prompt = [*start, *text(tail, seed=tail)]
@@ -146,7 +146,7 @@ def test_long_texts_share_with_long_ones_and_short_with_short() -> None:
 @pytest.mark.parametrize("decoding", ["eager", "static"])
 def test_a_text_that_ends_where_it_outgrows_them_is_kept_as_a_short_one(decoding: DecodingMode) -> None:
     first, shorter, longer = text(SWITCH - 6), [*text(25), *text(3, seed=1)], [*text(25), *text(40, seed=2)]
-    with closing(ContinuousBatchingEngine(phi3(), max_rows=4, decoding=decoding)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=4, decoding=decoding)) as engine:
         client = Client(engine)
         client.submit(text(5, seed=3), SamplingParams(60))  # beside it, a static step runs ahead
         client.submit(first, SamplingParams(7))
@@ -161,7 +161,7 @@ def test_a_drawn_text_is_the_same_in_company(decoding: DecodingMode) -> None:
     items = [(text(10 + 5 * seed, seed), plan) for seed, plan in enumerate(plans)]
     found = []
     for max_rows in (1, 6):
-        with closing(ContinuousBatchingEngine(phi3(), max_rows=max_rows, decoding=decoding)) as engine:
+        with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=max_rows, decoding=decoding)) as engine:
             client = Client(engine)
             for item in items:
                 client.submit(*item)
@@ -169,12 +169,12 @@ def test_a_drawn_text_is_the_same_in_company(decoding: DecodingMode) -> None:
     assert found[0] == found[1]
 
 
-def test_log_probabilities_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=16))
+def test_log_probabilities_of_a_long_prompt() -> None:
+    config = EngineConfig(chunk_sizes=ChunkSizes(16, 8, per_weights=16))
     model, prompt = phi3(), text(60)
     with torch.inference_mode():
         logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    with closing(ContinuousBatchingEngine(phi3(), max_rows=2)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=2, config=config)) as engine:
         [completion] = Client(engine).ask(prompt, SamplingParams(1, prompt_logprobs=0))  # type: ignore[misc]
     assert completion.prompt_logprobs is not None
     found = torch.tensor([each.logprob for each in completion.prompt_logprobs])
@@ -187,9 +187,9 @@ def test_a_model_that_goes_on_with_keys_of_both_is_not_of_this_kind() -> None:
     model = build(name, arguments)
     assert not has_long_rope(model)
     assert not has_long_rope(build(*CONTINUOUS["phi3"]))
-    with closing(start_engine(model, max_rows=4, context_length=SWITCH + 1)) as engine:
+    with closing(start_engine(model, max_num_seqs=4, context_length=SWITCH + 1)) as engine:
         assert not isinstance(engine, ContinuousBatchingEngine)
-    with closing(start_engine(model, max_rows=4, context_length=SWITCH)) as engine:
+    with closing(start_engine(model, max_num_seqs=4, context_length=SWITCH)) as engine:
         assert isinstance(engine, ContinuousBatchingEngine)
 
 
@@ -198,7 +198,7 @@ def test_dynamic_frequencies_matter_beyond_the_first_length_alone(context_length
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     build_tiny_checkpoint(tmp_path, "llama", eos_token_id=None, rope_parameters=rope, max_position_embeddings=32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    with closing(start_engine(model, max_rows=8, context_length=context_length)) as engine:
+    with closing(start_engine(model, max_num_seqs=8, context_length=context_length)) as engine:
         assert isinstance(engine, ContinuousBatchingEngine) is (context_length == 32)
         client = Client(engine)
         prompts = [text(length, seed=length) for length in (3, 20, 9, 22)]
@@ -215,7 +215,7 @@ def dynamic() -> Any:
 
 def test_dynamic_frequencies_are_not_those_of_a_text_before() -> None:
     prompts = [text(length, seed=length) for length in (100, 60, 32, 40)]
-    with closing(start_engine(dynamic(), max_rows=8, context_length=128)) as engine:
+    with closing(start_engine(dynamic(), max_num_seqs=8, context_length=128)) as engine:
         client = Client(engine)
         for prompt in prompts:
             assert token_ids(client.ask(prompt, SamplingParams(12))) == [solo_ids(dynamic(), prompt, 12)]

@@ -2,26 +2,27 @@
 """The memory of past texts: what it finds is the longest common prefix, and what it holds is what it says."""
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
-from hf_triton.engine.prefix_cache import MIN_SHARED, HybridPrefixCache, LayerContents, Prefix, PrefixCache
+from hf_triton.engine.hybrid_prefix_cache import HybridPrefixCache
+from hf_triton.engine.prefix_cache import MIN_PREFIX, Prefix, PrefixCache
+from hf_triton.runner.contents import CacheContents
+from hf_triton.runner.states import TextStates
 
 
-def contents_of(token_ids: list[int]) -> LayerContents:
+def contents_of(token_ids: list[int], states: Sequence[TextStates] = ()) -> CacheContents:
     """Two layers whose keys and values tell every token and its place; the second has another shape of values."""
     tokens, places = torch.tensor(token_ids), torch.arange(len(token_ids))
     pairs = torch.stack([tokens, places], -1).expand(3, -1, -1)
-    return [(pairs.clone(), -pairs), (2 * pairs, -pairs.repeat(1, 1, 2))]
+    return CacheContents([(pairs.clone(), -pairs), (2 * pairs, -pairs.repeat(1, 1, 2))], states)
 
 
 def running(token_ids: list[int]) -> Prefix:
-    contents = contents_of(token_ids)
-    return Prefix(
-        np.array(token_ids), lambda length: [(keys[:, :length], values[:, :length]) for keys, values in contents]
-    )
+    return Prefix(np.array(token_ids), contents_of(token_ids).first)
 
 
 def num_common(left: list[int], right: list[int]) -> int:
@@ -29,8 +30,8 @@ def num_common(left: list[int], right: list[int]) -> int:
     return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
 
 
-def has_same_contents(found: LayerContents, wanted: LayerContents) -> bool:
-    pairs = zip(found, wanted, strict=True)
+def has_same_contents(found: CacheContents, wanted: CacheContents) -> bool:
+    pairs = zip(found.layers, wanted.layers, strict=True)
     return all(torch.equal(*each) for one, other in pairs for each in zip(one, other, strict=True))
 
 
@@ -40,12 +41,12 @@ def held_texts(texts: list[list[int]], store: PrefixCache) -> list[list[int]]:
     return [text for text, match in found if match is not None and match[0] == len(text)]
 
 
-def text(number: int, length: int = MIN_SHARED) -> list[int]:
+def text(number: int, length: int = MIN_PREFIX) -> list[int]:
     """Texts of different numbers have no beginning in common."""
     return [number] * length
 
 
-def filled(*numbers: int, length: int = MIN_SHARED) -> PrefixCache:
+def filled(*numbers: int, length: int = MIN_PREFIX) -> PrefixCache:
     store = PrefixCache()
     for number in numbers:
         store.add(text(number, length), contents_of(text(number, length)))
@@ -71,10 +72,10 @@ def test_the_longest_common_prefix_is_found_and_its_contents_are_its_tokens(seed
         rows = [random_text() for _ in range(source.randrange(4))]
         # A text that goes on from another one replaces it: whatever was added can still be found.
         longest = max(
-            num_common(context[:-1], each) for each in (*(each for each in added if len(each) >= MIN_SHARED), *rows, [])
+            num_common(context[:-1], each) for each in (*(each for each in added if len(each) >= MIN_PREFIX), *rows, [])
         )
         found = store.find(context, map(running, rows))
-        if longest < MIN_SHARED:
+        if longest < MIN_PREFIX:
             assert found is None
             continue
         assert found is not None
@@ -86,11 +87,11 @@ def test_the_longest_common_prefix_is_found_and_its_contents_are_its_tokens(seed
 
 def test_one_token_is_left_to_compute() -> None:
     store = filled(7, length=40)
-    for length in (MIN_SHARED + 1, 40, 41, 50):
+    for length in (MIN_PREFIX + 1, 40, 41, 50):
         found = store.find(text(7, length), [])
         assert found is not None
         assert found[0] == min(length - 1, 40)
-    assert store.find(text(7, MIN_SHARED), []) is None
+    assert store.find(text(7, MIN_PREFIX), []) is None
 
 
 @pytest.mark.parametrize("context", [[], [1], [1] * 100])
@@ -101,11 +102,11 @@ def test_an_empty_store_finds_nothing(context: list[int]) -> None:
 def test_a_beginning_that_differs_is_not_shared_whatever_follows() -> None:
     store = filled(7, length=100)
     assert store.find([8, *text(7, 99)], [running([9, *text(7, 99)])]) is None
-    assert store.find([*text(7, MIN_SHARED - 1), 8, *text(7, 99)], []) is None
+    assert store.find([*text(7, MIN_PREFIX - 1), 8, *text(7, 99)], []) is None
 
 
 def test_a_text_shorter_than_the_least_worth_sharing_is_not_kept() -> None:
-    store = filled(7, length=MIN_SHARED - 1)
+    store = filled(7, length=MIN_PREFIX - 1)
     assert store.num_tokens == 0
 
 
@@ -121,13 +122,13 @@ def test_a_running_text_is_found_where_it_shares_more() -> None:
 def test_a_text_replaces_the_one_that_it_goes_on_from() -> None:
     store = filled(1, 2)
     store.add([*text(1), 5, 6], contents_of([*text(1), 5, 6]))
-    assert store.num_tokens == 2 * MIN_SHARED + 2
+    assert store.num_tokens == 2 * MIN_PREFIX + 2
     assert held_texts([text(1), [*text(1), 5, 6], text(2)], store) == [text(1), [*text(1), 5, 6], text(2)]
 
 
 def test_a_text_that_another_goes_on_from_is_not_kept_twice() -> None:
     store = filled(1, length=30)
-    for length in (MIN_SHARED, 29, 30):
+    for length in (MIN_PREFIX, 29, 30):
         store.add(text(1, length), contents_of(text(1, length)))
     assert store.num_tokens == 30
 
@@ -137,7 +138,7 @@ def test_texts_that_part_are_kept_both() -> None:
     texts = [[*text(1), 2], [*text(1), 3], [*text(1), 256], [*text(1), 2**31]]
     for each in texts:
         store.add(each, contents_of(each))
-    assert store.num_tokens == 4 * (MIN_SHARED + 1)
+    assert store.num_tokens == 4 * (MIN_PREFIX + 1)
     assert held_texts(texts, store) == texts
 
 
@@ -146,15 +147,15 @@ def test_the_least_recently_used_texts_leave_first() -> None:
     assert store.find(text(1, 50), []) is not None  # used by a lookup
     store.add(text(2), contents_of(text(2)))  # by being added again
     store.add(text(3)[:-1], contents_of(text(3)[:-1]))  # too short to count
-    store.shrink(2 * MIN_SHARED)
-    assert store.num_tokens == 2 * MIN_SHARED
+    store.shrink(2 * MIN_PREFIX)
+    assert store.num_tokens == 2 * MIN_PREFIX
     assert held_texts([text(number) for number in (1, 2, 3, 4)], store) == [text(1), text(2)]
 
 
 def test_a_lookup_that_a_running_text_answers_uses_no_stored_one() -> None:
     store = filled(1, 2)
     store.find(text(1, 50), [running(text(1, 40))])
-    store.shrink(MIN_SHARED)
+    store.shrink(MIN_PREFIX)
     assert held_texts([text(1), text(2)], store) == [text(2)]
 
 
@@ -162,7 +163,7 @@ def test_a_lookup_that_a_running_text_answers_uses_no_stored_one() -> None:
 def test_shrinking_drops_no_more_than_it_must(to_tokens: int, num_left: int) -> None:
     store = filled(1, 2, 3, 4)
     store.shrink(to_tokens)
-    assert store.num_tokens == num_left * MIN_SHARED
+    assert store.num_tokens == num_left * MIN_PREFIX
     assert len(held_texts([text(number) for number in (1, 2, 3, 4)], store)) == num_left
 
 
@@ -172,7 +173,7 @@ def test_clearing_drops_everything() -> None:
     assert store.num_tokens == 0
     assert store.find(text(1, 50), []) is None
     store.add(text(1), contents_of(text(1)))
-    assert store.num_tokens == MIN_SHARED
+    assert store.num_tokens == MIN_PREFIX
 
 
 def test_a_text_that_was_found_can_be_read_after_it_was_dropped() -> None:
@@ -190,7 +191,7 @@ def test_the_count_of_tokens_is_that_of_the_texts_held(seed: int) -> None:
     texts: list[list[int]] = []
     for _ in range(200):
         end = [source.randrange(3) for _ in range(source.randrange(4))]
-        texts.append([*stem[: source.randrange(MIN_SHARED, 81)], *end])
+        texts.append([*stem[: source.randrange(MIN_PREFIX, 81)], *end])
         store.add(texts[-1], contents_of(texts[-1]))
         if source.random() < 0.1:
             store.shrink(source.randrange(store.num_tokens + 1))
@@ -200,7 +201,7 @@ def test_the_count_of_tokens_is_that_of_the_texts_held(seed: int) -> None:
 
 
 def test_contents_of_another_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="of the 20 tokens"):
+    with pytest.raises(ValueError, match="those of 20 tokens"):
         PrefixCache().add(text(7, 20), contents_of(text(7, 19)))
 
 
@@ -228,7 +229,7 @@ def test_the_longest_whole_text_is_found_with_its_own_states(seed: int) -> None:
     store, added = HybridPrefixCache(LEAST, WEIGHT), list[list[int]]()
     for _ in range(60):
         new, context = random_text(), [*random_text(), 1, 0]
-        store.add(new, contents_of(new), states_of(new))
+        store.add(new, contents_of(new, states_of(new)))
         added += [new] if len(new) >= LEAST and new not in added else []
         assert store.num_tokens == sum(len(each) + WEIGHT for each in added)
         whole = max(
@@ -240,16 +241,16 @@ def test_the_longest_whole_text_is_found_with_its_own_states(seed: int) -> None:
         assert (found[0] if found else 0) == len(whole)
         if found:
             assert has_same_contents(found[1].read(len(whole)), contents_of(whole))
-            assert found[1].states[0][0][0].tolist() == [whole]
+            assert found[1].read(len(whole)).states[0][0][0].tolist() == [whole]
         most = max((num_common(context[:-2], each) for each in added), default=0)
-        assert store.branch(context, len(whole)) == (most if most - len(whole) >= LEAST else None)
+        assert store.pause(context, len(whole)) == (most if most - len(whole) >= LEAST else None)
 
 
 def test_the_least_recently_used_whole_texts_are_dropped_first() -> None:
     store = HybridPrefixCache(LEAST, WEIGHT)
     for number in (1, 2, 3):
-        store.add(text(number, 10), contents_of(text(number, 10)), states_of(text(number, 10)))
-    store.add(text(1, 10), contents_of(text(1, 10)), states_of(text(1, 10)))  # known, and used by that
+        store.add(text(number, 10), contents_of(text(number, 10), states_of(text(number, 10))))
+    store.add(text(1, 10), contents_of(text(1, 10), states_of(text(1, 10))))  # known, and used by that
     assert store.find([*text(2, 10), 9, 9], []) is not None
     store.shrink(2 * (10 + WEIGHT))
     assert [store.find([*text(number, 10), 9, 9], []) is not None for number in (1, 2, 3)] == [True, True, False]
@@ -263,7 +264,7 @@ def test_what_texts_have_in_common_outlives_them() -> None:
         for each in ([*common, last], common):
             if not store.touch(each):
                 store.shrink(2 * (11 + WEIGHT) - len(each) - WEIGHT)
-                store.add(each, contents_of(each), states_of(each))
+                store.add(each, contents_of(each, states_of(each)))
         found = store.find([*common, 9, 9, 9], [])
         assert found is not None
         assert found[0] == len(common)

@@ -52,7 +52,7 @@ def run(model: Any, batch: list[list[int]]) -> list[Text]:
 
 
 def roll(model: Any) -> list[Text]:
-    engine = ContinuousBatchingEngine(model, max_rows=8)
+    engine = ContinuousBatchingEngine(model, max_num_seqs=8)
     client = Client(engine)
     for prompt in ITEMS:
         client.submit(prompt, SamplingParams(NUM_NEW, logprobs=0))

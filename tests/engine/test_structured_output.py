@@ -52,9 +52,9 @@ def start() -> Iterator[Callable[..., Engine]]:
 
     def start(model: Any, name: str) -> Engine:
         if name == "continuous":
-            engines.append(ContinuousBatchingEngine(model, max_rows=8))
+            engines.append(ContinuousBatchingEngine(model, max_num_seqs=8))
         else:
-            engines.append(BatchEngine(model, max_rows=8, context_length=256, sharing="padded"))
+            engines.append(BatchEngine(model, max_num_seqs=8, context_length=256, sharing="padded"))
         return engines[-1]
 
     yield start

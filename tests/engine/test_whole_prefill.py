@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_triton.engine.batch_engine import BatchEngine
+from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.runner import device
 from hf_triton.runner import kv_cache as cache
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.forward import Forward
@@ -49,23 +49,21 @@ def test_it_is_found_out_by_trying(model: Any) -> None:
 def test_tokens_that_see_those_behind_them_are_not_for_rows() -> None:
     model = build("Gemma3TextConfig", BASE | HEADS | {"use_bidirectional_attention": True})
     assert probe_continuous_batching(model) is None
-    engine = start_engine(model, max_rows=4, context_length=128)
+    engine = start_engine(model, max_num_seqs=4, context_length=128)
     try:
         assert isinstance(engine, BatchEngine)
     finally:
         engine.close()
 
 
-def test_a_long_prompt_is_read_at_once_beside_running_texts(
-    model: Any, reads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(16, 8, per_weights=4))
+def test_a_long_prompt_is_read_at_once_beside_running_texts(model: Any, reads: list[tuple[int, int]]) -> None:
+    config = EngineConfig(chunk_sizes=ChunkSizes(16, 8, per_weights=4))
     source = random.Random(1)
     items = [
         ([source.randrange(3, 300) for _ in range(length)], SamplingParams(num_new))
         for length, num_new in ((5, 60), (100, 20), (90, 5), (3, 30))
     ]
-    engine = start_engine(model, max_rows=4, context_length=256)
+    engine = start_engine(model, max_num_seqs=4, context_length=256, config=config)
     try:
         reads.clear()
         check(model, Client(engine), items, pause=lambda: None)
@@ -77,8 +75,8 @@ def test_a_long_prompt_is_read_at_once_beside_running_texts(
 def test_nothing_is_shared_and_the_log_says_so(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     prompt, shares = list(range(3, 60)), PrefixHits()
     with caplog.at_level(logging.INFO, logger="hf_triton"):
-        engine = start_engine(model, max_rows=4, context_length=256, observer=shares)
-    assert "each prompt read at once, none shared" in caplog.text
+        engine = start_engine(model, max_num_seqs=4, context_length=256, observer=shares)
+    assert "each prompt prefilled whole, no prefix caching" in caplog.text
     try:
         client = Client(engine)
         for _ in range(3):
@@ -92,14 +90,14 @@ def test_texts_that_are_put_back_go_on_as_they_were(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cache, "COLUMN_STEP", 16)
     model = build(*WHOLE["jamba"])
     source, put_back = random.Random(3), PreemptCounter()
-    engine = start_engine(model, max_rows=6, context_length=256, max_cache_tokens=300, observer=put_back)
+    engine = start_engine(model, max_num_seqs=6, context_length=256, max_cache_tokens=300, observer=put_back)
     try:
         items = [(prompt[:40], SamplingParams(60)) for prompt, _ in requests(12, source)]
         check(model, Client(engine), items, pause=lambda: None)
         assert isinstance(engine, ContinuousBatchingEngine)
     finally:
         engine.close()
-    assert put_back.num_rows > 0
+    assert put_back.num_sequences > 0
 
 
 def test_prompts_are_scored_and_texts_drawn_from_one_reading(model: Any) -> None:
@@ -108,7 +106,7 @@ def test_prompts_are_scored_and_texts_drawn_from_one_reading(model: Any) -> None
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float().log_softmax(-1)
     wanted = [float(logits[place, token]) for place, token in enumerate(prompt[1:])]
-    engine = start_engine(model, max_rows=5, context_length=256)
+    engine = start_engine(model, max_num_seqs=5, context_length=256)
     try:
         client = Client(engine)
         alone = client.ask(prompt, plan)

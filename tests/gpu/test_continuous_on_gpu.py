@@ -75,7 +75,7 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(texts: Texts, contexts: list[list[int]]) -> dict[int, list[int]]:
-    for verb, number in schedule(len(contexts), max_rows=5):
+    for verb, number in schedule(len(contexts), max_num_seqs=5):
         if verb == "join":
             texts.join(number, contexts[number])
         elif verb == "leave":
@@ -112,7 +112,7 @@ def test_logits_of_graphs_are_the_eager_ones(name: str, dtype: torch.dtype) -> N
     model, contexts = load(name, dtype), prompts(12 if HAS_GPU else 5)
     eager, graphs = Texts(model, "eager"), Texts(model, "auto")
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
-    for verb, number in schedule(len(contexts), max_rows=5):
+    for verb, number in schedule(len(contexts), max_num_seqs=5):
         for texts in (eager, graphs):
             if verb == "join":
                 texts.join(number, contexts[number])

@@ -13,10 +13,10 @@ import pytest
 import torch
 from accelerate import dispatch_model
 
+from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.hub.checkpoint import Checkpoint, Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
-from hf_triton.runner import device
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
@@ -56,19 +56,19 @@ def check(engine: Any, reference: Any, count: int = 12) -> None:
 def test_continuous_engine_equals_generate(name: str, decoding: DecodingMode) -> None:
     plain = build(*CONTINUOUS[name])
     model = copy.deepcopy(plain).to("cuda")
-    with closing(ContinuousBatchingEngine(model, max_rows=5, decoding=decoding)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=5, decoding=decoding)) as engine:
         check(engine, model if HAS_GPU else plain)
 
 
 @pytest.mark.parametrize("decoding", ["eager", "cuda_graphs"])
 @pytest.mark.parametrize("name", ["granite4", "falcon-h1"])
-def test_cached_states_on_a_device_are_continued(
-    name: str, decoding: DecodingMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(device.CHUNK_SIZES, "cuda", ChunkSizes(64, 32, per_weights=4))
+def test_cached_states_on_a_device_are_continued(name: str, decoding: DecodingMode) -> None:
+    config = EngineConfig(chunk_sizes=ChunkSizes(64, 32, per_weights=4))
     plain, shares = build(*CONTINUOUS[name]), PrefixHits()
     model = copy.deepcopy(plain).to("cuda")
-    with closing(ContinuousBatchingEngine(model, max_rows=5, decoding=decoding, observer=shares)) as engine:
+    with closing(
+        ContinuousBatchingEngine(model, max_num_seqs=5, decoding=decoding, observer=shares, config=config)
+    ) as engine:
         check(engine, model if HAS_GPU else plain)
     assert sum(count > 0 for count in shares.counts) > 5
 
@@ -78,7 +78,7 @@ def test_cached_states_on_a_device_are_continued(
 def test_prompts_without_chunked_prefill(name: str, decoding: DecodingMode) -> None:
     plain = build(*WHOLE[name])
     model = copy.deepcopy(plain).to("cuda")
-    with closing(start_engine(model, max_rows=5, context_length=128, decoding=decoding)) as engine:
+    with closing(start_engine(model, max_num_seqs=5, context_length=128, decoding=decoding)) as engine:
         assert isinstance(engine, ContinuousBatchingEngine)
         check(engine, model if HAS_GPU else plain)
 
@@ -87,7 +87,7 @@ def test_prompts_without_chunked_prefill(name: str, decoding: DecodingMode) -> N
 def test_batch_engine_equals_generate(name: str) -> None:
     plain = build(*BATCH[name])
     model = copy.deepcopy(plain).to("cuda")
-    with closing(start_engine(model, max_rows=4, context_length=128)) as engine:
+    with closing(start_engine(model, max_num_seqs=4, context_length=128)) as engine:
         assert not isinstance(engine, ContinuousBatchingEngine)
         check(engine, model if HAS_GPU else plain, count=6)
 
@@ -100,7 +100,7 @@ def test_a_model_on_several_devices(name: str) -> None:
         pytest.skip("there is one device")
     plain = build(*CONTINUOUS[name])
     model = copy.deepcopy(plain)
-    with closing(ContinuousBatchingEngine(dispatch_model(model, in_two(model)), max_rows=5)) as engine:
+    with closing(ContinuousBatchingEngine(dispatch_model(model, in_two(model)), max_num_seqs=5)) as engine:
         assert engine._device == torch.device("cuda", 0)
         check(engine, plain)
 
@@ -141,7 +141,7 @@ def test_running_rows_wait_for_nothing_but_their_tokens(plan: SamplingParams, mo
         reads.now = False
 
     monkeypatch.setattr(ContinuousBatchingEngine, "_advance_prefill", read)
-    with closing(ContinuousBatchingEngine(build(*CONTINUOUS["granite"]).to("cuda"), max_rows=8)) as engine:
+    with closing(ContinuousBatchingEngine(build(*CONTINUOUS["granite"]).to("cuda"), max_num_seqs=8)) as engine:
         monkeypatch.setattr(Device, "wait", note)
         client = Client(engine)
         for prompt in prompts(12):
@@ -187,7 +187,7 @@ def test_a_checkpoint_is_served_from_its_device(name: str, is_continuous: bool, 
     build_tiny_checkpoint(tmp_path, name, eos_token_id=None)
     model = load(tmp_path, Placement("GPU", last)).model
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cuda", last)}
-    with closing(start_engine(model, max_rows=5, context_length=128)) as engine:
+    with closing(start_engine(model, max_num_seqs=5, context_length=128)) as engine:
         assert isinstance(engine, ContinuousBatchingEngine) is is_continuous
         check(engine, model if HAS_GPU else load_reference(tmp_path).model)
 

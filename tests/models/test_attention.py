@@ -284,7 +284,7 @@ def test_batch_engine_has_fast_attention(monkeypatch: pytest.MonkeyPatch, tmp_pa
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     seen: list[torch.dtype] = []
     monkeypatch.setattr(attention, "attend", lambda query, *_: seen.append(query.dtype))
-    engine = start_engine(model, max_rows=2, context_length=64)
+    engine = start_engine(model, max_num_seqs=2, context_length=64)
     try:
         client = Client(engine)
         client.submit([3, 4, 5], SamplingParams(4))
@@ -301,7 +301,7 @@ def test_kernels_are_compiled_at_load(architecture: str, monkeypatch: pytest.Mon
     auto_class = AutoModelForSeq2SeqLM if architecture == "bart" else AutoModelForCausalLM
     asked: list[torch.dtype] = []
     monkeypatch.setattr(decode_attention, "kernel_for", lambda dtype, *_: asked.append(dtype))
-    start_engine(auto_class.from_pretrained(tmp_path), max_rows=2, context_length=64).close()
+    start_engine(auto_class.from_pretrained(tmp_path), max_num_seqs=2, context_length=64).close()
     assert set(asked) == {torch.float32}
 
 

@@ -45,7 +45,7 @@ def test_static_decoding_equals_eager_and_generate(name: str, tmp_path: Path) ->
     eager, static = Texts(model, "eager"), Texts(model, "static")
     contexts = prompts(12)
     shapes = set()
-    for verb, number in schedule(len(contexts), max_rows=5):
+    for verb, number in schedule(len(contexts), max_num_seqs=5):
         for texts in (eager, static):
             if verb == "join":
                 texts.join(number, contexts[number])
@@ -134,7 +134,7 @@ def test_a_model_without_static_shapes_falls_back_to_eager(
 
 
 def test_cuda_graphs_need_a_cuda_device(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs a CUDA device, and the model is on cpu"):
+    with pytest.raises(ValueError, match="needs a GPU, and the model is on cpu"):
         Decoder(Forward(load("llama", tmp_path)), "cuda_graphs")
 
 

@@ -189,11 +189,11 @@ def test_a_step_that_has_no_memory_for_the_logits_of_all_lanes_tears_the_rows(
 
 @pytest.mark.parametrize("failing", [1, 2, 5])
 def test_the_engine_goes_on_after_such_a_step(failing: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, step, count = ContinuousBatchingEngine(model, max_rows=8), Decoder.step, [0]
+    engine, step, count = ContinuousBatchingEngine(model, max_num_seqs=8), Decoder.step, [0]
     items = [(prompt(length, seed=length), 12) for length in (5, 300, 9, 280, 14, 100)]
 
     def fail(self: Decoder, memory: Any, newest: torch.Tensor) -> torch.Tensor:
-        count[0] += memory in engine._memory._lanes[1:]
+        count[0] += memory in engine.memory.lanes._lanes[1:]
         if count[0] == failing:
             count[0] += 1
             raise RuntimeError("boom")
@@ -213,12 +213,12 @@ def test_the_engine_goes_on_after_such_a_step(failing: int, model: Any, monkeypa
 
 def test_a_budget_is_kept_with_lanes(model: Any) -> None:
     most, allowed = 0, 1536
-    engine = ContinuousBatchingEngine(model, max_rows=8, max_cache_tokens=allowed)
+    engine = ContinuousBatchingEngine(model, max_num_seqs=8, max_cache_tokens=allowed)
     items = [(prompt(length, seed=length), 10) for length in (5, 300, 9, 280, 14, 100, 310, 6, 290)]
 
     def watch(_copy: int, _token_id: int) -> bool:
         nonlocal most
-        most = max(most, engine._num_used())
+        most = max(most, engine.memory.num_used_tokens)
         return False
 
     client = Client(engine)

@@ -63,7 +63,7 @@ def test_packed_model_generates_what_the_plain_one_generates(
     if name not in READS_ITS_WEIGHTS:
         assert packed_layers(packed) == layers
         assert count
-    engine = start_engine(packed, max_rows=5, context_length=256)
+    engine = start_engine(packed, max_num_seqs=5, context_length=256)
     try:
         check(plain, Client(engine), requests(NUM_REQUESTS, source), lambda: None)
     finally:
@@ -83,7 +83,7 @@ def test_model_with_a_kernel_for_every_layer_generates_the_same(name: str, monke
     layers = [module for module in packed.modules() if isinstance(module, PackedLinear)]
     assert layers
     assert all(layer.kernel for layer in layers)
-    engine = start_engine(packed, max_rows=9, context_length=256)
+    engine = start_engine(packed, max_num_seqs=9, context_length=256)
     try:
         check(plain, Client(engine), requests(NUM_REQUESTS, random.Random(name)), lambda: None)
     finally:

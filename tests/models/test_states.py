@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.prefill import Prefill
-from hf_triton.engine.sequence import GroupState
-from hf_triton.engine.types import Completion, Outcome, SequenceGroup, SequenceObserver
-from hf_triton.errors import RequestError
-from hf_triton.runner import device
+from hf_triton.engine.executor import Executor
+from hf_triton.engine.plan import ScheduledStep
+from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.device import ChunkSizes
@@ -24,7 +23,6 @@ from hf_triton.runner.forward import Forward
 from hf_triton.runner.kv_cache import COLUMN_STEP, KVCache
 from hf_triton.runner.states import states_of
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.sampler import SampledToken
 from tests.support.architectures import STATES, build, requests
 from tests.support.engine import Client, PreemptCounter, PrefixHits, token_ids
 from tests.support.reference import solo_ids
@@ -55,25 +53,21 @@ def check(model: Any, client: Client, items: list[tuple[list[int], SamplingParam
 
 
 @pytest.mark.parametrize("piece", [3, 16])
-def test_prompts_are_read_in_pieces_beside_running_texts(
-    piece: int, model: Any, mode: DecodingMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(64, piece, per_weights=16))
+def test_prompts_are_read_in_pieces_beside_running_texts(piece: int, model: Any, mode: DecodingMode) -> None:
+    config = EngineConfig(chunk_sizes=ChunkSizes(64, piece, per_weights=16))
     items = requests(40, random.Random(piece))
-    with closing(ContinuousBatchingEngine(model, max_rows=7, decoding=mode)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=7, decoding=mode, config=config)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
         check(model, client, items)
 
 
-def test_many_short_prompts_at_once_have_pieces_of_more_than_their_padding(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_short_prompts_at_once_have_pieces_of_more_than_their_padding(model: Any) -> None:
     """A single column is taken to hold a token of every row, which padding is not."""
-    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(64, 1, per_weights=16))
+    config = EngineConfig(chunk_sizes=ChunkSizes(64, 1, per_weights=16))
     items = [(prompt, SamplingParams(1 + index % 7)) for index, prompt in enumerate(prompts(60, longest=4))]
-    with closing(ContinuousBatchingEngine(model, max_rows=20)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=20, config=config)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -81,14 +75,14 @@ def test_many_short_prompts_at_once_have_pieces_of_more_than_their_padding(
 
 
 @pytest.mark.parametrize("name", ["mamba2", "granite4"])
-def test_no_token_of_a_prompt_is_read_as_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_of_a_prompt_is_read_as_a_step(name: str) -> None:
     """Where the time step is limited, transformers limits it while it reads a prompt and not in a step."""
-    monkeypatch.setitem(device.CHUNK_SIZES, "cpu", ChunkSizes(16, 16, per_weights=8))
+    config = EngineConfig(chunk_sizes=ChunkSizes(16, 16, per_weights=8))
     config_name, arguments = STATES[name]
     model = build(config_name, arguments | {"time_step_limit": (0.0, 0.1)})
     items = [(random_tokens(length, length), SamplingParams(12)) for length in (1, 2, 16, 17, 18, 33, 49, 50)]
     items += [([*prompt, *random_tokens(extra, extra)], plan) for prompt, plan in items[4:] for extra in (1, 2)]
-    with closing(ContinuousBatchingEngine(model, max_rows=3)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=3, config=config)) as engine:
         for prompt, plan in items:
             (answer,) = token_ids(Client(engine).ask(prompt, plan))
             assert answer == solo_ids(model, prompt, plan.max_new_tokens)
@@ -122,7 +116,7 @@ def test_a_step_that_fails_half_way_changes_nobodys_text(error: Exception, model
         (prompt, SamplingParams(1 + index % 17, do_sample=True, seed=index, num_return_sequences=1 + index % 3))
         for index, prompt in enumerate(prompts(30))
     ]
-    with closing(ContinuousBatchingEngine(model, max_rows=7, decoding=mode)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=7, decoding=mode)) as engine:
         calm = Client(engine)
         for item in items:
             calm.submit(*item)
@@ -152,7 +146,7 @@ def limited(name: str, **options: Any) -> Any:
                 parameter.zero_()
             elif path.endswith("out_proj.weight") and ("mamba" in path or "mixer" in path):
                 parameter.mul_(20)
-    assert not Forward(model).reads_as_it_writes
+    assert not Forward(model).recomputes
     return model
 
 
@@ -160,85 +154,50 @@ LIMITED = [("nemotron-h", {}), ("zamba2", {}), ("granite4", {"time_step_limit": 
 
 
 @pytest.mark.parametrize(("name", "options"), LIMITED)
-def test_texts_that_are_put_back_are_written_again_where_reading_is_another_thing(
+def test_sequences_that_cannot_be_recomputed_are_admitted_if_they_fit_to_their_end(
     name: str, options: dict[str, Any], mode: DecodingMode
 ) -> None:
-    model, source, put_back = limited(name, **options), random.Random(5), PreemptCounter()
+    model, source, preempted = limited(name, **options), random.Random(5), PreemptCounter()
     items = [(random_tokens(20, source.randrange(99)), SamplingParams(120)) for _ in range(5)]
     with closing(
-        ContinuousBatchingEngine(model, max_rows=5, decoding=mode, max_cache_tokens=700, observer=put_back)
+        ContinuousBatchingEngine(model, max_num_seqs=5, decoding=mode, max_cache_tokens=700, observer=preempted)
     ) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
         check(model, client, items)
-    assert put_back.num_rows > 0
+    assert preempted.num_sequences == 0
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")], ids=str)
-def test_so_are_those_of_a_step_that_failed_and_nobody_is_told_twice(error: Exception, mode: DecodingMode) -> None:
-    model, source = limited("nemotron-h"), random.Random(6)
-    drawn = {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2, "logprobs": 1}
-    items = [
-        (random_tokens(1 + number % 20, number), SamplingParams(40, seed=number, num_return_sequences=2, **drawn))
-        for number in range(8)
-    ]
-
-    def run(client: Client) -> tuple[list[Any], list[list[int]], list[int]]:
-        heard: list[list[int]] = [[] for _ in range(2 * len(items))]
-        asked = [0] * len(items)
-
-        for number, item in enumerate(items):
-
-            def hear(copy: int, token_id: int, number: int = number) -> bool:
-                heard[2 * number + copy].append(token_id)
-                return False
-
-            def process(token_ids: list[int], scores: torch.Tensor, number: int = number) -> torch.Tensor:
-                asked[number] += 1
-                return scores
-
-            processor = (lambda process=process: process) if number % 2 else (lambda: None)
-            client.submit(*item, on_token=hear, logits_processor=processor)
-        outcomes = client.outcomes()
-        found = [each for outcome in outcomes for each in (outcome if isinstance(outcome, list) else [outcome])]
-        return found, heard, asked
-
-    with closing(ContinuousBatchingEngine(model, max_rows=6, decoding=mode)) as engine:
-        wanted, heard, asked = run(Client(engine))
-        assert heard == [each.token_ids for each in wanted]
-        breaking = Breaking(model, error, lambda rows, new: rows > 1 and new == 1 and source.random() < 0.05)
+def test_those_of_a_failed_step_are_refused_and_later_ones_run(error: Exception, mode: DecodingMode) -> None:
+    model, failures = limited("nemotron-h"), [error]
+    items = [(random_tokens(1 + number, number), SamplingParams(20)) for number in range(6)]
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=6, decoding=mode)) as engine:
+        client = Client(engine)
+        breaking = Breaking(model, error, lambda rows, new: rows > 1 and new == 1 and bool(failures and failures.pop()))
         try:
-            found, heard_again, asked_again = run(Client(engine))
+            for item in items:
+                client.submit(*item)
+            outcomes = client.outcomes()
         finally:
             breaking.remove()
-    assert breaking.num_hits > 0
-    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
-    assert [[one.token_id for one in each.logprobs] for each in found] == heard
-    assert heard_again == heard
-    assert asked_again == asked
-
-
-@pytest.mark.parametrize("num_again", [0, 1, 2, 3])
-def test_a_deadline_while_tokens_are_written_again_ends_with_all_of_them(num_again: int) -> None:
-    outcomes: list[Outcome] = []
-    job = GroupState(SequenceGroup([5], SamplingParams(10), outcomes.append), frozenset(), SequenceObserver())
-    (row,) = job.rows
-    for token_id in (7, 8, 9):
-        row.take(SampledToken(token_id))
-    row.regenerate()
-    for _ in range(num_again):
-        assert row.num_tokens == 4
-        assert not row.take(SampledToken(1))
-    row.regenerate()
-    job.expire()
-    assert outcomes == [[Completion([7, 8, 9], "deadline")]]
+        assert breaking.num_hits == 1
+        assert engine.is_healthy()
+        code = "out_of_memory" if isinstance(error, torch.OutOfMemoryError) else "generation_failed"
+        refused = [outcome for outcome in outcomes if isinstance(outcome, HfTritonError)]
+        assert refused
+        assert {outcome.code for outcome in refused} == {code}
+        later = Client(engine)
+        for item in items:
+            later.submit(*item)
+        check(model, later, items)
 
 
 def test_a_seed_gives_the_same_texts_alone_and_in_company(model: Any, mode: DecodingMode) -> None:
     plans = [SamplingParams(12, do_sample=True, top_k=20, seed=seed, num_return_sequences=2) for seed in range(12)]
     items = list(zip(prompts(12), plans, strict=True))
-    with closing(ContinuousBatchingEngine(model, max_rows=7, decoding=mode)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=7, decoding=mode)) as engine:
         company = Client(engine)
         for item in items:
             company.submit(*item)
@@ -248,7 +207,7 @@ def test_a_seed_gives_the_same_texts_alone_and_in_company(model: Any, mode: Deco
 
 @torch.inference_mode()
 def test_what_states_take_is_counted(model: Any) -> None:
-    bytes_per_token, of_states = Forward(model).memory_of_text()
+    bytes_per_token, of_states = Forward(model).memory_per_token()
     texts = Texts(model, "eager")
     texts.memory = KVCache(torch.device("cpu"), of_states)
     for number, prompt in enumerate(prompts(5)):
@@ -265,23 +224,24 @@ def test_what_states_take_is_counted(model: Any) -> None:
 
 
 def test_rows_wait_where_there_is_no_memory_for_their_states(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, of_states = Forward(model).memory_of_text()
+    _, of_states = Forward(model).memory_per_token()
     of_row = of_states + COLUMN_STEP
     room = 5 * of_row + of_row // 2  # a text is there twice while it is laid into its row
     monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
     monkeypatch.setattr(TokenBudget, "most", lambda _: room)
     widths, held = list[int](), list[int]()
-    advance = Prefill.advance
+    run = Executor.run
 
-    def counted(reading: Prefill, *, has_company: bool) -> Any:
-        widths.append(len(engine._rows) + len(reading.rows))
-        rows = max(engine._memory.num_tokens, widths[-1] * of_row)
-        held.append(rows + len(reading.prefill_requests) * (reading.longest + of_states))
-        return advance(reading, has_company=has_company)
+    def counted(executor: Executor, step: ScheduledStep) -> Any:
+        if step.prefill:
+            widths.append(len(engine.memory.running) + len(step.prefill.sequences))
+            rows = max(engine.memory.lanes.num_tokens, widths[-1] * of_row)
+            held.append(rows + len(step.prefill.requests) * (step.prefill.longest + of_states))
+        return run(executor, step)
 
-    monkeypatch.setattr(Prefill, "advance", counted)
+    monkeypatch.setattr(Executor, "run", counted)
     items = [(prompt, SamplingParams(5 + index)) for index, prompt in enumerate(prompts(12))]
-    with closing(ContinuousBatchingEngine(model, max_rows=7)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=7)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -296,14 +256,14 @@ def test_rows_wait_where_there_is_no_memory_for_their_states(model: Any, monkeyp
 def test_a_limit_of_keys_and_values_says_nothing_to_a_model_without_them(caplog: pytest.LogCaptureFixture) -> None:
     model = build(*STATES["mamba2"])
     prompt = random_tokens(2 * COLUMN_STEP, 0)
-    with closing(ContinuousBatchingEngine(model, max_rows=3, max_cache_tokens=COLUMN_STEP)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=3, max_cache_tokens=COLUMN_STEP)) as engine:
         assert token_ids(Client(engine).ask(prompt, SamplingParams(4))) == [solo_ids(model, prompt, 4)]
     assert "max_cache_tokens does nothing for a model without keys and values" in caplog.text
 
 
 def test_a_limit_of_keys_and_values_does_not_count_states(model: Any) -> None:
     items = [(prompt, SamplingParams(9)) for prompt in prompts(6)]
-    with closing(ContinuousBatchingEngine(model, max_rows=7, max_cache_tokens=2 * COLUMN_STEP)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=7, max_cache_tokens=2 * COLUMN_STEP)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -333,7 +293,7 @@ def random_tokens(length: int, seed: int) -> list[int]:
 
 def test_a_conversation_is_gone_on_from_its_last_turn(model: Any, mode: DecodingMode) -> None:
     shares, history, lengths = PrefixHits(), list[int](), list[int]()
-    with closing(ContinuousBatchingEngine(model, max_rows=3, decoding=mode, observer=shares)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=3, decoding=mode, observer=shares)) as engine:
         for turn in range(4):
             history += random_tokens(40, turn)
             (answer,) = token_ids(Client(engine).ask(history, SamplingParams(10)))
@@ -352,7 +312,7 @@ def test_a_state_that_has_read_the_end_of_its_text_is_not_gone_on_from(model: An
     prompt = random_tokens(40, 7)
     whole = solo_ids(model, prompt, 20)
     end = next(place for place, token in enumerate(whole) if place > 3 and token not in whole[:place])
-    with closing(ContinuousBatchingEngine(model, max_rows=3, decoding=mode)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=3, decoding=mode)) as engine:
         engine._eos_ids = frozenset([whole[end]])
         (answer,) = token_ids(Client(engine).ask(prompt, SamplingParams(20)))
         assert answer == whole[:end]
@@ -364,7 +324,7 @@ def test_a_state_that_has_read_the_end_of_its_text_is_not_gone_on_from(model: An
 def test_what_prompts_have_in_common_is_kept_where_they_part(model: Any) -> None:
     shares, common = PrefixHits(), random_tokens(50, 0)
     contexts = [[*common, *random_tokens(30 + number, number + 1)] for number in range(4)]
-    with closing(ContinuousBatchingEngine(model, max_rows=3, observer=shares)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=3, observer=shares)) as engine:
         for context in contexts:
             assert token_ids(Client(engine).ask(context, SamplingParams(8))) == [solo_ids(model, context, 8)]
     assert shares.counts == [0, 0, 50, 50]
@@ -380,7 +340,7 @@ def test_prompts_that_share_are_right_in_any_company(model: Any, mode: DecodingM
         for index in range(50)
     ]
     shares = PrefixHits()
-    with closing(ContinuousBatchingEngine(model, max_rows=7, decoding=mode, observer=shares)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=7, decoding=mode, observer=shares)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -391,20 +351,22 @@ def test_prompts_that_share_are_right_in_any_company(model: Any, mode: DecodingM
 
 def test_without_sharing_nothing_is_kept(model: Any) -> None:
     shares, context = PrefixHits(), random_tokens(60, 0)
-    with closing(ContinuousBatchingEngine(model, max_rows=3, observer=shares, shares_prefixes=False)) as engine:
+    with closing(
+        ContinuousBatchingEngine(model, max_num_seqs=3, observer=shares, enable_prefix_caching=False)
+    ) as engine:
         for _ in range(2):
             Client(engine).ask(context, SamplingParams(8))
-        assert engine._prefixes.num_tokens == 0
+        assert engine.memory.prefixes.num_tokens == 0
     assert shares.counts == [0, 0]
 
 
 @torch.inference_mode()
 def test_states_that_came_to_nan_are_not_gone_on_from(model: Any) -> None:
     shares, context = PrefixHits(), random_tokens(60, 0)
-    with closing(ContinuousBatchingEngine(model, max_rows=3, observer=shares)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=3, observer=shares)) as engine:
         Client(engine).ask(context, SamplingParams(8))
-        for prefix in engine._prefixes._prefixes.values():
-            for states in prefix.states:
+        for prefix in engine.memory.prefixes._prefixes.values():
+            for states in prefix.read(len(prefix.token_ids)).states:
                 for each in states:
                     for state in each.values():
                         state.fill_(torch.nan)
@@ -414,57 +376,58 @@ def test_states_that_came_to_nan_are_not_gone_on_from(model: Any) -> None:
 
 
 def test_a_text_that_is_kept_already_drops_no_other(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, of_states = Forward(model).memory_of_text()
+    _, of_states = Forward(model).memory_per_token()
     room = 4 * 4 * (of_states + 62)  # a fourth of it for four texts of 60 tokens
     monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
     contexts = [random_tokens(60, seed) for seed in range(3)]
-    with closing(ContinuousBatchingEngine(model, max_rows=3)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=3)) as engine:
         for context in (*contexts, contexts[0], contexts[0], contexts[0]):
             Client(engine).ask(context, SamplingParams(1))
-        kept = [prefix.token_ids.tolist() for prefix in engine._prefixes._prefixes.values()]
+        kept = [prefix.token_ids.tolist() for prefix in engine.memory.prefixes._prefixes.values()]
     assert all(context in kept for context in contexts)
 
 
 def test_a_common_beginning_is_shared_where_there_is_room_for_two_texts(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, of_states = Forward(model).memory_of_text()
+    _, of_states = Forward(model).memory_per_token()
     room = 2 * 4 * (of_states + 70)
     monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
     shares, common = PrefixHits(), random_tokens(60, 0)
-    with closing(ContinuousBatchingEngine(model, max_rows=3, observer=shares)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=3, observer=shares)) as engine:
         for seed in range(5):
             Client(engine).ask([*common, *random_tokens(4, seed + 1)], SamplingParams(5))
     assert shares.counts == [0, 0, 60, 60, 60]
 
 
 def test_a_store_too_small_for_states_is_said(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    _, of_states = Forward(model).memory_of_text()
-    with closing(ContinuousBatchingEngine(model, max_rows=3, max_cache_tokens=4 * (of_states + 32))) as engine:
-        has_keys = engine._forward.has_keys
-    assert "no prefixes are shared" not in caplog.text
-    ContinuousBatchingEngine(model, max_rows=3, max_cache_tokens=4 * (of_states + 32) - 1).close()
-    assert ("no prefixes are shared" in caplog.text) is has_keys
+    _, of_states = Forward(model).memory_per_token()
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=3, max_cache_tokens=4 * (of_states + 32))) as engine:
+        has_keys = engine.forward.has_keys
+    assert "the prefix cache stays empty" not in caplog.text
+    ContinuousBatchingEngine(model, max_num_seqs=3, max_cache_tokens=4 * (of_states + 32) - 1).close()
+    assert ("the prefix cache stays empty" in caplog.text) is has_keys
 
 
 def test_kept_texts_give_way_to_running_ones(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, of_states = Forward(model).memory_of_text()
+    _, of_states = Forward(model).memory_per_token()
     room = 8 * (of_states + COLUMN_STEP)
     monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
     monkeypatch.setattr(TokenBudget, "most", lambda _: room)
     held: list[int] = []
-    launch = ContinuousBatchingEngine._launch
+    run = Executor.run
 
-    def noted(engine: ContinuousBatchingEngine) -> Any:
-        held.append(engine._num_used())
-        return launch(engine)
+    def noted(executor: Executor, step: ScheduledStep) -> Any:
+        if step.decode:
+            held.append(engine.memory.num_used_tokens)
+        return run(executor, step)
 
-    monkeypatch.setattr(ContinuousBatchingEngine, "_launch", noted)
+    monkeypatch.setattr(Executor, "run", noted)
     items = [(random_tokens(60, index), SamplingParams(9)) for index in range(20)]
-    with closing(ContinuousBatchingEngine(model, max_rows=7)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=7)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
         check(model, client, items)
-        assert 0 < engine._prefixes.num_tokens <= room // 4
+        assert 0 < engine.memory.prefixes.num_tokens <= room // 4
     assert max(held) <= room

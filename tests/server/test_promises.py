@@ -45,12 +45,12 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
         if self.settings.engine == "batch":
             engine._generate = noted(engine._generate, lambda part: part)
         else:
-            engine._step = noted(engine._step, lambda: engine._rows)
+            engine.executor.run = noted(engine.executor.run, lambda step: step.sequences)
 
         def forward(module, inputs):
             if type(module).__name__ != "LlamaForCausalLM":
                 return
-            lengths = {{row.job.sequence.plan.max_new_tokens for row in rows or engine._rows_in_prefill()}}
+            lengths = {{sequence.group.params.max_new_tokens for sequence in rows}}
             if {FAILS} in lengths:
                 raise RuntimeError("boom at /secret/path.py")
             if {IS_FATAL} in lengths:

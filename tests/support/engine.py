@@ -55,7 +55,7 @@ class Client:
 
 def start_engine(model: Any, **options: Any) -> Any:
     """The engine that a folder without settings gets."""
-    defaults = {"max_cache_tokens": None, "shares_prefixes": True, "decoding": "auto"}
+    defaults = {"max_cache_tokens": None, "enable_prefix_caching": True, "decoding": "auto"}
     return build_engine(model, "auto", **{**defaults, "on_fatal": lambda: None, **options})
 
 
@@ -75,9 +75,9 @@ class Faulty:
     def __init__(
         self, engine: ContinuousBatchingEngine, is_hit: Callable[[int, list[int]], bool], error: Exception
     ) -> None:
-        self._model, self._is_hit, self._error = engine._forward._model, is_hit, error
+        self._model, self._is_hit, self._error = engine.forward._model, is_hit, error
         self.num_hits = 0
-        engine._forward._model = self
+        engine.forward._model = self
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
         if self._is_hit(len(input_ids), input_ids.flatten().tolist()):
@@ -128,10 +128,10 @@ def check(
 class PreemptCounter(Observer):
     """Counts the running sequences that are preempted."""
 
-    num_rows = 0
+    num_sequences = 0
 
-    def on_preempt(self, num_rows: int) -> None:
-        self.num_rows += num_rows
+    def on_preempt(self, num_sequences: int) -> None:
+        self.num_sequences += num_sequences
 
 
 class PrefixHits(Observer):

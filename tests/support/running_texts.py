@@ -40,7 +40,7 @@ class Texts:
 
     def comparable(self, prompt: list[int], tokens: list[int]) -> list[int]:
         """The new tokens up to where an engine would read the text anew."""
-        most = self.forward.switch_length + 1 - len(prompt)
+        most = self.forward.recompute_length - len(prompt)
         return tokens if most <= 0 or len(tokens) <= most else tokens[: int(most)]
 
     @torch.inference_mode()

@@ -83,14 +83,14 @@ class Codec(TextCodec):
 
 def echo(sequence: SequenceGroup) -> Outcome:
     """The prompt's last two tokens."""
-    return [Completion(sequence.prompt_ids[-2:], "length")] * sequence.plan.num_return_sequences
+    return [Completion(sequence.prompt_ids[-2:], "length")] * sequence.params.num_return_sequences
 
 
 def write(text: str) -> Callable[[SequenceGroup], Outcome]:
     """An engine that writes this text, in all copies, token by token, until it is stopped."""
 
     def outcome(sequence: SequenceGroup) -> Outcome:
-        return [written(sequence, copy, text) for copy in range(sequence.plan.num_sequences)]
+        return [written(sequence, copy, text) for copy in range(sequence.params.num_sequences)]
 
     return outcome
 
@@ -545,13 +545,13 @@ def test_prompts_and_parameters_that_do_not_fit_are_refused(prompt: str, paramet
 
 @pytest.mark.parametrize(("length", "expected"), [(1, 15), (10, 10), (19, 1)])
 def test_the_default_length_is_cut_to_the_context(length: int, expected: int) -> None:
-    assert [each.plan.max_new_tokens for each in sequences_of("x" * length)] == [expected]
+    assert [each.params.max_new_tokens for each in sequences_of("x" * length)] == [expected]
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, 12), (10, 10), (19, 1)])
 def test_a_folder_s_default_length_is_cut_to_the_context(length: int, expected: int) -> None:
     asked = sequences_of("x" * length, defaults=GenerationParameters(max_new_tokens=12))
-    assert [each.plan.max_new_tokens for each in asked] == [expected]
+    assert [each.params.max_new_tokens for each in asked] == [expected]
 
 
 def test_a_default_length_as_long_as_the_context_fails_the_load() -> None:
@@ -681,7 +681,7 @@ def test_bad_words_are_spelled_with_and_without_a_space() -> None:
     [sequence] = sequences_of("x", bad_words=("river", "the"))
     expected = {tuple(raw_ids(KIND, text)) for text in ("river", " river", "the", " the")}
     assert len(expected) == 4
-    assert set(sequence.plan.bad_words_ids) == expected
+    assert set(sequence.params.bad_words_ids) == expected
 
 
 # --- what is told beside the text ------------------------------------------------------------------------------------
@@ -689,7 +689,7 @@ def test_bad_words_are_spelled_with_and_without_a_space() -> None:
 
 def plan_with(options: RequestOptions, **parameters: Any) -> Any:
     [sequence] = sequences_of("x", options=options, **parameters)
-    return sequence.plan
+    return sequence.params
 
 
 @pytest.mark.parametrize(

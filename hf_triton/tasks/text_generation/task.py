@@ -193,9 +193,9 @@ def build_text_generation(
         engine = build_engine(
             checkpoint.model,
             settings.engine,
-            max_rows=settings.max_num_seqs,
+            max_num_seqs=settings.max_num_seqs,
             max_cache_tokens=settings.max_cache_tokens,
-            shares_prefixes=settings.enable_prefix_caching,
+            enable_prefix_caching=settings.enable_prefix_caching,
             decoding=settings.decoding,
             context_length=checkpoint.context_length,
             on_fatal=on_fatal,
