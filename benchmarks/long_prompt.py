@@ -102,7 +102,9 @@ def random_prompt(source: random.Random, length: int) -> list[int]:
 def chunks_of(num_tokens: int) -> Iterator[None]:
     """Make the engine prefill this many tokens at a time."""
     before = device.CHUNK_SIZES["cpu"]
-    device.CHUNK_SIZES["cpu"] = replace(before, alone=num_tokens, in_company=num_tokens, columns=math.inf)
+    device.CHUNK_SIZES["cpu"] = replace(
+        before, max_tokens=num_tokens, max_tokens_decoding=num_tokens, long_context=math.inf
+    )
     try:
         yield
     finally:

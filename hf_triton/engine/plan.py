@@ -53,7 +53,7 @@ class PrefillBatch:
         self.requests = requests
         self.longest = max(request.length for request in requests)
         """Tokens of the longest context."""
-        self.is_long = num_padded(requests) > chunk_sizes.alone
+        self.is_long = num_padded(requests) > chunk_sizes.max_tokens
         """Whether it takes several chunks even if no sequence is decoding."""
         self.num_computed = _num_known_columns(requests, self.longest)
         """Columns that have been computed, or need not be."""
@@ -72,18 +72,18 @@ class PrefillBatch:
         """Whether all columns have been computed."""
         return self.num_computed == self.longest
 
-    def chunk_end(self, *, has_company: bool) -> int:
+    def chunk_end(self, *, is_decoding: bool) -> int:
         """The column at which the next chunk ends.
 
         A chunk never has a single column if there are two: recurrent layers would take it for a decoding step, which
         no token of a prompt is in `generate`, and would ignore its padding.
 
         Args:
-            has_company: Whether sequences are decoding, which a long chunk would stall.
+            is_decoding: Whether sequences are decoding, which a long chunk would stall.
         """
         if self._is_whole:
             return self.longest
-        num_tokens = self._chunk_sizes.size(has_company=has_company, num_columns=self.num_computed)
+        num_tokens = self._chunk_sizes.size(is_decoding=is_decoding, num_cached=self.num_computed)
         pause = self.requests[0].pause or 0
         last = pause if self.num_computed < pause else self.longest
         end = self.num_computed + max(2, num_tokens // len(self.requests))
@@ -141,7 +141,7 @@ def is_worth_one_batch(requests: list[PrefillRequest], chunk_sizes: ChunkSizes, 
     if len({request.length >= recompute_length for request in requests}) > 1:
         return False
     num_new = sum(request.length - request.num_cached for request in requests)
-    return num_padded(requests) <= min(chunk_sizes.alone, num_new + chunk_sizes.per_weights * (len(requests) - 1))
+    return num_padded(requests) <= min(chunk_sizes.max_tokens, num_new + chunk_sizes.per_weights * (len(requests) - 1))
 
 
 def _num_known_columns(requests: list[PrefillRequest], longest: int) -> int:

@@ -86,7 +86,7 @@ class ModelTraits:
 class _Round:
     """The prefill chunks between two decoding steps."""
 
-    has_company: bool
+    is_decoding: bool
     """Whether sequences are decoding, which wait meanwhile."""
     num_tokens: int = 0
     is_over: bool = False
@@ -245,7 +245,7 @@ class Scheduler:
         """
         batches = self._memory.prefills
         if self._round is None:
-            self._round = _Round(has_company=bool(self._memory.running))
+            self._round = _Round(is_decoding=bool(self._memory.running))
             passes = self._is_short_turn and self._put_short_first()
             if batches and not passes:
                 return self._chunk(batches[-1])
@@ -255,7 +255,7 @@ class Scheduler:
         if not requests:
             return None
         num_new = num_padded(requests)
-        limit = self._traits.chunk_sizes.size(has_company=self._round.has_company)
+        limit = self._traits.chunk_sizes.size(is_decoding=self._round.is_decoding)
         if self._round.num_tokens and self._round.num_tokens + num_new > limit:
             return None
         self._round.num_tokens += num_new
@@ -267,7 +267,7 @@ class Scheduler:
 
     def _chunk(self, batch: PrefillBatch, *, is_first: bool = False) -> ScheduledStep:
         assert self._round is not None
-        end = batch.chunk_end(has_company=self._round.has_company)
+        end = batch.chunk_end(is_decoding=self._round.is_decoding)
         self._round.is_over = not (is_first and end == batch.longest)
         return ScheduledStep(prefill=batch, chunk_end=end)
 
@@ -282,7 +282,7 @@ class Scheduler:
 
     def _is_long(self, context: list[Sequence]) -> bool:
         """Whether a context takes more than one chunk, given its cached prefix at the first look."""
-        limit, group = self._traits.chunk_sizes.alone, context[0].group
+        limit, group = self._traits.chunk_sizes.max_tokens, context[0].group
         if context[0].num_tokens <= limit:
             return False
         if group.num_cached is None:

@@ -17,27 +17,29 @@ if TYPE_CHECKING:
 class ChunkSizes:
     """Tokens of a prefill chunk on one kind of device, padding counted."""
 
-    alone: int
+    max_tokens: int
     """While no sequence is decoding."""
-    in_company: int
+    max_tokens_decoding: int
     """While sequences are decoding: their next step waits for the chunk."""
     per_weights: int
     """Tokens whose computation takes about as long as reading the weights and launching a forward's operations."""
-    columns: float = math.inf
+    long_context: float = math.inf
     """Cached tokens whose attention takes about as long as the rest of a chunk; longer contexts get shorter chunks."""
 
-    def size(self, *, has_company: bool, num_columns: int = 0) -> int:
+    def size(self, *, is_decoding: bool, num_cached: int = 0) -> int:
         """Tokens of the next chunk.
 
         Args:
-            has_company: Whether sequences are decoding.
-            num_columns: Cached tokens that the chunk attends to.
+            is_decoding: Whether sequences are decoding.
+            num_cached: Cached tokens that the chunk attends to.
         """
-        return int(min(self.alone, self.in_company // (1 + num_columns // self.columns))) if has_company else self.alone
+        if not is_decoding:
+            return self.max_tokens
+        return int(min(self.max_tokens, self.max_tokens_decoding // (1 + num_cached // self.long_context)))
 
 
 CHUNK_SIZES: Final = {
-    "cpu": ChunkSizes(512, 256, per_weights=16, columns=2048),
+    "cpu": ChunkSizes(512, 256, per_weights=16, long_context=2048),
     "cuda": ChunkSizes(1024, 512, per_weights=512),  # 512 bounds the stalls: Sarathi-Serve (Agrawal 2024)
 }
 """By torch's device type; other accelerators take CUDA's."""

@@ -751,10 +751,10 @@ def test_running_rows_wait_for_one_piece_at_most(start: Callable[..., Continuous
 
 def test_a_piece_in_company_is_smaller_the_more_a_cpu_has_read() -> None:
     cpu, cuda = chunk_sizes_for(torch.device("cpu")), chunk_sizes_for(torch.device("cuda", 1))
-    assert [cpu.size(has_company=True, num_columns=columns) for columns in (0, 2047, 2048, 8192)] == [256, 256, 128, 51]
-    assert cpu.size(has_company=False, num_columns=8192) == 512
-    assert cuda.size(has_company=True, num_columns=8192) == 512
-    assert cuda.size(has_company=False) == 1024
+    assert [cpu.size(is_decoding=True, num_cached=columns) for columns in (0, 2047, 2048, 8192)] == [256, 256, 128, 51]
+    assert cpu.size(is_decoding=False, num_cached=8192) == 512
+    assert cuda.size(is_decoding=True, num_cached=8192) == 512
+    assert cuda.size(is_decoding=False) == 1024
     assert chunk_sizes_for(torch.device("xpu")) == cuda
 
 
