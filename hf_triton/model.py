@@ -113,7 +113,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     from hf_triton.stream_door.client import cancel_elsewhere
     from hf_triton.stream_door.server import DoorServer
     from hf_triton.tasks.hooks import check_hooks, checked_load
-    from hf_triton.tasks.metrics import NoMeter, build_meter
+    from hf_triton.tasks.meter import Meter, build_meter
     from hf_triton.tasks.text_generation.chat_template import load_chat_template
     from hf_triton.tasks.text_generation.task import build_text_generation
     from hf_triton.triton_backend.cancellation import RequestPoller
@@ -128,7 +128,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     placement = Placement(args["model_instance_kind"], int(args["model_instance_device_id"]))
     checkpoint = checked_load(hooks, load_checkpoint(Hub(folder, settings, os.environ), settings, placement))
     labels = {"model": name, "version": version}
-    meter = build_meter(lambda: MetricsSink(labels)) if settings.metrics else NoMeter()
+    meter = build_meter(lambda: MetricsSink(labels)) if settings.metrics else Meter()
     task = build_text_generation(
         checkpoint,
         settings,

@@ -50,7 +50,7 @@ class StreamDoor:
             TritonModelException: The folder cannot be served; one sentence says why.
         """
         from hf_triton.stream_door.client import Engines, cancel_elsewhere
-        from hf_triton.tasks.metrics import NoMeter
+        from hf_triton.tasks.meter import Meter
         from hf_triton.triton_backend.cancellation import RequestPoller
         from hf_triton.triton_backend.config import load_failures, read_config
         from hf_triton.triton_backend.process import Sentinel, start_process
@@ -71,7 +71,7 @@ class StreamDoor:
                 Engines(other),
                 config,
                 poller=RequestPoller(),
-                meter=NoMeter(),  # the model that generates counts
+                meter=Meter(),  # the model that generates counts
                 cancel_elsewhere=partial(cancel_elsewhere, other),  # which reaches the requests of all doors
             )
             self._service.closers = (Sentinel(args["model_name"]).dismiss, *self._service.closers)

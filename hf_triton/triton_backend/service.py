@@ -15,7 +15,7 @@ from hf_triton.protocol.ports import PROMPT, TEXT_OUTPUTS
 from hf_triton.protocol.requests import check_parameter_names, is_cancel_request
 from hf_triton.protocol.tensors import encode_strings
 from hf_triton.tasks.interface import ResponseConfig, Task
-from hf_triton.tasks.metrics import NoMeter
+from hf_triton.tasks.meter import Meter
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.triton_backend.cancellation import RequestPoller
 from hf_triton.triton_backend.request import TritonRequest
@@ -40,7 +40,7 @@ class Service:
         config: ResponseConfig,
         *,
         poller: RequestPoller,
-        meter: NoMeter,
+        meter: Meter,
         cancel_elsewhere: Callable[[str], None],
     ) -> None:
         self.task = task

@@ -26,7 +26,8 @@ from hf_triton.stream_door import address
 from hf_triton.stream_door.client import Engines
 from hf_triton.stream_door.server import DoorServer
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.metrics import LATENCY, QUEUE_TIME, TIME_TO_FIRST_TOKEN, Meter, Metric, NoMeter
+from hf_triton.tasks.meter import Meter, MetricsMeter
+from hf_triton.tasks.metrics import LATENCY, QUEUE_TIME, TIME_TO_FIRST_TOKEN, Metric
 from hf_triton.tasks.sender import ResponseSender
 from hf_triton.tasks.text_generation.task import build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
@@ -130,7 +131,7 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
     """A model as `initialize` makes it, without what ties it to a server's process; it writes one text at a time."""
     started: list[TritonPythonModel] = []
 
-    def start(meter: NoMeter, *, is_decoupled: bool = False) -> TritonPythonModel:
+    def start(meter: Meter, *, is_decoupled: bool = False) -> TritonPythonModel:
         from hf_triton.triton_backend.service import Service
 
         settings = ModelSettings(huggingface_model=str(checkpoint), engine=request.param, max_num_seqs=1)
@@ -159,7 +160,7 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
 
 def test_they_are_the_metrics_own_readings_in_their_order(start: Callable[..., TritonPythonModel]) -> None:
     board = Board()
-    meter = Meter(board)
+    meter = MetricsMeter(board)
     model = start(meter)
     requests = [Request("The sea", return_timings=True), Request("Where", return_timings=True)]
     began_s = time.monotonic()
@@ -178,7 +179,7 @@ def test_they_are_the_metrics_own_readings_in_their_order(start: Callable[..., T
 
 
 def test_they_are_told_without_metrics_too_and_nobody_is_told_unasked(start: Callable[..., TritonPythonModel]) -> None:
-    model = start(NoMeter())
+    model = start(Meter())
     asks, unasked, says_no = Request("x", return_timings=True), Request("x"), Request("x", return_timings=False)
     model.execute([asks, unasked, says_no])
     times_of(asks.wait())
@@ -188,7 +189,7 @@ def test_they_are_told_without_metrics_too_and_nobody_is_told_unasked(start: Cal
 
 
 def test_several_prompts_have_the_times_of_the_first(start: Callable[..., TritonPythonModel]) -> None:
-    model = start(NoMeter())
+    model = start(Meter())
     request = Request("The sea", "Where", "x", return_timings=True)
     model.execute([request])
     told = times_of(request.wait())
@@ -198,7 +199,7 @@ def test_several_prompts_have_the_times_of_the_first(start: Callable[..., Triton
 
 @pytest.mark.parametrize("error", ["invalid_parameter", "context_exceeded"])
 def test_errors_are_what_they_are_without(start: Callable[..., TritonPythonModel], error: str) -> None:
-    model = start(NoMeter())
+    model = start(Meter())
     wrong = {"top_p": 2.0} if error == "invalid_parameter" else {"max_new_tokens": 100_000}
     requests = [Request("x", **wrong), Request("x", return_timings=True, **wrong)]
     model.execute(requests)
@@ -211,7 +212,7 @@ def test_errors_are_what_they_are_without(start: Callable[..., TritonPythonModel
 
 
 def test_a_stream_has_them_in_its_last_response(start: Callable[..., TritonPythonModel]) -> None:
-    model = start(NoMeter(), is_decoupled=True)
+    model = start(Meter(), is_decoupled=True)
     request = Request("x", stream=True, return_timings=True)
     model.execute([request])
     times_of(request.wait())
@@ -222,14 +223,14 @@ def test_a_stream_has_them_in_its_last_response(start: Callable[..., TritonPytho
 def test_they_pass_a_stream_door(
     start: Callable[..., TritonPythonModel], door: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, request = start(NoMeter()), Request("x", stream=True, return_timings=True)
+    model, request = start(Meter()), Request("x", stream=True, return_timings=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         monkeypatch.setattr(address, "ROOT", Path(root))
         server = DoorServer(
             "plain",
             1,
             take=model._service.take,
-            begin_request=NoMeter().begin_request,
+            begin_request=Meter().begin_request,
             poller=RequestPoller(),
         )
         server.open()

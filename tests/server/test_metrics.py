@@ -27,7 +27,7 @@ from tests.support.client import generate, infer, post
 from tests.support.paths import ROOT
 from tests.support.slow_model import slow_model
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 PROMETHEUS_BIN = ROOT / ".venv" / "prometheus" / "bin"  # of prometheus.sh
 STEP_S = 0.02
 IS_DROPPED = 23  # so many new tokens
@@ -360,8 +360,8 @@ def test_prometheus_scrapes_the_same_values(server: TritonServer, query: Callabl
         )
 
 
-def test_the_readmes_queries_have_answers(server: TritonServer, query: Callable[[str], list[Any]]) -> None:
-    blocks = re.findall(r"^```promql\n(.*?)^```\n", README, flags=re.DOTALL | re.MULTILINE)
+def test_documented_queries_have_answers(server: TritonServer, query: Callable[[str], list[Any]]) -> None:
+    blocks = re.findall(r"^```promql\n(.*?)^```\n", OPERATIONS, flags=re.DOTALL | re.MULTILINE)
     expressions = [line for block in blocks for line in block.splitlines() if line and not line.startswith("#")]
     assert expressions
     assert generate(server, "continuous", "x", no_such_parameter=1).status == 400

@@ -54,6 +54,7 @@ def server(folder: Path) -> Iterator[TritonServer]:
 
 
 def test_requests_that_wait_hold_none_of_it(server: TritonServer, folder: Path) -> None:
+    assert server.is_model_ready("waiting"), server.log_tail()
     before = shared_bytes(server)
     assert before > 0
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:

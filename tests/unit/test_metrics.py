@@ -12,6 +12,7 @@ import pytest
 
 from hf_triton.engine.types import Completion, EngineLoad, RequestTimes, SequenceGroup
 from hf_triton.sampling.params import SamplingParams
+from hf_triton.tasks.meter import Meter, MetricsMeter, build_meter
 from hf_triton.tasks.metrics import (
     COMPLETIONS,
     GENERATED_TOKENS,
@@ -25,10 +26,7 @@ from hf_triton.tasks.metrics import (
     TIME_PER_TOKEN,
     TIME_TO_FIRST_TOKEN,
     USED_TOKENS,
-    Meter,
     Metric,
-    NoMeter,
-    build_meter,
 )
 
 
@@ -88,7 +86,7 @@ def test_names_are_unique() -> None:
 
 def test_everything_is_declared_before_it_happens() -> None:
     board = Board()
-    meter = Meter(board)
+    meter = MetricsMeter(board)
     meter.start(idle)
     meter.close()
     assert {metric for metric, _ in board.declared} == set(METRICS)
@@ -102,7 +100,7 @@ def test_everything_is_declared_before_it_happens() -> None:
 
 def test_counts_from_many_threads_add_up() -> None:
     board = Board()
-    meter = Meter(board)
+    meter = MetricsMeter(board)
     meter.start(idle)
 
     def work(_: int) -> None:
@@ -120,7 +118,7 @@ def test_counts_from_many_threads_add_up() -> None:
 
 def test_instances_that_share_a_sink_add_up_and_leave_nothing() -> None:
     board = Board()
-    meters = [Meter(board), Meter(board)]
+    meters = [MetricsMeter(board), MetricsMeter(board)]
     for meter in meters:
         meter.start(lambda: EngineLoad(num_waiting=1, num_running=3, num_used_tokens=100, max_used_tokens=1000))
         meter.begin_request()
@@ -134,8 +132,8 @@ def test_instances_that_share_a_sink_add_up_and_leave_nothing() -> None:
 
 def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     board, clock = Board(), [100.0]
-    monkeypatch.setattr("hf_triton.tasks.metrics.time.monotonic", lambda: clock[0])
-    meter = Meter(board)
+    monkeypatch.setattr("hf_triton.tasks.meter.time.monotonic", lambda: clock[0])
+    meter = MetricsMeter(board)
     plan = SamplingParams(8, num_return_sequences=2)
     sequence = SequenceGroup([1, 2, 3], plan, on_finish=lambda outcome: None, times=RequestTimes(99.0))
     clock[0] = 100.5
@@ -158,8 +156,8 @@ def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_request_s_times_are_those_of_its_first_sequence(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("hf_triton.tasks.metrics.time.monotonic", lambda: clock[0])
-    meter, times = Meter(Board()) if counts else NoMeter(), RequestTimes(99.0)
+    monkeypatch.setattr("hf_triton.tasks.meter.time.monotonic", lambda: clock[0])
+    meter, times = MetricsMeter(Board()) if counts else Meter(), RequestTimes(99.0)
     sequences = [SequenceGroup([1], SamplingParams(8), on_finish=lambda outcome: None, times=times) for _ in range(2)]
     observers = []
     for sequence in sequences:
@@ -175,7 +173,7 @@ def test_a_request_s_times_are_those_of_its_first_sequence(counts: bool, monkeyp
 def test_counters_catch_up_after_a_sink_s_failure(caplog: pytest.LogCaptureFixture) -> None:
     board = Board()
     board.is_broken = True
-    meter = Meter(board)
+    meter = MetricsMeter(board)
     meter.start(idle)
     with caplog.at_level(logging.ERROR, "hf_triton"):
         for _ in range(10):
@@ -198,7 +196,7 @@ def test_a_failing_load_reading_raises_nothing() -> None:
         raise RuntimeError("no idea")
 
     board = Board()
-    meter = Meter(board)
+    meter = MetricsMeter(board)
     meter.start(load)
     meter.begin_request()("ok")
     assert was_asked.wait(10)
@@ -212,7 +210,7 @@ def test_without_a_sink_serving_continues_uncounted(caplog: pytest.LogCaptureFix
 
     with caplog.at_level(logging.WARNING, "hf_triton"):
         meter = build_meter(no_sink)
-    assert type(meter) is NoMeter
+    assert type(meter) is Meter
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     meter.start(idle)
     meter.begin_request()("ok")

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meters: the times of requests, and the metrics. Knows no Triton: figures go to a `Sink`.
+
+An update costs the server's Python stub a round trip between processes (20 to 500 us), so counts are only noted, and a
+thread sends the changes twice a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final, Protocol
+
+from hf_triton.engine.types import Completion, EngineLoad, Observer, SequenceGroup, SequenceObserver
+from hf_triton.errors import CODES, where
+from hf_triton.tasks import metrics
+from hf_triton.tasks.metrics import METRICS, OK, Metric
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S: Final = 0.5
+
+
+class Sink(Protocol):
+    """Receives the figures. Called from one thread at a time; may raise."""
+
+    def declare(self, metric: Metric, value: str) -> None:
+        """Export a metric from now on, even if it is still 0. Its own label, if it has one, is `value`."""
+
+    def add(self, metric: Metric, value: str, amount: float) -> None:
+        """Add to a counter or a gauge."""
+
+    def observe(self, metric: Metric, amount: float) -> None:
+        """Add a value to a histogram."""
+
+
+class Meter(Observer):
+    """Notes the times of requests. This one counts nothing."""
+
+    def begin_request(self) -> Callable[[str], None]:
+        """Count a request. Returns a function to call once with its outcome: `ok` or the error's code."""
+        return lambda outcome: None
+
+    def on_admit(self, group: SequenceGroup) -> SequenceObserver:
+        """See `Observer`."""
+        group.times.note_admitted(time.monotonic())
+        return _SequenceTimer(group)
+
+    def start(self, load: Callable[[], EngineLoad]) -> None:
+        """Begin to send; `load` returns the engine's load and is called from another thread."""
+
+    def close(self) -> None:
+        """Send the last figures, after the engine has stopped."""
+
+
+class MetricsMeter(Meter):
+    """Notes counts from any thread, and sends the figures to a sink from a thread of its own.
+
+    Gauges are sent as differences, so that several instances of a model add up under the same labels.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._load: Callable[[], EngineLoad] = lambda: EngineLoad()
+        # Appending is safe from any thread and takes no lock: the destructor of a dropped request counts it, wherever
+        # the garbage collector runs.
+        self._notes: deque[tuple[Metric, str, float]] = deque()
+        self.num_generated = 0
+        """Generated tokens. Too many to be noted one by one; only the engine's thread adds to it."""
+        self._totals: dict[tuple[Metric, str], float] = {}
+        self._sent: dict[tuple[Metric, str], float] = {}
+        self._has_failed = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="hf_triton-metrics", daemon=True)
+
+    def start(self, load: Callable[[], EngineLoad]) -> None:
+        """Begin to send."""
+        self._load = load
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send the last figures."""
+        self._load = lambda: EngineLoad()
+        self._closing.set()
+        self._thread.join()
+
+    # --- noting counts ------------------------------------------------------------------------------------------------
+
+    def note(self, metric: Metric, amount: float, value: str = "") -> None:
+        """Add to a counter, a gauge or a histogram with the next flush."""
+        self._notes.append((metric, value, amount))
+
+    def begin_request(self) -> Callable[[str], None]:
+        """Count a request."""
+        self.note(metrics.IN_FLIGHT, 1)
+        return partial(self._end_request, time.monotonic())
+
+    def _end_request(self, arrival_s: float, outcome: str) -> None:
+        self.note(metrics.IN_FLIGHT, -1)
+        self.note(metrics.REQUESTS, 1, outcome if outcome == OK or outcome in CODES else "hook_failed")
+        if outcome == OK:
+            self.note(metrics.LATENCY, time.monotonic() - arrival_s)
+
+    def on_admit(self, group: SequenceGroup) -> SequenceObserver:
+        """See `Observer`."""
+        now_s = time.monotonic()
+        group.times.note_admitted(now_s)
+        self.note(metrics.QUEUE_TIME, now_s - group.times.arrival_s)
+        return _SequenceMeter(self, group)
+
+    def on_prefix_hit(self, num_tokens: int) -> None:
+        """See `Observer`."""
+        self.note(metrics.SHARED_TOKENS, num_tokens)
+
+    def on_step(self, num_sequences: int) -> None:
+        """See `Observer`."""
+        self.note(metrics.STEPS, 1)
+        self.note(metrics.STEP_ROWS, num_sequences)
+
+    def on_preempt(self, num_sequences: int) -> None:
+        """See `Observer`."""
+        self.note(metrics.PREEMPTIONS, num_sequences)
+
+    # --- sending figures ----------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        for metric in METRICS:
+            for value in metric.values:
+                with self._failures_logged():
+                    self._sink.declare(metric, value)
+        while not self._closing.wait(FLUSH_S):
+            self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        with self._failures_logged():
+            load = self._load()
+            self._totals[metrics.WAITING, ""] = load.num_waiting
+            self._totals[metrics.RUNNING, ""] = load.num_running
+            self._totals[metrics.USED_TOKENS, ""] = load.num_used_tokens
+            self._totals[metrics.MAX_TOKENS, ""] = load.max_used_tokens
+        self._totals[metrics.GENERATED_TOKENS, ""] = self.num_generated
+        for _ in range(len(self._notes)):  # without later ones
+            metric, value, amount = self._notes.popleft()
+            if metric.kind == "histogram":
+                with self._failures_logged():
+                    self._sink.observe(metric, amount)
+            else:
+                self._totals[metric, value] = self._totals.get((metric, value), 0) + amount
+        for (metric, value), total in self._totals.items():
+            difference = total - self._sent.get((metric, value), 0)
+            if difference:
+                with self._failures_logged():
+                    self._sink.add(metric, value, difference)
+                    self._sent[metric, value] = total
+
+    @contextlib.contextmanager
+    def _failures_logged(self) -> Iterator[None]:
+        """Log the first failure; a counter or gauge that was not sent is sent with the next flush."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_failed:
+                logger.error("metrics are incomplete from now on: %s", where(error))
+            self._has_failed = True
+
+
+class _SequenceTimer(SequenceObserver):
+    """Notes the time of a request's first token."""
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self._times = group.times
+
+    def on_token_sampled(self, index: int, *, is_text: bool) -> None:
+        """See `SequenceObserver`."""
+        if self._times.first_token_s is None:
+            self._times.note_token(time.monotonic())
+
+
+class _SequenceMeter(SequenceObserver):
+    """Times the tokens of one sequence group."""
+
+    def __init__(self, meter: MetricsMeter, group: SequenceGroup) -> None:
+        self._meter = meter
+        self._group = group
+        self._has_begun = False
+        self._firsts_s = [0.0] * group.params.num_sequences
+        self._lasts_s = [0.0] * group.params.num_sequences
+        self._nums_tokens = [0] * group.params.num_sequences
+
+    def on_token_sampled(self, index: int, *, is_text: bool) -> None:
+        """See `SequenceObserver`."""
+        now_s = time.monotonic()
+        if not self._has_begun:
+            self._has_begun = True
+            self._group.times.note_token(now_s)
+            self._meter.note(metrics.TIME_TO_FIRST_TOKEN, now_s - self._group.times.arrival_s)
+            self._meter.note(metrics.PROMPT_TOKENS, len(self._group.prompt_ids))
+        if not self._nums_tokens[index]:
+            self._firsts_s[index] = now_s
+        self._lasts_s[index] = now_s
+        self._nums_tokens[index] += 1
+        self._meter.num_generated += is_text
+
+    def on_complete(self, completions: list[Completion]) -> None:
+        """See `SequenceObserver`."""
+        for completion in completions:
+            self._meter.note(metrics.COMPLETIONS, 1, completion.finish_reason)
+        for first_s, last_s, num_tokens in zip(self._firsts_s, self._lasts_s, self._nums_tokens, strict=True):
+            if num_tokens > 1:
+                self._meter.note(metrics.TIME_PER_TOKEN, (last_s - first_s) / (num_tokens - 1))
+
+
+def build_meter(make_sink: Callable[[], Sink]) -> Meter:
+    """A meter for a sink; if the sink fails, one that counts nothing, because serving continues without metrics."""
+    try:
+        return MetricsMeter(make_sink())
+    except Exception as error:
+        logger.warning("no metrics: the server does not take them (%s)", where(error))
+        return Meter()
