@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Mapping
@@ -103,7 +102,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
         hooks: The folder's own.
         settings: The folder's.
         config: How its requests are answered.
-        args: Triton's, see `TritonPythonModel.initialize`.
+        args: See `TritonPythonModel.initialize`.
 
     Raises:
         LoadError: The folder cannot be served.
@@ -118,7 +117,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     from hf_triton.tasks.text_generation.task import build_text_generation
     from hf_triton.triton_backend.cancellation import RequestPoller
     from hf_triton.triton_backend.metrics_sink import MetricsSink
-    from hf_triton.triton_backend.process import Sentinel, stop_server
+    from hf_triton.triton_backend.process import Sentinel, freeze_objects, stop_server
     from hf_triton.triton_backend.request import takes_response_parameters
     from hf_triton.triton_backend.service import Service
 
@@ -127,8 +126,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     check_hooks(type(hooks), TritonPythonModel)
     placement = Placement(args["model_instance_kind"], int(args["model_instance_device_id"]))
     checkpoint = checked_load(hooks, load_checkpoint(Hub(folder, settings, os.environ), settings, placement))
-    labels = {"model": name, "version": version}
-    meter = build_meter(lambda: MetricsSink(labels)) if settings.metrics else Meter()
+    meter = build_meter(lambda: MetricsSink({"model": name, "version": version})) if settings.metrics else Meter()
     task = build_text_generation(
         checkpoint,
         settings,
@@ -144,8 +142,5 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     door = DoorServer(name, int(version), take=service.take, begin_request=meter.begin_request, poller=poller)
     door.open()
     service.closers = (Sentinel(name).dismiss, door.drain, task.close, config.sender.close, door.close, meter.close)
-    # Torch, transformers and a model are half a million objects. The garbage collector would scan them every ten
-    # seconds or so of load, for 0.3 s in which no other thread runs; and at exit, which crashes Triton 24.10's stub.
-    gc.collect()
-    gc.freeze()
+    freeze_objects()
     return service

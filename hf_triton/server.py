@@ -203,7 +203,7 @@ class TritonServer:
         self.metrics_url = f"http://{host}:{metrics}/metrics"
         self._arguments = list(arguments)
         self._environment = server_environment(environment)
-        self._shm_prefix = f"hf_triton_{os.getpid()}_{http}"
+        self._shm_prefix = f"hf_triton_{os.getpid()}_{http}_"
         self._ready_timeout_s = ready_timeout_s
         self._exit_on_error = exit_on_error
         self._log = log

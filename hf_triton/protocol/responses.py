@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,42 +13,25 @@ from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.tensors import Array, encode_strings
 
 
-@dataclass(frozen=True)
-class GeneratedOutput:
-    """One completion of a response."""
-
-    text: str
-    finish_reason: str
-    num_input_tokens: int
-    num_output_tokens: int
-    cumulative_logprob: float
-    """Natural logarithm; 0 if log probabilities were not requested."""
-    logprobs: str
-    """JSON, see `RequestOptions.return_logprobs`; empty if not requested."""
-    prompt_logprobs: str | None = None
-    """JSON, see `GenerationParameters.prompt_logprobs`; None if not requested."""
-
-
 def encode_outputs(
-    completions: Sequence[GeneratedOutput], request: GenerationRequest, output_names: Iterable[str]
+    completions: Sequence[Mapping[str, Any]], request: GenerationRequest, output_names: Iterable[str]
 ) -> dict[str, Array]:
     """The outputs of a response: the text, and what else the request asks for.
 
     Args:
-        completions: In row order, those of one prompt side by side.
+        completions: A value for each of `OUTPUTS`, in row order, those of one prompt side by side. None for the
+            `prompt_logprobs` of a prompt that does not ask for them.
         request: The request.
         output_names: The outputs that the folder declares.
     """
     outputs = {}
     for name in output_names:
-        if name in TEXT_OUTPUTS:
-            outputs[name] = encode_strings([completion.text for completion in completions], request.shape)
-        elif name == PROMPT_LOGPROBS:
-            logprobs = [completion.prompt_logprobs for completion in completions]
-            if any(entry is not None for entry in logprobs):
-                outputs[name] = encode_strings([entry or "null" for entry in logprobs], request.shape)
-        elif getattr(request.options, f"return_{name}"):
-            outputs[name] = _encode_values(name, [getattr(completion, name) for completion in completions], request)
+        values = [completion[name] for completion in completions]
+        if name == PROMPT_LOGPROBS:
+            if any(value is not None for value in values):
+                outputs[name] = encode_strings([value or "null" for value in values], request.shape)
+        elif name in TEXT_OUTPUTS or getattr(request.options, f"return_{name}"):
+            outputs[name] = _encode_values(name, values, request)
     return outputs
 
 

@@ -39,7 +39,7 @@ BIND_ATTEMPTS: Final = 5
 DRAIN_S: Final = 30.0
 """How long the requests of doors may continue when the model is unloaded: as long as a stopping server waits."""
 DRAIN_POLL_S: Final = 0.05
-RETRY_S: Final = 0.5
+ACCEPT_RETRY_S: Final = 0.5
 
 Take = Callable[["RemoteRequest", ResponseConfig], None]
 
@@ -261,7 +261,7 @@ class DoorServer:
             try:
                 connected, _ = listener.accept()
             except OSError:  # it was shut down, or no file descriptor is available
-                time.sleep(0 if self.is_draining else RETRY_S)
+                time.sleep(0 if self.is_draining else ACCEPT_RETRY_S)
                 continue
             try:
                 self._welcome(connected)

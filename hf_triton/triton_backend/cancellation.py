@@ -7,27 +7,16 @@ import logging
 import threading
 import time
 import weakref
-from typing import Final, Protocol
+from typing import Final
 
 from hf_triton.errors import where
+from hf_triton.tasks.request import InferenceRequest
 
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S: Final = 0.05
 POLL_REST: Final = 4
 """Pause between two rounds, as a multiple of the time that a round takes: 50 ms with a hundred open requests."""
-
-
-class Pollable(Protocol):
-    """An open request."""
-
-    request_id: str
-
-    def cancel(self) -> None:
-        """Cancel the request, as if its client had."""
-
-    def poll(self) -> bool:
-        """Update whether the request is cancelled. Returns whether to poll it again."""
 
 
 class RequestPoller:
@@ -41,7 +30,7 @@ class RequestPoller:
 
     def __init__(self, interval_s: float = POLL_INTERVAL_S) -> None:
         self._interval_s = interval_s
-        self._open: set[weakref.ref[Pollable]] = set()
+        self._open: set[weakref.ref[InferenceRequest]] = set()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -50,7 +39,7 @@ class RequestPoller:
         """Requests that are polled."""
         return len(self._open)
 
-    def add(self, request: Pollable) -> None:
+    def add(self, request: InferenceRequest) -> None:
         """Poll a request until it is answered or gone."""
         with self._wake:
             self._open.add(weakref.ref(request))
@@ -90,7 +79,7 @@ class RequestPoller:
             took_s = time.monotonic() - began_s
 
     @staticmethod
-    def _is_open(reference: weakref.ref[Pollable]) -> bool:
+    def _is_open(reference: weakref.ref[InferenceRequest]) -> bool:
         request = reference()
         try:
             return request is not None and request.poll()

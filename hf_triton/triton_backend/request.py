@@ -101,7 +101,7 @@ class TritonRequest(InferenceRequest):
             except Exception as error:  # as in `_has_sent`
                 logger.error("a response could not be sent: %s", where(error))
                 self._is_cancelled = True
-                self._finish(_too_large(), "out_of_memory")
+                self._finish(_out_of_shared_memory(), "out_of_memory")
 
     def answer(self, outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None) -> None:
         """Send the final response.
@@ -135,7 +135,7 @@ class TritonRequest(InferenceRequest):
         final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         if not self._has_sent(partial(self._sender.send, response, flags=final if is_ample else 0)):
             outcome = "out_of_memory"
-            self._has_sent(partial(self._sender.send, _too_large()))
+            self._has_sent(partial(self._sender.send, _out_of_shared_memory()))
         if not is_ample:
             self._has_sent(partial(self._sender.send, flags=final))
         self._on_answer(outcome)
@@ -194,7 +194,7 @@ def _has_room(num_bytes: int) -> bool:
     return free.f_bavail * free.f_frsize >= num_bytes + AMPLE_BYTES
 
 
-def _too_large() -> pb_utils.InferenceResponse:
+def _out_of_shared_memory() -> pb_utils.InferenceResponse:
     error = UnavailableError(
         "out_of_memory", "the answer does not fit the server's shared memory: ask for less, or raise --shm-size"
     )

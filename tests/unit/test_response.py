@@ -16,12 +16,13 @@ import torch
 from hf_triton.engine.types import Completion, FinishReason, SequenceGroup
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
 from hf_triton.protocol.options import RequestOptions
+from hf_triton.protocol.ports import OUTPUTS
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
 from hf_triton.tasks.text_generation.resolve import PreparedPrompt
-from hf_triton.tasks.text_generation.response import FINISH_REASONS, LEAST_LOGPROB, Response
+from hf_triton.tasks.text_generation.response import FINISH_REASONS, LEAST_LOGPROB, GenerationResponse
 from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import codec_of, raw_ids
 
@@ -55,21 +56,24 @@ def answering(
     hooks: Hooks | None = None,
     was_cancelled: bool = False,
     pool: Pool | None = None,
-) -> tuple[Response, Collector]:
+    options: RequestOptions = ALL_OUTPUTS,
+) -> tuple[GenerationResponse, Collector]:
     reply = Collector()
     reply.asks_whether_cancelled = lambda: was_cancelled
-    checked = GenerationRequest([], [], ALL_OUTPUTS, (len(prompts),))
+    checked = GenerationRequest([], [], options, (len(prompts),))
     preparer = SimpleNamespace(codec=codec_of(KIND), hooks=CheckedHooks(hooks or Hooks()))
-    made = Response(reply, checked, config_of(streams=streams), cast(Any, preparer), cast(Any, pool or Pool()))
+    made = GenerationResponse(
+        reply, checked, config_of(streams=streams), cast(Any, preparer), cast(Any, pool or Pool())
+    )
     made.prompts += prompts
     GROUPS[made] = made.begin()
     return made, reply
 
 
-GROUPS: dict[Response, list[SequenceGroup]] = {}
+GROUPS: dict[GenerationResponse, list[SequenceGroup]] = {}
 
 
-def listener(made: Response, row: int) -> Callable[[int, int], bool] | None:
+def listener(made: GenerationResponse, row: int) -> Callable[[int, int], bool] | None:
     return GROUPS[made][row].on_token
 
 
@@ -151,6 +155,13 @@ def test_outputs_without_log_probabilities_are_empty() -> None:
     made.finish(0, [completion("ab")])
     assert [(each.cumulative_logprob, each.logprobs) for each in texts_of(reply)] == [(0.0, "")]
     assert "prompt_logprobs" not in reply.outputs
+
+
+def test_every_output_is_filled_on_request() -> None:
+    asked = RequestOptions(**{name: True for name in RequestOptions.model_fields if name.startswith("return_")})
+    made, reply = answering(prompt_of("x"), options=asked)
+    made.finish(0, [Completion(raw_ids(KIND, "ab"), "length", [], prompt_logprobs=[])])
+    assert reply.outputs.keys() == OUTPUTS.keys() - {"text"}
 
 
 # --- one answer ------------------------------------------------------------------------------------------------------
@@ -254,7 +265,7 @@ def test_postprocess_runs_in_the_sender_if_the_pool_cannot(comes_later: bool) ->
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
-def write(made: Response, row: int, copy: int, text: str) -> list[bool]:
+def write(made: GenerationResponse, row: int, copy: int, text: str) -> list[bool]:
     on_token = listener(made, row)
     assert on_token is not None
     return [on_token(copy, token_id) for token_id in raw_ids(KIND, text)]

@@ -20,7 +20,7 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.hooks import CheckedHooks, Hooks
 from hf_triton.tasks.sender import ResponseSender
 from hf_triton.tasks.text_generation.resolve import PreparedPrompt
-from hf_triton.tasks.text_generation.response import MAX_QUICK_TOKENS, Response
+from hf_triton.tasks.text_generation.response import MAX_QUICK_TOKENS, GenerationResponse
 from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import codec_of, raw_ids
 
@@ -79,7 +79,7 @@ class Writer:
         preparer = SimpleNamespace(codec=codec or codec_of(KIND), hooks=CheckedHooks(Hooks()))
         checked = GenerationRequest([], [], RequestOptions(**options), (num_prompts,))
         config = config_of(streams=streams, sender=sender)
-        self.response = Response(request, checked, config, cast(Any, preparer), pool)
+        self.response = GenerationResponse(request, checked, config, cast(Any, preparer), pool)
         self.response.prompts += [PreparedPrompt(params=SamplingParams(1)) for _ in range(num_prompts)]
         self.groups: list[SequenceGroup] = self.response.begin()
         self.ids: list[list[int]] = [[] for _ in range(num_prompts)]

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from hf_triton.engine.types import Completion, EngineLoad, Outcome, SequenceGroup
-from hf_triton.errors import CancelledError, GenerationError, HfTritonError, PanicError, RequestError
+from hf_triton.errors import CancelledError, GenerationError, HfTritonError, PanicError, RequestError, SettingsError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
@@ -555,7 +555,7 @@ def test_a_folder_s_default_length_is_cut_to_the_context(length: int, expected: 
 
 
 def test_a_default_length_as_long_as_the_context_fails_the_load() -> None:
-    with pytest.raises(RequestError, match="leaves room for max_new_tokens <= 19 in the context of 20, got 20"):
+    with pytest.raises(SettingsError, match="leaves room for max_new_tokens <= 19 in the context of 20, got 20"):
         build_task(defaults=GenerationParameters(max_new_tokens=20)).check_defaults()
 
 

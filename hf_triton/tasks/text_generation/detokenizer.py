@@ -93,7 +93,7 @@ class _Detokenizer:
     def _decode_after_context(self, token_id: int) -> str:
         window = [*self._context, token_id]
         before, text = self._decoder.decode(self._context), self._decoder.decode(window)
-        num_common = _num_common(before, text)
+        num_common = _common_length(before, text)
         end = num_common if self._decoder.revises else len(text)
         if text.endswith(REPLACEMENT, 0, end):
             end -= 1  # perhaps the beginning of a character
@@ -145,7 +145,7 @@ class _StopStringFinder:
         return any(stop.startswith(tail) for stop in self._stops)
 
 
-def _num_common(first: str, second: str) -> int:
+def _common_length(first: str, second: str) -> int:
     """The length of the common beginning of two strings."""
     if second.startswith(first):
         return len(first)

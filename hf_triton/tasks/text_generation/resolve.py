@@ -18,7 +18,7 @@ from hf_triton.tasks.text_generation.detokenizer import TextStream
 
 @dataclass
 class PreparedPrompt:
-    """One prompt of a request: what it asks of the task, and what `PromptPreparer` and `Response` add to it."""
+    """One prompt of a request: what it asks of the task, and what is added on the way."""
 
     stop_strings: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()

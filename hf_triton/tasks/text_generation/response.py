@@ -18,8 +18,9 @@ from typing import Any, Final
 
 from hf_triton.engine.types import Completion, FinishReason, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, HfTritonError, where
+from hf_triton.protocol.ports import LEGACY_TEXT, PROMPT_LOGPROBS, TEXT
 from hf_triton.protocol.requests import GenerationRequest
-from hf_triton.protocol.responses import GeneratedOutput, encode_deltas, encode_outputs, encode_timings
+from hf_triton.protocol.responses import encode_deltas, encode_outputs, encode_timings
 from hf_triton.sampling.types import LogitsProcessor, TokenLogprobs
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.request import InferenceRequest
@@ -43,7 +44,7 @@ MAX_QUICK_LOGPROBS: Final = 256
 LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity; the number is OpenAI's
 
 
-class Response:
+class GenerationResponse:
     """Collects the outcomes of a request's prompts and sends its one final response: with the last, or the first error.
 
     Args:
@@ -184,10 +185,12 @@ class Response:
     def _takes_long(self) -> bool:
         """Whether the response takes long to build and to send."""
         completions = [completion for row in self._completions.values() for completion in row]
-        num_tokens = sum(len(completion.token_ids) for completion in completions)
         num_logprobs = sum(len(each.logprobs or ()) + len(each.prompt_logprobs or ()) for each in completions)
-        is_long = num_tokens > MAX_QUICK_TOKENS or num_logprobs > MAX_QUICK_LOGPROBS
-        return is_long or self._hooks.overrides("postprocess")
+        return (
+            sum(len(completion.token_ids) for completion in completions) > MAX_QUICK_TOKENS
+            or num_logprobs > MAX_QUICK_LOGPROBS
+            or self._hooks.overrides("postprocess")
+        )
 
     def _add_delta(self, index: int, delta: str) -> None:
         """Queue a delta of a sequence; deltas that the sender has not sent yet are sent together."""
@@ -221,7 +224,14 @@ class Response:
                 self.request.refuse(CancelledError())
                 return
             outputs = encode_outputs(self._outputs(), self.checked, self._config.output_names)
-            self.request.answer(outputs, self._timings())
+            times = self.request.times
+            timings = encode_timings(
+                times.arrival_s,
+                admitted_s=times.admitted_s,
+                first_token_s=times.first_token_s,
+                answered_s=time.monotonic(),
+            )
+            self.request.answer(outputs, timings if self.checked.options.return_timings else {})
         except Exception as error:  # want of memory, for a long response
             self.request.refuse(fault("building the response", error))
 
@@ -231,31 +241,27 @@ class Response:
         finally:
             self.request.refuse(error)
 
-    def _outputs(self) -> list[GeneratedOutput]:
+    def _outputs(self) -> list[dict[str, Any]]:
+        """The values of all outputs, for each completion."""
         outputs = []
         for row, prompt in enumerate(self.prompts):
-            completions = self._completions[row]
-            logprobs = completions[0].prompt_logprobs  # the same for all
-            prompt_logprobs = None if logprobs is None else _logprobs_json(self._codec.decode, [None, *logprobs])
-            outputs += [
-                self._output(prompt, index, completion, prompt_logprobs) for index, completion in enumerate(completions)
-            ]
+            logprobs = self._completions[row][0].prompt_logprobs  # the same for all
+            prompt_logprobs = None if logprobs is None else self._logprobs_json([None, *logprobs])
+            for index, completion in enumerate(self._completions[row]):
+                text, is_stopped = self._text(prompt, index, completion)
+                outputs.append(
+                    {
+                        TEXT: text,
+                        LEGACY_TEXT: text,
+                        "finish_reason": "stop" if is_stopped else FINISH_REASONS[completion.finish_reason],
+                        "num_input_tokens": len(prompt.ids),
+                        "num_output_tokens": len(completion.token_ids),
+                        "cumulative_logprob": sum(each.logprob for each in completion.logprobs or ()),
+                        "logprobs": "" if completion.logprobs is None else self._logprobs_json(completion.logprobs),
+                        PROMPT_LOGPROBS: prompt_logprobs,
+                    }
+                )
         return outputs
-
-    def _output(
-        self, prompt: PreparedPrompt, index: int, completion: Completion, prompt_logprobs: str | None
-    ) -> GeneratedOutput:
-        logprobs = completion.logprobs
-        text, is_stopped = self._text(prompt, index, completion)
-        return GeneratedOutput(
-            text=text,
-            finish_reason="stop" if is_stopped else FINISH_REASONS[completion.finish_reason],
-            num_input_tokens=len(prompt.ids),
-            num_output_tokens=len(completion.token_ids),
-            cumulative_logprob=sum(each.logprob for each in logprobs or ()),
-            logprobs="" if logprobs is None else _logprobs_json(self._codec.decode, logprobs),
-            prompt_logprobs=prompt_logprobs,
-        )
 
     def _text(self, prompt: PreparedPrompt, index: int, completion: Completion) -> tuple[str, bool]:
         """The text of a sequence; of a stream, what no delta had. And whether a stop string ended it.
@@ -271,35 +277,22 @@ class Response:
         text = up_to_stop(whole, prompt.stop_strings)
         return prompt.text + self._hooks.postprocess(text), len(text) < len(whole)
 
-    def _timings(self) -> dict[str, int]:
-        """The final response's parameters."""
-        if not self.checked.options.return_timings:
-            return {}
-        times = self.request.times
-        return encode_timings(
-            times.arrival_s,
-            admitted_s=times.admitted_s,
-            first_token_s=times.first_token_s,
-            answered_s=time.monotonic(),
-        )
+    def _logprobs_json(self, logprobs: Iterable[TokenLogprobs | None]) -> str:
+        """Log probabilities in the vLLM backend's form: for each position an object of tokens by their ids, or null.
+
+        Position by position, because `json` lets no other thread run: a long prompt has a hundred thousand entries.
+        """
+        decode = cache(lambda token_id: self._codec.decode([token_id]))
+        return f"[{', '.join(json.dumps(each and _position(decode, each)) for each in logprobs)}]"
 
 
-def _logprobs_json(decode: Callable[[list[int]], str], logprobs: Iterable[TokenLogprobs | None]) -> str:
-    """Log probabilities in the vLLM backend's form: for each position an object of tokens by their ids, or null.
-
-    Position by position, because `json` lets no other thread run: a long prompt has a hundred thousand entries.
-    """
-    decoded = cache(lambda token_id: decode([token_id]))
-    return f"[{', '.join(json.dumps(each and _position(decoded, each)) for each in logprobs)}]"
-
-
-def _position(decoded: Callable[[int], str], logprobs: TokenLogprobs) -> dict[int, dict[str, object]]:
+def _position(decode: Callable[[int], str], logprobs: TokenLogprobs) -> dict[int, dict[str, object]]:
     ranks = {token_id: rank for rank, (token_id, _) in enumerate(logprobs.top, start=1)}
     return {
         token_id: {
             "logprob": logprob if math.isfinite(logprob) else LEAST_LOGPROB,
             "rank": ranks.get(token_id),
-            "decoded_token": decoded(token_id),
+            "decoded_token": decode(token_id),
         }
         for token_id, logprob in {logprobs.token_id: logprobs.logprob, **dict(logprobs.top)}.items()
     }

@@ -23,7 +23,7 @@ from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
-from hf_triton.tasks.text_generation.response import Response, fault
+from hf_triton.tasks.text_generation.response import GenerationResponse, fault
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class TextGeneration:
 
     def generate(self, request: InferenceRequest, checked: GenerationRequest, config: ResponseConfig) -> None:
         """Start a checked request and return at once. An error of one prompt is the response of all."""
-        response = Response(request, checked, config, self._preparer, self._response_pool)
+        response = GenerationResponse(request, checked, config, self._preparer, self._response_pool)
         try:
             self._gate.enter(response, len(checked.prompts))
         except HfTritonError as error:
@@ -90,12 +90,18 @@ class TextGeneration:
         """Check that a request without parameters of its own can be answered.
 
         Raises:
-            HfTritonError: It cannot.
+            SettingsError: It cannot.
         """
-        prompt = self._preparer.prepare_default()
-        error = self._engine.admission_error(SequenceGroup(prompt.ids, prompt.params, lambda _: None))
+        try:
+            prompt = self._preparer.prepare_default()
+            error = self._engine.admission_error(SequenceGroup(prompt.ids, prompt.params, lambda _: None))
+        except HfTritonError as raised:
+            error = raised
         if error is not None:
-            raise error
+            raise SettingsError(
+                f"a request without parameters of its own could not be answered ({error.sentence}): change "
+                "generation_defaults, max_output_length, or the setting that this names"
+            ) from None
 
     def is_healthy(self) -> bool:
         """Whether requests can be taken."""
@@ -116,14 +122,16 @@ class TextGeneration:
 
     # --- from a checked request to the engine ------------------------------------------------------------------------
 
-    def _run(self, pool: ThreadPoolExecutor, work: Callable[[Response], None], response: Response) -> None:
+    def _run(
+        self, pool: ThreadPoolExecutor, work: Callable[[GenerationResponse], None], response: GenerationResponse
+    ) -> None:
         try:
             pool.submit(work, response)
         except RuntimeError as error:  # the pool is shut down, or no thread is available; a later one may run it still
             response.refuse(fault("preparing the request", error))
             self._leave(response)
 
-    def _prepare(self, response: Response) -> None:
+    def _prepare(self, response: GenerationResponse) -> None:
         """Prepare a request's prompts; a grammar that is not cached is compiled in a thread of its own."""
         checked = response.checked
         try:
@@ -141,7 +149,7 @@ class TextGeneration:
         else:
             self._start(response)
 
-    def _start(self, response: Response) -> None:
+    def _start(self, response: GenerationResponse) -> None:
         """Compile a request's grammars and hand it to the engine."""
         try:
             for prompt in response.prompts:
@@ -155,7 +163,7 @@ class TextGeneration:
         finally:
             self._leave(response)
 
-    def _leave(self, response: Response) -> None:
+    def _leave(self, response: GenerationResponse) -> None:
         self._gate.leave(response)
         response.request.on_ending(None)
 
@@ -188,6 +196,8 @@ def build_text_generation(
     from hf_triton.runner.cpu import accelerate
     from hf_triton.runner.device import DeviceContext
 
+    limits = Limits(settings.max_prompts, settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length)
+    preparer = _build_preparer(checkpoint, settings, hooks, chat_template, limits.max_prompt_bytes)
     with DeviceContext(checkpoint.model.device):
         accelerate(checkpoint.model, pack_weights=settings.pack_weights)
         engine = build_engine(
@@ -201,8 +211,21 @@ def build_text_generation(
             on_fatal=on_fatal,
             observer=observer,
         )
-    max_prompt_bytes = settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length
-    preparer = PromptPreparer(
+    task = TextGeneration(
+        engine, preparer, limits, max_waiting=settings.max_waiting_prompts, returns_timings=returns_timings
+    )
+    try:
+        task.check_defaults()
+    except SettingsError:
+        task.close()
+        raise
+    return task
+
+
+def _build_preparer(
+    checkpoint: Checkpoint, settings: ModelSettings, hooks: Hooks, chat_template: str | None, max_prompt_bytes: int
+) -> PromptPreparer:
+    return PromptPreparer(
         TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size),
         ChatTemplate(checkpoint.tokenizer, chat_template, max_prompt_bytes),
         GrammarCompiler(checkpoint.tokenizer, checkpoint.vocabulary_size, eos_ids(checkpoint.model)),
@@ -214,16 +237,3 @@ def build_text_generation(
         max_num_seqs=settings.max_num_seqs,
         excludes_prompt=settings.exclude_input_in_output,
     )
-    limits = Limits(settings.max_prompts, max_prompt_bytes)
-    task = TextGeneration(
-        engine, preparer, limits, max_waiting=settings.max_waiting_prompts, returns_timings=returns_timings
-    )
-    try:
-        task.check_defaults()
-    except HfTritonError as error:
-        task.close()
-        raise SettingsError(
-            f"a request without parameters of its own could not be answered ({error.sentence}): change "
-            "generation_defaults, max_output_length, or the setting that this names"
-        ) from None
-    return task
