@@ -23,7 +23,8 @@ from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.forward import attention_for_generate, begin_anew
 from hf_triton.runner.padding import pad
-from hf_triton.runner.probe import PLAIN, Sharing, asks_for
+from hf_triton.runner.probe import Sharing, asks_for
+from hf_triton.runner.reference import PLAIN
 from hf_triton.sampling.logprobs import token_logprobs
 from hf_triton.sampling.sampler import sample_tokens
 

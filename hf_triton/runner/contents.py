@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache holds of one sequence: to be stored, and to be copied into the cache of another that begins like it."""
+"""The KV of one sequence, to store it and to copy it into the cache of another sequence with the same prefix."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_triton.runner.numerics import are_finite
-from hf_triton.runner.states import TextStates, cloned, go_on_from, text_states
+from hf_triton.runner.states import SequenceStates, restore, sequence_states
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,35 +19,39 @@ class CacheContents:
 
     layers: list[tuple[torch.Tensor, torch.Tensor]]
     """Keys and values `[heads, tokens, head_dim]` of each layer that keeps them."""
-    states: Sequence[TextStates] = ()
+    states: Sequence[SequenceStates] = ()
     """Of each layer that keeps some."""
 
     def first(self, num_tokens: int) -> CacheContents:
-        """Views of the first tokens; all of them if there are states, which cannot go back."""
+        """Views of the first tokens; the states stay, since they cannot go back."""
         layers = [(keys[:, :num_tokens], values[:, :num_tokens]) for keys, values in self.layers]
         return CacheContents(layers, self.states)
 
     def clone(self) -> CacheContents:
         """A copy in memory of its own."""
         layers = [(keys.clone(), values.clone()) for keys, values in self.layers]
-        return CacheContents(layers, [cloned(states) for states in self.states])
+        states = [(_cloned(conv_states), _cloned(recurrent_states)) for conv_states, recurrent_states in self.states]
+        return CacheContents(layers, states)
 
     def is_finite(self) -> bool:
-        """Whether no value is NaN or infinite, which would have spread to the last layer of each kind."""
-        tensors = [*itertools.chain(*self.layers[-1:])]
-        tensors += [state for states in self.states[-1:] for each in states for state in each.values()]
-        return are_finite(tensors)
+        """Whether no value is NaN or infinite, by the last layer of each kind, to which such values spread."""
+        states = [state for pair in self.states[-1:] for by_number in pair for state in by_number.values()]
+        return all(bool(tensor.isfinite().all()) for tensor in (*itertools.chain(*self.layers[-1:]), *states))
+
+
+def _cloned(states: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {number: state.clone() for number, state in states.items()}
 
 
 def contents_of(cache: Cache, row: int, columns: slice) -> CacheContents:
     """Views of some columns of a row, and of its states."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     pairs = [(layer.keys[row, :, columns], layer.values[row, :, columns]) for layer in layers]  # type: ignore[index]
-    return CacheContents(pairs, text_states(cache, row))
+    return CacheContents(pairs, sequence_states(cache, row))
 
 
 def fill(cache: Cache, prefixes: Mapping[int, CacheContents], num_rows: int, num_columns: int) -> None:
-    """Lay contents into the first columns of an empty cache, right-aligned; the rest is zero.
+    """Copy contents to the first columns of an empty cache, right-aligned; the rest is zero.
 
     Args:
         cache: To prefill into.
@@ -57,7 +60,7 @@ def fill(cache: Cache, prefixes: Mapping[int, CacheContents], num_rows: int, num
         num_columns: Columns to fill.
     """
     filled: list[tuple[torch.Tensor, torch.Tensor]] = []
-    states: Sequence[TextStates] = ()
+    states: Sequence[SequenceStates] = ()
     for row, contents in prefixes.items():
         states = contents.states
         for number, pair in enumerate(contents.layers):
@@ -66,4 +69,4 @@ def fill(cache: Cache, prefixes: Mapping[int, CacheContents], num_rows: int, num
                 filled.append((keys, values))
             for columns, part in zip(filled[number], pair, strict=True):
                 columns[row, :, num_columns - part.shape[1] :] = part
-    go_on_from(cache, filled, states)
+    restore(cache, filled, states)

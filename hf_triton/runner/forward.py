@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's forward, given what it accepts. Knows no rows and no sampling."""
+"""Calls a model's forward with the arguments that it accepts. Knows no slots and no sampling."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from hf_triton.runner.cpu import fast_attention
 from hf_triton.runner.cuda import forward_context
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.padding import pad
-from hf_triton.runner.states import cache_maker, decodes_as_it_prefills, keeps_keys, memory_per_token
+from hf_triton.runner.states import cache_maker, decodes_as_it_prefills, memory_per_token
 
 CACHE_NAMES: Final = ("cache", "past_key_values", "cache_params")
-"""What transformers' models call their cache: since 5.24, before, and those that keep a state instead of keys."""
+"""Argument names of the cache: since transformers 5.24, before, and in models with states only."""
 
 
 class Forward:
@@ -36,23 +36,25 @@ class Forward:
         self.new_cache = cache_maker(model.config)
         """Creates the empty cache of a prefill batch."""
         self.is_recurrent = self.new_cache is not DynamicCache
-        """Whether some layers keep a state of one size, that behind the last token, which cannot go back."""
-        self.has_keys = not self.is_recurrent or keeps_keys(self.new_cache())
+        """Whether some layers keep states, which cannot go back (`states.py`)."""
+        self.has_keys = not self.is_recurrent or any(
+            isinstance(layer, DynamicLayer) for layer in self.new_cache().layers
+        )
         """Whether some layers keep keys and values of every token."""
         self.recomputes = decodes_as_it_prefills(model)
-        """Whether prefilling a sequence's tokens gives what decoding them has given: it can be recomputed."""
+        """Whether a sequence can be recomputed: prefilling its tokens gives the KV that decoding gave."""
         self._attention = fast_attention()
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._long_rope = LongRope(model) if has_long_rope(model) else None
         self.recompute_length: float = self._long_rope.switch_length + 1 if self._long_rope else math.inf
-        """A context that grows to this many tokens must be recomputed: the KV of shorter ones is of no use to it."""
+        """A context that reaches this many tokens must be recomputed: it cannot use the KV of a shorter one."""
         self._device_context = forward_context(self.device)
 
     @property
     def is_on_one_device(self) -> bool:
-        """Whether all of the model is where its embedding is."""
-        places: dict[str, object] = getattr(self._model, "hf_device_map", None) or {}
-        return len(set(map(str, places.values()))) <= 1
+        """Whether all of the model is on the device of its embedding."""
+        device_map: dict[str, object] = getattr(self._model, "hf_device_map", None) or {}
+        return len(set(map(str, device_map.values()))) <= 1
 
     def prefill(self, prompt: list[int]) -> tuple[Cache, torch.Tensor]:
         """The keys and values of one prompt, and the logits that follow it, `[1, vocabulary]`."""
@@ -61,12 +63,12 @@ class Forward:
         return cache, self(input_ids, attention_mask, cache)[:, -1]
 
     def cache_key(self, token_ids: list[int]) -> list[int]:
-        """What a sequence is stored by in the prefix cache: sequences share KV as far as their keys are equal."""
+        """A sequence's key in the prefix cache: sequences share KV as far as their keys are equal."""
         return self._long_rope.cache_key(token_ids) if self._long_rope else token_ids
 
     @torch.inference_mode()
     def memory_per_token(self) -> tuple[Mapping[torch.device, int], int]:
-        """Bytes of a token's keys and values on each device; how many tokens take as much as a slot's states."""
+        """See `states.memory_per_token`."""
         cache, _ = self.prefill([0])
         return memory_per_token(cache, self.device)
 
@@ -86,13 +88,13 @@ class Forward:
             input_ids: `[rows, new]`, the newest tokens.
             attention_mask: `[rows, columns]`, cached and new ones.
             cache: Keys and values of the columns before; the new ones are appended.
-            position_ids: `[rows, new]`, tokens of a row before each new one; worked out from the mask if absent.
-            num_logits: How many of the last columns to give the logits of.
-            num_context: Tokens of the longest text that is being read here piece by piece; not less than there are.
+            position_ids: `[rows, new]`, tokens of a row before each new one; None: by the mask.
+            num_logits: Number of last columns.
+            num_context: Tokens of the longest context that is being prefilled in chunks; at least those so far.
         """
         num_new = input_ids.shape[1]
         mask: torch.Tensor | None = attention_mask
-        if not self.has_keys:  # nothing is seen but the new columns, and no padding in a step
+        if not self.has_keys:  # only new columns are visible, and a step has no padding
             mask = attention_mask[:, -num_new:] if num_new > 1 else None
         arguments: dict[str, Any] = {self._cache_name: cache, "use_cache": True, "attention_mask": mask}
         if "position_ids" in self._accepts:
@@ -101,33 +103,33 @@ class Forward:
             arguments["position_ids"] = position_ids
         if "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = num_logits
-        length = self._long_rope.reading(num_context) if self._long_rope else nullcontext()
+        length = self._long_rope.prefilling(num_context) if self._long_rope else nullcontext()
         with self._attention, self._device_context, length:
             logits: torch.Tensor = self._model(input_ids=input_ids, **arguments).logits
         return logits[:, -num_logits:]
 
 
 def cache_name(model: Any) -> str:
-    """By which name a model's forward takes its cache."""
+    """The argument name of a model's cache."""
     accepts = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_NAMES if name in accepts), CACHE_NAMES[0])
 
 
 def attention_for_generate() -> AbstractContextManager[object]:
-    """The context that `model.generate` runs in: with the device's attention kernels, if there are any."""
+    """A context for `model.generate`, with the CPU's attention kernel."""
     return fast_attention(patches_torch=False)
 
 
 def begin_anew(model: Any, num_rows: int, device: torch.device) -> None:
-    """Have a model that keeps something of what it has read in its modules forget it.
+    """Reset what a model keeps in its modules of an earlier batch.
 
-    RecurrentGemma does so by itself where prompts have two tokens or more; for one, it would go on from a text before.
-    With dynamic NTK, a text of the first length or more would have the frequencies of a longer one before it.
+    RecurrentGemma keeps its states and resets them only for prompts of two tokens or more. Dynamic NTK keeps the
+    frequencies of the longest sequence so far.
     """
     first = torch.zeros(1, 1, dtype=torch.int64, device=device)
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "max_seq_len_cached"):
-            module(first.float(), first)  # a short text has it go back to the first frequencies
+            module(first.float(), first)  # a short sequence restores the first frequencies
     begin = getattr(model.base_model, "_setup_cache", None)
     if begin is not None:
         begin(model.config, num_rows, device, model.dtype)

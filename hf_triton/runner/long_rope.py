@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LongRoPE (Ding et al. 2024), as Phi-3.5 and Phi-4-mini have it: rotary frequencies by the length of each row's text.
+"""LongRoPE (Ding et al. 2024), as in Phi-3.5 and Phi-4-mini: rotary frequencies by the length of each row's sequence.
 
-There are two sets of frequencies: one for texts of up to so many tokens, one for longer ones. transformers takes one of
-them for all rows of a forward, by the longest text: what a row is given would depend on its company.
+There are two sets of frequencies: for sequences up to a length, and for longer ones. transformers chooses one for all
+rows of a forward, by the longest row, so that a row's result would depend on the others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any, Final
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-READ_ANEW: Final = ("phi3",)
-"""Types of models whose `generate` reads a text anew when it outgrows the first set; others go on with keys of both."""
-
+RECOMPUTED: Final = ("phi3",)
+"""Model types whose `generate` recomputes a sequence that outgrows the first set; others mix keys of both."""
 LONG_SEQUENCE: Final = 1 << 32
-"""Added to the token ids of long sequences in `cache_key`; beyond every token id."""
+"""Added to the token ids of long sequences in `cache_key`; above every token id."""
 
 _num_tokens: ContextVar[int] = ContextVar("num_tokens", default=0)
 
@@ -30,15 +29,15 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class LongRope:
-    """From now on, each row of a model's forward has the frequencies of its own length.
+    """Gives each row of a model's forward the frequencies of its own length, from now on.
 
     Args:
-        model: One that `has_long_rope`, on its device.
+        model: A model for which `has_long_rope` is true, on its device.
     """
 
     def __init__(self, model: Any) -> None:
         self.switch_length: int = model.config.original_max_position_embeddings
-        """The most tokens of a text that has the first set."""
+        """The most tokens of a sequence that has the first set."""
         for module in _rotary_modules(model):
             compute = ROPE_INIT_FUNCTIONS["longrope"]
             frequencies, _ = compute(module.config, module.inv_freq.device, seq_len=self.switch_length + 1)
@@ -48,14 +47,14 @@ class LongRope:
             setattr(module, name, partial(self._forward, short, long))
 
     def cache_key(self, token_ids: list[int]) -> list[int]:
-        """Token ids by which a sequence's KV is found: long sequences share with each other alone."""
+        """The key in the prefix cache: long sequences share KV only with each other."""
         if len(token_ids) <= self.switch_length:
             return token_ids
         return [LONG_SEQUENCE + token_id for token_id in token_ids]
 
     @contextmanager
-    def reading(self, num_tokens: int) -> Iterator[None]:
-        """While it is entered, texts of so many tokens are read, piece by piece: a forward may see their first ones."""
+    def prefilling(self, num_tokens: int) -> Iterator[None]:
+        """While it is entered, contexts of up to `num_tokens` are prefilled in chunks; a forward sees a part."""
         token = _num_tokens.set(num_tokens)
         try:
             yield
@@ -65,7 +64,7 @@ class LongRope:
     def _forward(
         self, short: Callable[..., Rotary], long: Callable[..., Rotary], x: torch.Tensor, position_ids: torch.Tensor
     ) -> Rotary:
-        """In place of the rotary module's own: `position_ids` are `[rows, new]`, `x` says dtype and device."""
+        """Replaces the rotary module's forward: `position_ids` `[rows, new]`, dtype and device of `x`."""
         if _num_tokens.get() > self.switch_length:
             return long(x, position_ids)
         is_long = position_ids.amax(-1) >= self.switch_length
@@ -79,10 +78,10 @@ class LongRope:
 
 
 def has_long_rope(model: Any) -> bool:
-    """Whether a model has two sets of frequencies, and its rows can have those of their own length."""
+    """Whether a model has two sets of frequencies that can differ between rows."""
     modules = _rotary_modules(model)
     return (
-        model.config.model_type in READ_ANEW
+        model.config.model_type in RECOMPUTED
         and isinstance(getattr(model.config, "original_max_position_embeddings", None), int)
         and bool(modules)
         and all(_stock_forward(module) is not type(module).forward for module in modules)
@@ -105,6 +104,6 @@ def _rotary_modules(model: Any) -> list[Any]:
 
 
 def _stock_forward(module: torch.nn.Module) -> Callable[..., Rotary]:
-    """The module's own forward, without what picks a set for all rows."""
+    """The module's own forward, without the wrapper that chooses a set for all rows."""
     forward: Callable[..., Rotary] = inspect.unwrap(type(module).forward)
     return forward

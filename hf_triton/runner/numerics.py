@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of logits: agreement up to the rounding of a dtype, and no nan."""
+"""Agreement of logits up to the rounding of a dtype."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -24,8 +23,3 @@ def agree(expected: torch.Tensor, actual: torch.Tensor, dtype: torch.dtype) -> b
     """
     tolerance = TOLERANCE.get(str(dtype).removeprefix("torch."), HALF_TOLERANCE)
     return bool((expected - actual).abs().max() <= tolerance * expected.abs().max())
-
-
-def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no number is nan or infinite; the host waits for the device."""
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)

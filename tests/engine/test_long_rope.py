@@ -67,7 +67,7 @@ def test_rows_have_the_frequencies_of_their_own_length() -> None:
     found = model.model.rotary_emb(x, positions)
     for part in range(2):
         assert torch.equal(found[part], torch.cat([each[part] for each in wanted]))
-    with rope.reading(SWITCH + 1):
+    with rope.prefilling(SWITCH + 1):
         first = model.model.rotary_emb(x, positions - 20)
     assert torch.equal(first[0][:1], model.model.rotary_emb(x[:1], torch.arange(SWITCH + 1).unsqueeze(0))[0][:, 19:20])
 

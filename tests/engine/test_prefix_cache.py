@@ -11,10 +11,10 @@ import torch
 from hf_triton.engine.hybrid_prefix_cache import HybridPrefixCache
 from hf_triton.engine.prefix_cache import MIN_PREFIX, Prefix, PrefixCache
 from hf_triton.runner.contents import CacheContents
-from hf_triton.runner.states import TextStates
+from hf_triton.runner.states import SequenceStates
 
 
-def contents_of(token_ids: list[int], states: Sequence[TextStates] = ()) -> CacheContents:
+def contents_of(token_ids: list[int], states: Sequence[SequenceStates] = ()) -> CacheContents:
     """Two layers whose keys and values tell every token and its place; the second has another shape of values."""
     tokens, places = torch.tensor(token_ids), torch.arange(len(token_ids))
     pairs = torch.stack([tokens, places], -1).expand(3, -1, -1)

@@ -49,7 +49,7 @@ def check(rows: KVCache, texts: list[list[int]]) -> None:
     for row, text in enumerate(texts):
         for part in (len(text), len(text) // 2):
             for (keys, values), (its_keys, its_values) in zip(
-                rows.read(row, part), contents(torch.tensor([text])), strict=True
+                rows.read(row, part).layers, contents(torch.tensor([text])), strict=True
             ):
                 torch.testing.assert_close(keys, its_keys[0, :, :part])
                 torch.testing.assert_close(values, its_values[0, :, :part])

@@ -53,11 +53,11 @@ class Texts:
             self.rows[row] = last
 
 
-def schedule(num_texts: int, max_rows: int) -> Iterator[tuple[str, int]]:
+def schedule(num_texts: int, max_num_seqs: int) -> Iterator[tuple[str, int]]:
     """`join n`, `step`, `leave row`, at random."""
     source, waiting, num_rows = random.Random(4), list(range(num_texts)), 0
     while waiting or num_rows:
-        if waiting and num_rows < max_rows and source.random() < 0.3:
+        if waiting and num_rows < max_num_seqs and source.random() < 0.3:
             yield "join", waiting.pop(0)
             num_rows += 1
         elif num_rows and source.random() < 0.08:

@@ -23,7 +23,7 @@ from hf_triton.runner.cpu.layer_timing import PACKED, Choice, shape_of, time_lay
 from hf_triton.runner.cpu.linear import LinearKernel, onednn_linear
 from hf_triton.runner.faults import kind
 from hf_triton.runner.numerics import agree
-from hf_triton.runner.probe import same_logits, sample_logits
+from hf_triton.runner.reference import greedy_logits, make_prompt, same_logits
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,8 @@ def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
         return 0
     length = 1 + max(getattr(model.config, name, None) or 2 for name in CHUNKS)
     try:
-        plain = sample_logits(model, length)
+        prompt = make_prompt(model, length, seed=1)
+        plain = greedy_logits(model, [prompt])
     except Exception:  # it cannot generate: the choice of an engine says so
         return 0
     packed: list[_Packed] = []
@@ -96,7 +97,7 @@ def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
             if choice.is_packed:
                 packed.append(_Packed.make(layer, choice, is_shared=num_users[id(layer.weight)] > 1))
         obstacle = None
-        if packed and not same_logits(model, plain, sample_logits(model, length)):
+        if packed and not same_logits(model, plain, greedy_logits(model, [prompt])):
             obstacle = "the logits differ from the original model's"
     except Exception as error:
         obstacle = f"{kind(error)}: {str(error)[:MAX_REASON]}"
