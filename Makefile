@@ -35,6 +35,7 @@ help: ## List the targets
 setup: $(SETUP) ## Make .venv with everything in it
 
 $(SETUP): pyproject.toml constraints.txt
+	@test ! -L .venv || { echo ".venv is a link: run make setup in the checkout that it belongs to" >&2; exit 1; }
 	@$(or $(PYTHON),false) -c '$(IS_FIT)' 2>/dev/null || \
 	  { echo "Python 3.11 or 3.12 is needed: install one, or say which: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "Setting up .venv; PyTorch and the server are downloaded, which takes some minutes."

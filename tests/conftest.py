@@ -10,6 +10,9 @@ import pytest
 
 from tests.support.paths import ROOT
 
+# Two workers with two OpenMP threads each would wait for one another at every barrier. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 FOREIGN = ("HF_", "TRANSFORMERS_", "HUGGING_FACE_", "HUGGINGFACE", "PRIVATE_REPO_TOKEN", "XDG_CACHE_HOME")
 
 
@@ -22,7 +25,6 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
                 patch.delenv(name)
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf_home")))
         patch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
-        patch.setenv("OMP_NUM_THREADS", "1")  # tiny models, few cores
         yield
 
 

@@ -68,8 +68,9 @@ def serve(
         )
     busy = busy_ports(ports)
     if busy:
+        noun = "port" if len(busy) == 1 else "ports"
         raise click.UsageError(
-            f"port {' and '.join(map(str, busy))} in use: stop the program that listens there, or choose others "
+            f"{noun} {' and '.join(map(str, busy))} in use: stop the program that listens there, or choose others "
             "with --http-port, --grpc-port and --metrics-port (make serve HTTP_PORT=... GRPC_PORT=... METRICS_PORT=...)"
         )
     excluded = {} if model_repository is None else _check_folders(model_repository)
