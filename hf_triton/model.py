@@ -111,7 +111,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     from hf_triton.hub.resolve import Hub
     from hf_triton.stream_door.client import cancel_elsewhere
     from hf_triton.stream_door.server import DoorServer
-    from hf_triton.tasks.hooks import check_hooks, checked_load
+    from hf_triton.tasks.checked_hooks import check_hooks, checked_load
     from hf_triton.tasks.meter import Meter, build_meter
     from hf_triton.tasks.text_generation.chat_template import load_chat_template
     from hf_triton.tasks.text_generation.task import build_text_generation

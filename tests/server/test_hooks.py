@@ -252,8 +252,8 @@ def failed(hook: str, error: str, line: str) -> str:
         ("running a processor", failed("logits_processor", "IndexError", "raise IndexError")),
         ("its own is_complete", failed("is_complete", "RuntimeError", "raise RuntimeError")),
         ("in a library", failed("postprocess", "JSONDecodeError", "json.loads")),
-        ("build_prompt: nothing", NOTHING.format("build_prompt", "a text")),
-        ("build_prompt: a list", WRONG.format("build_prompt", "a text", "a value of type list")),
+        ("build_prompt: nothing", NOTHING.format("build_prompt", "a string")),
+        ("build_prompt: a list", WRONG.format("build_prompt", "a string", "a value of type list")),
         (
             "a processor: a text",
             WRONG.format("logits_processor", "a function of token_ids and scores, or None", "a value of type str"),
@@ -263,7 +263,7 @@ def failed(hook: str, error: str, line: str) -> str:
         ("scores: a list", WRONG.format("logits_processor", SCORES, "a value of type list")),
         ("scores: nan", WRONG.format("logits_processor", SCORES, "nan")),
         ("is_complete: nothing", NOTHING.format("is_complete", "True or False")),
-        ("postprocess: bytes", WRONG.format("postprocess", "a text", "a value of type bytes")),
+        ("postprocess: bytes", WRONG.format("postprocess", "a string", "a value of type bytes")),
     ],
 )
 def test_failing_hook_is_named_without_showing_the_prompt(server: TritonServer, fault: str, sentence: str) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 import hf_triton
 from hf_triton.errors import HfTritonError
-from hf_triton.tasks.hooks import CheckedHooks, Hooks, check_hooks, checked_load
+from hf_triton.tasks.checked_hooks import CheckedHooks, check_hooks, checked_load
+from hf_triton.tasks.hooks import Hooks
 from tests.support.hooks import FAILED, HEAD, NOTHING, WRONG
 
 RUDE = """    def build_prompt(self, text):
@@ -80,7 +81,7 @@ def test_built_prompt_is_checked(folder: Callable[[str], Any]) -> None:
     hooks = CheckedHooks(folder(RUDE)(), max_prompt_bytes=4096)
     with pytest.raises(HfTritonError) as error:
         hooks.build_prompt("half a letter")
-    wrong = WRONG.format("build_prompt", "a text that UTF-8 can hold", "a value of type str")
+    wrong = WRONG.format("build_prompt", "a string that UTF-8 can encode", "a value of type str")
     assert str(error.value) == f"hook_failed: {wrong}"
     with pytest.raises(HfTritonError) as error:
         hooks.build_prompt("long")

@@ -20,7 +20,8 @@ from hf_triton.protocol.ports import OUTPUTS
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs
-from hf_triton.tasks.hooks import CheckedHooks, Hooks
+from hf_triton.tasks.checked_hooks import CheckedHooks
+from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.text_generation.resolve import PreparedPrompt
 from hf_triton.tasks.text_generation.response import FINISH_REASONS, LEAST_LOGPROB, GenerationResponse
 from tests.support.collector import Collector, config_of

@@ -17,7 +17,8 @@ from hf_triton.errors import CancelledError
 from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.tasks.hooks import CheckedHooks, Hooks
+from hf_triton.tasks.checked_hooks import CheckedHooks
+from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.sender import ResponseSender
 from hf_triton.tasks.text_generation.resolve import PreparedPrompt
 from hf_triton.tasks.text_generation.response import MAX_QUICK_TOKENS, GenerationResponse

@@ -19,7 +19,8 @@ from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.requests import GenerationRequest, Limits
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.tasks.hooks import CheckedHooks, Hooks
+from hf_triton.tasks.checked_hooks import CheckedHooks
+from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.detokenizer import TextStream
 from hf_triton.tasks.text_generation.prepare import PromptPreparer

@@ -12,7 +12,7 @@ from hf_triton.protocol.chat import Chat
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.tasks.hooks import CheckedHooks
+from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.resolve import (
     PreparedPrompt,

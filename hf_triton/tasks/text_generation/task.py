@@ -18,7 +18,8 @@ from hf_triton.protocol.parameters import parse_parameters
 from hf_triton.protocol.requests import GenerationRequest, Limits, parse_request, with_named_outputs
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.admission import AdmissionGate
-from hf_triton.tasks.hooks import CheckedHooks, Hooks
+from hf_triton.tasks.checked_hooks import CheckedHooks
+from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
