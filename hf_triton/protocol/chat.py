@@ -15,7 +15,7 @@ import annotated_types
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.validation import parse_json, problems, suggest
+from hf_triton.protocol.validation import parse_json, problems, suggest, validated
 
 MESSAGES: Final = "messages"
 EXAMPLE: Final = '{"role": "user", "content": "..."}'
@@ -220,8 +220,15 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
         RequestError: The message names the field (`messages[2].content`), its value and what is allowed.
     """
     texts = [messages] if isinstance(messages, str) else list(messages)
-    _check_num_bytes([*texts, *(text for value in options.values() for text in _strings_in(value))], max_bytes)
-    checked = _parse_options(options)
+    given = [entry for value in options.values() for entry in (value if isinstance(value, list) else [value])]
+    num_bytes = sum(len(text.encode(errors="replace")) for text in [*texts, *given] if isinstance(text, str))
+    if num_bytes > max_bytes:
+        raise RequestError(
+            "context_exceeded",
+            f"{MESSAGES}, tools and chat_template_kwargs have {num_bytes} bytes, more than the {max_bytes} that are "
+            "accepted (setting max_prompt_bytes)",
+        )
+    checked = validated(ChatOptions, options)
     try:
         conversation = _parse_messages(texts)
         if checked.continue_final_message:
@@ -236,32 +243,6 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
         add_generation_prompt=not continues if starts is None else starts,
         continue_final_message=continues,
     )
-
-
-def _strings_in(option: object) -> list[str]:
-    return [entry for entry in (option if isinstance(option, list) else [option]) if isinstance(entry, str)]
-
-
-def _check_num_bytes(texts: Sequence[str], max_bytes: int) -> None:
-    num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
-    if num_bytes > max_bytes:
-        raise RequestError(
-            "context_exceeded",
-            f"{MESSAGES}, tools and chat_template_kwargs have {num_bytes} bytes, more than the {max_bytes} that are "
-            "accepted (setting max_prompt_bytes)",
-        )
-
-
-def _parse_options(options: Mapping[str, object]) -> ChatOptions:
-    for name in options:
-        if name not in ChatOptions.model_fields:
-            raise RequestError(
-                "unknown_parameter", f"there is no parameter {clip(name)}{suggest(name, ChatOptions.model_fields)}"
-            )
-    try:
-        return ChatOptions.model_validate(dict(options))
-    except ValidationError as error:
-        raise RequestError("invalid_parameter", problems(ChatOptions, error)[0].sentence) from None
 
 
 def _parse_messages(texts: Sequence[str]) -> tuple[dict[str, Any], ...]:

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Annotated, Final
 
 import annotated_types
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from hf_triton.errors import RequestError
 from hf_triton.protocol.chat import ChatOptions
 from hf_triton.protocol.parameters import GenerationParameters
-from hf_triton.protocol.validation import problems
+from hf_triton.protocol.validation import validated
 
 
 class RequestOptions(BaseModel):
@@ -76,7 +75,4 @@ def parse_options(values: Mapping[str, object]) -> RequestOptions:
         RequestError: A value is impossible.
     """
     given = {name: value for name, value in values.items() if name in OPTIONS}
-    try:
-        return RequestOptions.model_validate(given) if given else NO_OPTIONS
-    except ValidationError as error:
-        raise RequestError("invalid_parameter", problems(RequestOptions, error)[0].sentence) from None
+    return validated(RequestOptions, given) if given else NO_OPTIONS

@@ -131,10 +131,6 @@ def _check_equal(rows: Sequence[BaseModel], names: Iterable[str]) -> None:
 def _parse_chat(
     inputs: Mapping[str, Array], parameters: Mapping[str, object], row: Mapping[str, object], limits: Limits
 ) -> Chat:
-    if MESSAGES in inputs and MESSAGES in parameters:
-        raise RequestError(
-            "invalid_parameter", f"{MESSAGES} is given twice, as an input and as a parameter: leave one out"
-        )
     messages = parameters.get(MESSAGES)
     if MESSAGES in inputs:
         array = inputs[MESSAGES]
@@ -183,12 +179,12 @@ def _parameters_per_prompt(
     shared = {name: value for name, value in parameters.items() if not _is_triton_parameter(name) and name != MESSAGES}
     rows = [dict(shared) for _ in range(num_rows)]
     for name, array in inputs.items():
-        if name in (PROMPT, MESSAGES):
-            continue
-        if name in shared:
+        if name in parameters:
             raise RequestError(
                 "invalid_parameter", f"{name} is given twice, as an input and as a parameter: leave one out"
             )
+        if name in (PROMPT, MESSAGES):
+            continue
         for row, value in zip(rows, values_per_prompt(name, array, num_rows, is_array=is_array(name)), strict=True):
             row[name] = value
     return rows

@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import annotated_types
 from pydantic import BaseModel, ValidationError
@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from hf_triton.errors import RequestError, clip
 
+Declared = TypeVar("Declared", bound=BaseModel)
 MAX_NAME: Final = 60  # characters of an unknown name that are compared: megabytes would take seconds
 MAX_ENTRIES: Final = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
 MAX_JSON: Final = 2**21  # characters; other requests wait while JSON is parsed
@@ -50,6 +51,18 @@ def problems(model: type[BaseModel], error: ValidationError) -> list[Problem]:
         problem = _problem(model, details)
         by_name.setdefault(problem.name, problem)
     return list(by_name.values())
+
+
+def validated(model: type[Declared], values: Mapping[str, object]) -> Declared:
+    """An instance of a model of request parameters.
+
+    Raises:
+        RequestError: A value is impossible; about the first one.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise RequestError("invalid_parameter", problems(model, error)[0].sentence) from None
 
 
 def _problem(model: type[BaseModel], details: Any) -> Problem:

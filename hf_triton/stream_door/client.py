@@ -15,7 +15,7 @@ from typing import Final
 
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
 from hf_triton.stream_door.address import Address, find_addresses
-from hf_triton.stream_door.connection import MAX_MESSAGE_BYTES, Connection, MessageTooLargeError, frame, is_same_user
+from hf_triton.stream_door.connection import Connection, MessageTooLargeError, frame, is_same_user
 from hf_triton.stream_door.messages import DoorRequest, Message, pack_request, read_error, read_parameters, read_tensors
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.request import InferenceRequest
@@ -113,14 +113,8 @@ class _Link:
     def _send(self, number: int, forwarded: _Forwarded) -> None:
         try:
             self.connection.send(forwarded.message(number))
-        except MessageTooLargeError:
-            self._refuse(
-                number,
-                RequestError(
-                    "invalid_input",
-                    f"the request has more than the {MAX_MESSAGE_BYTES} bytes that a stream door takes: split it",
-                ),
-            )
+        except MessageTooLargeError as error:
+            self._refuse(number, RequestError("invalid_input", f"the request {error}: split it"))
         except Exception as error:  # out of memory; the engine does not know this request
             logger.error("forwarding a request failed: %s", where(error))
             self._refuse(number, HfTritonError("internal", "the request could not be forwarded; see the server's log"))

@@ -29,7 +29,10 @@ STALL_S: Final = 30
 
 
 class MessageTooLargeError(ValueError):
-    """A message has more than `MAX_MESSAGE_BYTES`."""
+    """A message has more than `MAX_MESSAGE_BYTES`; its text is the end of a sentence."""
+
+    def __init__(self) -> None:
+        super().__init__(f"has more than the {MAX_MESSAGE_BYTES} bytes that a stream door takes")
 
 
 class Connection:

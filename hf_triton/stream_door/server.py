@@ -17,7 +17,7 @@ from typing import Final
 
 from hf_triton.errors import CancelledError, HfTritonError, ShuttingDownError, UnavailableError, where
 from hf_triton.stream_door.address import Address, new_address, remove
-from hf_triton.stream_door.connection import MAX_MESSAGE_BYTES, Connection, MessageTooLargeError, frame, is_same_user
+from hf_triton.stream_door.connection import Connection, MessageTooLargeError, frame, is_same_user
 from hf_triton.stream_door.messages import (
     Array,
     DoorRequest,
@@ -28,6 +28,7 @@ from hf_triton.stream_door.messages import (
     read_request,
 )
 from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.metrics import OK
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.triton_backend.cancellation import RequestPoller
 
@@ -85,19 +86,19 @@ class RemoteRequest(InferenceRequest):
             return
         try:
             self._peer.connection.send({"id": self._number, "add": pack_tensors(outputs)})
-        except MessageTooLargeError:  # a text with a gap would look like a good one
+        except MessageTooLargeError as error:  # a text with a gap would look like a good one
             self._is_cancelled = True
-            self.refuse(_too_large())
+            self.refuse(UnavailableError("out_of_memory", f"the answer {error}"))
 
     def answer(self, outputs: Mapping[str, Array], parameters: Mapping[str, int] | None = None) -> None:
         """Send the final response; `parameters` are the response's own."""
         message = {"id": self._number, "answer": pack_tensors(outputs), "parameters": dict(parameters or {})}
         try:
             framed = frame(message)
-        except MessageTooLargeError:
-            self.refuse(_too_large())
+        except MessageTooLargeError as error:
+            self.refuse(UnavailableError("out_of_memory", f"the answer {error}"))
         else:
-            self._finish(framed, "ok")
+            self._finish(framed, OK)
 
     def refuse(self, error: HfTritonError) -> None:
         """Send an error as the final response."""
@@ -281,12 +282,6 @@ class DoorServer:
         except Exception:
             self.forget(peer)
             raise
-
-
-def _too_large() -> UnavailableError:
-    return UnavailableError(
-        "out_of_memory", f"the answer has more than the {MAX_MESSAGE_BYTES} bytes that a stream door takes"
-    )
 
 
 def _bind(listener: socket.socket, model_name: str, version: int) -> Address:

@@ -261,7 +261,6 @@ def test_an_error_names_the_message_and_field(case: str) -> None:
 
 
 REFUSED_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
-    "a typo": ({"tols": []}, "unknown_parameter: there is no parameter 'tols', did you mean 'tools'?"),
     "both": (
         {"add_generation_prompt": True, "continue_final_message": True},
         "invalid_parameter: add_generation_prompt starts a new message, continue_final_message continues",

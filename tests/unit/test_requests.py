@@ -390,6 +390,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
         {"text_inptu": "x"},
         "unknown_parameter: there is no parameter 'text_inptu', did you mean 'text_input'?",
     ),
+    "a typo in a chat's option": (
+        {},
+        {"messages": "[]", "tols": []},
+        "unknown_parameter: there is no parameter 'tols', did you mean 'tools'?",
+    ),
     "an empty prompt tensor": (
         {PROMPT: texts(shape=(0,))},
         {},

@@ -17,7 +17,6 @@ from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.resolve import (
     PreparedPrompt,
     check_token_ids,
-    min_max_time_s,
     resolve_request_params,
     resolve_sampling_params,
 )
@@ -84,8 +83,10 @@ class PromptPreparer:
         )
 
     def max_time_s(self, request: GenerationRequest) -> float | None:
-        """The time that a request has, in seconds: an expired prompt is an error of the whole request."""
-        return min_max_time_s(request, self._defaults)
+        """The shortest `max_time` of a request's prompts: an expired one is an error of the whole request."""
+        default = next((layer.max_time for layer in self._defaults if layer.max_time is not None), None)
+        limits_s = (default if own.max_time is None else own.max_time for own in request.parameters)
+        return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
 
     def prepare(self, request: GenerationRequest, row: int, *, streams: bool) -> PreparedPrompt:
         """Prepare one prompt, all but its grammar.

@@ -9,7 +9,6 @@ from typing import Any
 
 from hf_triton.errors import RequestError
 from hf_triton.protocol.parameters import GREEDY_BELOW, GenerationParameters, check_best_of, check_min_new_tokens
-from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
@@ -100,15 +99,6 @@ def resolve_request_params(*layers: GenerationParameters) -> PreparedPrompt:
         queue_priority=merged.get("queue_priority", 0),
         grammar=grammar,
     )
-
-
-def min_max_time_s(request: GenerationRequest, defaults: tuple[GenerationParameters, ...]) -> float | None:
-    """The shortest `max_time` of a request's prompts, in seconds; None if none has one."""
-    resolved = (
-        next((layer.max_time for layer in (own, *defaults) if layer.max_time is not None), None)
-        for own in request.parameters
-    )
-    return min((max_time for max_time in resolved if max_time is not None), default=None)
 
 
 def check_token_ids(params: SamplingParams, vocabulary_size: int) -> None:

@@ -53,9 +53,8 @@ class TextCodec:
         """
         ids = self._encode(text, adds_special_tokens=adds_special_tokens)
         if not ids:  # transformers begins an empty prompt with this token too
-            ids = [
-                token for token in (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id) if token is not None
-            ][:1]
+            firsts = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
+            ids = [token_id for token_id in firsts if token_id is not None][:1]
         if not ids:
             raise RequestError(
                 "invalid_input", f"text_input row {row} is empty, and this model needs a token to begin with"
@@ -117,14 +116,11 @@ class TextCodec:
         return list(islice(audible, NUM_CONTEXT_TOKENS))[::-1]
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        spellings = {self._encode_plain(text) for text in (word, " " + word.lstrip())}
+        spellings = {tuple(self._encode(text, adds_special_tokens=False)) for text in (word, " " + word.lstrip())}
         unknown = self._tokenizer.unk_token_id
         if any(not ids or unknown in ids or max(ids) >= self.vocabulary_size for ids in spellings):
             raise RequestError("invalid_parameter", f"bad_words holds {clip(word)}, which this model has no tokens for")
         return [ids for ids in spellings if not any(_is_tail(other, ids) for other in spellings)]
-
-    def _encode_plain(self, text: str) -> tuple[int, ...]:
-        return tuple(self._encode(text, adds_special_tokens=False))
 
     def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         ids: list[int]
