@@ -326,7 +326,7 @@ def _reject_unknown(parameters: Mapping[str, str], environment: Mapping[str, str
 
 
 def _parse_setting(text: str, field: FieldInfo) -> Any:
-    """Read a setting's text as its type; text that cannot be read is left for validation to refuse."""
+    """Read a setting as its type; one that cannot be read is left for validation to refuse."""
     if field.annotation is bool or bool in typing.get_args(field.annotation):
         return parse_boolean(text)
     if typing.get_origin(field.annotation) in (dict, list):

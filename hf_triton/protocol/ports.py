@@ -29,7 +29,7 @@ OUTPUTS: Final[Mapping[str, str]] = {
     "logprobs": "TYPE_STRING",
     PROMPT_LOGPROBS: "TYPE_STRING",
 }
-"""Every output and its type. The text is always filled, `prompt_logprobs` by the parameter of that name, the others if
+"""Every output and its type. `text_output` is always filled, `prompt_logprobs` by the parameter of that name, others if
 the request sets `return_NAME` or lists some outputs but not all."""
 INTEGER_TYPES: Final = tuple(f"TYPE_{sign}{bits}" for sign in ("INT", "UINT") for bits in (64, 32, 16, 8))
 TENSOR_TYPES: Final[Mapping[type, tuple[str, ...]]] = {

@@ -20,7 +20,7 @@ from hf_triton.protocol.tensors import Array, decode_string, values_per_prompt
 from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, reject_duplicates
 
 TRITON_PARAMETERS: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
-"""Triton's own parameters that `/generate` passes on, beside those that begin with `triton_`."""
+"""Triton's own parameters that `/generate` forwards, beside those that begin with `triton_`."""
 MAX_NUMBER_CHARS: Final = 64
 Parsed = TypeVar("Parsed")
 

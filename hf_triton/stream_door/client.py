@@ -142,7 +142,7 @@ class _Link:
             logger.error("sending a response failed: %s", where(error))
             self._cancel(number)
             self._refuse(
-                number, HfTritonError("internal", "a part of the text could not be sent; the server's log says why")
+                number, HfTritonError("internal", "a part of the response could not be sent; the server's log says why")
             )
 
     def _refuse(self, number: int, error: HfTritonError) -> None:
@@ -175,7 +175,7 @@ class _Link:
                 number,
                 UnavailableError(
                     "engine_failed",
-                    f"the process of the model {self._model_name}, which writes the text, has ended: "
+                    f"the process of the model {self._model_name}, which generates, has ended: "
                     "send the request again later",
                 ),
             )
@@ -214,7 +214,9 @@ class Engines:
 
     def close(self) -> None:
         """End the connections; requests in flight are refused."""
-        for link in self._all_links():
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
             link.connection.close()
 
     def _forward(self, forwarded: _Forwarded) -> bool:
@@ -245,10 +247,6 @@ class Engines:
         with self._lock:
             if self._links.get(link.address) is link:
                 del self._links[link.address]
-
-    def _all_links(self) -> list[_Link]:
-        with self._lock:
-            return list(self._links.values())
 
 
 def cancel_elsewhere(model_name: str, request_id: str) -> None:

@@ -42,8 +42,6 @@ DRAIN_S: Final = 30.0
 DRAIN_POLL_S: Final = 0.05
 ACCEPT_RETRY_S: Final = 0.5
 
-Take = Callable[["RemoteRequest", ResponseConfig], None]
-
 
 class RemoteRequest(InferenceRequest):
     """A request that came through a door.
@@ -86,7 +84,7 @@ class RemoteRequest(InferenceRequest):
             return
         try:
             self._peer.connection.send({"id": self._number, "add": pack_tensors(outputs)})
-        except MessageTooLargeError as error:  # a text with a gap would look like a good one
+        except MessageTooLargeError as error:  # a stream with a gap would look complete
             self._is_cancelled = True
             self.refuse(UnavailableError("out_of_memory", f"the answer {error}"))
 
@@ -202,7 +200,7 @@ class DoorServer:
         model_name: str,
         version: int,
         *,
-        take: Take,
+        take: Callable[[InferenceRequest, ResponseConfig], None],
         begin_request: Callable[[], Callable[[str], None]],
         poller: RequestPoller,
     ) -> None:

@@ -7,20 +7,18 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import HfTritonError, SettingsError
 from hf_triton.protocol.ports import check_config, missing_ports
-from hf_triton.settings import DoorSettings, LoadedSettings, ModelSettings, load_settings
+from hf_triton.settings import AnySettings, DoorSettings, LoadedSettings, ModelSettings, load_settings
 from hf_triton.tasks.hooks import OWN_FILE
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.sender import ResponseSender
 
 logger = logging.getLogger(__name__)
-
-Settings = TypeVar("Settings", ModelSettings, DoorSettings)
 
 
 @contextmanager
@@ -36,7 +34,7 @@ def load_failures() -> Iterator[None]:
         ) from None
 
 
-def complete_config(model_config: Any, settings_class: type[Settings]) -> Any:
+def complete_config(model_config: Any, settings_class: type[AnySettings]) -> Any:
     """Add the inputs and outputs that config.pbtxt leaves out to Triton's `ModelConfig`."""
     config = model_config.as_dict()
     with load_failures():
@@ -49,7 +47,7 @@ def complete_config(model_config: Any, settings_class: type[Settings]) -> Any:
     return model_config
 
 
-def read_config(config: Mapping[str, Any], settings_class: type[Settings]) -> tuple[Settings, ResponseConfig]:
+def read_config(config: Mapping[str, Any], settings_class: type[AnySettings]) -> tuple[AnySettings, ResponseConfig]:
     """A folder's settings, which are logged, and how its requests are answered.
 
     Args:
@@ -74,7 +72,7 @@ def read_config(config: Mapping[str, Any], settings_class: type[Settings]) -> tu
     )
 
 
-def _load_settings(config: Mapping[str, Any], settings_class: type[Settings]) -> LoadedSettings[Settings]:
+def _load_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) -> LoadedSettings[AnySettings]:
     declared: object = settings_class
     if not (isinstance(declared, type) and issubclass(declared, (ModelSettings, DoorSettings))):
         raise SettingsError(f"settings_class of {OWN_FILE} must be a subclass of hf_triton.settings.ModelSettings")

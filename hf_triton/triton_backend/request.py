@@ -66,7 +66,7 @@ class TritonRequest(InferenceRequest):
         """The request's parameters by name; scalars.
 
         Raises:
-            RequestError: A name or a value is not UTF-8, or one is given twice, beside the text and in `parameters`.
+            RequestError: A name or a value is not UTF-8, or one is given twice, beside the prompt and in `parameters`.
         """
         try:
             parsed: dict[str, object] = json.loads(
@@ -91,7 +91,7 @@ class TritonRequest(InferenceRequest):
     def add(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """Send a response with more to follow. The folder must be decoupled.
 
-        If it cannot be sent, an error is the final response: a text with a gap would look like a good one.
+        If it cannot be sent, an error is the final response: a stream with a gap would look complete.
         """
         with self._lock:
             if self._is_answered:
@@ -104,12 +104,7 @@ class TritonRequest(InferenceRequest):
                 self._finish(_out_of_shared_memory(), "out_of_memory")
 
     def answer(self, outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None) -> None:
-        """Send the final response.
-
-        Args:
-            outputs: Tensors by name.
-            parameters: The response's own, if the server takes any (`takes_response_parameters`).
-        """
+        """Send the final response; `parameters` are the response's own, see `takes_response_parameters`."""
         self._send(_response(outputs, parameters), OK, sum(map(_num_bytes, outputs.values())))
 
     def refuse(self, error: HfTritonError) -> None:

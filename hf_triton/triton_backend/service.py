@@ -83,7 +83,7 @@ class Service:
             close()
 
     def _cancel(self, request: InferenceRequest, parameters: Mapping[str, object]) -> None:
-        """Cancel the requests with this request's id, in all processes, and answer it with empty texts."""
+        """Cancel the requests with this request's id, in all processes, and answer it with empty strings."""
         check_parameter_names(parameters)
         if not request.request_id:
             raise RequestError("invalid_parameter", "stop true gives up the request of the same id: say which, by id")

@@ -313,7 +313,7 @@ NONSENSE_TOGETHER: dict[str, tuple[dict[str, object], str]] = {
     ),
     "many texts without sampling": (
         {"num_return_sequences": 4},
-        "num_return_sequences 4 would give 4 equal texts without sampling: set a temperature, "
+        "num_return_sequences 4 would give 4 equal completions without sampling: set a temperature, "
         "or num_return_sequences 1",
     ),
     "two mistakes": ({"top_p": 2, "seed": -1}, "top_p must be .*, got 2; seed must be .*, got -1"),

@@ -322,7 +322,7 @@ def test_minus_one_for_top_k_keeps_all_tokens() -> None:
 
 
 def test_several_completions_need_sampling() -> None:
-    with pytest.raises(RequestError, match="num_return_sequences 3 would give 3 equal texts"):
+    with pytest.raises(RequestError, match="num_return_sequences 3 would give 3 equal completions"):
         resolve_sampling_params(GenerationParameters(num_return_sequences=3), TOKENS)
     assert (
         resolve_sampling_params(GenerationParameters(num_return_sequences=3, top_p=0.9), TOKENS).num_return_sequences
@@ -366,7 +366,7 @@ def test_a_default_min_new_tokens_rejects_nothing() -> None:
 
 
 def test_best_of_needs_sampling() -> None:
-    with pytest.raises(RequestError, match="best_of 3 would give 3 equal texts"):
+    with pytest.raises(RequestError, match="best_of 3 would give 3 equal completions"):
         resolve_sampling_params(GenerationParameters(best_of=3), TOKENS)
     plan = resolve_sampling_params(GenerationParameters(best_of=3, min_p=0.1), TOKENS)
     assert (plan.best_of, plan.num_return_sequences, plan.num_sequences, plan.num_top_logprobs) == (3, 1, 3, 0)

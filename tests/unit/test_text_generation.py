@@ -534,7 +534,7 @@ def test_an_error_of_one_prompt_is_the_response_of_its_request() -> None:
         ("x", {"temperature": 1.0, "num_return_sequences": 5}, "num_return_sequences must be <= 4 here"),
         ("x" * 10, {"min_new_tokens": 11}, "leaves room for min_new_tokens <= 10 in the context of 20, got 11"),
         ("x", {"temperature": 1.0, "best_of": 5}, "best_of must be <= 4 here"),
-        ("x", {"num_return_sequences": 2}, "would give 2 equal texts without sampling"),
+        ("x", {"num_return_sequences": 2}, "would give 2 equal completions without sampling"),
         ("x", {"logit_bias": {VOCABULARY_SIZE: 1.0}}, f"the model's token ids are below {VOCABULARY_SIZE}"),
         ("x", {"eos_token_id": [3, VOCABULARY_SIZE]}, f"eos_token_id names the token {VOCABULARY_SIZE}"),
     ],

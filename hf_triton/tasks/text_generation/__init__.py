@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text generation: prompts to tokens, tokens back to text and responses."""
+"""Text generation: prompts to tokens, tokens to responses."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Incremental detokenization and stop strings. Knows a tokenizer by its `TokenDecoder` alone.
 
-What a token adds to a text depends on the tokens before it: a sentencepiece tokenizer drops the space at the beginning,
-and a character may spread over several tokens. So a token is decoded after a few others, whose text is cut off.
+The text of a token depends on the tokens before it: a sentencepiece tokenizer drops the space at the beginning, and a
+character may spread over several tokens. So a token is decoded after a few others, whose text is cut off.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TokenDecoder(Protocol):
         """Whether a token has no text."""
 
     def context(self, ids: list[int]) -> list[int]:
-        """The last tokens that matter for the text after them."""
+        """The last tokens that affect how later ones are decoded."""
 
 
 class TextStream:
@@ -103,12 +103,12 @@ class _Detokenizer:
 
 
 def up_to_stop(text: str, stop_strings: tuple[str, ...]) -> str:
-    """A whole text up to the first of its stop strings, none of which is empty."""
+    """A string up to the first of the stop strings, none of which is empty."""
     return text[: min((start for stop in stop_strings if (start := text.find(stop)) >= 0), default=len(text))]
 
 
 class _StopStringFinder:
-    """Passes text on up to the first stop string, holding back what may be the beginning of one."""
+    """Passes a completion on up to the first stop string, holding back what may be the beginning of one."""
 
     def __init__(self, stop_strings: tuple[str, ...]) -> None:
         self._stops = stop_strings

@@ -135,7 +135,7 @@ def _grammar(layers: Sequence[GenerationParameters]) -> Grammar | None:
     if also:
         raise RequestError(
             "invalid_parameter",
-            f"{also} would end the text where the folder's {grammar.parameter} does not: leave it out, or say "
+            f"{also} would end the output against the folder's {grammar.parameter}: leave it out, or say "
             'response_format {"type": "text"}',
         )
     return grammar
@@ -161,7 +161,7 @@ def _check_params(params: SamplingParams, min_asked: int | None) -> None:
         if count > 1 and not params.do_sample:
             raise RequestError(
                 "invalid_parameter",
-                f"{name} {count} would give {count} equal texts without sampling: set a temperature, or {name} 1",
+                f"{name} {count} would give {count} equal completions without sampling: set a temperature, or {name} 1",
             )
     try:
         check_min_new_tokens(min_asked, params.max_new_tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The response to one request: tokens become deltas and texts, and the outcomes of its prompts one final response.
+"""The response to one request: tokens become deltas, and the outcomes of its prompts one final response.
 
 Knows neither engine nor Triton: deltas and response go to an `InferenceRequest`, from the sender's thread.
 """
@@ -52,7 +52,7 @@ class GenerationResponse:
         checked: The same, checked.
         config: How the folder's requests are answered.
         preparer: Has the model's tokenizer and the folder's hooks.
-        pool: Builds the responses that take long, so that the sender's thread can go on.
+        pool: Builds the responses that take long, so that the sender's thread does not wait.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class GenerationResponse:
         return prompt.constraint is None and self._hooks.overrides("is_complete")
 
     def logits_processor(self) -> LogitsProcessor | None:
-        """The folder's own for one sequence. If it fails, the request is refused, and the engine goes on."""
+        """The folder's own for one sequence. If it fails, the request is refused, and the engine continues."""
         try:
             processor = self._hooks.logits_processor()
         except HfTritonError as error:
@@ -264,7 +264,7 @@ class GenerationResponse:
         return outputs
 
     def _text(self, prompt: PreparedPrompt, index: int, completion: Completion) -> tuple[str, bool]:
-        """The text of a sequence; of a stream, what no delta had. And whether a stop string ended it.
+        """A completion's text, of a stream the part that no delta had; and whether a stop string ended it.
 
         That may be known only now: with the stop strings `bc` and `abcd`, `abc` stops once no more tokens follow.
         """

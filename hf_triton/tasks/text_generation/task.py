@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENIZER_THREADS = 4  # tokenizers run outside the interpreter's lock: a long prompt does not delay a short one
 NUM_HOOK_THREADS = 16  # `build_prompt` and `postprocess` may wait for other services
-BYTES_PER_TOKEN = 16  # more than any text has on average; bounds what is tokenized at all
+BYTES_PER_TOKEN = 16  # more than any prompt has on average; bounds what is tokenized at all
 
 
 class TextGeneration:

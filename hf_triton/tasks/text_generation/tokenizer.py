@@ -36,7 +36,7 @@ class TextCodec:
         self.revises = not self.is_fast  # one in Python may decode "fo@@" and later "foo" (CTRL, BlenderbotSmall)
         self.byte_of = self._find_byte_tokens(vocabulary)
         decoder = type(tokenizer.backend_tokenizer.decoder).__name__ if self.is_fast else None
-        self._joins_bytes = decoder == "ByteLevel"  # GPT-2's kind: a text is the bytes of its tokens, complete or not
+        self._joins_bytes = decoder == "ByteLevel"  # GPT-2's kind: a string is the bytes of its tokens, complete or not
         self._silent_ids = self._find_silent_tokens(set(vocabulary.values()))
 
     def encode(self, text: str, row: int, *, adds_special_tokens: bool = True) -> list[int]:
@@ -82,7 +82,7 @@ class TextCodec:
         The deltas of `stream` add up to this text, up to its first stop string. An incomplete character becomes U+FFFD.
 
         Args:
-            prompt_ids: Empty if the text stands alone, such as an encoder-decoder's output.
+            prompt_ids: Empty for a completion that stands alone, such as an encoder-decoder's.
             token_ids: The new tokens.
         """
         context = self.context(prompt_ids)
@@ -111,7 +111,7 @@ class TextCodec:
         return token_id in self._silent_ids
 
     def context(self, ids: list[int]) -> list[int]:
-        """The last tokens that matter for the text after them."""
+        """The last tokens that affect how later ones are decoded."""
         audible = (token_id for token_id in reversed(ids) if not self.is_silent(token_id))
         return list(islice(audible, NUM_CONTEXT_TOKENS))[::-1]
 
@@ -158,7 +158,7 @@ def _copy_of_backend(tokenizer: Any) -> Any | None:
 def _delegates_to_backend(tokenizer: Any, methods: tuple[str, ...]) -> bool:
     """Whether these methods of a tokenizer only call the tokenizers library.
 
-    It is then called directly: beside a running model, transformers' wrappers cost most of the time of a short text.
+    It is then called directly: beside a running model, transformers' wrappers cost most of the time of a short prompt.
     """
     from transformers import PreTrainedTokenizerFast
 
