@@ -154,25 +154,25 @@ class ServerError(HfTritonError):
 
 
 class PanicError(RuntimeError):
-    """Rust code of a library (tokenizers, llguidance) panicked."""
+    """Foreign code raised what is no `Exception`: Rust code panicked, or Python code asked the process to exit."""
 
-    def __init__(self) -> None:
-        super().__init__("a library's Rust code panicked")
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(f"foreign code raised {type(cause).__name__}")
 
 
 @contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise a Rust panic as `PanicError`, with its traceback and without its message, which may quote a prompt.
+    """Raise what is no `Exception` as `PanicError`, with its traceback, without its message, which may quote a prompt.
 
-    pyo3's PanicException derives from BaseException, so `except Exception` does not catch it. Each extension module has
-    a class of its own, known by its name alone.
+    pyo3's PanicException, SystemExit and asyncio's CancelledError pass `except Exception`: one request's tokenizer
+    would end a thread that serves all requests.
     """
     try:
         yield
+    except (Exception, KeyboardInterrupt):
+        raise
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise PanicError().with_traceback(error.__traceback__) from None
+        raise PanicError(error).with_traceback(error.__traceback__) from None
 
 
 def where(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import Observer
 from hf_triton.engine.waiting_queue import WaitingQueue
-from hf_triton.errors import HfTritonError, ShuttingDownError, UnavailableError, where
+from hf_triton.errors import HfTritonError, ShuttingDownError, UnavailableError, panics_as_errors, where
 from hf_triton.runner.device import DeviceContext
 from hf_triton.runner.faults import error_outcome, loggable
 from hf_triton.sampling.sequence_sampler import SequenceSampler
@@ -127,7 +127,8 @@ class EngineThread:
             return SequenceSampler(params, index, context, eos_ids, constraint, group.logits_processor())
 
         try:
-            group.start(new_sampler, eos_ids, self.observer.on_admit(group), arrival_number)
+            with panics_as_errors():
+                group.start(new_sampler, eos_ids, self.observer.on_admit(group), arrival_number)
         except Exception as error:  # one request's mistake must not end the loop that serves the others
             group.finish(error_outcome(error))
 

@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from hf_triton.errors import where
+from hf_triton.errors import panics_as_errors, where
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class ResponseSender:
     @staticmethod
     def _run(send: Callable[[], None]) -> None:
         try:
-            send()
+            with panics_as_errors():
+                send()
         except Exception as error:  # the thread serves other requests too
             logger.error("sending a response failed: %s", where(error))

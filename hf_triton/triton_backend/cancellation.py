@@ -9,7 +9,7 @@ import time
 import weakref
 from typing import Final
 
-from hf_triton.errors import where
+from hf_triton.errors import panics_as_errors, where
 from hf_triton.tasks.request import InferenceRequest
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,8 @@ class RequestPoller:
     def _is_open(reference: weakref.ref[InferenceRequest]) -> bool:
         request = reference()
         try:
-            return request is not None and request.poll()
+            with panics_as_errors():
+                return request is not None and request.poll()
         except Exception as error:  # the thread polls other requests too
             logger.error("polling a request failed: %s", where(error))
             return False

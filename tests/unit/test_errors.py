@@ -2,6 +2,7 @@
 """Errors: `code: sentence`, every code known and every class with a place among gRPC's words."""
 
 import ast
+from asyncio import CancelledError
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,12 @@ def test_a_rust_panic_becomes_an_exception_without_its_message() -> None:
     assert "stride" not in str(caught.value)
     assert "panic (test_errors.py:" in where(caught.value)
     assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), CancelledError()])
+def test_an_exit_of_foreign_code_becomes_an_exception(error: BaseException) -> None:
+    with pytest.raises(PanicError, match=f"raised {type(error).__name__}"), panics_as_errors():
+        raise error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x")])

@@ -183,6 +183,16 @@ def test_a_failed_send_is_not_kept(sender: ResponseSender) -> None:
     wait_until(lambda: has_gone() is None)
 
 
+def test_a_send_that_exits_does_not_end_the_thread(sender: ResponseSender) -> None:
+    def leave() -> None:
+        raise SystemExit
+
+    is_sent = threading.Event()
+    sender.put(leave)
+    sender.put(is_sent.set)
+    assert is_sent.wait(30)
+
+
 # --- responses -------------------------------------------------------------------------------------------------------
 
 
