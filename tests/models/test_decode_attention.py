@@ -196,12 +196,14 @@ def test_no_float16_kernel_if_numba_is_configured_for_less() -> None:
 @pytest.mark.usefixtures("always", "anew")
 @torch.inference_mode()
 def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    plain = attention_kernel.run
+    plain = attention_kernel.run_attention
 
-    def wrong(dtype: torch.dtype, size: int, value_size: int, task: attention_kernel.Task, num_threads: int) -> None:
+    def wrong(
+        dtype: torch.dtype, size: int, value_size: int, task: attention_kernel.AttentionTask, num_threads: int
+    ) -> None:
         plain(dtype, size, value_size, task._replace(keys=task.values), num_threads)
 
-    monkeypatch.setattr(attention_kernel, "run", wrong)
+    monkeypatch.setattr(attention_kernel, "run_attention", wrong)
     assert attend(*tensors(torch.float32)) is None
     (record,) = caplog.records
     assert "wrong result" in record.getMessage()
@@ -293,8 +295,8 @@ def test_small_heads_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.inference_mode()
 def test_small_inputs_are_computed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    plain = attention_kernel.run
-    monkeypatch.setattr(attention_kernel, "run", lambda *call: counts.append(call[-1]) or plain(*call))
+    plain = attention_kernel.run_attention
+    monkeypatch.setattr(attention_kernel, "run_attention", lambda *call: counts.append(call[-1]) or plain(*call))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for worth in (6 * SIZE * sum(LENGTHS), 6 * SIZE * sum(LENGTHS) + 1):
         monkeypatch.setattr(decode_attention, "MIN_PARALLEL_PRODUCTS", worth)

@@ -219,12 +219,12 @@ def test_another_weight_layout_is_noticed(inputs: int, dtype: torch.dtype, monke
 @pytest.mark.usefixtures("anew")
 @torch.inference_mode()
 def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    plain = linear_kernel.run
+    plain = linear_kernel.run_linear
 
-    def wrong(dtype: torch.dtype, task: linear_kernel.Task, num_threads: int) -> None:
+    def wrong(dtype: torch.dtype, task: linear_kernel.LinearTask, num_threads: int) -> None:
         plain(dtype, task._replace(num_rows=max(1, task.num_rows - 1)), num_threads)
 
-    monkeypatch.setattr(linear_kernel, "run", wrong)
+    monkeypatch.setattr(linear_kernel, "run_linear", wrong)
     _, weight = packed(64, 256, torch.float32)
     assert LinearKernel.build(weight, None) is None
     (record,) = caplog.records

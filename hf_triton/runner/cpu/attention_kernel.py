@@ -28,7 +28,7 @@ E2, E3, E4, E5, E6 = map(np.float32, (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720))  
 _read, _write, _long, _next, _fetch = llvm.read, llvm.write, llvm.long, llvm.next_number, llvm.fetch
 
 
-class Task(NamedTuple):
+class AttentionTask(NamedTuple):
     """Arguments of the kernel: sizes, strides in elements, and addresses."""
 
     progress: int
@@ -58,22 +58,14 @@ class Task(NamedTuple):
     value_column: int
 
 
-def run(dtype: torch.dtype, size: int, value_size: int, task: Task, num_threads: int) -> None:
-    """Run the kernel.
-
-    Args:
-        dtype: Of keys and values; a key of `READERS`.
-        size: Of a head's queries and keys.
-        value_size: Of its values.
-        task: Its addresses must be valid.
-        num_threads: At most.
-    """
-    llvm.run(make(dtype, size, value_size), task, num_threads)
+def run_attention(dtype: torch.dtype, size: int, value_size: int, task: AttentionTask, num_threads: int) -> None:
+    """Run the kernel for keys and values of a dtype in `READERS`; the task's addresses must be valid."""
+    llvm.run(compile_attention(dtype, size, value_size), task, num_threads)
 
 
 @cache
-def make(dtype: torch.dtype, size: int, value_size: int) -> Any:
-    """Compile the kernel for such heads, in a second or two."""
+def compile_attention(dtype: torch.dtype, size: int, value_size: int) -> Any:
+    """Compile the kernel for heads of these sizes (queries and keys, values), in a second or two."""
     read, width = READERS[dtype], dtype.itemsize
 
     @compiled
@@ -82,6 +74,35 @@ def make(dtype: torch.dtype, size: int, value_size: int) -> Any:
             for byte in range(0, size * width, LINE):
                 _fetch(address + column * stride + byte)
 
+    multiply, add_up = _score_function(read, fetch, size), _sum_function(read, fetch, value_size)
+
+    @llvm.kernel_of(AttentionTask)
+    def attend(address: Any) -> None:
+        task = carray(address, 1)[0]
+        parts = (task.heads_per_key + task.heads_per_task - 1) // task.heads_per_task
+        scores = task.scores + 4 * _next(task.progress + 8) * task.heads_per_task * task.columns
+        item = _next(task.progress)
+        while item < task.rows * task.key_heads * parts:
+            row, head = item // parts // task.key_heads, item // parts % task.key_heads
+            first = item % parts * task.heads_per_task
+            number, length = min(task.heads_per_task, task.heads_per_key - first), _long(task.lengths, row)
+            column, query = task.columns - length, (row * task.key_heads + head) * task.heads_per_key + first
+            key = row * task.key_row + head * task.key_head + column * task.key_column
+            value = row * task.value_row + head * task.value_head + column * task.value_column
+            queries, result = task.queries + 4 * query * size, task.result + 4 * query * value_size
+            keys, key_stride = task.keys + width * key, width * task.key_column
+            values, value_stride = task.values + width * value, width * task.value_column
+            multiply(queries, number, keys, key_stride, length, scores, task.columns)
+            fetch(values, value_stride, COLUMNS_AHEAD, value_size)
+            for index in range(number):
+                _softmax(scores + 4 * index * task.columns, length)
+            add_up(scores, task.columns, number, values, value_stride, length, result)
+            item = _next(task.progress)
+
+    return attend
+
+
+def _score_function(read: Any, fetch: Any, size: int) -> Any:
     @compiled
     def multiply(queries: int, group: int, keys: int, stride: int, length: int, scores: int, columns: int) -> None:
         """Scores `[group, columns]`, four columns at a time."""
@@ -109,6 +130,10 @@ def make(dtype: torch.dtype, size: int, value_size: int) -> Any:
                     score += _read(queries, head * size + index) * read(keys + column * stride, index)
                 _write(scores, head * columns + column, score)
 
+    return multiply
+
+
+def _sum_function(read: Any, fetch: Any, value_size: int) -> Any:
     @compiled
     def add_up(weights: int, columns: int, group: int, values: int, stride: int, length: int, result: int) -> None:
         """Weighted sums `[group, value_size]` of the values, four columns at a time."""
@@ -132,30 +157,7 @@ def make(dtype: torch.dtype, size: int, value_size: int) -> Any:
                 for index in range(value_size):
                     _write(total, index, _read(total, index) + weight * read(values + column * stride, index))
 
-    @llvm.kernel_of(Task)
-    def attend(address: Any) -> None:
-        task = carray(address, 1)[0]
-        parts = (task.heads_per_key + task.heads_per_task - 1) // task.heads_per_task
-        scores = task.scores + 4 * _next(task.progress + 8) * task.heads_per_task * task.columns
-        item = _next(task.progress)
-        while item < task.rows * task.key_heads * parts:
-            row, head = item // parts // task.key_heads, item // parts % task.key_heads
-            first = item % parts * task.heads_per_task
-            number, length = min(task.heads_per_task, task.heads_per_key - first), _long(task.lengths, row)
-            column, query = task.columns - length, (row * task.key_heads + head) * task.heads_per_key + first
-            key = row * task.key_row + head * task.key_head + column * task.key_column
-            value = row * task.value_row + head * task.value_head + column * task.value_column
-            queries, result = task.queries + 4 * query * size, task.result + 4 * query * value_size
-            keys, key_stride = task.keys + width * key, width * task.key_column
-            values, value_stride = task.values + width * value, width * task.value_column
-            multiply(queries, number, keys, key_stride, length, scores, task.columns)
-            fetch(values, value_stride, COLUMNS_AHEAD, value_size)
-            for index in range(number):
-                _softmax(scores + 4 * index * task.columns, length)
-            add_up(scores, task.columns, number, values, value_stride, length, result)
-            item = _next(task.progress)
-
-    return attend
+    return add_up
 
 
 # --- other dtypes -----------------------------------------------------------------------------------------------------
@@ -165,14 +167,12 @@ def _of_bfloat16(builder: Any, bits: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(bits, WORD), WORD(16)), FLOAT)
 
 
-def _of_float16(builder: Any, number: Any) -> Any:
-    return builder.fpext(number, FLOAT)
-
-
 READERS: Final = {torch.float32: _read, torch.bfloat16: llvm.reader(ir.IntType(16), 2, types.float32, _of_bfloat16)}
 """Read a number of keys or values, by dtype."""
 if llvm.has("f16c") or (llvm.is_for_host() and not platform.machine().startswith("x86")):
-    READERS[torch.float16] = llvm.reader(ir.HalfType(), 2, types.float32, _of_float16)
+    READERS[torch.float16] = llvm.reader(
+        ir.HalfType(), 2, types.float32, lambda builder, number: builder.fpext(number, FLOAT)
+    )
 
 
 # --- softmax ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from hf_triton.runner.numerics import agree
 MIN_WIDTH: Final = 256
 """Numbers of a token's queries, all heads together, from which on a kernel is compiled; the demo model has fewer."""
 MAX_HEADS_PER_TASK: Final = 8
-"""Heads heads_per_key keys that a thread computes together."""
+"""Heads that share keys and that a thread computes together."""
 MIN_PARALLEL_PRODUCTS: Final = 2**16
 """Multiplications from which on waking other threads pays."""
 
@@ -86,19 +86,11 @@ def _compute(
     scores = queries.new_empty(num_threads, heads_per_task, columns)
     numbers = array("q", (0, 0, *lengths))
     progress, _ = numbers.buffer_info()
-    shape = (
-        rows,
-        key_heads,
-        heads_per_key,
-        heads_per_task,
-        columns,
-        queries.data_ptr(),
-        result.data_ptr(),
-        scores.data_ptr(),
-    )
+    sizes = rows, key_heads, heads_per_key, heads_per_task, columns
+    buffers = queries.data_ptr(), result.data_ptr(), scores.data_ptr()
     keys, values = (key.data_ptr(), *key.stride()[:3]), (value.data_ptr(), *value.stride()[:3])
-    task = kernel.Task(progress, progress + 2 * numbers.itemsize, *shape, *keys, *values)
-    kernel.run(query.dtype, size, value.shape[3], task, num_threads)
+    task = kernel.AttentionTask(progress, progress + 2 * numbers.itemsize, *sizes, *buffers, *keys, *values)
+    kernel.run_attention(query.dtype, size, value.shape[3], task, num_threads)
     return result.to(query.dtype)
 
 

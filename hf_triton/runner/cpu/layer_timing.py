@@ -22,17 +22,9 @@ ROW_LIMITS: Final = {1: 2, 4: 8, 16: MAX_ROWS}
 """Rows that are timed (one sequence decoding, a few, a batch), and the rows up to which each result is applied."""
 SAMPLE_BYTES: Final = 128 << 20
 """Weights in the sample: more than caches hold. Each shape has one layer in it at least."""
-NUM_ROUNDS: Final = 5
-MIN_ROUNDS: Final = 2
-ROUNDS_S: Final = 0.4
-"""Seconds for each number of rows after which no further round begins, beyond `MIN_ROUNDS`."""
-MIN_GAIN_ALONE: Final = 0.97
-"""Torch's time for one row divided by that of packed weights, at least: a lone request must not pay for batches."""
-MIN_GAIN: Final = 1.03
-"""The same as a geometric mean over all row counts: packed weights take memory of their own."""
 
 
-class Shape(NamedTuple):
+class LayerShape(NamedTuple):
     """What decides the speed of a layer."""
 
     layer_class: type[nn.Module]
@@ -54,10 +46,10 @@ PACKED: Final = Choice(True, MAX_ROWS)
 """What `pack_weights: true` takes, without measuring."""
 
 
-def shape_of(layer: Any) -> Shape:
+def shape_of(layer: Any) -> LayerShape:
     """The shape of a linear layer, transformers' `Conv1D` included."""
     outputs, inputs = weight_matrix(layer).shape
-    return Shape(type(layer), outputs, inputs, layer.weight.dtype)
+    return LayerShape(type(layer), outputs, inputs, layer.weight.dtype)
 
 
 def weight_matrix(layer: Any) -> torch.Tensor:
@@ -85,7 +77,7 @@ class _Sample:
 
 
 @torch.inference_mode()
-def time_layers(layers: Sequence[Any]) -> dict[Shape, Choice]:
+def time_layers(layers: Sequence[Any]) -> dict[LayerShape, Choice]:
     """Choose a way for each shape of layer; takes about a second for a small model, some seconds for billions.
 
     Args:
@@ -95,15 +87,15 @@ def time_layers(layers: Sequence[Any]) -> dict[Shape, Choice]:
         RuntimeError: oneDNN cannot compute with such weights on this processor.
     """
     samples = _samples(layers)
-    best: dict[tuple[Shape, str, int], float] = {}
+    best: dict[tuple[LayerShape, str, int], float] = {}
     for num_rows in ROW_LIMITS:
         inputs = {shape: torch.randn(num_rows, 1, shape.inputs).to(shape.dtype) for shape in {s.shape for s in samples}}
         started = time.perf_counter()
-        for number in range(-1, NUM_ROUNDS):  # the first is not counted: oneDNN generates code in it
-            if number >= MIN_ROUNDS and time.perf_counter() - started > ROUNDS_S:
+        for number in range(-1, 5):  # the first is not counted: oneDNN generates code in it
+            if number >= 2 and time.perf_counter() - started > 0.4:  # s
                 break
             for way in ("torch", "onednn", "kernel"):
-                spent: Counter[Shape] = Counter()
+                spent: Counter[LayerShape] = Counter()
                 for sample in samples:
                     if way in sample.ways:
                         begun = time.perf_counter()
@@ -126,7 +118,7 @@ def _samples(layers: Sequence[Any]) -> list[_Sample]:
     return [_Sample(layer) for layer in layers if id(layer) in chosen]
 
 
-def choose(shape: Shape, best: Mapping[tuple[Shape, str, int], float]) -> Choice:
+def choose(shape: LayerShape, best: Mapping[tuple[LayerShape, str, int], float]) -> Choice:
     """Choose by the best seconds of each way (`torch`, `onednn`, `kernel` if there is one) and number of rows."""
     max_kernel_rows, kernel_wins, gains = 0, True, []
     for num_rows, limit in ROW_LIMITS.items():
@@ -136,5 +128,6 @@ def choose(shape: Shape, best: Mapping[tuple[Shape, str, int], float]) -> Choice
         max_kernel_rows = limit if kernel_wins else max_kernel_rows
         packed_s = kernel_s if kernel_wins else onednn_s
         gains.append(best[shape, "torch", num_rows] / packed_s)
-    is_packed = gains[0] >= MIN_GAIN_ALONE and statistics.geometric_mean(gains) >= MIN_GAIN
+    # A lone request must not pay for batches; and packed weights must gain something, as they take memory of their own.
+    is_packed = gains[0] >= 0.97 and statistics.geometric_mean(gains) >= 1.03
     return Choice(is_packed, max_kernel_rows)

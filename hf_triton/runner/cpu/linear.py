@@ -19,10 +19,6 @@ MAX_ROWS: Final = 64
 """Rows beyond which oneDNN is as fast."""
 MIN_INPUTS: Final = 256
 """Inputs of a layer from which on a kernel is compiled; the demo model has fewer."""
-MIN_PARALLEL_PRODUCTS: Final = 2**17
-"""Multiplications from which on waking other threads pays."""
-TASKS_PER_THREAD: Final = 2
-"""Shares of the work for each thread: threads are not equally fast."""
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -75,11 +71,7 @@ class LinearKernel:
         """
         if weight is not self._weight or x.dtype is not self._dtype or x.shape[-1] != self._inputs:
             return False
-        if (
-            torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or not 0 < x.numel() <= self.max_rows * self._inputs
-        ):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         is_plain = type(x) is torch.Tensor and x.is_cpu and not x.is_neg() and not x._is_zerotensor()
         return is_plain and 0 < x.numel() <= self.max_rows * self._inputs
@@ -98,14 +90,15 @@ class LinearKernel:
             result = torch.zeros(shape, dtype=torch.float32, device="cpu")
         else:
             result = bias.float().repeat(*x.shape[:-1], 1)
-        is_parallel = num_rows * self._inputs * self._outputs >= MIN_PARALLEL_PRODUCTS
+        is_parallel = num_rows * self._inputs * self._outputs >= 2**17  # else waking other threads does not pay
         num_threads = torch.get_num_threads() if is_parallel else 1
-        blocks_per_task = self._blocks if num_threads == 1 else -(-self._blocks // (TASKS_PER_THREAD * num_threads))
+        # Two tasks for each thread, because threads are not equally fast.
+        blocks_per_task = self._blocks if num_threads == 1 else -(-self._blocks // (2 * num_threads))
         progress = array("q", (0,))
         address, _ = progress.buffer_info()
         sizes = num_rows, self._words, self._outputs, blocks_per_task
-        task = self._kernel.Task(address, x.data_ptr(), self._address, result.data_ptr(), *sizes)
-        self._kernel.run(self._dtype, task, num_threads)
+        task = self._kernel.LinearTask(address, x.data_ptr(), self._address, result.data_ptr(), *sizes)
+        self._kernel.run_linear(self._dtype, task, num_threads)
         return result if self._dtype is torch.float32 else result.to(self._dtype)
 
 

@@ -36,7 +36,7 @@ FEATURES: Final = {torch.float32: ("avx512f", "fma"), torch.bfloat16: ("avx512bf
 """Processor features for each dtype of rows and weights; one of them is needed."""
 
 
-class Task(NamedTuple):
+class LinearTask(NamedTuple):
     """Arguments of the kernel: sizes and addresses."""
 
     progress: int
@@ -61,19 +61,13 @@ def can_run(dtype: torch.dtype) -> bool:
     return any(map(llvm.has, FEATURES.get(dtype, ())))
 
 
-def run(dtype: torch.dtype, task: Task, num_threads: int) -> None:
-    """Run the kernel; a row's result is independent of the other rows.
-
-    Args:
-        dtype: One for which `can_run` is true.
-        task: Its addresses must be valid.
-        num_threads: At most.
-    """
-    llvm.run(make(dtype), task, num_threads)
+def run_linear(dtype: torch.dtype, task: LinearTask, num_threads: int) -> None:
+    """Run the kernel for a dtype for which `can_run` is true; the task's addresses must be valid."""
+    llvm.run(compile_linear(dtype), task, num_threads)
 
 
 @cache
-def make(dtype: torch.dtype) -> Any:
+def compile_linear(dtype: torch.dtype) -> Any:
     """Compile the kernel, in about a second."""
     one, two, three, four, five, six = (_tile(dtype, min(number, ROWS_PER_TILE)) for number in range(1, 7))
 
@@ -92,7 +86,7 @@ def make(dtype: torch.dtype) -> Any:
         else:
             six(tile)
 
-    @llvm.kernel_of(Task)
+    @llvm.kernel_of(LinearTask)
     def multiply(address: Any) -> None:
         task = carray(address, 1)[0]
         passes = (task.num_rows + ROWS_PER_TILE - 1) // ROWS_PER_TILE

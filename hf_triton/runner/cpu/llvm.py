@@ -41,24 +41,14 @@ def has(feature: str) -> bool:
 
 
 def kernel_of(task: Any) -> Any:
-    """Decorates a function of one argument, a pointer to a task, as a kernel.
-
-    Args:
-        task: A named tuple type of integers.
-    """
+    """Decorate a function of a pointer to a task as a kernel; `task` is a named tuple type of integers."""
     record = types.Record.make_c_struct([(name, types.int64) for name in task._fields])
     pointer = types.CPointer(record)  # type: ignore[no-untyped-call]
     return cfunc(types.void(pointer), fastmath=MATH, error_model="numpy")
 
 
 def run(kernel: Any, task: tuple[int, ...], num_threads: int) -> None:
-    """Run a kernel.
-
-    Args:
-        kernel: Made by `kernel_of`.
-        task: Its addresses must be valid.
-        num_threads: At most.
-    """
+    """Run a kernel of `kernel_of` in at most `num_threads` threads; the task's addresses must be valid."""
     parallel = _parallel()
     numbers = array("q", task)
     address, _ = numbers.buffer_info()

@@ -21,18 +21,16 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_triton.runner.cpu.layer_timing import PACKED, Choice, shape_of, time_layers, weight_matrix
 from hf_triton.runner.cpu.linear import LinearKernel, onednn_linear
-from hf_triton.runner.faults import kind
+from hf_triton.runner.faults import described
 from hf_triton.runner.numerics import agree
 from hf_triton.runner.reference import greedy_logits, make_prompt, same_logits
 
 logger = logging.getLogger(__name__)
 
-MAX_REASON: Final = 160  # characters of torch's message in the log
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 SIZES: Final = (*range(1, 17), *range(24, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
 """Rows that are multiplied at a time. oneDNN generates code for each number of rows, which takes a millisecond and half
 a mebibyte that it never frees: other inputs are padded to one of these, or divided."""
-_SIZES: Final = frozenset(SIZES)
 CHUNKS: Final = ("local_attn_chunk_length", "lsh_attn_chunk_length")
 """Tokens, by their names in a config, beyond which a model (Reformer) reads its weights."""
 
@@ -51,20 +49,18 @@ class PackedLinear(nn.Linear):
         kernel = self.kernel
         if kernel is not None and kernel.accepts(x, self.weight):
             return kernel.multiply(x, self.bias)
-        if x.numel() // x.shape[-1] in _SIZES:
+        if x.numel() // x.shape[-1] in SIZES:
             return onednn_linear(x, self.weight, self.bias)
-        parts = torch.split(x.reshape(-1, x.shape[-1]), SIZES[-1])
-        products = [onednn_linear(_padded(part), self.weight, self.bias)[: len(part)] for part in parts]
+        products = []
+        for part in torch.split(x.reshape(-1, x.shape[-1]), SIZES[-1]):
+            size = SIZES[bisect.bisect_left(SIZES, len(part))]
+            padded = nn.functional.pad(part, (0, 0, 0, size - len(part)))
+            products.append(onednn_linear(padded, self.weight, self.bias)[: len(part)])
         return torch.cat(products).view(*x.shape[:-1], self.weight.shape[0])
 
     def extra_repr(self) -> str:
-        """Sizes, shown when the model is printed."""
+        """Sizes, shown when the model is printed; a layer that was a `Conv1D` has no attributes for them."""
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
-
-
-def _padded(rows: torch.Tensor) -> torch.Tensor:
-    size = SIZES[bisect.bisect_left(SIZES, len(rows))]
-    return nn.functional.pad(rows, (0, 0, 0, size - len(rows)))
 
 
 def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
@@ -100,20 +96,18 @@ def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
         if packed and not same_logits(model, plain, greedy_logits(model, [prompt])):
             obstacle = "the logits differ from the original model's"
     except Exception as error:
-        obstacle = f"{kind(error)}: {str(error)[:MAX_REASON]}"
+        obstacle = described(error)
     if obstacle is not None:
         for change in packed:
             change.undo()
         logger.info("linear layers not packed for oneDNN (%s)", obstacle)
         return 0
-    num_kernels = sum(change.layer.kernel is not None for change in packed)
-    timing = f" (chosen by timing, {timed_s:.1f} s)" if which == "auto" else ""
     logger.info(
         "%d of %d linear layers packed for oneDNN, %d of them with our kernel for few rows%s",
         len(packed),
         len(layers),
-        num_kernels,
-        timing,
+        sum(change.layer.kernel is not None for change in packed),
+        f" (chosen by timing, {timed_s:.1f} s)" if which == "auto" else "",
     )
     return len(packed)
 
@@ -161,13 +155,9 @@ def _is_linear(layer: Any) -> bool:
     is_quantized = type(layer.weight) is not nn.Parameter
     if is_quantized or layer.weight.dtype not in DTYPES:
         return False
-    return is_plain or (_has_nothing_else(layer) and _computes_the_same(layer))
-
-
-def _has_nothing_else(layer: nn.Module) -> bool:
-    """Whether weight and bias are all that a layer has."""
-    tensors = {name for name, _ in (*layer.named_parameters(), *layer.named_buffers())}
-    return tensors <= {"weight", "bias"} and not any(layer.children())
+    names = {name for name, _ in (*layer.named_parameters(), *layer.named_buffers())}
+    has_nothing_else = names <= {"weight", "bias"} and not any(layer.children())
+    return is_plain or (has_nothing_else and _computes_the_same(layer))
 
 
 @torch.inference_mode()
