@@ -13,7 +13,8 @@ from hf_triton.engine.types import Engine, Observer
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.faults import described
 from hf_triton.runner.forward import attention_for_generate
-from hf_triton.runner.positions import counts_padding, has_positions_of_its_own, shares_positions
+from hf_triton.runner.long_rope import has_long_rope
+from hf_triton.runner.positions import counts_padding, shares_positions
 from hf_triton.runner.probe import Sharing, asks_for, probe_batching, probe_continuous_batching
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def _obstacle(model: Any, context_length: int) -> str | None:
     """Why the continuous engine is not for this model, whatever its logits are; None where these decide."""
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    if shares_positions(model, context_length) and not has_positions_of_its_own(model):
+    if shares_positions(model, context_length) and not has_long_rope(model):
         return "its positions change with the longest row beside it"
     size = NOT_IN_ROWS.get(model.config.model_type)
     if size is not None and context_length > getattr(model.config, size):

@@ -61,7 +61,7 @@ class KVMemory:
         if forward.is_recurrent:
             completions = forward.recomputes
             self.prefixes = HybridPrefixCache(prefix_tokens, slot_tokens, stores_completions=completions)
-            room = int(self.budget.most() * prefix_fraction)
+            room = int(self.budget.most * prefix_fraction)
             if prefix_fraction and room < prefix_tokens + slot_tokens:
                 logger.warning(
                     "the prefix cache stays empty: it may take %d tokens, and one sequence takes %d besides its own",
@@ -131,13 +131,13 @@ class KVMemory:
     def admission_error(self, num_prompt: int, num_new: int) -> RequestError | None:
         """The error of a prompt that can never run in this memory; None: it can."""
         needed = 2 * buffer_tokens(1, num_prompt + num_new, self._slot_tokens)  # prefill's copy and the slot
-        if needed <= self.budget.most():
+        if needed <= self.budget.most:
             return None
         return RequestError(
             "memory_exceeded",
             f"a prompt of {num_prompt} tokens and max_new_tokens {num_new}, rounded up and held twice, need "
             f"{self.budget.words(needed)} of KV cache memory, and there are "
-            f"{self.budget.words(self.budget.most())} (setting max_cache_tokens): ask for fewer tokens",
+            f"{self.budget.words(self.budget.most)} (setting max_cache_tokens): ask for fewer tokens",
         )
 
     def no_memory_error(self, num_tokens: int) -> UnavailableError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,8 +22,6 @@ CUDA_FRACTION: Final = 0.9
 HOST_FRACTION: Final = 0.8
 """The part of the memory that the KV cache may take. The rest is for a step's tensors; host memory is shared with other
 processes, and the kernel kills those that take too much."""
-NO_LIMIT: Final = 1 << 60
-"""Bytes; version 1 of control groups writes a larger number for no limit."""
 READ_INTERVAL_S: Final = 0.1
 """How long a reading of the free memory is used. One of host memory takes 0.3 ms."""
 
@@ -47,8 +45,10 @@ class TokenBudget:
         self._bytes_per_token = dict(bytes_per_token)
         self._max_tokens = max_tokens
         self._read_free_bytes = read_free_bytes or FreeMemory().of
-        self._allowed = self._allowed_next_to(0) if max_tokens is None else max_tokens
-        self._most = self._allowed
+        self.allowed = self._allowed_next_to(0) if max_tokens is None else max_tokens
+        """The last result of `tokens`."""
+        self.most = self.allowed
+        """The most tokens that could ever fit: `max_tokens`, or the budget at the start."""
         self._next_read_s = 0.0
 
     def tokens(self, held: int) -> int:
@@ -62,18 +62,9 @@ class TokenBudget:
         """
         now = time.monotonic()
         if self._max_tokens is None and now >= self._next_read_s:
-            self._allowed = self._allowed_next_to(held)
+            self.allowed = self._allowed_next_to(held)
             self._next_read_s = now + READ_INTERVAL_S
-        return self._allowed
-
-    @property
-    def allowed(self) -> int:
-        """The last result of `tokens`."""
-        return self._allowed
-
-    def most(self) -> int:
-        """The most tokens that could ever fit: `max_tokens`, or the budget when this object was made."""
-        return self._most
+        return self.allowed
 
     def words(self, tokens: int) -> str:
         """A number of tokens and their size, for a message: "1,234 tokens (1.2 GiB)"."""
@@ -85,12 +76,11 @@ class TokenBudget:
         return f"{tokens:,} tokens ({size:.{0 if unit == 'bytes' else 1}f} {unit})"
 
     def _allowed_next_to(self, held: int) -> int:
-        return min(self._allowed_on(device, held) for device in self._bytes_per_token)
-
-    def _allowed_on(self, device: torch.device, held: int) -> int:
-        num_bytes = self._bytes_per_token[device]
-        fraction = CUDA_FRACTION if device.type == "cuda" else HOST_FRACTION
-        return int((held * num_bytes + self._read_free_bytes(device)) * fraction) // num_bytes
+        allowed = []
+        for device, num_bytes in self._bytes_per_token.items():
+            fraction = CUDA_FRACTION if device.type == "cuda" else HOST_FRACTION
+            allowed.append(int((held * num_bytes + self._read_free_bytes(device)) * fraction) // num_bytes)
+        return min(allowed)
 
 
 class FreeMemory:
@@ -105,33 +95,22 @@ class FreeMemory:
         self._groups = list(group_folders("memory", proc))
 
     def of(self, device: torch.device) -> int:
-        """Free bytes of a CUDA device, torch's own reserve included; of any other device, those of the host."""
-        if device.type != "cuda":
-            return self._of_host()
-        import torch
+        """Free bytes of a CUDA device, torch's own reserve included; of any other device, those of the host.
 
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-    def _of_host(self) -> int:
-        """Bytes of host memory, without swap.
-
-        The smallest of what the kernel calls available and what each of the process's control groups allows: a
-        container's limit is not in /proc/meminfo. If neither can be read (macOS), all of the host memory.
+        For the host, without swap: the smallest of what the kernel calls available and what each of the process's
+        control groups allows, since a container's limit is not in /proc/meminfo. If neither can be read (macOS), all
+        of the host memory.
         """
-        free = [*_available_bytes(self._proc), *_free_in_groups(self._groups)]
+        if device.type == "cuda":
+            import torch
+
+            free_bytes, _ = torch.cuda.mem_get_info(device)
+            return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = [free for is_v2, group in self._groups for free in (_free_in_v2(group) if is_v2 else _free_in_v1(group))]
+        match = re.search(r"^MemAvailable:\s*(\d+) kB$", read_text(self._proc / "meminfo"), re.MULTILINE)
+        if match:
+            free.append(int(match[1]) * 1024)
         return max(0, min(free)) if free else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _available_bytes(proc: Path) -> Iterator[int]:
-    match = re.search(r"^MemAvailable:\s*(\d+) kB$", read_text(proc / "meminfo"), re.MULTILINE)
-    if match:
-        yield int(match[1]) * 1024
-
-
-def _free_in_groups(groups: Iterable[tuple[bool, Path]]) -> Iterator[int]:
-    for is_v2, group in groups:
-        yield from _free_in_v2(group) if is_v2 else _free_in_v1(group)
 
 
 def _free_in_v2(group: Path) -> Iterator[int]:
@@ -142,8 +121,8 @@ def _free_in_v2(group: Path) -> Iterator[int]:
 
 
 def _free_in_v1(group: Path) -> Iterator[int]:
-    limit = read_number(group / "memory.limit_in_bytes")
-    if limit is not None and limit < NO_LIMIT and (used := read_number(group / "memory.usage_in_bytes")) is not None:
+    limit, used = read_number(group / "memory.limit_in_bytes"), read_number(group / "memory.usage_in_bytes")
+    if limit is not None and limit < 1 << 60 and used is not None:  # version 1 writes a larger number for no limit
         yield limit - used + _statistic(group, "total_inactive_file")
 
 

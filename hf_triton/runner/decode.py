@@ -26,7 +26,6 @@ DecodingMode = Literal["auto", "eager", "cuda_graphs", "static"]
 
 TRIAL_PROMPTS: Final = (19, 5, 8)
 """Lengths of the trial's prompts: two fill a bucket of slots, three do not."""
-TRIAL_TOKENS: Final = 19  # every vocabulary has the token ids below
 TRIAL_COLUMNS: Final = 512
 """Columns of a nearly empty bucket: a model that counts its sliding window from the bucket's end (GPT-Neo, 256 tokens)
 sees nothing in it."""
@@ -207,14 +206,14 @@ class Decoder:
         return agree(eager, static, eager.dtype)
 
     def _add_prompt(self, memory: KVCache, length: int) -> torch.Tensor:
-        """Prefill a trial prompt into a free slot; the logits that follow it, `[1, vocabulary]`."""
-        prefilled, logits = self._forward.prefill([7 * index % TRIAL_TOKENS for index in range(length)])
+        """Prefill a prompt of token ids below 19 to a new slot; the logits that follow it, `[1, vocabulary]`."""
+        prefilled, logits = self._forward.prefill([7 * index % 19 for index in range(length)])
         memory.add(prefilled, 0, length)
         return logits
 
 
 def decoding_error(mode: DecodingMode, device: torch.device) -> str | None:
-    """What to say if a mode cannot run on a device; None: it can."""
+    """The error of a mode that cannot run on a device; None: it can."""
     if mode == "cuda_graphs" and device.type != "cuda":
         return f"decoding cuda_graphs needs a GPU, and the model is on {device}: set decoding to auto"
     return None

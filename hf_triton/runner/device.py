@@ -45,11 +45,6 @@ CHUNK_SIZES: Final = {
 """By torch's device type; other accelerators take CUDA's."""
 
 
-def chunk_sizes_for(device: torch.device) -> ChunkSizes:
-    """The prefill chunk sizes of a device."""
-    return CHUNK_SIZES.get(device.type, CHUNK_SIZES["cuda"])
-
-
 class DeviceContext:
     """A model's device, as the thread that computes on it uses it.
 
@@ -66,7 +61,7 @@ class DeviceContext:
     @property
     def chunk_sizes(self) -> ChunkSizes:
         """Tokens of a prefill chunk."""
-        return CHUNK_SIZES["cpu"] if self._device is None else chunk_sizes_for(self._device)
+        return CHUNK_SIZES.get("cpu" if self._device is None else self._device.type, CHUNK_SIZES["cuda"])
 
     def begin(self) -> None:
         """Prepare the calling thread: kernels outside torch (Triton's) run on the thread's current CUDA device."""

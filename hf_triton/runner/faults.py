@@ -46,12 +46,6 @@ def _is_torch_error(error: BaseException) -> bool:
     return type(error) is RuntimeError or _is_accelerator_error(error)
 
 
-def is_raised_in_python(error: BaseException) -> bool:
-    """Whether a `raise` statement made an exception, not a torch operator; so too if the source is unavailable."""
-    frames = traceback.extract_tb(error.__traceback__, limit=-1)
-    return bool(frames) and "raise" in re.findall(r"\w+", frames[0].line or "raise")
-
-
 def error_outcome(error: Exception) -> HfTritonError:
     """The outcome of the sequence that the model failed on."""
     import torch
@@ -69,7 +63,10 @@ def error_outcome(error: Exception) -> HfTritonError:
 
 def loggable(error: BaseException) -> str:
     """What a log may hold of an exception while requests run: torch's messages; any other may quote a prompt."""
-    return described(error) if _is_torch_error(error) and not is_raised_in_python(error) else kind(error)
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    # A `raise` statement in Python is not torch's, nor is an exception whose source is unavailable.
+    is_raised_in_python = bool(frames) and "raise" in re.findall(r"\w+", frames[0].line or "raise")
+    return described(error) if _is_torch_error(error) and not is_raised_in_python else kind(error)
 
 
 def described(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.plan import PrefillRequest, is_worth_one_batch
 from hf_triton.engine.types import Completion, Observer, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
-from hf_triton.runner.device import CHUNK_SIZES, ChunkSizes, chunk_sizes_for
+from hf_triton.runner.device import CHUNK_SIZES, ChunkSizes, DeviceContext
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledTokens
 from hf_triton.testing import build_tiny_checkpoint
@@ -750,12 +750,12 @@ def test_running_rows_wait_for_one_piece_at_most(start: Callable[..., Continuous
 
 
 def test_a_piece_in_company_is_smaller_the_more_a_cpu_has_read() -> None:
-    cpu, cuda = chunk_sizes_for(torch.device("cpu")), chunk_sizes_for(torch.device("cuda", 1))
+    cpu, cuda, other = (DeviceContext(torch.device(name)).chunk_sizes for name in ("cpu", "cuda:1", "xpu"))
     assert [cpu.size(is_decoding=True, num_cached=columns) for columns in (0, 2047, 2048, 8192)] == [256, 256, 128, 51]
     assert cpu.size(is_decoding=False, num_cached=8192) == 512
     assert cuda.size(is_decoding=True, num_cached=8192) == 512
     assert cuda.size(is_decoding=False) == 1024
-    assert chunk_sizes_for(torch.device("xpu")) == cuda
+    assert other == cuda
 
 
 def test_what_is_worth_one_batch() -> None:

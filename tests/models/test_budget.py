@@ -170,13 +170,13 @@ def read_always(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_max_tokens_is_fixed() -> None:
     fixed = TokenBudget({CPU: 10**15}, 4096)
     assert [fixed.tokens(held) for held in (0, 5000)] == [4096, 4096]
-    assert fixed.most() == 4096
+    assert fixed.most == 4096
 
 
 @pytest.mark.parametrize(("device", "fraction"), [("cpu", HOST_FRACTION), ("cuda:1", CUDA_FRACTION)])
 def test_budget_is_a_part_of_free_memory(device: str, fraction: float) -> None:
     allowed = TokenBudget({torch.device(device): 300}, None, lambda _: 300_000)
-    assert allowed.most() == allowed.tokens(0) == 1000 * fraction
+    assert allowed.most == allowed.tokens(0) == 1000 * fraction
 
 
 @pytest.mark.usefixtures("read_always")
@@ -184,7 +184,7 @@ def test_the_device_that_fills_first_decides() -> None:
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
     free = {first: 300_000, second: 50_000}
     allowed = TokenBudget({first: 300, second: 100}, None, lambda device: free[device])
-    assert allowed.most() == allowed.tokens(0) == 500 * CUDA_FRACTION
+    assert allowed.most == allowed.tokens(0) == 500 * CUDA_FRACTION
     free[second] = 900_000
     assert allowed.tokens(100) == 1100 * CUDA_FRACTION
     assert allowed.words(1024) == "1,024 tokens (400.0 KiB)"
@@ -196,7 +196,7 @@ def test_one_engine_stops_at_its_part_of_memory() -> None:
     alone, held = TokenBudget({CPU: 100}, None, pool.read), 0
     while held < alone.tokens(held):
         held, pool.free = held + 1, pool.free - 100
-    assert held == alone.most() == 8000
+    assert held == alone.most == 8000
 
 
 @pytest.mark.usefixtures("read_always")
@@ -220,7 +220,7 @@ def test_budget_shrinks_when_others_take_memory() -> None:
     allowed = TokenBudget({CPU: 100}, None, pool.read)
     pool.free = 0
     assert allowed.tokens(8000) == 6400
-    assert allowed.most() == 8000
+    assert allowed.most == 8000
 
 
 def test_free_memory_is_read_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
