@@ -29,13 +29,8 @@ from hf_triton.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPLETION: Final = 2048
-"""Tokens of a first completion."""
 FIRST_SEARCH: Final = SearchBudget(max_visits=6_000, max_cpu_s=0.8, num_shortening_visits=500, yields=True)
 TOKEN_SEARCH: Final = SearchBudget(max_visits=200, max_cpu_s=0.25)
-"""The time is for grammars with which a visit takes much longer than 50 us; it must not decide otherwise, or a seed
-would give other tokens on a busy machine."""
-NUM_FINDERS_KEPT: Final = 4
 NUM_GRAMMARS_KEPT: Final = 64
 SANDBOX: Final = GrammarSandbox()
 atexit.register(SANDBOX.close)
@@ -49,7 +44,8 @@ class GrammarConfig:
     first_search: SearchBudget = FIRST_SEARCH
     """The search for a first completion, outside the engine."""
     token_search: SearchBudget = TOKEN_SEARCH
-    """The search behind each token, while the engine waits."""
+    """The search behind each token, while the engine waits. The CPU time limits only grammars with which a visit takes
+    much longer than 50 us; otherwise a seed would give other tokens on a busy machine."""
     max_wasted_visits: int = 1_000
     """Of a sequence's searches that find nothing."""
 
@@ -83,7 +79,7 @@ class GrammarCompiler:
         self._eos_ids = frozenset(token_id for token_id in eos_ids or fallback if token_id < vocabulary_size)
         self._lock = threading.Lock()
         self._guidance: LLTokenizer | None = None
-        self._finder = lru_cache(NUM_FINDERS_KEPT)(self._build_finder)
+        self._finder = lru_cache(4)(self._build_finder)
         self._compiles_in_time = lru_cache(NUM_GRAMMARS_KEPT)(sandbox.compiles_in_time)
         self._completions: dict[tuple[Grammar, frozenset[int]], Tokens | None] = {}  # the most recent last
 
@@ -169,7 +165,7 @@ class GrammarCompiler:
                 self._completions[key] = self._completions.pop(key)
                 return self._completions[key]
         matcher = build_matcher(self._guidance, grammar, self._config.parser)
-        completion, _ = finder.find(matcher, MAX_COMPLETION, self._config.first_search, hints=hints)
+        completion, _ = finder.find(matcher, 2048, self._config.first_search, hints=hints)
         with self._lock:
             self._completions[key] = completion
             if len(self._completions) > NUM_GRAMMARS_KEPT:

@@ -10,7 +10,9 @@ have one that is not found. Knows no model and no requests.
 
 from __future__ import annotations
 
+import itertools
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,22 +24,8 @@ from llguidance import LLMatcher, LLTokenizer
 BRACKETS: Final = b"}])>"
 ORDER: Final = BRACKETS + b"\"'`,:;0123456789ntfyxabcdeghijklmopqrsuvwzABCDEFGHIJKLMNOPQRSTUVWXYZ_-.=+*/{[(<"
 """Bytes that close something first, then those that begin a short value (0, null, true), last those that open one."""
-STRING_LETTERS: Final = b"kx"
-"""No JSON value begins with them: if one is allowed, this is a string, and a quote closes it rather than a bracket."""
-FILLER_BYTES: Final = (16, 8, 4, 2)
-"""Lengths of the tokens that fill a minimum length."""
 MAX_FALLBACKS: Final = 16
-"""Tokens tried if no single byte is allowed: a vocabulary may lack some."""
-MAX_SHORT_TAILS: Final = 32
-MAX_LONG_TAILS: Final = 8
-"""Of the known completion, the shortest and the longest tails that are tried."""
-FIRST_VISITS: Final = 32
-GROWTH: Final = 1.25
-"""Visits of the first turn of each walk, and how many times as many the next turn has."""
-VISITS_BETWEEN_SLEEPS: Final = 4
-"""Some 0.2 ms."""
-SLEEP_S: Final = 1e-6
-"""Long enough for a waiting thread to take the interpreter lock."""
+"""Tokens to try if no single byte is allowed: a vocabulary may lack some."""
 
 Tokens = tuple[int, ...]
 
@@ -88,7 +76,8 @@ class CompletionFinder:
         self.bytes = [(self._by_byte[byte],) for byte in order if byte in self._by_byte]
         self.quotes = [(self._by_byte[byte],) for byte in b'"' if byte in self._by_byte]
         self.brackets = frozenset(self._by_byte[byte] for byte in BRACKETS if byte in self._by_byte)
-        self.string_letters = [self._by_byte[byte] for byte in STRING_LETTERS if byte in self._by_byte]
+        # No JSON value begins with k or x: if one is allowed, this is a string, which a quote closes.
+        self.string_letters = [self._by_byte[byte] for byte in b"kx" if byte in self._by_byte]
         self.fillers = _fillers(spellings)
 
     def find(
@@ -185,7 +174,7 @@ class _Search:
             return best
         greedy: _State | None = self._start
         max_visits = self._budget.max_visits
-        turn: float = FIRST_VISITS
+        turn: float = 32  # visits of each walk
         while True:
             num_before = self.num_visits
             for is_greedy, state in ((True, greedy), (False, self._start)):
@@ -202,7 +191,7 @@ class _Search:
                     break
                 if is_greedy:
                     greedy = state
-            turn *= GROWTH if turn < max_visits else 1
+            turn *= 1.25 if turn < max_visits else 1
             if self.num_visits == num_before or self._is_late():
                 return best
 
@@ -249,8 +238,8 @@ class _Search:
     def _reach(self, state: _State, tokens: Tokens) -> _State | None:
         """The state behind these tokens and those that must follow; None if they are not allowed."""
         self.num_visits += 1
-        if self._budget.yields and self.num_visits % VISITS_BETWEEN_SLEEPS == 0:
-            time.sleep(SLEEP_S)
+        if self._budget.yields and self.num_visits % 4 == 0:  # every 0.2 ms
+            time.sleep(1e-6)  # a waiting thread takes the interpreter lock
         matcher = state.matcher.deep_copy()
         if not matcher.consume_tokens(list(tokens)):
             return None
@@ -269,13 +258,9 @@ class _Search:
         return None if tail is None or len(state.tokens) + len(tail) > self._max_tokens else state.tokens + tail
 
     def _known_tail(self, matcher: LLMatcher) -> Tokens | None:
-        """A tail of the known completion that ends the grammar: the shortest that is tried, of the short ones first."""
-        length = len(self._known)
-        num_short = min(length, MAX_SHORT_TAILS)
-        for start in (
-            *range(length - 1, length - num_short - 1, -1),
-            *reversed(range(length - num_short)[:MAX_LONG_TAILS]),
-        ):
+        """The shortest tail of the known completion that ends the grammar, of its 32 shortest and 8 longest tails."""
+        starts = range(len(self._known))
+        for start in reversed(starts if len(starts) <= 40 else (*starts[:8], *starts[-32:])):
             tail = self._known[start:]
             if not self._is_late() and matcher.validate_tokens(tail) == len(tail) and _ends(matcher, tail):
                 return tuple(tail)
@@ -300,12 +285,8 @@ def _ends(matcher: LLMatcher, tokens: Sequence[int]) -> bool:
 def _fillers(spellings: dict[int, bytes]) -> list[Tokens]:
     """Tokens that fill a minimum length: of lower-case letters, of digits and of hyphens, the longest first."""
     fillers = list[Tokens]()
-    for length in FILLER_BYTES:
-        for kind in (
-            lambda text: text.isalpha() and text.islower(),
-            bytes.isdigit,
-            lambda text: set(text) == {ord("-")},
-        ):
-            match = next((token_id for token_id, text in spellings.items() if len(text) == length and kind(text)), None)
-            fillers += [] if match is None else [(match,)]
+    for length in (16, 8, 4, 2):
+        for pattern in (rb"[a-z]*", rb"[0-9]*", rb"-*"):
+            spelled = (at for at, text in spellings.items() if len(text) == length and re.fullmatch(pattern, text))
+            fillers += [(token_id,) for token_id in itertools.islice(spelled, 1)]
     return fillers

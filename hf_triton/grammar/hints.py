@@ -13,9 +13,6 @@ from typing import Any, Final
 from hf_triton.grammar.schema_checks import subschemas
 from hf_triton.protocol.structured_output import Grammar
 
-MAX_HINTS: Final = 16
-MAX_HINT: Final = 64
-"""Characters of a hint."""
 MAX_SOURCE: Final = 10_000
 """Characters of a grammar that are searched."""
 FORMATS: Final = {"email": "a@b.co", "ipv6": "::", "uri": "a:b", "date": "2000-01-01", "time": "00:00:00Z"}
@@ -27,12 +24,12 @@ CLASS_EXAMPLES: Final = {"n": "\n", "r": "\r", "t": "\t", "d": "0", "w": "a", "s
 
 
 def completion_hints(grammar: Grammar) -> tuple[str, ...]:
-    """Literals as they appear in the output, in the grammar's order."""
+    """The first 16 literals of up to 64 characters, as they appear in the output."""
     hints = dict[str, None]()
     for literal in _literals(grammar):
-        if len(hints) == MAX_HINTS:
+        if len(hints) == 16:
             break
-        if literal and len(literal) <= MAX_HINT:
+        if literal and len(literal) <= 64:
             hints[json.dumps(literal, ensure_ascii=False)[1:-1] if grammar.kind == "json_schema" else literal] = None
     return tuple(hints)
 

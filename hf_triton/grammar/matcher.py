@@ -26,9 +26,6 @@ LIMITS: Final = LLParserLimits(
     verbose_errors=False,  # they would show the whole grammar
 )
 JSON_SPACE: Final = r" ?|\n[ \t]{0,40}"  # unbounded white space would use up the tokens
-UNKNOWN_KEYS: Final = "Unimplemented keys: "
-GBNF: Final = "; rules are written `name: ...` and not `name ::= ...`, and the first one is `start`"
-MAX_REASON: Final = 160  # characters of the library's message
 
 
 def build_matcher(tokenizer: LLTokenizer, grammar: Grammar, limits: LLParserLimits = LIMITS) -> LLMatcher:
@@ -47,7 +44,8 @@ def build_matcher(tokenizer: LLTokenizer, grammar: Grammar, limits: LLParserLimi
     if matcher.get_error().startswith("NoExtension"):
         raise rejection(grammar, "allows no text at all")
     if matcher.is_error():
-        hint = GBNF if grammar.kind == "lark" and "::=" in grammar.text else ""
+        is_gbnf = grammar.kind == "lark" and "::=" in grammar.text
+        hint = "; rules are written `name: ...` and not `name ::= ...`, and the first one is `start`" if is_gbnf else ""
         raise rejection(grammar, f"cannot be read: {_reason(matcher.get_error())}{hint}")
     return matcher
 
@@ -80,6 +78,6 @@ def _reason(message: str) -> str:
     if "coerce_one_of" in reason:  # an option that requests cannot set
         return "oneOf is taken only where it is clear which one a text is: write anyOf"
     line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(reason.split()))
-    if line.startswith(UNKNOWN_KEYS):
-        line = f"{line.removeprefix(UNKNOWN_KEYS)} would not be kept: leave it out"
-    return line if len(line) <= MAX_REASON else f"{line[: MAX_REASON - 3]}..."
+    if (keys := line.removeprefix("Unimplemented keys: ")) != line:
+        line = f"{keys} would not be kept: leave it out"
+    return line if len(line) <= 160 else f"{line[:157]}..."

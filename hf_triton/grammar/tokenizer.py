@@ -60,18 +60,15 @@ class _SpelledTokenizer:
 def _spelled(tokenizer: Any) -> list[bytes]:
     """What each token adds behind another one; empty for special tokens and for those that change the one before."""
     special = frozenset(tokenizer.all_special_ids)
-    pairs = [[_any_word(tokenizer), token_id] for token_id in range(len(tokenizer))]
+    ids = range(len(tokenizer))
+    word = next(token_id for token_id in ids if tokenizer.decode([token_id]).strip().isalpha())
+    pairs = [[word, token_id] for token_id in ids]
     before = tokenizer.decode(pairs[0][:1])
     texts = tokenizer.batch_decode(pairs, clean_up_tokenization_spaces=False)
     return [
         text[len(before) :].encode() if text.startswith(before) and token_id not in special else b""
         for token_id, text in enumerate(texts)
     ]
-
-
-def _any_word(tokenizer: Any) -> int:
-    """A token that is a word or a part of one, to decode others behind it."""
-    return next(token_id for token_id in range(len(tokenizer)) if tokenizer.decode([token_id]).strip().isalpha())
 
 
 def _is_metaspace(tokenizer: Any) -> bool:

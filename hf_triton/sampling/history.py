@@ -5,19 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_triton.sampling.params import SamplingParams
 
-Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-
-INITIAL_CAPACITY: Final = 64
-"""Array elements."""
 
 
 class TokenHistory:
@@ -35,10 +31,8 @@ class TokenHistory:
         self._eos = eos_ids
         self._num_new_tokens = 0
         self._bad_word_ends = _bad_word_ends(params.bad_words_ids, eos_ids)
-        self._has_penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
-            1.0,
-            0.0,
-            0.0,
+        self._has_penalties = bool(
+            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )
         self._looks_back = params.no_repeat_ngram_size > 0 or any(length > 0 for length in self._bad_word_ends)
 
@@ -55,7 +49,8 @@ class TokenHistory:
         return _GrowingArray(np.array(self._prompt_ids if self._looks_back else (), np.int64))
 
     @cached_property
-    def _bias_table(self) -> tuple[Ids, Floats]:
+    def biases(self) -> tuple[Ids, Floats]:
+        """Token ids and the biases added to their scores, both `[ids]`."""
         token_ids, biases = zip(*self._params.logit_bias, strict=True) if self._params.logit_bias else ((), ())
         return np.array(token_ids, np.int64), np.array(biases, np.float32)
 
@@ -82,10 +77,6 @@ class TokenHistory:
         """The lowest end-of-sequence token in the vocabulary; None if there is none."""
         return int(self._eos_ids[0]) if len(self._eos_ids) and self._eos_ids[0] < vocabulary_size else None
 
-    def biases(self) -> tuple[Ids, Floats]:
-        """Token ids and the biases added to their scores, both `[ids]`."""
-        return self._bias_table
-
     def penalties(self) -> tuple[Ids, Floats, Floats]:
         """Distinct token ids, what divides their scores (multiplies negative ones), and what is subtracted then.
 
@@ -99,20 +90,20 @@ class TokenHistory:
     def banned_ids(self) -> Ids:
         """Tokens that are banned next; may hold duplicates."""
         token_ids = self._token_ids.view()
-        banned = [self._bad_words_completed(token_ids)]
+        banned = [np.array(self._bad_words_completed(token_ids), np.int64)]
         if self._params.no_repeat_ngram_size:
             banned.append(_repeated_ngram_endings(token_ids, self._params.no_repeat_ngram_size))
         if self._num_new_tokens < self._params.min_new_tokens:
             banned.append(self._eos_ids)
         return np.concatenate(banned)
 
-    def _bad_words_completed(self, token_ids: Ids) -> Ids:
+    def _bad_words_completed(self, token_ids: Ids) -> list[int]:
         """Last tokens of bad words whose other tokens are the end of the sequence."""
         endings: list[int] = []
         for length, by_start in self._bad_word_ends.items():
             if length <= len(token_ids):
                 endings += by_start.get(tuple(token_ids[len(token_ids) - length :].tolist()), ())
-        return np.array(endings, np.int64)
+        return endings
 
 
 def _bad_word_ends(
@@ -161,17 +152,15 @@ class _Counts:
 class _GrowingArray:
     """An array of numbers whose capacity doubles when it is full."""
 
-    def __init__(self, values: Array) -> None:
+    def __init__(self, values: npt.NDArray[Any]) -> None:
         self._values = values
         self._size = len(values)
 
     def append(self, value: float) -> None:
         if self._size == len(self._values):
-            self._values = np.concatenate(
-                [self._values, np.empty(max(INITIAL_CAPACITY, self._size), self._values.dtype)]
-            )
+            self._values = np.concatenate([self._values, np.empty(max(64, self._size), self._values.dtype)])
         self._values[self._size] = value
         self._size += 1
 
-    def view(self) -> Array:
+    def view(self) -> npt.NDArray[Any]:
         return self._values[: self._size]

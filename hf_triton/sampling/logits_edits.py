@@ -9,12 +9,13 @@ logits processor follows the bans, and its constraint comes last.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hf_triton.runner.transfer import array_to_device, to_column, to_device, to_index
-from hf_triton.sampling.history import Array
 from hf_triton.sampling.sequence_sampler import SequenceSampler
 
 
@@ -30,7 +31,7 @@ def edit_logits(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> to
     size = logits.shape[1]
     scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     flat = scores.view(-1)
-    indices, biases = _flatten([history.biases() for history in histories], size, scores.device)
+    indices, biases = _flatten([history.biases for history in histories], size, scores.device)
     flat.index_add_(0, indices, biases)
     indices, factors, subtrahends = _flatten([history.penalties() for history in histories], size, scores.device)
     before = flat[indices]
@@ -47,7 +48,9 @@ def edit_logits(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> to
     return scores
 
 
-def _flatten(parts: Sequence[tuple[Array, ...]], size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _flatten(
+    parts: Sequence[tuple[npt.NDArray[Any], ...]], size: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
     """Concatenate every row's token ids, as indices into the flattened scores, and the numbers that belong to them.
 
     Args:

@@ -16,23 +16,17 @@ MAX_SCORES_AT_ONCE: Final = 2**24
 
 
 def token_logprobs(
-    logits: torch.Tensor, token_ids: Sequence[int], num_top: int, max_scores: int = MAX_SCORES_AT_ONCE
+    logits: torch.Tensor, token_ids: Sequence[int], num_top: int | Sequence[int], max_scores: int = MAX_SCORES_AT_ONCE
 ) -> list[TokenLogprobs]:
     """Log probability of each token by the logits in front of it.
 
     Args:
         logits: `[tokens, vocabulary]`, any float dtype and device.
         token_ids: One for each row of `logits`. A token without a logit is at minus infinity.
-        num_top: Number of likeliest tokens to add, cut to the vocabulary.
+        num_top: Number of likeliest tokens to add, of all rows or of each, cut to the vocabulary.
         max_scores: Logits to convert at a time.
     """
-    return compute_logprobs_per_row(logits, token_ids, [num_top] * len(token_ids), max_scores)
-
-
-def compute_logprobs_per_row(
-    logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int], max_scores: int = MAX_SCORES_AT_ONCE
-) -> list[TokenLogprobs]:
-    """The same with a `num_top` for each row."""
+    num_top = [num_top] * len(token_ids) if isinstance(num_top, int) else num_top
     size = logits.shape[1]
     max_top = min(max(num_top, default=0), size)
     tokens = to_column(token_ids, logits.device, torch.int64)

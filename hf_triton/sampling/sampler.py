@@ -15,7 +15,7 @@ import torch
 
 from hf_triton.runner.transfer import ToHost, array_to_device, to_index
 from hf_triton.sampling.logits_edits import edit_logits
-from hf_triton.sampling.logprobs import compute_logprobs_per_row
+from hf_triton.sampling.logprobs import token_logprobs
 from hf_triton.sampling.sequence_sampler import SequenceSampler
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.sampling.warp import warp_scores
@@ -62,7 +62,16 @@ class SampledTokens:
             sampler.enforce(token_id)
             for sampler, token_id in zip(self._samplers, self._host_copy.tolist(), strict=True)
         ]
-        logprobs = {} if self._logits is None else _logprobs_by_row(self._logits, token_ids, self._samplers)
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self._logits is not None:
+            num_top = {
+                row: sampler.params.num_top_logprobs
+                for row, sampler in enumerate(self._samplers)
+                if sampler.params.num_top_logprobs is not None
+            }
+            logits = self._logits[to_index(list(num_top), self._logits.device)]
+            rows = token_logprobs(logits, [token_ids[row] for row in num_top], list(num_top.values()))
+            logprobs = dict(zip(num_top, rows, strict=True))
         return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
 
 
@@ -111,15 +120,3 @@ def gumbel_noise(keys: Sequence[int], size: int, device: torch.device) -> torch.
     bits ^= bits >> 16
     uniform = (bits & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()  # precise for high values
-
-
-def _logprobs_by_row(
-    logits: torch.Tensor, token_ids: Sequence[int], samplers: Sequence[SequenceSampler]
-) -> dict[int, TokenLogprobs]:
-    """Log probabilities of the rows that want them."""
-    num_top = {row: num for row, sampler in enumerate(samplers) if (num := sampler.params.num_top_logprobs) is not None}
-    if not num_top:
-        return {}
-    index = to_index(list(num_top), logits.device)
-    logprobs = compute_logprobs_per_row(logits[index], [token_ids[row] for row in num_top], list(num_top.values()))
-    return dict(zip(num_top, logprobs, strict=True))

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hf_triton.sampling.history import TokenHistory
@@ -77,7 +76,10 @@ class SequenceSampler:
         """The token to take if all are banned; None: the model's likeliest."""
         if self.constraint:
             tokens = self.constraint.completion_tokens()
-            return tokens[0] if tokens else _lowest_token(self.constraint.bitmask(), vocabulary_size)
+            if not tokens:
+                bits = np.unpackbits(self.constraint.bitmask(), bitorder="little")[:vocabulary_size]
+                tokens = np.flatnonzero(bits)[:1].tolist()
+            return tokens[0] if tokens else None
         return self.history.first_eos_id(vocabulary_size)
 
     def completion_tokens(self) -> list[int]:
@@ -102,8 +104,3 @@ class SequenceSampler:
         if self.params.do_sample:
             self.draw_key()
             self._draw_keys.popleft()
-
-
-def _lowest_token(bitmask: npt.NDArray[np.uint8], vocabulary_size: int) -> int | None:
-    tokens = np.flatnonzero(np.unpackbits(bitmask, bitorder="little")[:vocabulary_size])
-    return int(tokens[0]) if len(tokens) else None

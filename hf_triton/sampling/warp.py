@@ -7,16 +7,11 @@ Every limit is a score of the row's own, and ties with it are kept: no row's dra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 
 from hf_triton.runner.transfer import to_column, to_index
 from hf_triton.sampling.params import SamplingParams
-
-FIRST_CANDIDATES: Final = 128
-"""A language model's nucleus is rarely larger, and sorting a vocabulary on a CPU is slow."""
-CANDIDATES_GROWTH: Final = 8
 
 
 def warp_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -91,13 +86,13 @@ def _likeliest(scores: torch.Tensor, normalisers: torch.Tensor, top_p: torch.Ten
 
     A GPU sorts the vocabulary faster than the host could inspect a part of it.
     """
-    count = FIRST_CANDIDATES
+    count = 128  # a nucleus is rarely larger, and sorting a vocabulary on a CPU is slow
     while scores.device.type == "cpu" and count < scores.shape[1]:
         ordered = scores.topk(count).values
         mass = (ordered - normalisers).double().exp().sum(-1, keepdim=True)
         if bool((mass > top_p + 1e-5).all()):  # float32 normalisers err by less
             return ordered
-        count *= CANDIDATES_GROWTH
+        count *= 8
     return scores.sort(descending=True).values
 
 
