@@ -33,7 +33,6 @@ CONTEXT_NAMES: Final = (
     "n_ctx",
 )
 """Names of the context length in model configs."""
-DEFAULT_CONTEXT: Final = 32768
 
 
 @dataclass(frozen=True)
@@ -63,13 +62,6 @@ class Placement:
                 f"{torch.cuda.device_count()} GPUs: install a CUDA build, or set instance_group to KIND_CPU",
             )
         return {"": f"cuda:{self.device_id}"}
-
-    def make_current(self) -> None:
-        """Make the GPU this thread's current one, on which kernels outside torch run."""
-        import torch
-
-        if self.kind == "GPU":
-            torch.cuda.set_device(self.device_id)
 
 
 @dataclass
@@ -115,13 +107,14 @@ def load_checkpoint(hub: Hub, settings: ModelSettings, placement: Placement) -> 
         LoadError: One sentence with the model, the cause and the remedy.
     """
     folders = _resolve(hub)
-    times_before = _modification_times(folders)
+    times_before = [folder.stat().st_mtime_ns for folder in folders]
     try:
         return _load(*folders, settings, placement)
     except LoadError as error:
         repairable = filter(hub.can_download_again, set(folders))
         damaged = [name for folder in repairable for name in purge_damaged(folder)]
-        if not damaged and _modification_times(folders) == times_before:  # else another instance has repaired them
+        is_unchanged = [folder.stat().st_mtime_ns for folder in folders] == times_before
+        if not damaged and is_unchanged:  # else another instance has repaired them
             raise
         logger.warning("%s damaged in the cache (%s); downloading again", ", ".join(damaged) or "files", error.code)
     return _load(*_resolve(hub), settings, placement)
@@ -133,10 +126,6 @@ def _resolve(hub: Hub) -> tuple[Path, Path]:
     return folder, hub.resolve_tokenizer() or folder
 
 
-def _modification_times(folders: tuple[Path, ...]) -> list[int]:
-    return [folder.stat().st_mtime_ns for folder in folders]
-
-
 def _load(folder: Path, tokenizer_folder: Path, settings: ModelSettings, placement: Placement) -> Checkpoint:
     with DeviceContext():
         from transformers.utils import logging as transformers_logging
@@ -146,7 +135,10 @@ def _load(folder: Path, tokenizer_folder: Path, settings: ModelSettings, placeme
         config = load_config(folder, settings)
         tokenizer = load_tokenizer(tokenizer_folder, settings)
         device_map = placement.device_map()
-        placement.make_current()
+        if placement.kind == "GPU":
+            import torch
+
+            torch.cuda.set_device(placement.device_id)  # kernels outside torch run on the thread's current device
         model = load_model(folder, config, settings, device_map)
     model.eval()
     checkpoint = Checkpoint(tokenizer, model, context_length(config, settings.max_context_length))
@@ -198,4 +190,4 @@ def context_length(config: Any, limit: int | None) -> int:
     sizes = [size for name in CONTEXT_NAMES if isinstance(size := getattr(text_config, name, None), int) and size > 0]
     if limit is not None and sizes and limit > sizes[0]:
         raise SettingsError(f"max_context_length must be <= {sizes[0]}, the model's own context, got {limit}")
-    return limit or next(iter(sizes), DEFAULT_CONTEXT)
+    return limit or next(iter(sizes), 32768)

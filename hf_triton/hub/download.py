@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -28,14 +29,7 @@ from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub,
 from hf_triton.hub.snapshot import is_sound, missing_files, weight_files
 from hf_triton.hub.spec import CheckpointSpec
 
-PROGRESS_INTERVAL_S: Final = 1.0
-NUM_WORKERS: Final = 4
 NUM_TRIES: Final = 4
-MAX_SMALL_BYTES: Final = 32 << 20
-"""Files up to this size are verified even if they were cached before."""
-STALE_AFTER_S: Final = 3600.0
-PROGRESS_CHUNK_BYTES: Final = 256 << 10
-"""Bytes between two progress updates; the client's own 10 MB would look like a stall on a slow line."""
 SMALL_FILES: Final = (
     "*.json",
     "*.txt",
@@ -45,7 +39,6 @@ SMALL_FILES: Final = (
     "*.bpe",
     "additional_chat_templates/*.jinja",
 )
-CODE_FILES: Final = ("*.py",)
 
 T = TypeVar("T")
 Report = Callable[[Mapping[str, Any]], None]
@@ -66,7 +59,7 @@ class Downloader:
     def __init__(self, spec: CheckpointSpec, cache_dir: str, report: Report) -> None:
         from huggingface_hub import HfApi, constants
 
-        constants.DOWNLOAD_CHUNK_SIZE = PROGRESS_CHUNK_BYTES
+        constants.DOWNLOAD_CHUNK_SIZE = 256 << 10  # between progress updates; 10 MB look like a stall on a slow line
         self._spec = spec
         self._cache_dir = Path(cache_dir)
         self._repository = self._cache_dir / spec.cache_name
@@ -86,7 +79,7 @@ class Downloader:
         """
         spec = self._spec
         commit, sizes = self._list_files()
-        patterns = SMALL_FILES + (CODE_FILES if spec.trust_remote_code else ())
+        patterns = SMALL_FILES + (("*.py",) if spec.trust_remote_code else ())
         snapshot = self._fetch([name for name in sizes if _matches(name, patterns)], sizes, commit)
         if spec.needs_weights:
             names = weight_files(snapshot, sizes, spec.allow_pickle)
@@ -123,7 +116,7 @@ class Downloader:
         self.check_disk_space({name: sizes[name] for name in names}, commit)
         if self._spec.revision != commit:  # the client records the revision's commit, which later starts read offline
             self._download(names[0], self._spec.revision)
-        pool = ThreadPoolExecutor(NUM_WORKERS)
+        pool = ThreadPoolExecutor(4)
         try:
             paths = list(pool.map(lambda name: self._download_verified(name, commit), names))
         finally:
@@ -155,22 +148,14 @@ class Downloader:
     def _download(self, name: str, revision: str) -> Path:
         from huggingface_hub import hf_hub_download
 
-        return Path(
-            _retry(
-                lambda: hf_hub_download(
-                    self._spec.name,
-                    name,
-                    revision=revision,
-                    cache_dir=self._cache_dir,
-                    tqdm_class=self._progress.bar_class(name),
-                )
-            )
-        )
+        bar, cache = self._progress.bar_class(name), self._cache_dir
+        fetch = partial(hf_hub_download, self._spec.name, name, revision=revision, cache_dir=cache, tqdm_class=bar)
+        return Path(_retry(fetch))
 
     def _download_verified(self, name: str, commit: str) -> Path:
-        """Download a file, twice if its checksum is wrong; large files that were cached before are not verified."""
+        """Download a file, twice if its checksum is wrong; cached files over 32 MiB are not verified again."""
         path = self._download(name, commit)
-        is_small = not path.exists() or path.stat().st_size < MAX_SMALL_BYTES
+        is_small = not path.exists() or path.stat().st_size < 32 << 20
         if not (is_small or self._progress.is_new(name)) or not self._is_damaged(path):
             return path
         with self._repair_lock:  # one at a time, because files with the same content share a blob
@@ -198,10 +183,10 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def remove_stale(repository: Path) -> None:
-    """Remove partial files of downloads that were killed; the client never resumes them."""
+    """Remove partial files of downloads that were killed, after an hour; the client never resumes them."""
     for part in repository.glob("blobs/*.incomplete"):
         with contextlib.suppress(OSError):  # another process may have finished or removed it
-            if time.time() - part.stat().st_mtime > STALE_AFTER_S:
+            if time.time() - part.stat().st_mtime > 3600:
                 part.unlink()
 
 
@@ -247,7 +232,7 @@ class _Progress:
             self._report_at_interval(is_checking=False)
 
     def _report_at_interval(self, *, is_checking: bool) -> None:
-        if time.monotonic() - self._reported_at >= PROGRESS_INTERVAL_S:
+        if time.monotonic() - self._reported_at >= 1:
             self._reported_at = time.monotonic()
             counts = {"num_bytes": self._num_bytes, "total_bytes": self._total_bytes}
             self._report(counts | {"is_checking": is_checking})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from textwrap import shorten
 from typing import Final, NamedTuple
 
@@ -14,10 +14,6 @@ from hf_triton.hub.spec import CheckpointSpec
 
 FOLDER_HINT: Final = "a folder on disk begins with `/`, `./` or `../`"
 """For users who meant a folder and wrote its name in the form of a Hub name."""
-TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""HTTP statuses that are worth a retry."""
-INCOMPLETE: Final = ("Consistency check failed", "without sending complete message body")
-"""Messages of the client and its HTTP library for a file that broke off."""
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
@@ -31,7 +27,10 @@ class Failure:
     """
 
     def __init__(self, error: BaseException, has_token: bool) -> None:
-        self.causes = list(_causes(error))
+        self.causes, cause = [error], error.__cause__ or error.__context__
+        while cause is not None:
+            self.causes.append(cause)
+            cause = cause.__cause__ or cause.__context__
         self.has_token = has_token
         self.status = next((status for cause in self.causes if (status := status_of(cause))), None)
         self.errno = next((cause.errno for cause in self.causes if isinstance(cause, OSError) and cause.errno), None)
@@ -176,7 +175,8 @@ def explain_download(
     if ours is not None:
         return ours
     meaning = next(meaning for meaning in MEANINGS if meaning.applies(failure))
-    endpoint = _endpoint_without_password(environment)
+    endpoint = (environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    endpoint = re.sub(r"(?<=://)[^/@]*@", "", endpoint)  # without a password
     sentence = meaning.sentence.format(
         model=spec.name,
         revision=spec.revision,
@@ -206,7 +206,7 @@ def explain_load(error: Exception, part: str, name: str, has_quantization_settin
 
     Args:
         error: The exception.
-        part: The part of the checkpoint that was being loaded, for the sentence: `the tokenizer`, `config.json`.
+        part: The part of the checkpoint that cannot be loaded: `the tokenizer`, `config.json`.
         name: The model's name, as in the settings.
         has_quantization_setting: Whether the setting quantization_config may be the cause.
     """
@@ -253,8 +253,9 @@ def _unsupported_model(name: str, message: str) -> CheckpointError:
 
 
 def is_incomplete(error: BaseException) -> bool:
-    """Whether a file broke off."""
-    return any(words in str(error) for words in INCOMPLETE)
+    """Whether a file broke off, by the messages of the client and its HTTP library."""
+    messages = "Consistency check failed", "without sending complete message body"
+    return any(message in str(error) for message in messages)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -262,7 +263,8 @@ def is_transient(error: BaseException) -> bool:
 
     A file that broke off is not transient: the client has already resumed it several times.
     """
-    return status_of(error) in TRANSIENT or (_is_a(error, "TransportError") and not is_incomplete(error))
+    is_busy = status_of(error) in (408, 425, 429, 500, 502, 503, 504)
+    return is_busy or (_is_a(error, "TransportError") and not is_incomplete(error))
 
 
 def status_of(error: BaseException) -> int | None:
@@ -279,15 +281,3 @@ def one_line(text: str) -> str:
 def _is_a(error: BaseException, *names: str) -> bool:
     """By name, because the client's HTTP library is httpx before huggingface_hub 2 and httpx2 since."""
     return any(kind.__name__ in names for kind in type(error).__mro__)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
-
-
-def _endpoint_without_password(environment: Mapping[str, str]) -> str:
-    endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
-    return re.sub(r"(?<=://)[^/@]*@", "", endpoint.rstrip("/"))

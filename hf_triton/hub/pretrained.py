@@ -191,28 +191,25 @@ def check_weights(settings: ModelSettings, info: Any) -> None:
         CheckpointError: Tensors are missing, extra, unreadable or have other shapes.
     """
     extra = [name for name in info["unexpected_keys"] if not re.search(STALE_BUFFERS, name)]
-    extra = [] if settings.allow_extra_weights else extra
-    shapes = [f"{name} is {list(shape)} and must be {list(needed)}" for name, shape, needed in info["mismatched_keys"]]
-    extra_fault = _fault("not in the model", extra)
+    names_by_fault: dict[str, Collection[str]] = {
+        "missing": info["missing_keys"],
+        "of a wrong shape": [
+            f"{name} is {list(shape)} and must be {list(needed)}" for name, shape, needed in info["mismatched_keys"]
+        ],
+        "not in the model": [] if settings.allow_extra_weights else extra,
+        "unreadable": info.get("error_msgs") or (),
+    }
     faults = [
-        _fault("missing", info["missing_keys"]),
-        _fault("of a wrong shape", shapes),
-        extra_fault,
-        _fault("unreadable", info.get("error_msgs") or ()),
+        f"{len(names)} {kind} ({', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''})"
+        for kind, names in names_by_fault.items()
+        if names
     ]
-    faults = list(filter(None, faults))
     if faults:
-        hint = ", or set allow_extra_weights to true to ignore them" if faults == [extra_fault] else ""
+        only_extra = [kind for kind, names in names_by_fault.items() if names] == ["not in the model"]
+        hint = ", or set allow_extra_weights to true to ignore them" if only_extra else ""
         revision = "" if settings.revision == "main" else f" (revision {settings.revision})"
         raise CheckpointError(
             "weights_mismatch",
             f"the tensors of {settings.huggingface_model}{revision} do not match its config.json: "
             f"{'; '.join(faults)}: use a complete checkpoint of this architecture{hint}",
         )
-
-
-def _fault(kind: str, names: Collection[str]) -> str:
-    if not names:
-        return ""
-    shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{len(names)} {kind} ({shown})"

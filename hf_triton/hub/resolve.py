@@ -23,8 +23,6 @@ from hf_triton.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
-CACHE_VARIABLES: Final = ("TRANSFORMERS_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
-"""Variables that name a cache folder, in search order; `hub` in HF_HOME follows."""
 TOKEN_VARIABLES: Final = (
     "HF_TOKEN",
     "HF_TOKEN_PATH",
@@ -35,8 +33,6 @@ TOKEN_VARIABLES: Final = (
 """Variables that hold an access token (HF_TOKEN_PATH: the name of its file); the first that is set wins."""
 FOLDER_CACHE: Final = "hf_cache"
 """The cache inside a model folder, which survives the container together with the model repository."""
-OFFLINE_VARIABLES: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-"""Variables with which the Hub's client and transformers forbid network access."""
 
 Download = Callable[[CheckpointSpec, Path, Mapping[str, str], DownloadLimits], Path]
 
@@ -194,7 +190,8 @@ class Hub:
 
     def _named_caches(self) -> list[Path]:
         """The caches that settings or environment name."""
-        named = [self._environment.get(variable) for variable in CACHE_VARIABLES]
+        variables = "TRANSFORMERS_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"
+        named = [self._environment.get(variable) for variable in variables]
         caches = [_expand_home(os.path.expandvars(path)) for path in named if path]
         if self._settings.cache_dir is not None:
             caches.insert(0, self._model_folder / _expand_home(self._settings.cache_dir))
@@ -254,7 +251,8 @@ class Hub:
 
 def is_offline(environment: Mapping[str, str]) -> bool:
     """Whether network access is forbidden, read as the Hub's client reads it."""
-    return any(environment.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in OFFLINE_VARIABLES)
+    values = [environment.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")]
+    return any(value.strip().lower() in ("1", "true", "yes", "on") for value in values)
 
 
 def _cached_snapshot(spec: CheckpointSpec, cache: Path) -> Path | None:
