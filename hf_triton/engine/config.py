@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The constants of an engine in one place; tests pass others. No torch."""
+"""The constants of an engine, and the properties of its model that decide scheduling. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What no setting changes."""
+    """Constants that no setting changes."""
 
     chunk_sizes: ChunkSizes | None = None
     """Tokens of a prefill chunk; None: the device's."""
@@ -29,3 +30,23 @@ class EngineConfig:
     padding_fraction: float = 0.25
     """Of the weights' memory: a sequence whose padding would take more gets a lane of its own. Attention takes about
     twice as long as the layers for a byte, and several such sequences may come."""
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """Properties of a model and its executor that decide how sequences are scheduled."""
+
+    chunk_sizes: ChunkSizes
+    recompute_length: float = float("inf")
+    """Tokens of context at which a model with long RoPE changes its rotary frequencies, see `Forward`. A sequence that
+    reaches this length is preempted and its KV recomputed with the new ones. Infinite for other models."""
+    recomputes: bool = True
+    """Whether recomputing a preempted sequence gives its former state. If not, a sequence is admitted only if the
+    memory has room for all tokens that it may generate."""
+    prefills_whole: bool = False
+    """Whether chunked prefill is off: the whole context is one chunk."""
+    stores_prompts: bool = False
+    """Whether every prompt is stored in the prefix cache after its prefill. If not, a sequence is stored when it
+    finishes."""
+    can_run_ahead: Callable[[], bool] = lambda: False
+    """Whether a decoding step may start before the tokens of the last one are read."""

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.config import EngineConfig, ModelTraits
 from hf_triton.engine.executor import Executor
 from hf_triton.engine.kv_memory import KVMemory
 from hf_triton.engine.plan import ScheduledStep
 from hf_triton.engine.recovery import Recovery
-from hf_triton.engine.scheduler import ModelTraits, Scheduler
+from hf_triton.engine.scheduler import Scheduler
 from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import EngineLoad, Observer, eos_ids
 from hf_triton.engine.worker import EngineThread
@@ -109,11 +109,11 @@ class ContinuousBatchingEngine(EngineThread):
 
     def is_busy(self) -> bool:
         """Whether admitted groups have no outcome yet."""
-        return self.scheduler.is_busy
+        return self.scheduler.stages.is_busy
 
     def unfinished(self) -> list[SequenceGroup]:
         """The admitted groups that have no outcome yet."""
-        return self.scheduler.unfinished()
+        return self.scheduler.stages.unfinished()
 
     def release(self) -> None:
         """Free the KV cache's memory, and allow as many sequences as at first."""

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVMemory:
-    """The scheduler's view of memory, see `scheduler.Memory`, and the executor's slots.
+    """The scheduler's view of memory, see `stages.Memory`, and the executor's slots.
 
     Args:
         forward: The model's.
@@ -91,7 +91,7 @@ class KVMemory:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """A failure inside leaves the memory corrupt."""
+        """For a change of all slots: an exception inside sets `is_corrupt`."""
         self.lanes.is_corrupt = True
         yield
         self.lanes.is_corrupt = False

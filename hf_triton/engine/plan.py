@@ -21,10 +21,11 @@ class PrefillRequest:
     sequences: list[Sequence]
     context: list[int]
     num_cached: int = 0
-    """Its first tokens, whose KV is that of `prefix`."""
+    """Tokens at its beginning whose KV is copied from `prefix`."""
     prefix: Prefix | None = None
     pause: int | None = None
-    """A token at which a chunk ends, so that the prefix cache can store what was computed; None: none."""
+    """Tokens after which a chunk must end, because the prefix cache stores the recurrent state there; None: no such
+    point."""
     is_alone: bool = False
     """Whether it shares a batch with no other context."""
 

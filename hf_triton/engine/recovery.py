@@ -18,7 +18,7 @@ class Recovery:
 
     Args:
         scheduler: Preempts them.
-        memory: Where they are.
+        memory: Holds their KV.
     """
 
     def __init__(self, scheduler: Scheduler, memory: KVMemory) -> None:
@@ -26,7 +26,7 @@ class Recovery:
         self._memory = memory
 
     def recover(self, sequences: list[Sequence], error: Exception) -> None:
-        """Preempt the sequences of a failed step; refuse one if nothing else can be the cause.
+        """Preempt the sequences of a failed step; refuse one if it must be the cause.
 
         Args:
             sequences: Those of the step; none if it failed before it was scheduled.
@@ -37,8 +37,9 @@ class Recovery:
         """
         if is_fatal(error):
             raise error
-        in_memory = self._scheduler.in_memory()
-        sequences = sequences or in_memory or self._scheduler.next_ready()
+        stages = self._scheduler.stages
+        in_memory = stages.in_memory()
+        sequences = sequences or in_memory or next(iter(stages.ready), [])
         if not sequences:
             raise error
         if self._is_guilty(sequences, in_memory, error):
@@ -71,7 +72,7 @@ class Recovery:
                 sequence.is_suspect = True
             return sequences
         running = self._memory.running
-        prefilling = [sequence for sequence in self._scheduler.prefilling() if sequence not in running]
+        prefilling = [sequence for sequence in self._scheduler.stages.prefilling() if sequence not in running]
         num_staying = len(running) if prefilling else (len(running) + 1) // 2
         self._scheduler.slot_limit = max(1, num_staying or len(prefilling) // 2)
         by_age = sorted(running, key=lambda sequence: sequence.age)
