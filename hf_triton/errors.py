@@ -21,11 +21,10 @@ error. CODES lists the codes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import ClassVar, Final, Literal
 
 TritonCode = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
@@ -160,19 +159,29 @@ class PanicError(RuntimeError):
         super().__init__(f"foreign code raised {type(cause).__name__}")
 
 
-@contextlib.contextmanager
-def panics_as_errors() -> Iterator[None]:
+class _PanicsAsErrors:
+    """The context manager of `panics_as_errors`; a generator would cost a stream's every token some microseconds."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Exception | KeyboardInterrupt):
+            raise PanicError(error).with_traceback(trace) from None
+
+
+_PANICS_AS_ERRORS: Final = _PanicsAsErrors()
+
+
+def panics_as_errors() -> _PanicsAsErrors:
     """Raise what is no `Exception` as `PanicError`, with its traceback, without its message, which may quote a prompt.
 
     pyo3's PanicException, SystemExit and asyncio's CancelledError pass `except Exception`: one request's tokenizer
     would end a thread that serves all requests.
     """
-    try:
-        yield
-    except (Exception, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise PanicError(error).with_traceback(error.__traceback__) from None
+    return _PANICS_AS_ERRORS
 
 
 def where(error: BaseException) -> str:
