@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from hf_triton.engine.types import Completion, EngineLoad, Outcome, SequenceGroup
-from hf_triton.errors import CancelledError, GenerationError, HfTritonError, PanicError, RequestError, SettingsError
+from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError, SettingsError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
@@ -54,19 +54,19 @@ class Engine:
 
 
 class Codec(TextCodec):
-    """Panics on `!` when it reads, on `?` when it writes, and on `#` when it writes token by token."""
+    """Exits on `!` when it reads, on `?` when it writes, and on `#` when it writes token by token."""
 
     def __init__(self) -> None:
         super().__init__(tokenizer_of(KIND), VOCABULARY_SIZE)
 
     def encode(self, text: str, row: int, *, adds_special_tokens: bool = True) -> list[int]:
         if "!" in text:
-            raise PanicError
+            raise SystemExit
         return super().encode(text, row, adds_special_tokens=adds_special_tokens)
 
     def continuation(self, prompt_ids: list[int], token_ids: list[int]) -> str:
         if raw_ids(KIND, "?")[0] in token_ids:
-            raise PanicError
+            raise SystemExit
         return super().continuation(prompt_ids, token_ids)
 
     def stream(self, prompt_ids: list[int], stop_strings: tuple[str, ...] = ()) -> TextStream:
@@ -75,7 +75,7 @@ class Codec(TextCodec):
 
         def panicking(token_id: int) -> str:
             if token_id == raw_ids(KIND, "#")[0]:
-                raise PanicError
+                raise SystemExit
             return push(token_id)
 
         stream.push = panicking  # type: ignore[method-assign]
@@ -504,7 +504,7 @@ def test_a_thread_that_cannot_start_is_an_internal_error(monkeypatch: pytest.Mon
 def test_a_refusal_that_fails_does_not_affect_other_requests() -> None:
     class Broken(Collector):
         def refuse(self, error: HfTritonError) -> None:
-            raise PanicError
+            raise SystemExit
 
     hooks = Held()
     task, replies = build_task(hooks=hooks), [Broken(), Collector()]

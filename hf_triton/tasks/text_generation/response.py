@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any, Final
 
 from hf_triton.engine.types import Completion, FinishReason, Outcome, SequenceGroup
-from hf_triton.errors import CancelledError, HfTritonError, where
+from hf_triton.errors import CancelledError, HfTritonError, panics_as_errors, where
 from hf_triton.protocol.ports import LEGACY_TEXT, PROMPT_LOGPROBS, TEXT
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.responses import encode_deltas, encode_outputs, encode_timings
@@ -148,7 +148,8 @@ class GenerationResponse:
         prompt = self.prompts[row]
         stream = prompt.streams[index]
         try:
-            delta = stream.push(token_id)
+            with panics_as_errors():
+                delta = stream.push(token_id)
             if self._sends_deltas and (delta or stream.unsent):
                 self._add_delta(row * prompt.params.num_sequences + index, stream.unsent + delta)
                 stream.unsent = ""
@@ -223,7 +224,8 @@ class GenerationResponse:
             if self.request.is_cancelled():
                 self.request.refuse(CancelledError())
                 return
-            outputs = encode_outputs(self._outputs(), self.checked, self._config.output_names)
+            with panics_as_errors():
+                outputs = encode_outputs(self._outputs(), self.checked, self._config.output_names)
             times = self.request.times
             timings = encode_timings(
                 times.arrival_s,

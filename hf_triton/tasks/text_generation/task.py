@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hf_triton.engine.types import Engine, EngineLoad, Observer, SequenceGroup, eos_ids
-from hf_triton.errors import HfTritonError, RequestError, SettingsError
+from hf_triton.errors import HfTritonError, RequestError, SettingsError, panics_as_errors
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.parameters import parse_parameters
 from hf_triton.protocol.requests import GenerationRequest, Limits, parse_request, with_named_outputs
@@ -140,7 +140,8 @@ class TextGeneration:
                 if response.has_ended():
                     self._leave(response)
                     return
-                response.prompts.append(self._preparer.prepare(checked, row, streams=response.streams))
+                with panics_as_errors():
+                    response.prompts.append(self._preparer.prepare(checked, row, streams=response.streams))
         except Exception as error:
             response.refuse(fault("preparing the request", error))
             self._leave(response)
@@ -156,7 +157,8 @@ class TextGeneration:
             for prompt in response.prompts:
                 if response.has_ended():
                     return
-                self._preparer.compile_grammar(prompt)
+                with panics_as_errors():
+                    self._preparer.compile_grammar(prompt)
             response.request.on_ending(None)
             self._engine.submit(response.begin())
         except Exception as error:
