@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Sharing = Literal["padded", "equal_length", "alone"]
-PrefillMode = Literal["in_pieces", "whole"]
+PrefillMode = Literal["chunked", "whole"]
 """How a prompt may be prefilled: in chunks of any length, or in one forward."""
 
 NEUTRAL: Final[Mapping[str, object]] = {
@@ -76,7 +76,7 @@ def probe_continuous_batching(model: Any) -> PrefillMode | None:
         num_padding = len(long) - len(short)
         ends = 0, num_padding // 2, num_padding + 1, len(long)
         if same_logits(model, alone[:1], _prefill_logits(model, [short, long], ends)):
-            return "in_pieces"
+            return "chunked"
         # A preempted sequence is prefilled with its output. A model in which tokens attend to later ones (Gemma 3 with
         # bidirectional attention) fails here.
         output = alone[:-1, 0].argmax(-1).tolist()

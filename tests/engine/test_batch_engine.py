@@ -15,7 +15,7 @@ import torch
 from transformers import WatermarkingConfig
 
 from hf_triton.engine.batch_engine import BatchEngine
-from hf_triton.engine.choose import NOWHERE, build_engine
+from hf_triton.engine.choose import UNSUPPORTED, build_engine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Completion, Outcome, SequenceGroup
 from hf_triton.errors import (
@@ -343,10 +343,10 @@ def test_both_engines_write_the_same(architecture: str, model_of: Callable[[str]
     asked, again = ([Asked(ids, plan) for ids, plan in zip(draw_prompts(10), plans, strict=True)] for _ in range(2))
     with Bench(model) as bench:
         bench.run(asked)
-    rolling = ContinuousBatchingEngine(model, max_num_seqs=8)
-    rolling.submit([each.sequence() for each in again])
+    continuous = ContinuousBatchingEngine(model, max_num_seqs=8)
+    continuous.submit([each.sequence() for each in again])
     assert [each.completions for each in asked] == [each.completions for each in again]
-    rolling.close()
+    continuous.close()
 
 
 def test_unseeded_texts_differ(llama: Any) -> None:
@@ -637,7 +637,7 @@ def test_a_setting_that_only_generate_has_makes_the_choice(
     built.close()
 
 
-@pytest.mark.parametrize("name", NOWHERE)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_no_engine_does_is_refused_at_load(name: str, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     value = WatermarkingConfig() if name == "watermarking_config" else 0.1
     monkeypatch.setattr(llama.generation_config, name, value)

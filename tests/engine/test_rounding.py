@@ -51,7 +51,7 @@ def run(model: Any, batch: list[list[int]]) -> list[Text]:
     return [(each.argmax(-1).tolist(), each.max(-1).values.tolist()) for each in scores]
 
 
-def roll(model: Any) -> list[Text]:
+def generate_continuous(model: Any) -> list[Text]:
     engine = ContinuousBatchingEngine(model, max_num_seqs=8)
     client = Client(engine)
     for prompt in ITEMS:
@@ -110,9 +110,9 @@ def test_half_precision_rounds_as_in_generate(architecture: str, dtype: torch.dt
     build_tiny_checkpoint(tmp_path, architecture, eos_token_id=None)
     model = load_reference(tmp_path).model.to(dtype)
     exact = copy.deepcopy(model).double()
-    alone, padded, rolling = generate(model, 1), generate(model, 8), roll(model)
+    alone, padded, continuous = generate(model, 1), generate(model, 8), generate_continuous(model)
     allowed = SLACK * max(largest_rounding(exact, alone), largest_rounding(exact, padded))
-    assert 0 < largest_rounding(exact, rolling) <= allowed
-    assert largest_gap(exact, alone, rolling) <= 2 * allowed  # both tokens of a tie are rounded
+    assert 0 < largest_rounding(exact, continuous) <= allowed
+    assert largest_gap(exact, alone, continuous) <= 2 * allowed  # both tokens of a tie are rounded
     if (architecture, dtype) not in OTHER_KERNELS:
-        assert largest_difference(rolling, alone) <= SLACK * largest_difference(padded, alone)
+        assert largest_difference(continuous, alone) <= SLACK * largest_difference(padded, alone)

@@ -43,7 +43,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def test_it_is_found_out_by_trying(model: Any) -> None:
     assert probe_continuous_batching(model) == "whole"
-    assert probe_continuous_batching(build(*CONTINUOUS["granite4"])) == "in_pieces"
+    assert probe_continuous_batching(build(*CONTINUOUS["granite4"])) == "chunked"
 
 
 def test_tokens_that_see_those_behind_them_are_not_for_rows() -> None:
