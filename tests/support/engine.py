@@ -11,12 +11,15 @@ import torch
 
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Observer, Outcome, SequenceGroup
+from hf_triton.engine.types import Completion, Observer, Outcome, SequenceGroup
+from hf_triton.errors import HfTritonError
 from hf_triton.sampling.params import SamplingParams
 from tests.support.reference import solo_ids
 
 NOT_CONTINUOUS = ("t5", "bart", "rwkv")
 WAIT_S = 60.0
+PROMPT = [5, 6, 7, 8]
+DRAWN = SamplingParams(12, do_sample=True, temperature=1.5, seed=1)
 
 
 class Client:
@@ -142,3 +145,26 @@ class PrefixHits(Observer):
 
     def on_prefix_hit(self, num_tokens: int) -> None:
         self.counts.append(num_tokens)
+
+
+def only(outcome: Outcome) -> Completion:
+    assert isinstance(outcome, list), outcome
+    assert len(outcome) == 1
+    return outcome[0]
+
+
+def error_code(outcome: Outcome) -> str:
+    assert isinstance(outcome, HfTritonError), outcome
+    return outcome.code
+
+
+class Counting:
+    """The engine's model, which counts the tokens that it is given."""
+
+    def __init__(self, engine: ContinuousBatchingEngine) -> None:
+        self._model, self.num_tokens = engine.forward._model, 0
+        engine.forward._model = self
+
+    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        self.num_tokens += input_ids.numel()
+        return self._model(input_ids=input_ids, **arguments)

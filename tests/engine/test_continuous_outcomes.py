@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outcomes of the continuous engine: listeners, deadlines, cancellation, queue order, logprobs."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from hf_triton.engine import worker as thread
+from hf_triton.engine.batch_engine import BatchEngine
+from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.types import Completion, Outcome, SequenceGroup
+from hf_triton.errors import CancelledError
+from hf_triton.runner.device import ChunkSizes
+from hf_triton.sampling.params import SamplingParams
+from tests.support.engine import (
+    DRAWN,
+    PROMPT,
+    Client,
+    Counting,
+    error_code,
+    only,
+    prompts,
+    slow_down,
+    token_ids,
+)
+from tests.support.reference import solo_ids
+
+# --- how a text ends -------------------------------------------------------------------------------------------------
+
+
+def test_a_listener_hears_every_token_and_can_end_the_text(
+    model: Any, start: Callable[..., ContinuousBatchingEngine]
+) -> None:
+    whole = solo_ids(model, PROMPT, 20)
+    heard: list[tuple[int, int]] = []
+
+    def listen(copy: int, token_id: int) -> bool:
+        heard.append((copy, token_id))
+        return len(heard) == 7
+
+    completion = only(Client(start()).ask(PROMPT, SamplingParams(20), on_token=listen))
+    assert completion == Completion(whole[:7], "stop_string")
+    assert heard == [(0, token_id) for token_id in whole[:7]]
+
+
+def test_the_finish_reason_says_how_a_text_ended(model: Any, start: Callable[..., ContinuousBatchingEngine]) -> None:
+    whole = solo_ids(model, PROMPT, 20)
+    client = Client(start())
+    assert only(client.ask(PROMPT, SamplingParams(20))).finish_reason == "length"
+    own = only(client.ask(PROMPT, SamplingParams(20, eos_ids=frozenset([whole[3]]))))
+    assert own == Completion(whole[: whole.index(whole[3])], "eos")
+    late = only(client.ask(PROMPT, SamplingParams(20, min_new_tokens=10, eos_ids=frozenset([whole[3]]))))
+    assert len(late.token_ids) >= 10
+    assert whole[3] not in late.token_ids[:10]
+
+
+def test_a_listener_that_raises_harms_its_own_text_alone(
+    model: Any, start: Callable[..., ContinuousBatchingEngine]
+) -> None:
+    class PanicException(BaseException):
+        """As the tokenizer's Rust code raises."""
+
+    def panic(*_: int) -> bool:
+        raise PanicException
+
+    engine = start()
+    client = Client(engine)
+    client.submit(PROMPT, SamplingParams(20), on_token=panic)
+    client.submit(PROMPT, SamplingParams(20))
+    guilty, other = client.outcomes()
+    assert error_code(guilty) == "internal"
+    assert only(other).token_ids == solo_ids(model, PROMPT, 20)
+    assert engine.is_healthy()
+
+
+def test_a_prompt_whose_time_is_up_is_not_begun(model: Any, start: Callable[..., ContinuousBatchingEngine]) -> None:
+    client = Client(start())
+    for _ in range(20):
+        assert error_code(client.ask(PROMPT, SamplingParams(3), deadline_s=time.monotonic())) == "deadline_exceeded"
+    cancelled = client.ask(PROMPT, SamplingParams(3), is_cancelled=lambda: True)
+    assert error_code(cancelled) == "cancelled"
+
+
+def test_a_text_ends_at_its_deadline_with_what_it_has(
+    model: Any, start: Callable[..., ContinuousBatchingEngine]
+) -> None:
+    engine = start()
+    slow_down(engine)
+    client = Client(engine)
+    heard = threading.Event()
+
+    def listen(*_: int) -> bool:
+        heard.set()
+        return False
+
+    # Generous, because the first token must come before it on a busy machine; the whole would take longer.
+    plan = SamplingParams(240)
+    slow_down(engine, 0.02)
+    client.submit(PROMPT, plan, deadline_s=time.monotonic() + 2, on_token=listen)
+    completion = only(client.outcomes()[0])
+    assert heard.is_set()
+    assert completion.finish_reason == "deadline"
+    assert 0 < len(completion.token_ids) < 240
+    assert completion.token_ids == solo_ids(model, PROMPT, len(completion.token_ids))
+
+
+def test_waiting_counts_and_what_comes_too_late_is_refused(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    engine = start(max_num_seqs=1)
+    slow_down(engine, 0.02)
+    client = Client(engine)
+    client.submit(PROMPT, SamplingParams(100))
+    client.submit(PROMPT, SamplingParams(1), deadline_s=time.monotonic() + 0.2)
+    first, second = client.outcomes()
+    assert only(first).finish_reason == "length"
+    assert error_code(second) == "deadline_exceeded"
+
+
+def test_a_cancelled_text_takes_part_in_no_further_step(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    engine = start()
+    heard: list[int] = []
+    gone = threading.Event()
+
+    def listen(_: int, token_id: int) -> bool:
+        heard.append(token_id)
+        if len(heard) == 5:
+            gone.set()
+        return False
+
+    outcome = Client(engine).ask(PROMPT, SamplingParams(100), is_cancelled=gone.is_set, on_token=listen)
+    assert isinstance(outcome, CancelledError)
+    assert len(heard) == 5
+
+
+# --- the queue -------------------------------------------------------------------------------------------------------
+
+
+def test_a_folders_code_that_waits_keeps_nobody_from_the_queue(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    engine = start(max_num_seqs=2)
+    client, is_entered, may_go = Client(engine), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_entered.set()
+        assert may_go.wait(60)
+
+    client.submit(PROMPT, SamplingParams(3), logits_processor=wait)
+    assert is_entered.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        others = [pool.submit(client.submit, PROMPT, SamplingParams(3)) for _ in range(2)]
+        wait_for(others, 30)
+        are_taken = [each.done() for each in others]
+        may_go.set()
+    assert are_taken == [True, True]
+    assert all(isinstance(outcome, list) for outcome in client.outcomes())
+
+
+def test_who_is_admitted_when_the_engine_fails_is_answered(
+    start: Callable[..., ContinuousBatchingEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def panic() -> None:
+        raise PanicException("as the prompt says, secret")
+
+    client = Client(start(max_num_seqs=2))
+    client.submit(PROMPT, SamplingParams(3), logits_processor=panic)
+    client.submit(PROMPT, SamplingParams(3))
+    assert [error_code(outcome) for outcome in client.outcomes()] == ["engine_failed"] * 2
+    assert f"PanicException in panic ({Path(__file__).name}:" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_a_failed_engine_answers_everyone_though_the_log_takes_no_line(
+    start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread.logger, "error", Mock(side_effect=RuntimeError("the log is gone")))
+    engine = start(max_num_seqs=2)
+    engine.step = Mock(side_effect=SystemError)  # type: ignore[method-assign]
+    client = Client(engine)
+    client.submit(PROMPT, SamplingParams(3))
+    assert [error_code(outcome) for outcome in client.outcomes()] == ["engine_failed"]
+    assert not engine.is_healthy()
+
+
+def test_the_load_tells_free_slots(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    engine = start(max_num_seqs=4)
+    client = Client(engine)
+    assert engine.load().num_free_slots == 4
+    with engine.queue.changed:  # it takes none meanwhile
+        for _ in range(6):
+            client.submit(PROMPT, SamplingParams(3))
+        load = engine.load()
+    assert (load.num_waiting, load.num_free_slots) == (6, 4)
+    assert all(isinstance(outcome, list) for outcome in client.outcomes())
+
+
+def test_the_queue_is_served_by_priority_then_in_order(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    engine = start(max_num_seqs=1)
+    slow_down(engine, 0.01)
+    client = Client(engine)
+    started, order = threading.Event(), []
+
+    def note(name: str) -> Callable[[int, int], bool]:
+        def listen(*_: int) -> bool:
+            order.append(name)
+            started.set()
+            return False
+
+        return listen
+
+    client.submit(PROMPT, SamplingParams(30), on_token=note("first"))
+    assert started.wait(60)
+    for name, priority in (("c", 0), ("e", 5), ("d", 0), ("a", -3), ("f", 5), ("b", -3)):
+        client.submit(PROMPT, SamplingParams(1), on_token=note(name), priority=priority)
+    client.outcomes()
+    assert [name for name in order if name != "first"] == list("abcdef")
+
+
+def test_requests_of_many_prompts_let_others_in_between(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    engine, order = start(max_num_seqs=1), list[str]()
+
+    def request(name: str, count: int, priority: int = 0) -> None:
+        def note(number: int) -> Callable[[Outcome], None]:
+            return lambda _: order.append(f"{name}{number}")
+
+        asked = [SequenceGroup(PROMPT, SamplingParams(1), note(number), priority=priority) for number in range(count)]
+        engine.submit(asked)
+
+    with engine.queue.changed:  # it takes nobody meanwhile
+        request("a", 4)
+        request("b", 2)
+        request("c", 1)
+        engine.scheduler._admit()  # a0 leaves: nobody joins its turn any more
+        request("urgent", 2, priority=-1)
+        request("d", 2)
+    deadline_s = time.monotonic() + 60
+    while len(order) < 11 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert order == ["a0", "urgent0", "urgent1", "b0", "c0", "a1", "b1", "d0", "a2", "d1", "a3"]
+
+
+@pytest.mark.parametrize("make", [ContinuousBatchingEngine, BatchEngine])
+def test_a_request_of_many_prompts_is_not_kept_waiting_by_those_that_go_on_coming(
+    model: Any, make: Callable[..., ContinuousBatchingEngine | BatchEngine]
+) -> None:
+    done, is_done = list[Outcome](), threading.Event()
+    num_singles, most = itertools.count(), 1000
+    options: dict[str, Any] = {} if make is ContinuousBatchingEngine else {"context_length": 512, "sharing": "alone"}
+    engine = make(model, max_num_seqs=2, **options)
+
+    def take(outcome: Outcome) -> None:
+        done.append(outcome)
+        if len(done) == 8:
+            is_done.set()
+
+    def come_again(outcome: Outcome) -> None:
+        if not is_done.is_set() and next(num_singles) < most:
+            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), come_again)])
+
+    with engine.queue.changed:  # it takes nobody meanwhile
+        for _ in range(6):
+            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), come_again)])
+        engine.submit([SequenceGroup(PROMPT, SamplingParams(1), take) for _ in range(8)])
+    assert is_done.wait(120)
+    engine.close()
+    assert next(num_singles) < 8 * 8
+
+
+# --- several texts of one prompt -------------------------------------------------------------------------------------
+
+
+def test_texts_of_one_prompt_share_its_prefill(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    engine = start(enable_prefix_caching=False)
+    counting = Counting(engine)
+    outcome = Client(engine).ask(list(range(10, 110)), replace(DRAWN, max_new_tokens=1, num_return_sequences=6))
+    assert len(token_ids(outcome)) == 6
+    assert counting.num_tokens == 100
+
+
+def test_best_of_gives_the_likeliest_texts(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    client = Client(start())
+    everyone = client.ask(PROMPT, replace(DRAWN, num_return_sequences=5, logprobs=0))
+    assert isinstance(everyone, list)
+
+    def mean(completion: Completion) -> float:
+        assert completion.logprobs is not None
+        return sum(each.logprob for each in completion.logprobs) / len(completion.logprobs)
+
+    best = client.ask(PROMPT, replace(DRAWN, num_return_sequences=2, best_of=5))
+    ranked = sorted(everyone, key=mean, reverse=True)
+    assert token_ids(best) == [each.token_ids for each in ranked[:2]]
+    assert isinstance(best, list)
+    assert best[0].logprobs is None  # nobody asked for them
+
+
+# --- log probabilities -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("piece", [16, 512])
+def test_log_probabilities_are_those_of_the_models_own_logits(
+    piece: int, model: Any, start: Callable[..., ContinuousBatchingEngine]
+) -> None:
+    config = EngineConfig(chunk_sizes=ChunkSizes(piece, 256, per_weights=16))
+    client = Client(start(config=config))
+    plan = SamplingParams(9, logprobs=3, prompt_logprobs=2, repetition_penalty=1.4)
+    items = prompts(12, seed=21, longest=50)
+    for prompt in items:
+        client.submit(prompt, plan)
+    for prompt, outcome in zip(items, client.outcomes(), strict=True):
+        completion = only(outcome)
+        whole = torch.tensor([prompt + completion.token_ids])
+        with torch.inference_mode():
+            expected = model(input_ids=whole).logits[0].log_softmax(-1)
+        assert completion.prompt_logprobs is not None
+        assert completion.logprobs is not None
+        assert len(completion.prompt_logprobs) == len(prompt) - 1
+        assert len(completion.logprobs) == len(completion.token_ids)
+        for place, found in enumerate([*completion.prompt_logprobs, *completion.logprobs]):
+            assert found.token_id == whole[0, place + 1]
+            assert found.logprob == pytest.approx(expected[place, found.token_id].item(), abs=1e-4)
+            wanted = expected[place].topk(len(found.top)).values.tolist()
+            assert [value for _, value in found.top] == pytest.approx(wanted, abs=1e-4)
+        assert {len(each.top) for each in completion.logprobs} == {3}
+        assert {len(each.top) for each in completion.prompt_logprobs} <= {2}

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill batches and decoding steps that run ahead in the continuous engine."""
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.plan import PrefillRequest, is_worth_one_batch
+from hf_triton.engine.types import Observer, SequenceGroup
+from hf_triton.runner.device import CHUNK_SIZES, ChunkSizes, DeviceContext
+from hf_triton.sampling.params import SamplingParams
+from tests.support.architectures import BASE, build
+from tests.support.engine import PROMPT, Client, error_code, only, prompts, token_ids
+from tests.support.reference import solo_ids
+
+# --- prefill order ---------------------------------------------------------------------------------------------------
+
+
+class Forwards:
+    """What an engine does: it reads so many rows of so many columns, or runs steps."""
+
+    def __init__(self, engine: ContinuousBatchingEngine) -> None:
+        self._model, self.seen = engine.forward._model, list[Any]()
+        engine.forward._model = self
+
+    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        rows, columns = input_ids.shape
+        if columns > 1 or self.seen[-1:] != ["steps"]:
+            self.seen.append((rows, columns) if columns > 1 else "steps")
+        return self._model(input_ids=input_ids, **arguments)
+
+    @property
+    def read(self) -> list[int]:
+        """How many contexts were read at a time."""
+        return [each[0] for each in self.seen if each != "steps"]
+
+
+def test_prompts_that_come_one_after_the_other_do_not_hold_up_the_first(
+    start: Callable[..., ContinuousBatchingEngine],
+) -> None:
+    engine = start(max_num_seqs=16)
+    client, forwards, plan = Client(engine), Forwards(engine), SamplingParams(12)
+    call = forwards.__call__
+
+    def call_and_submit(*, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        if input_ids.shape[1] > 1 and len(forwards.read) < 10:
+            client.submit([5, 7, 11], plan)
+        return call(input_ids=input_ids, **arguments)
+
+    engine.forward._model = call_and_submit
+    client.submit([3, 5, 7], plan)
+    while len(forwards.read) < 10:
+        time.sleep(0.01)
+    client.outcomes()
+    assert forwards.seen.index("steps") <= 2
+
+
+def submit_lengths(engine: ContinuousBatchingEngine, lengths: list[int]) -> threading.Semaphore:
+    """Prompts at one moment; what is released for each that is answered."""
+    answered = threading.Semaphore(0)
+    plan = SamplingParams(12)  # so that nobody is waited for, who is about to end
+    engine.submit(
+        [
+            SequenceGroup([3 + number] * length, plan, lambda _: answered.release())
+            for number, length in enumerate(lengths)
+        ]
+    )
+    return answered
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [
+        ([60, 44, 58], [(3, 60), "steps"]),
+        ([60, 20, 58, 21], [(1, 60), (1, 20), (1, 58), (1, 21), "steps"]),
+        ([60, 61, 20, 21], [(2, 61), (2, 21), "steps"]),
+        ([300, 20, 260], [(1, 300), (1, 20), "steps", (1, 256), "steps", (1, 4), "steps"]),
+        # Longer than a piece that nobody waits for: short ones pass after each of its pieces.
+        ([900, 800, 20, 21], [(1, 512), (2, 21), "steps", (1, 256), "steps", (1, 132), "steps", (1, 256), "steps"]),
+        ([900, 20, 300], [(1, 512), (1, 20), (1, 300), "steps", (1, 256), "steps", (1, 132), "steps"]),
+        (
+            [900, 20, 500],
+            [(1, 512), (1, 20), "steps", (1, 256), "steps", (1, 256), "steps", (1, 244), "steps", (1, 132), "steps"],
+        ),
+    ],
+)
+def test_prompts_of_unlike_lengths_are_read_one_after_the_other(
+    lengths: list[int], wanted: list[Any], start: Callable[..., ContinuousBatchingEngine]
+) -> None:
+    engine = start()
+    forwards = Forwards(engine)
+    answered = submit_lengths(engine, lengths)
+    for _ in lengths:
+        assert answered.acquire(timeout=60)
+    assert forwards.seen[: len(wanted)] == wanted
+
+
+def test_short_prompts_pass_long_ones_that_are_read_whole(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    engine = start(prefills_whole=True)
+    forwards = Forwards(engine)
+    answered = submit_lengths(engine, [900, 800, 20, 21])
+    for _ in range(4):
+        assert answered.acquire(timeout=60)
+    assert forwards.seen == [(1, 900), "steps", (2, 21), "steps", (1, 800), "steps"]
+
+
+def test_running_rows_wait_for_one_piece_at_most(start: Callable[..., ContinuousBatchingEngine]) -> None:
+    config = EngineConfig(chunk_sizes=ChunkSizes(512, 70, per_weights=16))
+    engine = start(config=config)
+    forwards, company = Forwards(engine), list[threading.Semaphore]()
+
+    def on_token(*_: int) -> bool:
+        if not company and "steps" in forwards.seen:
+            company.append(submit_lengths(engine, [40, 20, 2, 60]))
+        return False
+
+    Client(engine).ask([5] * 9, SamplingParams(40), on_token=on_token)
+    for _ in range(4):
+        assert company[0].acquire(timeout=60)
+    seen = forwards.seen[forwards.seen.index((1, 40)) :]
+    assert seen[:5] == [(1, 40), (1, 20), (1, 2), "steps", (1, 60)]
+
+
+def test_a_piece_in_company_is_smaller_the_more_a_cpu_has_read() -> None:
+    cpu, cuda, other = (DeviceContext(torch.device(name)).chunk_sizes for name in ("cpu", "cuda:1", "xpu"))
+    assert [cpu.size(is_decoding=True, num_cached=columns) for columns in (0, 2047, 2048, 8192)] == [256, 256, 128, 51]
+    assert cpu.size(is_decoding=False, num_cached=8192) == 512
+    assert cuda.size(is_decoding=True, num_cached=8192) == 512
+    assert cuda.size(is_decoding=False) == 1024
+    assert other == cuda
+
+
+def test_what_is_worth_one_batch() -> None:
+    cpu, cuda = CHUNK_SIZES["cpu"], CHUNK_SIZES["cuda"]
+
+    def is_worth(requests: list[PrefillRequest], sizes: ChunkSizes) -> bool:
+        return is_worth_one_batch(requests, sizes, math.inf)
+
+    requests = [PrefillRequest([], [0] * 100), PrefillRequest([], [0] * 84)]
+    assert is_worth(requests, cpu)
+    requests[1] = PrefillRequest([], [0] * 83)
+    assert not is_worth(requests, cpu)
+    assert is_worth(requests, cuda)
+    assert is_worth([replace(requests[0], num_cached=17), requests[1]], cpu)  # which leaves no padding
+    assert not is_worth([PrefillRequest([], [0] * 513)] * 2, cuda)
+
+
+# --- one step ahead --------------------------------------------------------------------------------------------------
+
+
+class Events:
+    """What the engine does and when: a step of so many rows begins, or a token goes out."""
+
+    def __init__(self, engine: ContinuousBatchingEngine) -> None:
+        self._step, self.seen = engine.decoder.step, list[str]()
+        engine.decoder.step = self.step  # type: ignore[method-assign]
+
+    def step(self, *arguments: Any) -> torch.Tensor:
+        self.seen.append("step")
+        return self._step(*arguments)
+
+    def token(self, *_: int) -> bool:
+        self.seen.append("token")
+        return False
+
+    def ask(self, client: Client, **settings: Any) -> list[str]:
+        self.seen.clear()
+        only(client.ask(PROMPT, SamplingParams(5, **settings), on_token=self.token))
+        return self.seen
+
+
+TOKEN_BY_TOKEN = ["token", *["step", "token"] * 4]  # the prompt gives the first one
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "seed": 3}], ids=str)
+def test_static_steps_begin_before_the_host_has_seen_the_last_one(
+    settings: dict[str, Any], start: Callable[..., ContinuousBatchingEngine], request: pytest.FixtureRequest
+) -> None:
+    engine = start()
+    seen = Events(engine).ask(Client(engine), **settings)
+    if "static" in request.node.callspec.params.values():
+        assert seen == ["token", "step", "step", "token", "step", "token", "step", "token", "token"]
+    else:
+        assert seen == TOKEN_BY_TOKEN
+
+
+@pytest.mark.parametrize(
+    "settings", [{"logprobs": 1}, {"repetition_penalty": 1.3}, {"logit_bias": ((7, 2.0),)}], ids=str
+)
+def test_a_text_whose_next_token_needs_the_host_goes_token_by_token(
+    settings: dict[str, Any], start: Callable[..., ContinuousBatchingEngine]
+) -> None:
+    engine = start()
+    assert Events(engine).ask(Client(engine), **settings) == TOKEN_BY_TOKEN
+
+
+def test_a_mix_of_such_texts_is_what_each_is_alone(model: Any, start: Callable[..., ContinuousBatchingEngine]) -> None:
+    source, engine = random.Random(31), start(max_num_seqs=5)
+    client = Client(engine)
+    items = [
+        (prompt, SamplingParams(source.randrange(1, 40), repetition_penalty=source.choice([1.0, 1.0, 1.4])))
+        for prompt in prompts(40, seed=32)
+    ]
+    for item in items:
+        client.submit(*item)
+        time.sleep(source.choice([0, 0, 0.02]))
+    for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
+        wanted = solo_ids(model, prompt, plan.max_new_tokens, repetition_penalty=plan.repetition_penalty)
+        assert only(outcome).token_ids == wanted
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")], ids=repr)
+@pytest.mark.parametrize("failing", [2, 3, 9])
+def test_a_step_ahead_that_fails_changes_no_text(
+    error: Exception,
+    failing: int,
+    model: Any,
+    start: Callable[..., ContinuousBatchingEngine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, count = start(max_num_seqs=8), [0]
+    step = engine.decoder.step
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        count[0] += 1
+        if count[0] == failing:
+            raise error
+        return step(*arguments)
+
+    monkeypatch.setattr(engine.decoder, "step", fail)
+    client = Client(engine)
+    heard: dict[int, list[int]] = {}
+    items = prompts(6, seed=33)
+    for number, prompt in enumerate(items):
+        listen = heard.setdefault(number, []).append
+        client.submit(prompt, SamplingParams(12), on_token=lambda _, token_id, listen=listen: bool(listen(token_id)))
+    for number, (prompt, outcome) in enumerate(zip(items, client.outcomes(), strict=True)):
+        assert only(outcome).token_ids == solo_ids(model, prompt, 12) == heard[number]
+    assert count[0] > failing
+
+
+class Steps(Observer):
+    """Notes how many rows each step has served."""
+
+    def __init__(self) -> None:
+        self.num_rows: list[int] = []
+
+    def on_step(self, num_rows: int) -> None:
+        self.num_rows.append(num_rows)
+
+
+def test_a_step_ahead_of_texts_that_have_all_ended_counts_for_nothing(
+    start: Callable[..., ContinuousBatchingEngine],
+) -> None:
+    observer = Steps()
+    engine = start(observer=observer)
+    client = Client(engine)
+    heard: list[int] = []
+
+    def listen(_: int, token_id: int) -> bool:
+        heard.append(token_id)
+        return len(heard) == 4
+
+    client.ask(PROMPT, SamplingParams(20), on_token=listen)
+    client.ask(PROMPT, SamplingParams(1))
+    assert observer.num_rows == [1, 1, 1]  # the first token is the prompt's
+
+
+def test_nothing_is_kept_of_a_text_that_failed_one_step_ahead(
+    start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, count = start(), [0]
+    step = engine.decoder.step
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        count[0] += 1
+        if count[0] > 4:
+            raise RuntimeError("boom")
+        return step(*arguments)
+
+    monkeypatch.setattr(engine.decoder, "step", fail)
+    outcome = Client(engine).ask(PROMPT, SamplingParams(20))
+    assert error_code(outcome) == "generation_failed"
+    engine.close()
+    assert engine.scheduler._inflight is None
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_text_that_comes_to_nan_spoils_no_prefix(is_running: bool) -> None:
+    model, source = build("LlamaConfig", BASE), random.Random(1)
+    beginning = [source.randrange(3, 290) for _ in range(30)]
+    prompts = [[*beginning, number, 60, 70] for number in (50, 51, 52)]
+    wanted = [solo_ids(model, prompt, 6) for prompt in prompts]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[299] = torch.nan
+    engine = ContinuousBatchingEngine(model, max_num_seqs=4)
+    client = Client(engine)
+    try:
+        client.submit([*beginning, 299, 7, 8], SamplingParams(60 if is_running else 3))
+        if not is_running:
+            client.outcomes()
+        assert [token_ids(client.ask(prompt, SamplingParams(6))) for prompt in prompts] == [[ids] for ids in wanted]
+    finally:
+        engine.close()
