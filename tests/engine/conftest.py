@@ -8,20 +8,9 @@ from typing import Any
 import pytest
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.runner.cpu import availability, decode_attention, linear
 from hf_triton.testing import build_tiny_checkpoint
+from tests.support.kernels import anew as anew
 from tests.support.reference import load_reference
-
-
-@pytest.fixture
-def anew() -> Iterator[None]:
-    """Forget which kernels were tried."""
-    caches = decode_attention.kernel_for, linear.has_kernel, availability.runs_numba
-    for kernel_cache in caches:
-        kernel_cache.cache_clear()
-    yield
-    for kernel_cache in caches:
-        kernel_cache.cache_clear()
 
 
 @pytest.fixture(scope="module")

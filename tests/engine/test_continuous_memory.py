@@ -40,7 +40,7 @@ from tests.support.reference import solo_ids
 
 @pytest.mark.parametrize("piece", [16, 512])
 @pytest.mark.parametrize("max_tokens", [256, 600, 1500])
-def test_a_small_memory_is_never_overrun_and_changes_nobodys_text(
+def test_small_kv_cache_is_never_exceeded_and_changes_no_output(
     max_tokens: int, piece: int, model: Any, start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     config = EngineConfig(chunk_sizes=ChunkSizes(piece, piece // 2, per_weights=16))
@@ -62,7 +62,7 @@ def test_a_small_memory_is_never_overrun_and_changes_nobodys_text(
     assert max(most) <= max_tokens
 
 
-def test_what_could_never_fit_is_refused_at_once_with_the_numbers(
+def test_prompt_that_can_never_fit_is_refused_at_submit(
     start: Callable[..., ContinuousBatchingEngine],
 ) -> None:
     refused = Client(start(max_cache_tokens=256)).ask(PROMPT, SamplingParams(200))
@@ -72,7 +72,7 @@ def test_what_could_never_fit_is_refused_at_once_with_the_numbers(
         assert words in refused.sentence
 
 
-def test_a_memory_that_has_shrunk_refuses_nobody_for_good(
+def test_shrunken_memory_refuses_no_sequence_for_good(
     model: Any, start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     config = EngineConfig(max_memory_wait_s=0.1)
@@ -273,9 +273,7 @@ def test_a_panic_while_asking_for_a_cancel_ends_its_own_text_alone(
     assert engine.is_healthy()
 
 
-def test_a_failure_of_the_memory_itself_refuses_nobody(
-    model: Any, start: Callable[..., ContinuousBatchingEngine]
-) -> None:
+def test_corrupt_memory_refuses_no_sequence(model: Any, start: Callable[..., ContinuousBatchingEngine]) -> None:
     engine = start()
     remove, failures = engine.memory.lanes.remove, [RuntimeError("boom")]
 

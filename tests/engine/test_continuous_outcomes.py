@@ -39,7 +39,7 @@ from tests.support.reference import solo_ids
 # --- how a text ends -------------------------------------------------------------------------------------------------
 
 
-def test_a_listener_hears_every_token_and_can_end_the_text(
+def test_listener_gets_every_token_and_can_stop_the_sequence(
     model: Any, start: Callable[..., ContinuousBatchingEngine]
 ) -> None:
     whole = solo_ids(model, PROMPT, 20)
@@ -145,7 +145,7 @@ def test_a_cancelled_text_takes_part_in_no_further_step(start: Callable[..., Con
 # --- the queue -------------------------------------------------------------------------------------------------------
 
 
-def test_a_folders_code_that_waits_keeps_nobody_from_the_queue(start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_slow_constraint_does_not_block_the_queue(start: Callable[..., ContinuousBatchingEngine]) -> None:
     engine = start(max_num_seqs=2)
     client, is_entered, may_go = Client(engine), threading.Event(), threading.Event()
 
@@ -164,7 +164,7 @@ def test_a_folders_code_that_waits_keeps_nobody_from_the_queue(start: Callable[.
     assert all(isinstance(outcome, list) for outcome in client.outcomes())
 
 
-def test_who_is_admitted_when_the_engine_fails_is_answered(
+def test_admitted_group_is_answered_if_the_engine_fails(
     start: Callable[..., ContinuousBatchingEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     class PanicException(BaseException):
@@ -181,7 +181,7 @@ def test_who_is_admitted_when_the_engine_fails_is_answered(
     assert "secret" not in caplog.text
 
 
-def test_a_failed_engine_answers_everyone_though_the_log_takes_no_line(
+def test_failed_engine_answers_all_groups_if_logging_fails(
     start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread.logger, "error", Mock(side_effect=RuntimeError("the log is gone")))
@@ -251,7 +251,7 @@ def test_requests_of_many_prompts_let_others_in_between(start: Callable[..., Con
 
 
 @pytest.mark.parametrize("make", [ContinuousBatchingEngine, BatchEngine])
-def test_a_request_of_many_prompts_is_not_kept_waiting_by_those_that_go_on_coming(
+def test_large_request_is_not_starved_by_later_requests(
     model: Any, make: Callable[..., ContinuousBatchingEngine | BatchEngine]
 ) -> None:
     done, is_done = list[Outcome](), threading.Event()

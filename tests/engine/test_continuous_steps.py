@@ -44,7 +44,7 @@ class Forwards:
         return [each[0] for each in self.seen if each != "steps"]
 
 
-def test_prompts_that_come_one_after_the_other_do_not_hold_up_the_first(
+def test_later_prompts_do_not_delay_the_first(
     start: Callable[..., ContinuousBatchingEngine],
 ) -> None:
     engine = start(max_num_seqs=16)
@@ -203,7 +203,7 @@ def test_a_text_whose_next_token_needs_the_host_goes_token_by_token(
     assert Events(engine).ask(Client(engine), **settings) == TOKEN_BY_TOKEN
 
 
-def test_a_mix_of_such_texts_is_what_each_is_alone(model: Any, start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_mixed_sequences_equal_each_alone(model: Any, start: Callable[..., ContinuousBatchingEngine]) -> None:
     source, engine = random.Random(31), start(max_num_seqs=5)
     client = Client(engine)
     items = [
@@ -275,7 +275,7 @@ def test_a_step_ahead_of_texts_that_have_all_ended_counts_for_nothing(
     assert observer.num_rows == [1, 1, 1]  # the first token is the prompt's
 
 
-def test_nothing_is_kept_of_a_text_that_failed_one_step_ahead(
+def test_failed_step_ahead_keeps_nothing_of_its_sequence(
     start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, count = start(), [0]
