@@ -135,9 +135,10 @@ class SequenceGroup:
         """Deliver the outcome, once."""
         if self.is_finished:
             return
-        self.is_finished, self.sequences = True, []  # breaks the reference cycle
+        observer = self.observer
+        self.is_finished, self.sequences, self.observer = True, [], SequenceObserver()  # breaks reference cycles
         if not isinstance(outcome, HfTritonError):
-            self.observer.on_complete(outcome)
+            observer.on_complete(outcome)
         try:
             with panics_as_errors():
                 self.on_finish(outcome)

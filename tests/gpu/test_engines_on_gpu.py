@@ -15,6 +15,8 @@ from accelerate import dispatch_model
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.executor import Executor
+from hf_triton.engine.scheduler import Scheduler
 from hf_triton.hub.checkpoint import Checkpoint, Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
 from hf_triton.runner.decode import DecodingMode
@@ -101,7 +103,7 @@ def test_a_model_on_several_devices(name: str) -> None:
     plain = build(*CONTINUOUS[name])
     model = copy.deepcopy(plain)
     with closing(ContinuousBatchingEngine(dispatch_model(model, in_two(model)), max_num_seqs=5)) as engine:
-        assert engine._device == torch.device("cuda", 0)
+        assert engine.forward.device == torch.device("cuda", 0)
         check(engine, plain)
 
 
@@ -125,22 +127,32 @@ def in_two(model: torch.nn.Module) -> dict[str, str]:
 
 @pytest.mark.skipif(HAS_GPU, reason="a real device does not say who waited for it")
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_running_rows_wait_for_nothing_but_their_tokens(plan: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_waits_for_its_tokens_alone(plan: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
     reads = threading.local()
-    wait, advance = Device.wait, ContinuousBatchingEngine._advance_prefill
+    wait = Device.wait
 
     def note(device: Device, operation: object) -> None:
         wait(device, operation)
         if threading.current_thread().name == "hf_triton-engine" and not getattr(reads, "now", False):
             waits.append(str(operation))
 
-    def read(engine: ContinuousBatchingEngine) -> None:
-        reads.now = True
-        advance(engine)
-        reads.now = False
+    def during_prefill(owner: type, name: str) -> None:
+        """Prefill may wait for the device."""
+        method = getattr(owner, name)
 
-    monkeypatch.setattr(ContinuousBatchingEngine, "_advance_prefill", read)
+        def run(*arguments: object, **options: object) -> object:
+            reads.now = True
+            try:
+                return method(*arguments, **options)
+            finally:
+                reads.now = False
+
+        monkeypatch.setattr(owner, name, run)
+
+    during_prefill(Scheduler, "_schedule_prefill")
+    during_prefill(Scheduler, "_update_prefill")
+    during_prefill(Executor, "_prefill")
     with closing(ContinuousBatchingEngine(build(*CONTINUOUS["granite"]).to("cuda"), max_num_seqs=8)) as engine:
         monkeypatch.setattr(Device, "wait", note)
         client = Client(engine)

@@ -90,7 +90,7 @@ def test_the_prompt_s_log_probabilities_are_transformers_own(
 ) -> None:
     reply = generate(server, architecture, PROMPTS[2], max_new_tokens=2, prompt_logprobs=0)
     if architecture == "t5":
-        sentence = "prompt_logprobs needs a model that goes on from its prompt, and this one is an encoder-decoder"
+        sentence = "prompt_logprobs needs a model that continues its prompt, and this one is an encoder-decoder"
         assert (reply.status, reply.error) == (400, f"invalid_parameter: {sentence}: leave it out")
         return
     known = reference(architecture)
