@@ -183,11 +183,12 @@ class _SequenceTimer(SequenceObserver):
 
 
 class _SequenceMeter(SequenceObserver):
-    """Times the tokens of one sequence group."""
+    """Times the tokens of one sequence group, which refers to it: a reference to the group would be a cycle."""
 
     def __init__(self, meter: MetricsMeter, group: SequenceGroup) -> None:
         self._meter = meter
-        self._group = group
+        self._times = group.times
+        self._num_prompt_tokens = len(group.prompt_ids)
         self._has_begun = False
         self._firsts_s = [0.0] * group.params.num_sequences
         self._lasts_s = [0.0] * group.params.num_sequences
@@ -198,9 +199,9 @@ class _SequenceMeter(SequenceObserver):
         now_s = time.monotonic()
         if not self._has_begun:
             self._has_begun = True
-            self._group.times.note_token(now_s)
-            self._meter.note(metrics.TIME_TO_FIRST_TOKEN, now_s - self._group.times.arrival_s)
-            self._meter.note(metrics.PROMPT_TOKENS, len(self._group.prompt_ids))
+            self._times.note_token(now_s)
+            self._meter.note(metrics.TIME_TO_FIRST_TOKEN, now_s - self._times.arrival_s)
+            self._meter.note(metrics.PROMPT_TOKENS, self._num_prompt_tokens)
         if not self._nums_tokens[index]:
             self._firsts_s[index] = now_s
         self._lasts_s[index] = now_s

@@ -28,10 +28,9 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
 """
 OF_A_REQUEST = (
     "TritonRequest",
-    "Response",
+    "GenerationResponse",
     "PreparedPrompt",
     "SequenceGroup",
-    "GroupState",
     "Sequence",
     "SequenceSampler",
     "GenerationRequest",
