@@ -170,15 +170,29 @@ def test_admitted_group_is_answered_if_the_engine_fails(
     class PanicException(BaseException):
         pass
 
-    def panic() -> None:
+    def panic(*_: object) -> Any:
         raise PanicException("as the prompt says, secret")
 
     client = Client(start(max_num_seqs=2))
-    client.submit(PROMPT, SamplingParams(3), logits_processor=panic)
+    client.submit(PROMPT, SamplingParams(3), logits_processor=lambda: panic)
     client.submit(PROMPT, SamplingParams(3))
     assert [error_code(outcome) for outcome in client.outcomes()] == ["engine_failed"] * 2
     assert f"PanicException in panic ({Path(__file__).name}:" in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_panic_while_sequences_are_created_refuses_their_group(
+    start: Callable[..., ContinuousBatchingEngine],
+) -> None:
+    def leave() -> Any:
+        raise SystemExit
+
+    client = Client(start(max_num_seqs=2))
+    client.submit(PROMPT, SamplingParams(3), logits_processor=leave)
+    client.submit(PROMPT, SamplingParams(3))
+    refused, answered = client.outcomes()
+    assert error_code(refused) == "generation_failed"
+    assert isinstance(answered, list)
 
 
 def test_failed_engine_answers_all_groups_if_logging_fails(
