@@ -46,7 +46,7 @@ GENERATE_ONLY: Final = (
 )
 """Options of a generation_config that only `model.generate` implements. The others are sampling parameters, or change
 no output (`renormalize_logits`, `prompt_lookup_num_tokens`, ...)."""
-UNSUPPORTED: Final = ("top_h", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
+UNSUPPORTED_SETTINGS: Final = ("top_h", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
 """Options that no engine supports: `generate` applies them in its own sampler, which is not used here."""
 
 CONTEXT_LIMITS: Final = {"doge": "keep_window_size", "moshi": "sliding_window"}
@@ -112,7 +112,7 @@ def _continuous_mode(model: Any, wanted: EngineName, context_length: int) -> Pre
     Raises:
         CheckpointError: No engine can run the model as its generation_config asks, or not the one that is wanted.
     """
-    unsupported = _asked(model, UNSUPPORTED)
+    unsupported = _asked(model, UNSUPPORTED_SETTINGS)
     if unsupported:
         raise CheckpointError(
             "unsupported_model",

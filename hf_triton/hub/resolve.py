@@ -23,6 +23,8 @@ from hf_triton.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
+CACHE_VARIABLES: Final = ("TRANSFORMERS_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+"""Variables that name a cache folder, in search order; `hub` in HF_HOME follows."""
 TOKEN_VARIABLES: Final = (
     "HF_TOKEN",
     "HF_TOKEN_PATH",
@@ -190,8 +192,7 @@ class Hub:
 
     def _named_caches(self) -> list[Path]:
         """The caches that settings or environment name."""
-        variables = "TRANSFORMERS_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"
-        named = [self._environment.get(variable) for variable in variables]
+        named = [self._environment.get(variable) for variable in CACHE_VARIABLES]
         caches = [_expand_home(os.path.expandvars(path)) for path in named if path]
         if self._settings.cache_dir is not None:
             caches.insert(0, self._model_folder / _expand_home(self._settings.cache_dir))

@@ -30,7 +30,7 @@ class Forward:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self.model = model
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = cache_name(model)
         self.new_cache = cache_maker(model.config)
@@ -53,7 +53,7 @@ class Forward:
     @property
     def is_on_one_device(self) -> bool:
         """Whether all of the model is on the device of its embedding."""
-        device_map: dict[str, object] = getattr(self._model, "hf_device_map", None) or {}
+        device_map: dict[str, object] = getattr(self.model, "hf_device_map", None) or {}
         return len(set(map(str, device_map.values()))) <= 1
 
     def prefill(self, prompt: list[int]) -> tuple[Cache, torch.Tensor]:
@@ -105,7 +105,7 @@ class Forward:
             arguments["logits_to_keep"] = num_logits
         length = self._long_rope.prefilling(num_context) if self._long_rope else nullcontext()
         with self._attention, self._device_context, length:
-            logits: torch.Tensor = self._model(input_ids=input_ids, **arguments).logits
+            logits: torch.Tensor = self.model(input_ids=input_ids, **arguments).logits
         return logits[:, -num_logits:]
 
 

@@ -68,7 +68,7 @@ class KVCache(KVWindow):
     @contextmanager
     def states_kept(self) -> Iterator[None]:
         """Restore all states afterwards, so that a step can run again."""
-        buffers = [buffer for layer in self._layers() for buffer in states_of(layer)]
+        buffers = [buffer for layer in self.layers() for buffer in states_of(layer)]
         before = [buffer.clone() for buffer in buffers]
         try:
             yield
@@ -84,7 +84,7 @@ class KVCache(KVWindow):
             self._set_clock(length, length)
         self._make_room(self.num_rows + 1, length)
         start = self.clock - length
-        for layer, source in zip(self._layers(), kept_layers(prefilled), strict=True):
+        for layer, source in zip(self.layers(), kept_layers(prefilled), strict=True):
             layer.put(self.num_rows, slice(start, self.clock), source, row)
         self.is_corrupt = True
         self._starts.append(start)
@@ -98,7 +98,7 @@ class KVCache(KVWindow):
         last = self.num_rows - 1
         if slot != last:
             self.is_corrupt = True
-            for layer in self._layers():
+            for layer in self.layers():
                 layer.replace(slot, last)
             self._starts[slot] = self._starts[last]
             self._mark(slot)
@@ -116,7 +116,7 @@ class KVCache(KVWindow):
     def read(self, slot: int, length: int) -> CacheContents:
         """Views of the KV of a slot's first tokens, and of the states behind its last token."""
         columns = slice(self._starts[slot], self._starts[slot] + length)
-        layers = [layer for layer in self._layers() if isinstance(layer, KVCacheLayer)]
+        layers = [layer for layer in self.layers() if isinstance(layer, KVCacheLayer)]
         pairs = [(layer.key_rows[slot, :, columns], layer.value_rows[slot, :, columns]) for layer in layers]
         return CacheContents(pairs, sequence_states(self.cache, slot))
 
@@ -159,7 +159,8 @@ class KVCache(KVWindow):
 
     # --- the buffers -------------------------------------------------------------------------------------------------
 
-    def _layers(self) -> list[AnyLayer]:
+    def layers(self) -> list[AnyLayer]:
+        """The layers that keep KV or states."""
         return kept_layers(self.cache)
 
     def _tokens(self, shape: tuple[int, int]) -> int:
@@ -212,7 +213,7 @@ class KVCache(KVWindow):
         is_larger = shape[0] >= self.shape[0] and shape[1] >= self.shape[1]
         self.is_corrupt = bool(by) or not is_larger
         used = slice(self.first, self.clock)
-        for layer in self._layers():
+        for layer in self.layers():
             layer.move(shape, used, by)
         self.is_corrupt = True
         self._mask, self._positions = mask, positions

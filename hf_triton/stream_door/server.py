@@ -212,7 +212,7 @@ class DoorServer:
         self._version = version
         self._peers: set[_Peer] = set()
         self._lock = threading.Lock()
-        self._listener: socket.socket | None = None
+        self.listener: socket.socket | None = None
         self._address: Address | None = None
 
     def open(self) -> None:
@@ -225,33 +225,34 @@ class DoorServer:
             listener.close()
             logger.warning("no stream door can reach this model: %s", error)
             return
-        self._listener = listener
+        self.listener = listener
         threading.Thread(target=self._accept, args=(listener,), name="hf_triton-door", daemon=True).start()
 
     def drain(self, timeout_s: float = DRAIN_S) -> None:
         """Take no more requests, and give the running ones time to finish."""
-        if self._listener is None or self._address is None:
+        if self.listener is None or self._address is None:
             return
         self.is_draining = True
         remove(self._address)
-        self._listener.shutdown(socket.SHUT_RDWR)
+        self.listener.shutdown(socket.SHUT_RDWR)
         deadline_s = time.monotonic() + timeout_s
-        while any(peer.num_open for peer in self._all_peers()) and time.monotonic() < deadline_s:
+        while any(peer.num_open for peer in self.all_peers()) and time.monotonic() < deadline_s:
             time.sleep(DRAIN_POLL_S)
 
     def close(self) -> None:
         """Send the queued responses and end the connections; after `drain`."""
-        for peer in self._all_peers():
+        for peer in self.all_peers():
             peer.connection.close()
-        if self._listener is not None:
-            self._listener.close()
+        if self.listener is not None:
+            self.listener.close()
 
     def forget(self, peer: _Peer) -> None:
         """A connection has ended."""
         with self._lock:
             self._peers.discard(peer)
 
-    def _all_peers(self) -> list[_Peer]:
+    def all_peers(self) -> list[_Peer]:
+        """The connected doors."""
         with self._lock:
             return list(self._peers)
 

@@ -15,7 +15,7 @@ import torch
 from transformers import WatermarkingConfig
 
 from hf_triton.engine.batch_engine import BatchEngine
-from hf_triton.engine.choose import UNSUPPORTED, build_engine
+from hf_triton.engine.choose import UNSUPPORTED_SETTINGS, build_engine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Completion, Outcome, SequenceGroup
 from hf_triton.errors import (
@@ -637,7 +637,7 @@ def test_a_setting_that_only_generate_has_makes_the_choice(
     built.close()
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize("name", UNSUPPORTED_SETTINGS)
 def test_what_no_engine_does_is_refused_at_load(name: str, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     value = WatermarkingConfig() if name == "watermarking_config" else 0.1
     monkeypatch.setattr(llama.generation_config, name, value)
@@ -688,7 +688,7 @@ ERRORS = {"memory": torch.OutOfMemoryError("CUDA out of memory"), "other": Value
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_a_batch_that_fails_in_the_middle_goes_on_as_if_nothing_had_happened(kind: str, llama: Any) -> None:
+def test_retried_batch_continues_where_it_failed(kind: str, llama: Any) -> None:
     """Texts, random streams, log probabilities and what the listeners hear, all as without the failures."""
     asked, calm = (
         [Asked(ids, replace(plan, logprobs=1)) for ids, plan in zip(draw_prompts(10), random_plans(5), strict=True)]

@@ -29,8 +29,8 @@ class Forwards:
     """What an engine does: it reads so many rows of so many columns, or runs steps."""
 
     def __init__(self, engine: ContinuousBatchingEngine) -> None:
-        self._model, self.seen = engine.forward._model, list[Any]()
-        engine.forward._model = self
+        self._model, self.seen = engine.forward.model, list[Any]()
+        engine.forward.model = self
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
         rows, columns = input_ids.shape
@@ -56,7 +56,7 @@ def test_later_prompts_do_not_delay_the_first(
             client.submit([5, 7, 11], plan)
         return call(input_ids=input_ids, **arguments)
 
-    engine.forward._model = call_and_submit
+    engine.forward.model = call_and_submit
     client.submit([3, 5, 7], plan)
     while len(forwards.read) < 10:
         time.sleep(0.01)

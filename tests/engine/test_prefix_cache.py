@@ -54,7 +54,7 @@ def filled(*numbers: int, length: int = MIN_PREFIX) -> PrefixCache:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_longest_common_prefix_is_found_and_its_contents_are_its_tokens(seed: int) -> None:
+def test_find_returns_the_longest_common_prefix(seed: int) -> None:
     source = random.Random(seed)
     # Two tokens only: many texts with long beginnings in common. Large ones: no order by bytes but the numbers' own.
     alphabet = source.sample([0, 1, 127, 128, 255, 256, 65_535, 65_536, 2**31 - 1], 2)

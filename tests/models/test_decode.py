@@ -85,7 +85,7 @@ def test_unused_slots_do_not_touch_used_ones() -> None:
             texts.join(number, prompt)
         texts.step()
     for row in reversed(range(1, 6)):
-        static.memory._layers()[0].value_rows[row] = torch.nan
+        static.memory.layers()[0].value_rows[row] = torch.nan
         static.leave(row)
     static.join(9, [5, 6, 7])
     static.leave(1)
@@ -99,7 +99,7 @@ def test_nan_of_a_sequence_does_not_leak_into_the_next(mode: DecodingMode, tmp_p
     texts = Texts(load("llama", tmp_path), mode)
     texts.join(0, [5] * 40)
     texts.join(1, [6] * 30)
-    for layer in texts.memory._layers():
+    for layer in texts.memory.layers():
         layer.key_rows[1] = layer.value_rows[1] = torch.nan
     texts.leave(1)
     texts.join(2, [7] * 3)

@@ -177,7 +177,7 @@ def test_the_allocation_tells_whether_addresses_are_the_same() -> None:
     rows.add(prefilled([text]), 0, 10)
 
     def addresses() -> list[int]:
-        held = [each for layer in rows._layers() for each in (layer.key_rows, layer.value_rows)]
+        held = [each for layer in rows.layers() for each in (layer.key_rows, layer.value_rows)]
         return [each.data_ptr() for each in (*held, rows.clock_index, rows.attention_mask(), rows.position_ids())]
 
     before, allocation = addresses(), rows.allocation
@@ -205,7 +205,7 @@ class Failing:
 
 @pytest.mark.parametrize("num_moves", range(2 * NUM_LAYERS))
 @pytest.mark.parametrize("grows_in_place", [True, False])
-def test_memory_that_runs_out_in_the_middle_leaves_whole_rows_or_says_they_are_torn(
+def test_out_of_memory_leaves_slots_whole_or_marked_corrupt(
     num_moves: int, grows_in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = KVCache(torch.device("cpu"))

@@ -166,9 +166,7 @@ def test_a_step_that_breaks_off_between_two_lanes_tears_the_rows(model: Any, mon
     assert running.lanes.is_corrupt
 
 
-def test_a_step_that_has_no_memory_for_the_logits_of_all_lanes_tears_the_rows(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_without_memory_for_logits_marks_lanes_corrupt(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Torch:
         """torch, but for one function."""
 

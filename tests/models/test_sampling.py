@@ -448,7 +448,7 @@ def fenced(allowed: set[int], plan: SamplingParams = GREEDY, never: frozenset[in
     return SequenceSampler(plan, 0, [1], EOS_IDS, Fenced(allowed, [3, 7], never))
 
 
-def test_a_row_takes_the_likeliest_of_the_tokens_that_its_constraint_allows() -> None:
+def test_greedy_takes_the_likeliest_allowed_token() -> None:
     source = random.Random(0)
     for size in (VOCABULARY, VOCABULARY - 3):
         allowed = [set(source.sample(range(VOCABULARY), 5)) | {4} for _ in range(20)]

@@ -154,7 +154,7 @@ LIMITED = [("nemotron-h", {}), ("zamba2", {}), ("granite4", {"time_step_limit": 
 
 
 @pytest.mark.parametrize(("name", "options"), LIMITED)
-def test_sequences_that_cannot_be_recomputed_are_admitted_if_they_fit_to_their_end(
+def test_unrecomputable_sequences_are_admitted_if_they_fit_to_their_end(
     name: str, options: dict[str, Any], mode: DecodingMode
 ) -> None:
     model, source, preempted = limited(name, **options), random.Random(5), PreemptCounter()
@@ -214,7 +214,7 @@ def test_what_states_take_is_counted(model: Any) -> None:
         texts.join(number, prompt)
     buffers = [
         buffer
-        for layer in texts.memory._layers()
+        for layer in texts.memory.layers()
         for buffer in (*states_of(layer), *getattr(layer, "__dict__", {}).values())
         if isinstance(buffer, torch.Tensor)
     ]
@@ -228,7 +228,7 @@ def test_rows_wait_where_there_is_no_memory_for_their_states(model: Any, monkeyp
     of_row = of_states + COLUMN_STEP
     room = 5 * of_row + of_row // 2  # a text is there twice while it is laid into its row
     monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
-    monkeypatch.setattr(TokenBudget, "most", lambda _: room)
+    monkeypatch.setattr(TokenBudget, "most", property(lambda _: room, lambda *_: None), raising=False)
     widths, held = list[int](), list[int]()
     run = Executor.run
 
@@ -277,11 +277,11 @@ def test_a_forward_that_is_no_step_leaves_the_states_as_they_were(model: Any) ->
         texts.join(number, prompt)
     texts.step()
     memory = texts.memory
-    before = [state.clone() for layer in memory._layers() for state in states_of(layer)]
+    before = [state.clone() for layer in memory.layers() for state in states_of(layer)]
     memory.make_column()
     with memory.states_kept():
         texts.decoder._run(memory, texts.newest().unsqueeze(1))
-    after = [state for layer in memory._layers() for state in states_of(layer)]
+    after = [state for layer in memory.layers() for state in states_of(layer)]
     assert before
     assert all(torch.equal(*each) for each in zip(before, after, strict=True))
 
@@ -413,7 +413,7 @@ def test_kept_texts_give_way_to_running_ones(model: Any, monkeypatch: pytest.Mon
     _, of_states = Forward(model).memory_per_token()
     room = 8 * (of_states + COLUMN_STEP)
     monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
-    monkeypatch.setattr(TokenBudget, "most", lambda _: room)
+    monkeypatch.setattr(TokenBudget, "most", property(lambda _: room, lambda *_: None), raising=False)
     held: list[int] = []
     run = Executor.run
 

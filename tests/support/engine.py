@@ -78,9 +78,9 @@ class Faulty:
     def __init__(
         self, engine: ContinuousBatchingEngine, is_hit: Callable[[int, list[int]], bool], error: Exception
     ) -> None:
-        self._model, self._is_hit, self._error = engine.forward._model, is_hit, error
+        self._model, self._is_hit, self._error = engine.forward.model, is_hit, error
         self.num_hits = 0
-        engine.forward._model = self
+        engine.forward.model = self
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
         if self._is_hit(len(input_ids), input_ids.flatten().tolist()):
@@ -162,8 +162,8 @@ class Counting:
     """The engine's model, which counts the tokens that it is given."""
 
     def __init__(self, engine: ContinuousBatchingEngine) -> None:
-        self._model, self.num_tokens = engine.forward._model, 0
-        engine.forward._model = self
+        self._model, self.num_tokens = engine.forward.model, 0
+        engine.forward.model = self
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
         self.num_tokens += input_ids.numel()

@@ -133,11 +133,11 @@ class Engine:
 
     def vanish(self) -> None:
         """As a process does that is killed: no word is said, the socket's file stays."""
-        assert self.door._listener is not None
+        assert self.door.listener is not None
         self.door.is_draining = True
-        self.door._listener.shutdown(socket.SHUT_RDWR)
-        self.door._listener.close()
-        for peer in self.door._all_peers():
+        self.door.listener.shutdown(socket.SHUT_RDWR)
+        self.door.listener.close()
+        for peer in self.door.all_peers():
             peer.connection.end()
 
 
@@ -620,7 +620,7 @@ def test_a_malformed_message_ends_its_connection_alone(
     with caplog.at_level(logging.INFO), connect() as peer:
         peer.sendall(HOSTILE[said])
         assert is_ended(peer)
-    wait_for(lambda: len(engine.door._all_peers()) == 1)
+    wait_for(lambda: len(engine.door.all_peers()) == 1)
     assert "prompt" not in caplog.text
     assert not remote.is_cancelled()
     remote.answer(texts(b"text"))
@@ -634,14 +634,14 @@ def test_half_a_message_does_not_delay_others(part: bytes, engine: Engine, engin
         call = submit(engines, ClientCall())
         engine.next_call().answer(texts(b"text"))
         assert call.wait() == [b"text"]
-        assert len(engine.door._all_peers()) == 2
-    wait_for(lambda: len(engine.door._all_peers()) == 1)
+        assert len(engine.door.all_peers()) == 2
+    wait_for(lambda: len(engine.door.all_peers()) == 1)
 
 
 def test_connections_are_bounded(engine: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     with connect():
-        wait_for(lambda: len(engine.door._all_peers()) == 1)
+        wait_for(lambda: len(engine.door.all_peers()) == 1)
         call = submit(engines, ClientCall())
         remote = engine.next_call()
         with connect() as third:
@@ -665,7 +665,7 @@ def test_a_door_that_cannot_be_accepted_does_not_affect_others(
         with connect() as peer:
             assert is_ended(peer)
     wait_for(lambda: "a stream door could not be taken: RuntimeError" in caplog.text)
-    assert not engine.door._all_peers()
+    assert not engine.door.all_peers()
     wait_for(lambda: threading.active_count() <= num_threads)
     call = submit(engines, ClientCall())
     engine.next_call().answer(texts(b"text"))
@@ -688,7 +688,7 @@ def test_a_peer_that_does_not_read_is_disconnected(
         remote.answer(texts(b"text"))
         assert call.wait() == [b"text"]
         wait_for(stalled.is_cancelled)
-        wait_for(lambda: len(engine.door._all_peers()) == 1)
+        wait_for(lambda: len(engine.door.all_peers()) == 1)
 
 
 def test_a_message_too_large_refuses_its_request_alone(
