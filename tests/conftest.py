@@ -44,12 +44,3 @@ def make_folder() -> Callable[..., Path]:
         return folder
 
     return make
-
-
-@pytest.hookimpl(wrapper=True)  # pytest-xdist reads the groups in this hook, and a wrapper comes before it
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Run the tests of a module in one worker, for `pytest --dist loadgroup`, unless the module names a group."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    yield

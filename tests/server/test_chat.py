@@ -16,7 +16,6 @@ from tests.support.reference import Reference, load_reference, solo_ids
 from tests.support.standard import StandardServer
 
 NUM_TOKENS = 10
-pytestmark = pytest.mark.xdist_group("standard")
 
 
 @pytest.fixture(scope="module")

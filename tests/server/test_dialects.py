@@ -32,7 +32,6 @@ FLAT, BATCHED, STREAM, BATCHED_STREAM = "flat_typed", "typed", "flat_typed_strea
 PLAIN, PLAIN_STREAM, SLOW = "plain", "stream", "slow"
 """Without parameters as inputs; `slow` writes one text at a time, 10 tokens/s."""
 MODELS = (FLAT, BATCHED, STREAM, BATCHED_STREAM, PLAIN, PLAIN_STREAM, SLOW)
-pytestmark = pytest.mark.xdist_group("standard")
 PROMPT = "Where does the river go"
 NUM_TOKENS = 12
 

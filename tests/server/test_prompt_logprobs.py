@@ -17,7 +17,6 @@ from tests.support.standard import NUM_TOKENS, StandardServer
 
 PROMPTS = ["The canary sings", "x", "Where does the river go after the bridge?", "größer 🙂"]
 TOLERANCE = 1e-4
-pytestmark = pytest.mark.xdist_group("standard")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from tests.support.engines import ENGINES
 from tests.support.slow_model import STEP_S
 from tests.support.standard import StandardServer
 
-pytestmark = pytest.mark.xdist_group("standard")
 PROMPT, OTHER_PROMPT = "The canary sings", "Where does the river go"
 NUM_TOKENS = 60
 
