@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway as an ASGI application."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Final
+
+from fastapi import APIRouter, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from hf_triton.openai import chat, completions, health, models, other_tasks, tokenize
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.errors import install_handlers
+from hf_triton.openai.gateway import Gateway
+from hf_triton.openai.limits import Limits
+from hf_triton.openai.metrics import Metrics
+from hf_triton.openai.observe import Observe
+from hf_triton.openai.security import ApiKeys, KeyCheck
+from hf_triton.openai.triton import TritonModels
+
+ROUTERS: Final[tuple[APIRouter, ...]] = (
+    models.router,
+    chat.router,
+    completions.router,
+    tokenize.router,
+    other_tasks.router,
+    health.router,
+)
+"""One for each module of endpoints."""
+
+
+def build_app(config: GatewayConfig) -> FastAPI:
+    """Build the gateway's application; it connects to Triton when it starts.
+
+    Raises:
+        SettingsError: The file of API keys cannot be read.
+    """
+    metrics = Metrics()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, GatewayConfig]]:
+        models = TritonModels(config.triton, config.timeout_s)
+        app.state.gateway = Gateway(config, models, metrics)
+        yield {"config": config}  # for the protocol of `server.py`
+        await models.close()
+
+    app = FastAPI(title="hf_triton", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
+    for router in ROUTERS:
+        app.include_router(router)
+    install_handlers(app)
+    app.add_middleware(Limits, config=config)
+    if config.api_key_file is not None:
+        app.add_middleware(KeyCheck, keys=ApiKeys(config.api_key_file))
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    app.add_middleware(Observe, metrics=metrics)  # the outermost
+    return app

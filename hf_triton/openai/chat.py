@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any, Final
+
+import annotated_types
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from hf_triton.openai.answers import (
+    chat_finish_reason,
+    delta_of,
+    finish_reason_of,
+    json_output,
+    message_of,
+    now_s,
+    usage_of,
+)
+from hf_triton.openai.disconnect import run_while_connected
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.fields import MAX_TOP_LOGPROBS, GenerationFields
+from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
+from hf_triton.openai.logprobs import chat_logprobs
+from hf_triton.openai.sse import DONE, EventStream, event
+from hf_triton.openai.triton import Generation, Outputs
+
+router = APIRouter()
+JSON_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs")
+BOOLEAN_OPTIONS: Final = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")
+RETURNS: Final = ("message", "finish_reason", "num_input_tokens", "num_output_tokens")
+
+
+class ChatRequest(GenerationFields):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], annotated_types.MinLen(1)]
+    """The conversation; content is text, or parts of type `text`."""
+
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the model may call."""
+
+    tool_choice: str | dict[str, Any] | None = None
+    """`auto`, `none`, `required`, or one function: `{"type": "function", "function": {"name": "..."}}`."""
+
+    parallel_tool_calls: bool | None = None
+    """Whether one answer may call several functions."""
+
+    logprobs: bool | None = None
+    """Whether to add the log probability of each token."""
+
+    top_logprobs: Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_TOP_LOGPROBS)] | None = None
+    """Number of most likely tokens to list at each position; needs `logprobs`."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template."""
+
+    reasoning_effort: str | None = None
+    """A variable for the chat template of models that reason."""
+
+    add_generation_prompt: bool | None = None
+    """Whether to append the start of an assistant message; by default true."""
+
+    continue_final_message: bool | None = None
+    """Whether the model continues the last message instead of starting a new one."""
+
+    echo: bool | None = None
+    """Accepted if false."""
+
+    def generation(self, request_id: str) -> Generation:
+        """What to ask of Triton.
+
+        Raises:
+            ApiError: Two fields contradict each other.
+        """
+        sampling = self.sampling_parameters()
+        returns: tuple[str, ...] = RETURNS
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs is for logprobs true: set it", param="top_logprobs")
+        if self.echo:
+            raise ApiError(400, "echo is for /v1/completions: leave it out", param="echo")
+        options = self._options()
+        if self.logprobs:
+            sampling["logprobs"] = self.top_logprobs or 0
+            options["return_logprobs"] = True
+        if self.return_token_ids:
+            returns = (*returns, "token_ids", "prompt_token_ids")
+        return Generation(
+            self.model,
+            request_id,
+            sampling,
+            options,
+            messages=self.messages,
+            returns=returns,
+            names={**self.client_names(), "logprobs": "top_logprobs", "text_input": "messages"},
+            fields=type(self).model_fields,
+        )
+
+    def _options(self) -> dict[str, bool | int | str]:
+        options: dict[str, bool | int | str] = {
+            name: value for name in BOOLEAN_OPTIONS if (value := getattr(self, name)) is not None
+        }
+        values = {name: value for name in JSON_OPTIONS if (value := getattr(self, name)) is not None}
+        if self.reasoning_effort is not None:
+            effort = {"reasoning_effort": self.reasoning_effort}
+            values["chat_template_kwargs"] = {**effort, **values.get("chat_template_kwargs", {})}
+        if values.get("tools") == []:  # agents without tools send it
+            del values["tools"]
+        if "tools" not in values and values.get("tool_choice") in ("auto", "none"):
+            del values["tool_choice"]
+        if "tools" not in values:
+            options.pop("parallel_tool_calls", None)
+        return options | {
+            name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for name, value in values.items()
+        }
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    gateway = gateway_of(request)
+    generation = body.generation(request_id_of(request))
+    if body.stream:
+        return EventStream(request, stream_chat(gateway, body, generation))
+    outputs = await run_while_connected(request.receive, gateway.models.generate(generation))
+    return JSONResponse(chat_completion(body, generation, outputs))
+
+
+def chat_completion(body: ChatRequest, generation: Generation, outputs: Outputs) -> dict[str, Any]:
+    """OpenAI's `chat.completion`."""
+    answer = {
+        "id": f"chatcmpl-{generation.request_id}",
+        "object": "chat.completion",
+        "created": now_s(),
+        "model": generation.model,
+        "choices": [_choice(outputs, index) for index in range(body.num_choices)],
+        "usage": usage_of(outputs, body.num_choices),
+    }
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = json_output(outputs, "prompt_token_ids", 0)
+    return answer
+
+
+def _choice(outputs: Outputs, index: int) -> dict[str, Any]:
+    message = message_of(outputs, index)
+    choice = {
+        "index": index,
+        "message": message,
+        "logprobs": chat_logprobs(outputs, index),
+        "finish_reason": chat_finish_reason(finish_reason_of(outputs, index), bool(message.get("tool_calls"))),
+    }
+    if "token_ids" in outputs:
+        choice["token_ids"] = json_output(outputs, "token_ids", index)
+    return choice
+
+
+async def stream_chat(gateway: Gateway, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes]:
+    """The events of OpenAI's `chat.completion.chunk`: a role, deltas, a finish reason, usage if asked for."""
+    head = {
+        "id": f"chatcmpl-{generation.request_id}",
+        "object": "chat.completion.chunk",
+        "created": now_s(),
+        "model": generation.model,
+    }
+    no_usage = {"usage": None} if body.includes_usage else {}
+    start = b"data: %b, " % json.dumps(head | no_usage, ensure_ascii=False).encode()[:-1]
+    has_tool_calls = [False] * body.num_choices
+    is_first = True
+    async with aclosing(await gateway.models.stream(generation)) as responses:
+        outputs: Outputs
+        async for outputs in responses:
+            if is_first:
+                is_first = False
+                yield _roles(head | no_usage, body, outputs)
+            deltas = []
+            for index in range(body.num_choices):
+                if delta := delta_of(outputs, index):
+                    has_tool_calls[index] |= '"tool_calls"' in delta
+                    deltas.append(_chunk(start, index, delta))
+            if deltas:
+                yield b"".join(deltas)
+            if "finish_reason" in outputs:
+                yield _finish(head | no_usage, outputs, has_tool_calls)
+                if body.includes_usage:
+                    yield event(head | {"choices": [], "usage": usage_of(outputs, body.num_choices)})
+    yield DONE
+
+
+def _chunk(start: bytes, index: int, delta: str) -> bytes:
+    """One chunk, without a JSON encoder on every token's way."""
+    return b'%b"choices": [{"index": %d, "delta": %b, "finish_reason": null}]}\n\n' % (start, index, delta.encode())
+
+
+def _roles(head: dict[str, Any], body: ChatRequest, outputs: Outputs) -> bytes:
+    delta = {"role": "assistant", "content": ""}
+    chunks = [
+        head | {"choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+        for index in range(body.num_choices)
+    ]
+    if body.return_token_ids and "prompt_token_ids" in outputs:
+        chunks[0]["prompt_token_ids"] = json_output(outputs, "prompt_token_ids", 0)
+    return b"".join(map(event, chunks))
+
+
+def _finish(head: dict[str, Any], outputs: Outputs, has_tool_calls: list[bool]) -> bytes:
+    chunks = []
+    for index, has_calls in enumerate(has_tool_calls):
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": {},
+            "finish_reason": chat_finish_reason(finish_reason_of(outputs, index), has_calls),
+        }
+        if (logprobs := chat_logprobs(outputs, index)) is not None:
+            choice["logprobs"] = logprobs
+        if "token_ids" in outputs:
+            choice["token_ids"] = json_output(outputs, "token_ids", index)
+        chunks.append(head | {"choices": [choice]})
+    return b"".join(map(event, chunks))

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import annotated_types
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from hf_triton.openai.answers import finish_reason_of, json_output, now_s, text_of, usage_of
+from hf_triton.openai.disconnect import run_while_connected
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.fields import GenerationFields
+from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
+from hf_triton.openai.logprobs import completion_logprobs
+from hf_triton.openai.merge import merged
+from hf_triton.openai.sse import DONE, EventStream, event
+from hf_triton.openai.triton import Generation, Outputs
+
+router = APIRouter()
+MAX_LOGPROBS: Final = 20
+MAX_SIDE_BY_SIDE: Final = 1024
+"""Prompts of token ids in one request: each is a request to Triton."""
+TokenIds = Annotated[list[int], annotated_types.MinLen(1)]
+
+
+class CompletionRequest(GenerationFields):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    """A prompt or a list of prompts, as text or as token ids."""
+
+    max_tokens: Annotated[int, annotated_types.Ge(0)] | None = None
+    """Maximum number of tokens to generate; 0 with `echo` scores the prompt."""
+
+    echo: bool | None = None
+    """Whether the text begins with the prompt."""
+
+    logprobs: Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_LOGPROBS)] | None = None
+    """Number of most likely tokens to list at each position; also the log probability of each token. With `echo` the
+    prompt's too."""
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether the prompt is scored and nothing is generated."""
+        return self.max_tokens == 0
+
+    def generations(self, request_id: str) -> list[Generation]:
+        """What to ask of Triton: one request for all prompts, or one for each prompt of token ids.
+
+        Raises:
+            ApiError: Two fields contradict each other, or there is no prompt.
+        """
+        sampling, options = self.sampling_parameters(), {"exclude_input_in_output": not self.echo}
+        if self.only_scores:
+            if not self.echo:
+                raise ApiError(
+                    400, "max_tokens must be an integer >= 1, or 0 with echo true; got 0", param="max_tokens"
+                )
+            sampling["max_new_tokens"] = 1  # not returned
+            options["exclude_input_in_output"] = True
+        if self.logprobs is not None:
+            sampling["logprobs"] = self.logprobs
+            options["return_logprobs"] = True
+            if self.echo:
+                sampling["prompt_logprobs"] = self.logprobs
+        returns: tuple[str, ...] = ("finish_reason", "num_input_tokens", "num_output_tokens")
+        if self.return_token_ids:
+            returns = (*returns, "token_ids", "prompt_token_ids")
+
+        def generation(**prompt: Any) -> Generation:
+            names = {**self.client_names(), "text_input": "prompt", "prompt_token_ids": "prompt"}
+            fields = type(self).model_fields
+            return Generation(
+                self.model, request_id, sampling, options, returns=returns, names=names, fields=fields, **prompt
+            )
+
+        texts, ids = self._prompts()
+        return [generation(prompts=texts)] if texts else [generation(prompt_token_ids=one) for one in ids]
+
+    def _prompts(self) -> tuple[list[str], list[list[int]]]:
+        """The prompts as texts or as token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt], []
+        texts = [one for one in prompt if isinstance(one, str)]
+        ids = [[one for one in prompt if isinstance(one, int)], *(one for one in prompt if isinstance(one, list))]
+        ids = [one for one in ids if one]
+        if not prompt or (not texts and len(ids) < sum(isinstance(one, list) for one in prompt)):
+            raise ApiError(400, "prompt holds no prompt: give a string, token ids, or a list of them", param="prompt")
+        if len(ids) > MAX_SIDE_BY_SIDE:
+            message = f"prompt holds {len(ids)} prompts, more than the {MAX_SIDE_BY_SIDE} that are accepted"
+            raise ApiError(400, f"{message}: send several requests", param="prompt")
+        return texts, ids
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What the choices of one Triton request need."""
+
+    body: CompletionRequest
+    generation: Generation
+    first_index: int
+
+    @property
+    def num_choices(self) -> int:
+        return max(1, len(self.generation.prompts)) * self.body.num_choices
+
+    def choice(self, outputs: Outputs, index: int) -> dict[str, Any]:
+        """One choice; of a stream's last response, with the last delta."""
+        text, logprobs = text_of(outputs, index), None
+        if self.body.only_scores:
+            text = self.generation.prompts[index // self.body.num_choices] if self.generation.prompts else ""
+        if self.body.logprobs is not None:
+            positions = json_output(outputs, "prompt_logprobs", index) or []
+            if not self.body.only_scores:
+                positions += json_output(outputs, "logprobs", index) or []
+            logprobs = completion_logprobs(positions, self.body.logprobs, text)
+        choice: dict[str, Any] = {
+            "index": self.first_index + index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": "length" if self.body.only_scores else finish_reason_of(outputs, index),
+        }
+        for name in ("prompt_token_ids", "token_ids"):
+            if name in outputs:
+                choice[name] = json_output(outputs, name, index)
+        return choice
+
+    def usage(self, outputs: Outputs) -> dict[str, int]:
+        usage = usage_of(outputs, self.body.num_choices)
+        if self.body.only_scores:
+            return usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+
+def _answers(body: CompletionRequest, generations: Sequence[Generation]) -> list[_Answer]:
+    return [_Answer(body, generation, place * body.num_choices) for place, generation in enumerate(generations)]
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Continue prompts."""
+    gateway = gateway_of(request)
+    answers = _answers(body, body.generations(request_id_of(request)))
+    if body.stream:
+        if body.only_scores:
+            raise ApiError(400, "max_tokens must be an integer >= 1 for a stream, got 0", param="max_tokens")
+        return EventStream(request, _stream(gateway, body, answers))
+    responses = await run_while_connected(request.receive, _generate(gateway, answers))
+    pairs = list(zip(answers, responses, strict=True))
+    choices = [answer.choice(outputs, index) for answer, outputs in pairs for index in range(answer.num_choices)]
+    usages = [answer.usage(outputs) for answer, outputs in pairs]
+    head = _head(answers[0].generation)
+    return JSONResponse(head | {"choices": choices, "usage": _sum(usages)})
+
+
+async def _generate(gateway: Gateway, answers: Sequence[_Answer]) -> list[Outputs]:
+    """All requests side by side; the first that fails cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(gateway.models.generate(answer.generation)) for answer in answers]
+    except* ApiError as errors:
+        first = errors.exceptions[0]
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+    return [task.result() for task in tasks]
+
+
+def _head(generation: Generation) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{generation.request_id}",
+        "object": "text_completion",
+        "created": now_s(),
+        "model": generation.model,
+    }
+
+
+def _sum(usages: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(usage[name] for usage in usages) for name in usages[0]}
+
+
+async def _stream(gateway: Gateway, body: CompletionRequest, answers: Sequence[_Answer]) -> AsyncGenerator[bytes]:
+    """The events of OpenAI's streamed `text_completion`: deltas, then the rest of each choice, usage if asked for."""
+    head = _head(answers[0].generation)
+    no_usage = {"usage": None} if body.includes_usage else {}
+    usages = []
+    streams = [await gateway.models.stream(answer.generation) for answer in answers]
+    async with aclosing(merged(streams)) as responses:
+        place: int
+        outputs: Outputs
+        async for place, outputs in responses:
+            answer = answers[place]
+            is_last = "finish_reason" in outputs
+            chunks = []
+            for index in range(answer.num_choices):
+                text = text_of(outputs, index)
+                if is_last:
+                    choice = answer.choice(outputs, index)
+                elif text:
+                    choice = {"index": answer.first_index + index, "text": text, "logprobs": None}
+                    choice["finish_reason"] = None
+                else:
+                    continue
+                chunks.append(event(head | no_usage | {"choices": [choice]}))
+            if chunks:
+                yield b"".join(chunks)
+            if is_last:
+                usages.append(answer.usage(outputs))
+    if body.includes_usage:
+        yield event(head | {"choices": [], "usage": _sum(usages)})
+    yield DONE

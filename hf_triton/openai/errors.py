@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors as OpenAI's and Anthropic's clients read them; Triton's sentences become such errors here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from hf_triton.errors import CODES, clip
+from hf_triton.protocol.validation import suggest
+
+INVALID: Final = "invalid_request_error"
+STATUS: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("invalid_input", "invalid_parameter", "unknown_parameter"), 400),
+    **dict.fromkeys(("context_exceeded", "memory_exceeded"), 400),
+    "queue_full": 429,
+    **dict.fromkeys(("out_of_memory", "shutting_down", "not_loaded", "engine_failed"), 503),
+    "deadline_exceeded": 504,
+    "cancelled": 499,
+}
+"""HTTP status by our code; others are 500."""
+OPENAI_CODES: Final[Mapping[str, str]] = {"context_exceeded": "context_length_exceeded"}
+"""Codes that OpenAI's clients know by another name."""
+TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+"""OpenAI's type of error by status; INVALID below 500, otherwise `server_error`."""
+ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's type of error by status; INVALID below 500, otherwise `api_error`."""
+ANTHROPIC_PATH: Final = "/v1/messages"
+RETRY_AFTER_S: Final = 1
+
+_CODED: Final = re.compile(rf"(?:^|[\s\]])({'|'.join(CODES)}): (.*)", re.DOTALL)
+_NAME: Final = re.compile(r"(?:there is no (?:parameter|field) ')?(([A-Za-z_]+)(?:\[\d+\]|\.\w+)*)")
+
+
+class ApiError(HTTPException):
+    """A request's failure, as the client sees it.
+
+    Args:
+        status: HTTP status.
+        message: One sentence.
+        type: OpenAI's type of error; by default that of the status.
+        param: The field of the request that is wrong.
+        code: For programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
+        super().__init__(status, message, headers)
+        self.message = message
+        self.type = type or TYPES.get(status) or (INVALID if status < 500 else "server_error")
+        self.param = param
+        self.code = code
+
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The JSON object that the endpoint at `path` answers."""
+        if path.startswith(ANTHROPIC_PATH):
+            kind = ANTHROPIC_TYPES.get(self.status_code) or (INVALID if self.status_code < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """The HTTP response of the endpoint at `path`."""
+        return JSONResponse(self.body(path), self.status_code, self.headers)
+
+
+def model_not_found(name: str) -> ApiError:
+    return ApiError(404, f"the model {clip(name)} does not exist", param="model", code="model_not_found")
+
+
+def triton_error(message: str, names: Mapping[str, str], fields: Collection[str], status: int = 500) -> ApiError:
+    """Triton's message as an error.
+
+    Args:
+        message: `code: sentence`, possibly behind words of Triton's own, or another message of Triton's.
+        names: The client's names of our parameters.
+        fields: The client's names of all fields.
+        status: HTTP status of a message without a code.
+    """
+    coded = _CODED.search(message)
+    if coded is None:
+        sentence = message.partition("\n")[0] if status < 500 else "the server failed on this request"
+        return ApiError(status, sentence)
+    code, sentence = coded[1], re.sub(r"[a-z_]+", lambda word: names.get(word[0], word[0]), coded[2])
+    return ApiError(
+        STATUS.get(code, 500), sentence, param=named_field(sentence, fields), code=OPENAI_CODES.get(code, code)
+    )
+
+
+def named_field(sentence: str, fields: Collection[str]) -> str | None:
+    """The field that a sentence begins with: `messages[2].content`."""
+    found = _NAME.match(sentence)
+    return found[1] if found and found[2] in fields else None
+
+
+def unknown_field(name: str, fields: Collection[str]) -> ApiError:
+    message = f"there is no field {clip(name)}{suggest(name, fields)}"
+    return ApiError(400, message, param=clip(name).strip("'\""), code="unknown_parameter")
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> JSONResponse:
+    if not isinstance(error, ApiError):
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        error = ApiError(status, _plain_sentence(request, status, getattr(error, "detail", "")))
+    return error.response(request.url.path)
+
+
+def _plain_sentence(request: Request, status: int, detail: str) -> str:
+    place = f"{request.method} {clip(request.url.path).strip(chr(39))}"
+    if status == 404:
+        return f"there is no endpoint {place}"
+    if status == 405:
+        return f"there is no endpoint {place}: use another method"
+    return detail
+
+
+async def _answer_validation_error(request: Request, error: Exception) -> JSONResponse:
+    """An error of FastAPI's own checks: no body, no JSON, a wrong content type; fields are checked by `fields.py`."""
+    assert isinstance(error, RequestValidationError)
+    details = error.errors()[0]
+    if details["type"] == "json_invalid":
+        reason = details.get("ctx", {}).get("error", "")
+        answer = ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+    elif isinstance(error.body, bytes):
+        answer = ApiError(415, "the body must be JSON: send the header `Content-Type: application/json`")
+    else:
+        answer = ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return answer.response(request.url.path)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Make every error of `app` an error object."""
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.add_exception_handler(RequestValidationError, _answer_validation_error)

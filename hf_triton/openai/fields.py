@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of requests, shared by the endpoints, and their names in `hf_triton.protocol`.
+
+Sampling fields take their types and ranges from `GenerationParameters`: nothing is declared twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import annotated_types
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    create_model,
+    model_validator,
+)
+
+from hf_triton.errors import clip
+from hf_triton.openai.errors import ApiError, named_field, unknown_field
+from hf_triton.protocol.parameters import WARPERS, GenerationParameters
+from hf_triton.protocol.validation import problems
+
+CONFIG: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+SAMPLING: Final[Mapping[str, str]] = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n": "num_return_sequences",
+    "priority": "queue_priority",
+    "timeout": "max_time",
+    **{
+        name: name
+        for name in (
+            *("temperature", "top_p", "top_k", "min_p", "typical_p", "do_sample", "seed"),
+            *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
+            *("logit_bias", "bad_words", "ignore_eos", "best_of", "max_time"),
+            *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        )
+    },
+}
+"""OpenAI's and vLLM's names of sampling parameters, and ours."""
+PASSED_ON: Final[Mapping[str, str]] = {
+    "stop": "stop_strings",
+    "truncate_prompt_tokens": "truncate_prompt_tokens",
+    "structured_outputs": "structured_outputs",
+    "guided_decoding": "guided_decoding",
+}
+"""As SAMPLING, of fields that are declared here."""
+CLIENT_NAMES: Final[Mapping[str, str]] = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "queue_priority": "priority",
+    "stop_strings": "stop",
+}
+"""What OpenAI's clients call our parameters."""
+MAX_TOP_LOGPROBS: Final = 20
+
+if TYPE_CHECKING:
+
+    class SamplingFields(BaseModel):
+        """The fields of SAMPLING."""
+
+        n: int | None
+        max_tokens: int | None
+        best_of: int | None
+else:
+    SamplingFields = create_model(
+        "SamplingFields",
+        __config__=CONFIG,
+        **{
+            name: (
+                GenerationParameters.model_fields[own].annotation,
+                Field(None, description=GenerationParameters.model_fields[own].description),
+            )
+            for name, own in SAMPLING.items()
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A field that asks for nothing."""
+
+    values: tuple[object, ...] | None = None
+    """The values that ask for nothing, beside null; None: all."""
+    reason: str = "is not supported"
+
+    def check(self, name: str, value: object) -> None:
+        """Refuse a value that asks for something.
+
+        Raises:
+            ApiError: It does.
+        """
+        if self.values is None or value is None or any(value is one or value == one for one in self.values):
+            return
+        allowed = " or ".join(["null", *map(clip, self.values)])
+        raise ApiError(
+            400,
+            f"{name} {self.reason}: leave it out, or set it to {allowed}; got {clip(value)}",
+            param=name,
+            code="unsupported_parameter",
+        )
+
+
+IGNORED: Final[Mapping[str, Ignored]] = {
+    **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), Ignored()),
+    "store": Ignored((False,), "keeps completions, and this server keeps none"),
+    "service_tier": Ignored(("auto", "default", "standard_only"), "has one tier here"),
+    "verbosity": Ignored(("medium",)),
+    "modalities": Ignored((["text"],), "is text alone"),
+    "functions": Ignored((), "is the former name of tools"),
+    "function_call": Ignored(("none",), "is the former name of tool_choice"),
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "moderation"), Ignored(())),
+    "suffix": Ignored(("",), "asks for text between prompt and suffix, which these models do not write"),
+    "skip_special_tokens": Ignored((True,), "is always true"),
+    "spaces_between_special_tokens": Ignored((True,), "is always true"),
+    "include_stop_str_in_output": Ignored((False,), "is always false"),
+    "include_reasoning": Ignored((True,), "is always true"),
+    "use_beam_search": Ignored((False,), "is always false"),
+    "length_penalty": Ignored((1, 1.0), "is for beam search, which is not supported"),
+    "early_stopping": Ignored((False,), "is for beam search, which is not supported"),
+    "return_tokens_as_token_ids": Ignored((False,), "is always false"),
+    **dict.fromkeys(("chat_template", "chat_template_content_format"), Ignored(("auto",), "is the server's own")),
+    **dict.fromkeys(("documents", "mm_processor_kwargs", "cache_salt", "kv_transfer_params"), Ignored(())),
+    **dict.fromkeys(("logits_processors", "allowed_token_ids", "vllm_xargs"), Ignored(([], {}))),
+    "guided_decoding_backend": Ignored(),
+    "guided_whitespace_pattern": Ignored(()),
+    "lora_name": Ignored((), "names a LoRA adapter, and none are served"),
+}
+"""Fields of OpenAI's API and of other servers that are passed over if they ask for nothing, and refused otherwise."""
+
+
+class StreamOptions(BaseModel):
+    """`stream_options` of OpenAI's API."""
+
+    model_config = CONFIG
+
+    include_usage: bool | None = None
+    """Whether a last chunk says how many tokens were used."""
+
+    continuous_usage_stats: bool | None = None
+    """Accepted if false."""
+
+    include_obfuscation: bool | None = None
+    """Accepted and ignored: nothing is added to chunks."""
+
+
+class Fields(BaseModel):
+    """A request's body: its problems are `ApiError`s that name the field."""
+
+    model_config = CONFIG
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check(cls, values: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        if not isinstance(values, dict):
+            return validate(values)  # refused: it must be an object
+        known = {}
+        for name, value in values.items():
+            if name in cls.model_fields:
+                if value is not None:
+                    known[name] = value
+            elif name in IGNORED:
+                IGNORED[name].check(name, value)
+            else:
+                raise unknown_field(name, [*cls.model_fields, *IGNORED])
+        try:
+            return validate(known)
+        except ValidationError as error:
+            problem = problems(cls, error)[0]
+            param = problem.name or named_field(problem.sentence, cls.model_fields)
+            code = "missing_required_parameter" if problem.sentence.endswith("is required") else "invalid_parameter"
+            raise ApiError(400, problem.sentence, param=param, code=code) from None
+
+
+class GenerationFields(Fields, SamplingFields):
+    """The fields that chats and completions share."""
+
+    model: Annotated[str, annotated_types.MinLen(1)]
+    """One of `/v1/models`."""
+
+    stream: bool | None = None
+    """Whether to send the response in pieces, as server-sent events."""
+
+    stream_options: StreamOptions | None = None
+    """With `stream` only."""
+
+    stop: str | list[str] | None = None
+    """Up to 16 strings; generation stops before the first of them."""
+
+    stop_token_ids: list[int] | None = None
+    """With `ignore_eos` only: the token ids that end the completion."""
+
+    truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1)] | None = None
+    """Keep this many last tokens of the prompt; -1: as many as fit beside the completion."""
+
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's form of the `guided_` fields: `json`, `regex`, `choice` or `grammar`."""
+
+    guided_decoding: dict[str, Any] | None = None
+    """Former name of `structured_outputs`."""
+
+    return_token_ids: bool | None = None
+    """Whether to add the token ids of prompt and completion."""
+
+    @property
+    def num_choices(self) -> int:
+        """Completions of each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling_parameters(self) -> dict[str, object]:
+        """The sampling parameters that are given, by our names.
+
+        Raises:
+            ApiError: Two fields contradict each other.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is for stream true: leave one out", param="stream_options")
+        given: dict[str, object] = {}
+        for name, own in (*SAMPLING.items(), *PASSED_ON.items()):
+            if (value := getattr(self, name)) is not None:
+                given[own] = value  # max_completion_tokens wins over its former name, max_tokens
+        if self.stop_token_ids:
+            self._add_stop_token_ids(given)
+        if self.num_choices > 1 and not given.keys() & {"do_sample", *WARPERS}:
+            given["do_sample"] = True  # n asks for different completions
+        return given
+
+    def _add_stop_token_ids(self, given: dict[str, object]) -> None:
+        if not given.pop("ignore_eos", None):
+            raise ApiError(
+                400,
+                "stop_token_ids replaces the model's own end-of-sequence tokens: say so with ignore_eos true, or use "
+                "stop",
+                param="stop_token_ids",
+                code="unsupported_parameter",
+            )
+        given["eos_token_id"] = self.stop_token_ids
+
+    def client_names(self) -> dict[str, str]:
+        """Names of our parameters as this request spells them, for error messages."""
+        given = {own: name for name, own in (*SAMPLING.items(), *PASSED_ON.items()) if getattr(self, name) is not None}
+        return {**CLIENT_NAMES, **given}

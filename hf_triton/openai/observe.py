@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every request's id, log line and metrics; no query, no body, no header is logged."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hf_triton.errors import clip, where
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.metrics import Metrics
+
+LOG: Final = logging.getLogger("hf_triton.openai")
+REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
+OTHER: Final = "other"
+"""The endpoint of requests to no endpoint, in metrics."""
+CLIENT_LEFT: Final = 499
+
+
+class Observe:
+    """ASGI middleware, the outermost: whatever happens inside, the request is answered, counted and logged."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        arrival_s = time.monotonic()
+        request_id = _request_id(scope)
+        scope.setdefault("state", {}).update(request_id=request_id, arrival_s=arrival_s)
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode())]}
+            await send(message)
+
+        self._metrics.in_flight.inc()
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:  # a bug: its message may quote a prompt
+            LOG.error("request %s failed: %s", request_id, where(error))
+            if status:
+                raise ConnectionAbortedError from None  # the response is cut off
+            await ApiError(500, "the gateway failed on this request").response(scope["path"])(
+                scope, receive, send_with_id
+            )
+        finally:
+            self._metrics.in_flight.dec()
+            self._record(scope, status or CLIENT_LEFT, time.monotonic() - arrival_s)
+
+    def _record(self, scope: Scope, status: int, duration_s: float) -> None:
+        endpoint = getattr(scope.get("route"), "path", OTHER)
+        self._metrics.requests.labels(endpoint, status).inc()
+        self._metrics.duration.labels(endpoint).observe(duration_s)
+        client = scope["client"][0] if scope.get("client") else "-"
+        place, request_id = clip(scope["path"]), scope["state"]["request_id"]
+        LOG.info("%s %s %s %d %.1f ms %s", client, scope["method"], place, status, duration_s * 1e3, request_id)
+
+
+def _request_id(scope: Scope) -> str:
+    """The header `x-request-id`, or a new id if there is none or Triton would not take it."""
+    given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-sent events: a stream that ends when its client leaves, and tells what went wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hf_triton.openai.disconnect import run_while_connected
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.gateway import gateway_of
+
+DONE: Final = b"data: [DONE]\n\n"
+HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def event(data: object) -> bytes:
+    """One event of JSON."""
+    return b"data: %b\n\n" % json.dumps(data, ensure_ascii=False).encode()
+
+
+class EventStream(Response):
+    """A response of events.
+
+    Its status is that of the first event: an error before that is an error response. A later one is the last event.
+
+    Args:
+        request: The request that it answers.
+        events: The events as bytes; closed when the client leaves.
+        name_errors: Whether an error event has a line `event: error`, as Anthropic's API writes it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, request: Request, events: AsyncGenerator[bytes], *, name_errors: bool = False) -> None:
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self._request = request
+        self._events = events
+        self._error_prefix = b"event: error\n" if name_errors else b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        await run_while_connected(receive, self._send_all(scope, send))
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        has_started = False
+        async with aclosing(self._events) as events:
+            try:
+                async for data in events:
+                    if not has_started:
+                        has_started = True
+                        self._observe_first()
+                        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                        await send(start)
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except ApiError as error:
+                if not has_started:
+                    raise
+                data = self._error_prefix + event(error.body(scope["path"]))
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _observe_first(self) -> None:
+        seconds = time.monotonic() - self._request.scope["state"]["arrival_s"]
+        gateway_of(self._request).metrics.first_token.labels(self._request.scope["route"].path).observe(seconds)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /tokenize` and `/detokenize`, in vLLM's forms; the model's own tokenizer answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Final
+
+import annotated_types
+from fastapi import APIRouter, Request
+
+from hf_triton.openai.answers import json_output, text_of
+from hf_triton.openai.disconnect import run_while_connected
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.fields import Fields
+from hf_triton.openai.gateway import gateway_of, request_id_of
+from hf_triton.openai.triton import Generation, Outputs
+
+router = APIRouter()
+OPTIONS: Final = ("add_generation_prompt", "continue_final_message")
+
+
+class TokenizeRequest(Fields):
+    """The body of `/tokenize`: a prompt or messages."""
+
+    model: Annotated[str, annotated_types.MinLen(1)]
+    """One of `/v1/models`."""
+
+    prompt: str | None = None
+    """A text."""
+
+    messages: Annotated[list[dict[str, Any]], annotated_types.MinLen(1)] | None = None
+    """A conversation, which goes through the model's chat template."""
+
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the chat template describes."""
+
+    add_generation_prompt: bool | None = None
+    """Whether to append the start of an assistant message; by default true."""
+
+    continue_final_message: bool | None = None
+    """Whether the last message is left open."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template."""
+
+
+class DetokenizeRequest(Fields):
+    """The body of `/detokenize`."""
+
+    model: Annotated[str, annotated_types.MinLen(1)]
+    """One of `/v1/models`."""
+
+    tokens: list[int]
+    """Token ids."""
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    """The token ids of a text or a conversation."""
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    options: dict[str, bool | int | str] = {
+        name: value for name in OPTIONS if (value := getattr(body, name)) is not None
+    }
+    for name in ("tools", "chat_template_kwargs"):
+        if (value := getattr(body, name)) is not None:
+            options[name] = json.dumps(value, ensure_ascii=False)
+    prompt: dict[str, Any] = {"messages": body.messages} if body.messages else {"prompts": [body.prompt]}
+    outputs = await _run(request, body, options, **prompt)
+    tokens = json_output(outputs, "prompt_token_ids", 0)
+    return {"count": len(tokens), "tokens": tokens}
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+    """The text of token ids."""
+    if not body.tokens:
+        return {"prompt": ""}
+    outputs = await _run(request, body, {}, prompt_token_ids=body.tokens)
+    return {"prompt": text_of(outputs, 0)}
+
+
+async def _run(
+    request: Request,
+    body: TokenizeRequest | DetokenizeRequest,
+    options: dict[str, bool | int | str],
+    **prompt: Any,
+) -> Outputs:
+    generation = Generation(
+        body.model,
+        request_id_of(request),
+        {},
+        {"tokenize_only": True, "exclude_input_in_output": False, **options},
+        returns=("prompt_token_ids",),
+        names={"prompt_token_ids": "tokens", "text_input": "prompt"},
+        fields=type(body).model_fields,
+        **prompt,
+    )
+    return await run_while_connected(request.receive, gateway_of(request).models.generate(generation))

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton over gRPC: which models it has, generating, streaming. The only module that knows tritonclient."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import time
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from hf_triton.openai.errors import ApiError, model_not_found, triton_error
+from hf_triton.protocol.chat import MESSAGES
+from hf_triton.protocol.ports import PROMPT, TEXT_OUTPUTS
+
+MAX_AGE_S: Final = 2.0
+"""How long the list of models is believed."""
+CONTROL_TIMEOUT_S: Final = 5.0
+"""Limit of a call that lists models or asks for their state."""
+DOOR_SUFFIX: Final = "_stream"
+TEXT_GENERATION: Final = "text-generation"
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 20_000),  # Triton drops a connection at the third ping without data
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+FORMATS: Final[Mapping[str, str]] = {"UINT32": "I", "INT32": "i", "FP32": "f", "INT64": "q", "UINT64": "Q"}
+
+Outputs: TypeAlias = dict[str, list[Any]]
+"""The outputs of a response by name: strings or numbers, one for each sequence."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A model folder that is ready, by its completed config."""
+
+    name: str
+    max_batch_size: int
+    is_decoupled: bool
+    inputs: frozenset[str]
+    outputs: frozenset[str]
+    parameters: Mapping[str, str]
+
+    @property
+    def task(self) -> str | None:
+        """What the folder's model does; None if the gateway has no endpoint for it."""
+        generates = PROMPT in self.inputs and not self.outputs.isdisjoint(TEXT_OUTPUTS)
+        return TEXT_GENERATION if generates else None
+
+    @property
+    def stream_of(self) -> str | None:
+        """The folder that this one streams from, if it is a stream door."""
+        if not self.is_decoupled or "huggingface_model" in self.parameters:
+            return None
+        named = self.parameters.get("stream_of")
+        return named or (self.name.removesuffix(DOOR_SUFFIX) if self.name.endswith(DOOR_SUFFIX) else None)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that clients can name."""
+
+    folder: Folder
+    door: Folder | None
+    """The folder that streams; None if requests with `stream` are refused."""
+    created_s: int
+    """When the gateway first saw it, in seconds since 1970."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One request for generated text, in the names of `hf_triton.protocol`."""
+
+    model: str
+    request_id: str
+    sampling: Mapping[str, object]
+    """Generation parameters."""
+    options: Mapping[str, bool | int | str]
+    """Request options and chat options."""
+    prompts: Sequence[str] = ()
+    messages: object = None
+    """OpenAI's list of messages, instead of prompts."""
+    prompt_token_ids: Sequence[int] | None = None
+    """One prompt's token ids, instead of prompts."""
+    returns: Collection[str] = ("finish_reason", "num_input_tokens", "num_output_tokens")
+    """Outputs to fill beside the text, if the folder declares them."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The client's names of our parameters, for error messages."""
+    fields: Collection[str] = ()
+    """The client's names of all fields."""
+
+
+class TritonModels:
+    """The models of one Triton. Belongs to one event loop.
+
+    Args:
+        address: Triton's gRPC address, HOST:PORT.
+        timeout_s: Longest time of a generation, in seconds.
+    """
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._models: dict[str, Model] = {}
+        self._listed_s = float("-inf")
+        self._listing: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Cancel what is in flight and disconnect."""
+        await self._channel.close()
+
+    async def is_ready(self) -> bool:
+        """Whether Triton answers that it is ready."""
+        try:
+            answer = await self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=CONTROL_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.ready)
+
+    async def models(self) -> list[Model]:
+        """The models that are ready, by name.
+
+        Raises:
+            ApiError: Triton cannot be reached.
+        """
+        if time.monotonic() - self._listed_s > MAX_AGE_S:
+            await asyncio.shield(self._list())
+        return sorted(self._models.values(), key=lambda model: model.name)
+
+    async def model(self, name: str) -> Model:
+        """The model of a name.
+
+        Raises:
+            ApiError: There is none, or Triton cannot be reached.
+        """
+        is_old = time.monotonic() - self._listed_s > MAX_AGE_S
+        if name in self._models:
+            if is_old:
+                self._list()  # the next request will know
+            return self._models[name]
+        await asyncio.shield(self._list())
+        if name not in self._models:
+            raise model_not_found(name)
+        return self._models[name]
+
+    def _list(self) -> asyncio.Task[None]:
+        """Start listing the models, or join those who wait for the list."""
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.ensure_future(self._read_models())
+            self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait
+        return self._listing
+
+    async def _read_models(self) -> None:
+        try:
+            index = await self._stub.RepositoryIndex(
+                service_pb2.RepositoryIndexRequest(ready=True), timeout=CONTROL_TIMEOUT_S
+            )
+            folders = await asyncio.gather(*map(self._read_folder, sorted({entry.name for entry in index.models})))
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        by_name = {folder.name: folder for folder in folders if folder is not None}
+        self._models = _models(by_name, self._models)
+        self._listed_s = time.monotonic()
+
+    async def _read_folder(self, name: str) -> Folder | None:
+        try:
+            answer = await self._stub.ModelConfig(service_pb2.ModelConfigRequest(name=name), timeout=CONTROL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and "unknown model" not in (error.details() or ""):
+                raise
+            return None  # unloaded meanwhile
+        config = answer.config
+        return Folder(
+            name,
+            config.max_batch_size,
+            config.model_transaction_policy.decoupled,
+            frozenset(port.name for port in config.input),
+            frozenset(port.name for port in config.output),
+            {key: value.string_value for key, value in config.parameters.items()},
+        )
+
+    async def generate(self, generation: Generation) -> Outputs:
+        """Generate, and return the whole response. Cancelling the task cancels the request.
+
+        Raises:
+            ApiError: The request is refused, or failed.
+        """
+        folder = (await self.model(generation.model)).folder
+        if folder.is_decoupled:  # such folders refuse ModelInfer
+            responses = [response async for response in self._stream(folder, generation, is_stream=False)]
+            return responses[-1]
+        message = _infer_request(folder, generation, is_stream=False)
+        try:
+            return _read_outputs(await self._stub.ModelInfer(message, timeout=self._timeout_s))
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error, generation) from None
+
+    async def stream(self, generation: Generation) -> AsyncGenerator[Outputs]:
+        """Start generating; the iterator gives the responses as they come. Closing it cancels the request.
+
+        The text is a delta; finish reasons, counts and log probabilities are in the last response. The iterator raises
+        `ApiError` if the request is refused or fails.
+
+        Raises:
+            ApiError: The model does not exist or does not stream, or Triton cannot be reached.
+        """
+        model = await self.model(generation.model)
+        if model.door is None:
+            raise ApiError(
+                400,
+                f"the model '{model.name}' does not stream: copy the folder `stream_door/` into the model repository "
+                f"as `{model.name}{DOOR_SUFFIX}`, or start Triton with `hf-triton serve`, which adds it",
+                param="stream",
+                code="stream_not_available",
+            )
+        return self._stream(model.door, generation, is_stream=True)
+
+    async def _stream(self, folder: Folder, generation: Generation, *, is_stream: bool) -> AsyncGenerator[Outputs]:
+        message = _infer_request(folder, generation, is_stream=is_stream)
+        call = self._stub.ModelStreamInfer(timeout=self._timeout_s)
+        try:
+            await call.write(message)
+            await call.done_writing()
+            while (response := await call.read()) is not grpc.aio.EOF:
+                if response.error_message:
+                    raise triton_error(response.error_message, generation.names, generation.fields)
+                if response.infer_response.outputs:
+                    yield _read_outputs(response.infer_response)
+            if await call.code() is not grpc.StatusCode.OK:
+                raise self._status_error(await call.code(), await call.details(), generation)
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error, generation) from None
+        except asyncio.InvalidStateError:  # a write to a call that has failed
+            raise self._status_error(await call.code(), await call.details(), generation) from None
+        finally:
+            call.cancel()
+
+    def _error(self, error: grpc.aio.AioRpcError, generation: Generation | None = None) -> ApiError:
+        return self._status_error(error.code(), error.details(), generation)
+
+    def _status_error(
+        self, status: grpc.StatusCode, details: str | None, generation: Generation | None = None
+    ) -> ApiError:
+        names, fields = (generation.names, generation.fields) if generation else ({}, ())
+        if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
+        if generation and "unknown model" in (details or ""):
+            self._listed_s = float("-inf")
+            self._models.pop(generation.model, None)
+            return model_not_found(generation.model)
+        coded = triton_error(details or "", names, fields, _HTTP_STATUS.get(status, 500))
+        if coded.code is None and coded.status_code == 503:
+            return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")
+        return coded
+
+
+_HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 400,
+    grpc.StatusCode.UNAVAILABLE: 503,
+}
+
+
+def _models(folders: Mapping[str, Folder], known: Mapping[str, Model]) -> dict[str, Model]:
+    """The models among folders: a stream door is part of its model."""
+    doors = {folder.stream_of: folder for folder in folders.values() if folder.stream_of}
+    models = {}
+    for name, folder in folders.items():
+        if folder.task is None or folder.stream_of:
+            continue
+        created_s = known[name].created_s if name in known else int(time.time())
+        models[name] = Model(folder, folder if folder.is_decoupled else doors.get(name), created_s)
+    return models
+
+
+def _infer_request(folder: Folder, generation: Generation, *, is_stream: bool) -> Any:
+    """The gRPC message of a generation.
+
+    Raises:
+        ApiError: A string is not Unicode.
+    """
+    request = service_pb2.ModelInferRequest(model_name=folder.name, id=generation.request_id)
+    returns = {f"return_{name}": True for name in generation.returns if name in folder.outputs}
+    parameters: dict[str, object] = {"stream": is_stream, **returns, **generation.options}
+    try:
+        if generation.sampling:
+            parameters["sampling_parameters"] = json.dumps(generation.sampling)
+        if generation.messages is not None:
+            text = json.dumps(generation.messages, ensure_ascii=False)
+            if MESSAGES in folder.inputs:
+                _add_strings(request, folder, MESSAGES, [text])
+            else:
+                parameters[MESSAGES] = text
+        elif generation.prompt_token_ids is not None:
+            parameters["prompt_token_ids"] = json.dumps(list(generation.prompt_token_ids))
+        else:
+            _add_strings(request, folder, PROMPT, generation.prompts)
+        for name, value in parameters.items():
+            kind = "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "string"
+            setattr(request.parameters[name], f"{kind}_param", value)
+    except (UnicodeEncodeError, RecursionError):
+        raise ApiError(400, "the request holds half of a surrogate pair, which is not Unicode") from None
+    return request
+
+
+def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str]) -> None:
+    shape = [len(texts), 1] if folder.max_batch_size else [len(texts)]
+    request.inputs.add(name=name, datatype="BYTES", shape=shape)
+    encoded = [text.encode() for text in texts]
+    request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
+
+
+def _read_outputs(response: Any) -> Outputs:
+    contents = response.raw_output_contents
+    return {
+        output.name: _read_tensor(output.datatype, contents[index]) for index, output in enumerate(response.outputs)
+    }
+
+
+def _read_tensor(datatype: str, content: bytes) -> list[Any]:
+    if datatype != "BYTES":
+        form = FORMATS[datatype]
+        return list(struct.unpack(f"<{len(content) // struct.calcsize(form)}{form}", content))
+    texts, start = [], 0
+    while start < len(content):
+        end = start + 4 + int.from_bytes(content[start : start + 4], "little")
+        texts.append(content[start + 4 : end].decode(errors="replace"))
+        start = end
+    return texts
