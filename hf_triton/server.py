@@ -36,6 +36,8 @@ from typing import Any, Final
 from hf_triton.errors import ServerError
 
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h: the signal a child gets when its parent dies
+DISTRIBUTION_LIBRARIES: Final = ("/usr/lib", "/lib")
+"""The loader looks there anyway; named in LD_LIBRARY_PATH, they would hide the image's CUDA compatibility libraries."""
 STOP_GRACE_S = 30.0
 STACK_BYTES = 256 << 20
 
@@ -119,8 +121,10 @@ def server_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
     not the distribution's own, the loader would choose the distribution's libpython, in which `import ssl` fails.
     """
     environment = dict(os.environ)
-    libraries = [str(sysconfig.get_config_var("LIBDIR") or ""), environment.get("LD_LIBRARY_PATH", "")]
-    environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
+    libraries = str(sysconfig.get_config_var("LIBDIR") or "")
+    if libraries and not libraries.startswith(DISTRIBUTION_LIBRARIES):
+        paths = [libraries, environment.get("LD_LIBRARY_PATH", "")]
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
     return environment | dict(extra or {})
 
@@ -157,9 +161,19 @@ def is_shell_safe(name: str) -> bool:
     return shlex.quote(name) == name
 
 
+def end_with_parent() -> None:
+    """Runs in a new process: it gets SIGTERM when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def describe_status(status: int) -> str:
+    """How a process exited, for an error message; a negative status is a signal's."""
+    return f"with status {status}" if status >= 0 else f"by signal {-status} ({signal.strsignal(-status)})"
+
+
 def _prepare_process() -> None:
     """Runs in the new process before tritonserver."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
     # Triton's HTTP library copies a form body, as sent by `curl -d`, to the stack (libevhtp issue 118).
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     soft = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
@@ -173,6 +187,7 @@ class TritonServer:
 
     Args:
         model_repository: The folder of model folders.
+        more_repositories: Further ones; a model's name is in one of them only.
         ports: HTTP, gRPC and metrics port; free ones by default.
         host: The address to listen on.
         arguments: Further tritonserver arguments, such as `["--model-control-mode=explicit"]`.
@@ -185,7 +200,7 @@ class TritonServer:
     def __init__(
         self,
         model_repository: str | os.PathLike[str],
-        *,
+        *more_repositories: str | os.PathLike[str],
         ports: tuple[int, int, int] | None = None,
         host: str = "127.0.0.1",
         arguments: Sequence[str] = (),
@@ -195,6 +210,7 @@ class TritonServer:
         log: int | None = None,
     ) -> None:
         self.model_repository = Path(model_repository)
+        self.model_repositories = [self.model_repository, *map(Path, more_repositories)]
         http, grpc, metrics = ports or free_ports(3)
         self.http_port, self.grpc_port, self.metrics_port = http, grpc, metrics
         self.host = host
@@ -233,9 +249,12 @@ class TritonServer:
         self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_server_")
         scratch = Path(self._scratch.name)
         installation = find_tritonserver(scratch)
+        repositories = [
+            self._safe_path(path, scratch / f"models{number}") for number, path in enumerate(self.model_repositories)
+        ]
         with (scratch / "log").open("wb") as own_log:
             self.process = subprocess.Popen(
-                self.command(installation, self._safe_repository(scratch)),
+                self.command(installation, repositories),
                 env=self._environment | {"TMPDIR": str(scratch)},  # deleted with what Triton leaves in it
                 stdin=subprocess.DEVNULL,
                 stdout=own_log if self._log is None else self._log,
@@ -244,20 +263,19 @@ class TritonServer:
                 preexec_fn=_prepare_process,
             )
 
-    def _safe_repository(self, scratch: Path) -> Path:
-        """A path to the repository that is safe in a shell."""
-        if is_shell_safe(str(self.model_repository)):
-            return self.model_repository
-        link = scratch / "models"
-        link.symlink_to(self.model_repository.resolve())
+    def _safe_path(self, repository: Path, link: Path) -> Path:
+        """The repository's path if it is safe in a shell, else a link to it."""
+        if is_shell_safe(str(repository)):
+            return repository
+        link.symlink_to(repository.resolve())
         return link
 
-    def command(self, installation: Installation, model_repository: Path) -> list[str]:
+    def command(self, installation: Installation, model_repositories: Sequence[Path]) -> list[str]:
         """The command line of tritonserver."""
         backend = installation.backend_directory
         return [
             str(installation.binary),
-            f"--model-repository={model_repository}",
+            *(f"--model-repository={path}" for path in model_repositories),
             *([f"--backend-directory={backend}"] if backend else []),
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             f"--exit-on-error={str(self._exit_on_error).lower()}",
@@ -344,10 +362,8 @@ class TritonServer:
 
     def describe_exit(self) -> str:
         """How the process exited, for an error message."""
-        code = None if self.process is None else self.process.poll()
-        if code is None or code >= 0:
-            return f"with status {code}"
-        return f"by signal {-code} ({signal.strsignal(-code)})"
+        status = None if self.process is None else self.process.poll()
+        return "not at all" if status is None else describe_status(status)
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> int | None:
         """Let requests in flight finish, then stop; kill the process group after `grace_s` seconds.

@@ -41,7 +41,7 @@ def _defect(folder: Path) -> str | None:
     if not versions:
         return "it has no version folder: copy 1/model.py from a model folder"
     incomplete = [version.name for version in versions if not (version / "model.py").exists()]
-    if incomplete and re.search(r'^\s*backend\s*:\s*"python"', _read(folder / CONFIG), flags=re.MULTILINE):
+    if incomplete and re.search(r'^\s*backend\s*:\s*"python"', read_config(folder), flags=re.MULTILINE):
         return f"it has no {incomplete[0]}/model.py: copy one from a model folder"
     return None
 
@@ -50,8 +50,10 @@ def _versions(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("[0-9]*") if path.is_dir())
 
 
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+def read_config(folder: Path) -> str:
+    """The text of a folder's config.pbtxt; empty if it has none."""
+    path = folder / CONFIG
+    return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def with_remedy(reason: str) -> str:
@@ -63,7 +65,7 @@ def with_remedy(reason: str) -> str:
 
 def guess_reason(folder: Path) -> str:
     """Why Triton did not load a folder without giving a reason: usually its config.pbtxt cannot be parsed."""
-    config = _read(folder / CONFIG)
+    config = read_config(folder)
     name = re.search(r'^name\s*:\s*"([^"]*)"', config, flags=re.MULTILINE)
     if name and name[1] != folder.name:
         return f"{CONFIG} names the model {name[1]}, and Triton expects the folder's name: remove the line name:"

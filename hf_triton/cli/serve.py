@@ -6,26 +6,19 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
-import hf_triton
+from hf_triton.cli.doors import door_repository
 from hf_triton.cli.examples import example_requests
 from hf_triton.cli.folders import defects, guess_reason, is_model_folder, model_folders, with_remedy
+from hf_triton.cli.ports import PORT, check_ports
+from hf_triton.cli.repositories import served_repository
 from hf_triton.errors import ServerError
-from hf_triton.server import TritonServer, busy_ports
-
-DEMO_NAME = "demo"
-DEMO_CONFIG = """backend: "python"
-parameters {{ key: "huggingface_model" value {{ string_value: "{checkpoint}" }} }}
-parameters {{ key: "max_output_length" value {{ string_value: "64" }} }}
-instance_group [ {{ kind: KIND_CPU }} ]
-"""
-DEMO_MODEL = "from hf_triton import TritonPythonModel as TritonPythonModel\n"
+from hf_triton.server import TritonServer
 
 TRY = """
 Try, in another terminal:
@@ -39,9 +32,9 @@ Ctrl+C stops the server.
 @click.command()
 @click.argument("model_repository", type=click.Path(exists=True, file_okay=False, path_type=Path), required=False)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
-@click.option("--http-port", type=click.IntRange(1, 65535), default=8000, show_default=True)
-@click.option("--grpc-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
-@click.option("--metrics-port", type=click.IntRange(1, 65535), default=8002, show_default=True)
+@click.option("--http-port", type=PORT, default=8000, show_default=True)
+@click.option("--grpc-port", type=PORT, default=8001, show_default=True)
+@click.option("--metrics-port", type=PORT, default=8002, show_default=True)
 @click.option(
     "--load-timeout",
     type=click.FloatRange(1),
@@ -49,6 +42,13 @@ Ctrl+C stops the server.
     show_default=True,
     help="Seconds for loading, downloads included.",
 )
+@click.option(
+    "--doors/--no-doors",
+    default=True,
+    show_default=True,
+    help="Add a stream door, NAME_stream, beside each folder that does not stream itself.",
+)
+@click.option("--exit-on-error", is_flag=True, help="Exit if a folder cannot be loaded, instead of serving the others.")
 @click.option("--verbose", is_flag=True, help="Show the server's own log.")
 def serve(
     model_repository: Path | None,
@@ -57,30 +57,23 @@ def serve(
     grpc_port: int,
     metrics_port: int,
     load_timeout: float,
+    doors: bool,
+    exit_on_error: bool,
     verbose: bool,
 ) -> None:
     """Serve the folders in MODEL_REPOSITORY; without one, the small demo model that comes with hf_triton."""
-    ports = (http_port, grpc_port, metrics_port)
-    if len(set(ports)) < len(ports):
-        raise click.UsageError(
-            "--http-port, --grpc-port and --metrics-port must be three different ports, got "
-            f"{', '.join(map(str, ports))}"
-        )
-    busy = busy_ports(ports)
-    if busy:
-        noun = "port" if len(busy) == 1 else "ports"
-        raise click.UsageError(
-            f"{noun} {' and '.join(map(str, busy))} in use: stop the program that listens there, or choose others "
-            "with --http-port, --grpc-port and --metrics-port (make serve HTTP_PORT=... GRPC_PORT=... METRICS_PORT=...)"
-        )
-    excluded = {} if model_repository is None else _check_folders(model_repository)
+    ports = {"--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port}
+    check_ports(ports)
+    excluded = {} if model_repository is None else _check_folders(model_repository, exit_on_error)
     show_log = verbose or model_repository is not None
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's `&` ignores SIGINT
         signal.signal(number, signal.default_int_handler)
-    with _served_repository(model_repository, excluded) as repository:
+    with contextlib.ExitStack() as stack:
+        repository = stack.enter_context(served_repository(model_repository, excluded))
         server = TritonServer(
             repository,
-            ports=ports,
+            *([stack.enter_context(door_repository(repository, excluded))] if doors else []),
+            ports=(http_port, grpc_port, metrics_port),
             host=host,
             ready_timeout_s=load_timeout,
             log=sys.stderr.fileno() if show_log else None,
@@ -88,19 +81,19 @@ def serve(
         click.echo("Starting tritonserver and loading models; a model that is not cached is downloaded first.")
         was_ready = False
         with contextlib.suppress(KeyboardInterrupt), server:
-            _show(server, excluded)
+            _show(server, excluded, exit_on_error)
             was_ready = True
             _wait(server)
     was_killed = was_ready and server.process is not None and server.process.returncode != 0
     click.echo("Stopped with open connections: requests in flight were not answered." if was_killed else "Stopped.")
 
 
-def _check_folders(repository: Path) -> Mapping[str, str]:
+def _check_folders(repository: Path, exit_on_error: bool) -> Mapping[str, str]:
     """The defects, by name, of folders that must be kept from tritonserver.
 
     Raises:
         click.UsageError: The folder is not a model repository.
-        ServerError: All of its folders have defects.
+        ServerError: All of its folders have defects, or one has and `exit_on_error` is set.
     """
     if is_model_folder(repository):
         raise click.UsageError(
@@ -111,19 +104,25 @@ def _check_folders(repository: Path) -> Mapping[str, str]:
     if not folders:
         raise click.UsageError(f"there is no model folder in {repository}: copy one in")
     excluded = defects(repository)
-    if len(excluded) == len(folders):
+    if len(excluded) == len(folders) or (excluded and exit_on_error):
         _show_reasons(excluded)
-        raise ServerError("server_failed", "no model is served: correct the errors above")
+        raise ServerError("server_failed", _refusal(len(excluded) == len(folders)))
     return excluded
 
 
-def _show(server: TritonServer, excluded: Mapping[str, str]) -> None:
+def _refusal(is_none_served: bool) -> str:
+    subject = "no model is served" if is_none_served else "a model cannot be served, and --exit-on-error is set"
+    return f"{subject}: correct the errors above"
+
+
+def _show(server: TritonServer, excluded: Mapping[str, str], exit_on_error: bool) -> None:
     """Print which folders are served, and why the others are not.
 
     Raises:
-        ServerError: No folder is served.
+        ServerError: No folder is served, or one is not and `exit_on_error` is set.
     """
-    models = server.models()
+    served = {folder.name for folder in model_folders(server.model_repository)}
+    models = [model for model in server.models() if model.name in served]
     ready = sorted({model.name for model in models if model.state == "READY"})
     reasons = {
         model.name: with_remedy(model.sentence) or guess_reason(server.model_repository / model.name)
@@ -131,9 +130,9 @@ def _show(server: TritonServer, excluded: Mapping[str, str]) -> None:
         if model.name not in ready
     }
     _show_reasons({**excluded, **reasons})
-    if not ready:
+    if not ready or (reasons and exit_on_error):
         more = "--verbose shows the server's log" if server.read_log() else "the log above it may say more"
-        raise ServerError("server_failed", f"no model is served: correct the errors above; {more}")
+        raise ServerError("server_failed", f"{_refusal(not ready)}; {more}")
     click.echo(f"Ready: {', '.join(ready)}.")
     requests = example_requests(map(server.model_config, ready), server.host, server.http_port)
     click.echo(TRY.format(requests=requests))
@@ -152,32 +151,3 @@ def _wait(server: TritonServer) -> None:
         click.echo("Stopping: waiting for requests in flight and open connections; Ctrl+C again stops at once.")
         raise
     raise ServerError("server_failed", f"tritonserver exited {server.describe_exit()}{server.describe_log()}")
-
-
-def _served_repository(given: Path | None, excluded: Collection[str]) -> contextlib.AbstractContextManager[Path]:
-    """The repository to serve: the given one without excluded folders, or the demo's."""
-    if given is None:
-        return _demo_repository()
-    return _linked_repository(given, excluded) if excluded else contextlib.nullcontext(given)
-
-
-@contextlib.contextmanager
-def _linked_repository(given: Path, excluded: Collection[str]) -> Iterator[Path]:
-    """A temporary repository of links to the other folders."""
-    with tempfile.TemporaryDirectory(prefix="hf_triton_served_") as root:
-        for folder in model_folders(given):
-            if folder.name not in excluded:
-                (Path(root) / folder.name).symlink_to(folder.resolve())
-        yield Path(root)
-
-
-@contextlib.contextmanager
-def _demo_repository() -> Iterator[Path]:
-    """A temporary repository with the demo folder."""
-    checkpoint = Path(hf_triton.__file__).parent / "demo"
-    with tempfile.TemporaryDirectory(prefix="hf_triton_demo_") as root:
-        folder = Path(root) / DEMO_NAME
-        (folder / "1").mkdir(parents=True)
-        (folder / "config.pbtxt").write_text(DEMO_CONFIG.format(checkpoint=checkpoint))
-        (folder / "1" / "model.py").write_text(DEMO_MODEL)
-        yield Path(root)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stream doors that `hf-triton serve` adds beside the user's folders. Decides from their files; starts nothing."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Final
+
+import hf_triton
+from hf_triton.cli.folders import model_folders, read_config
+from hf_triton.stream_door.model import SUFFIX
+
+DOOR_FOLDER: Final = Path(hf_triton.__file__).parent / "stream_door" / "folder"
+MODEL_CLASS: Final = "TritonPythonModel"
+OUR_MODULES: Final = ("hf_triton", "hf_triton.model")
+
+_TEXT_OR_COMMENT: Final = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|#.*""")
+_STREAM_OF: Final = re.compile(r"""["']stream_of["'][^"']*["']([^"']*)["']""")
+
+
+@contextlib.contextmanager
+def door_repository(repository: Path, taken: Collection[str]) -> Iterator[Path]:
+    """A temporary model repository with a stream door for each folder that needs one.
+
+    Args:
+        repository: The folders that are served.
+        taken: Names of folders that are not, and that no door gets.
+
+    Yields:
+        A folder that may be empty.
+    """
+    with tempfile.TemporaryDirectory(prefix="hf_triton_doors_") as root:
+        doors = {f"{name}{SUFFIX}" for name in folders_without_door(repository)}
+        for door in doors.difference(taken):
+            shutil.copytree(DOOR_FOLDER, Path(root) / door, ignore=shutil.ignore_patterns("__pycache__"))
+        yield Path(root)
+
+
+def folders_without_door(repository: Path) -> list[str]:
+    """The folders that answer in one piece and that no folder streams from, by name."""
+    folders = model_folders(repository)
+    names = {folder.name for folder in folders}
+    streamed = {name for folder in folders for name in _STREAM_OF.findall(read_config(folder))}
+    return [
+        folder.name
+        for folder in folders
+        if f"{folder.name}{SUFFIX}" not in names and folder.name not in streamed and _answers_in_one_piece(folder)
+    ]
+
+
+def _answers_in_one_piece(folder: Path) -> bool:
+    """Whether a folder is this library's and not decoupled.
+
+    In doubt it is not: a door to a model of another library would never connect. So the class in model.py must derive
+    from `hf_triton.TritonPythonModel` in that file; a base that another file defines is not followed.
+    """
+    config = read_config(folder)
+    names_other_backend = re.search(r"""^\s*(backend|platform)\s*:\s*["'](?!python["'])""", config, re.MULTILINE)
+    is_decoupled = re.search(r"\bdecoupled\s*:\s*(true|True|t|1)\b", _TEXT_OR_COMMENT.sub("", config))
+    versions = [path for path in folder.glob("*/model.py") if path.parent.name.isdecimal()]
+    newest = max(versions, key=lambda path: int(path.parent.name), default=None)
+    return not names_other_backend and not is_decoupled and newest is not None and _defines_our_model(newest)
+
+
+def _defines_our_model(file: Path) -> bool:
+    """Whether the file's `TritonPythonModel` is `hf_triton.TritonPythonModel` or derives from it."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # Triton says why it cannot be loaded
+        return False
+    ours: set[str] = set()
+    for node in body:
+        match node:
+            case ast.Import(names):
+                ours |= {f"{name.asname or name.name}.{MODEL_CLASS}" for name in names if name.name in OUR_MODULES}
+            case ast.ImportFrom(module, names) if module in OUR_MODULES:
+                ours |= {name.asname or name.name for name in names if name.name == MODEL_CLASS}
+            case ast.ClassDef(name, bases) if _names(bases) & ours:
+                ours.add(name)
+    return MODEL_CLASS in ours
+
+
+def _names(expressions: Collection[ast.expr]) -> set[str]:
+    return {ast.unparse(expression) for expression in expressions}

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports on the command line: their type, and refusals before a server would fail on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import click
+
+from hf_triton.server import busy_ports
+
+PORT = click.IntRange(1, 65535)
+
+
+def check_ports(ports: Mapping[str, int]) -> None:
+    """Check that ports, by option, are different and free.
+
+    Raises:
+        click.UsageError: Two are equal, or some are in use.
+    """
+    options = _listed(list(ports))
+    if len(set(ports.values())) < len(ports):
+        numbers = ", ".join(map(str, ports.values()))
+        raise click.UsageError(f"{options} must be different ports, got {numbers}")
+    busy = [str(port) for port in busy_ports(list(ports.values()))]
+    if busy:
+        nouns = "port" if len(busy) == 1 else "ports"
+        raise click.UsageError(
+            f"{nouns} {_listed(busy)} in use: stop the program that listens there, or choose others with {options}"
+        )
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton` commands as processes: their output, the commands that they print, and the processes below them."""
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hf_triton.server import free_ports
+
+COMMAND = Path(sys.executable).with_name("hf-triton")
+
+
+class Serving:
+    """A `hf-triton serve` process and what it has printed."""
+
+    def __init__(self, *arguments: str, output: Path) -> None:
+        self.http_port, grpc, metrics = free_ports(3)
+        self._output = output
+        ports = [f"--http-port={self.http_port}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [COMMAND, "serve", *arguments, *ports], stdout=file, stderr=file, start_new_session=True
+            )
+
+    def wait_for(self, output: str, limit_s: float = 120.0) -> str:
+        deadline = time.monotonic() + limit_s
+        while output not in self.output():
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.1)
+        return self.output()
+
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def descendants(self) -> list[int]:
+        """All processes below this one, in any group or session."""
+        return _descendants(self.process.pid)
+
+
+def _descendants(pid: int) -> list[int]:
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[1]) == pid:
+            children.append(int(stat.parent.name))
+    return children + [descendant for child in children for descendant in _descendants(child)]
+
+
+@contextlib.contextmanager
+def running(*arguments: str, output: Path) -> Iterator[Serving]:
+    serving = Serving(*arguments, output=output)
+    try:
+        yield serving
+    finally:
+        serving.process.terminate()
+        serving.process.wait(timeout=60)
+
+
+def serve_until_exit(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)]
+    command = [COMMAND, "serve", *arguments, *ports]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
+
+
+def wait_until_gone(pids: list[int], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
+
+
+def curl_lines(output: str) -> list[list[str]]:
+    joined = re.sub(r"\\\n\s*", "", output)
+    return [shlex.split(line) for line in joined.splitlines() if line.strip().startswith("curl ")]
+
+
+def send(line: list[str]) -> str:
+    return subprocess.run([*line, "--silent"], capture_output=True, text=True, check=True).stdout
