@@ -21,6 +21,10 @@ class EngineConfig:
     """How long a context waits for other users of the device to free memory, before it is refused."""
     memory_poll_s: float = 0.02
     """How often it looks for memory meanwhile."""
+    max_arrival_delay_s: float = 0.02
+    """How long a prompt waits for others that clients send when theirs finish, see `ArrivalDelay`."""
+    arrival_poll_s: float = 0.0005
+    """How often the engine looks for them if nothing else is to do."""
     idle_release_s: float = 10.0
     """How long an engine is idle before it frees its memory."""
     queue_sweep_s: float = 0.1

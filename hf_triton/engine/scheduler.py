@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hf_triton.engine.arrival_delay import ArrivalDelay
 from hf_triton.engine.config import EngineConfig, ModelTraits
 from hf_triton.engine.plan import (
     PrefillBatch,
@@ -71,6 +72,8 @@ class Scheduler:
         self._inflight: object = None  # the executor's decoding step whose tokens have not been taken
         self._round: _Round | None = None
         self._wait_s = 0.0
+        self._began_s = 0.0
+        self._arrival_delay = ArrivalDelay(config.max_arrival_delay_s)
         self._follows_long_chunk = False  # whether the last chunk was one of a long context
 
     def load(self, num_used_tokens: int, max_used_tokens: int) -> EngineLoad:
@@ -88,7 +91,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep:
         """The next step."""
-        self._wait_s = 0.0
+        self._wait_s, self._began_s = 0.0, time.monotonic()
         self._drop_ended()
         if self._round is None:
             self._admit()
@@ -145,6 +148,7 @@ class Scheduler:
             self.stages.admitting.popleft()
             if not group.is_finished:
                 self.stages.ready.append(group.sequences)
+                self._arrival_delay.on_arrival(len(group.sequences))
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
@@ -162,6 +166,8 @@ class Scheduler:
                 return self._chunk(batches[-1])
         elif self._round.is_over:
             return None
+        if self._waits_for_arrivals():
+            return None
         requests = self._next_requests()
         if not requests:
             return None
@@ -170,11 +176,19 @@ class Scheduler:
         if self._round.num_tokens and self._round.num_tokens + num_new > limit:
             return None
         self._round.num_tokens += num_new
+        self._arrival_delay.on_prefill()
         batches.append(PrefillBatch(requests, self._traits.chunk_sizes, is_whole=self._traits.prefills_whole))
         for request in requests:
             self.stages.ready.popleft()
             self._observer.on_prefix_hit(request.num_cached)
         return self._chunk(batches[-1], is_first=True)
+
+    def _waits_for_arrivals(self) -> bool:
+        """Whether ready contexts wait for others, see `ArrivalDelay`; running sequences decode meanwhile."""
+        rest_s = self._arrival_delay.rest_s() if self.stages.ready else 0.0
+        if rest_s and not self._memory.running:
+            self._wait_s = min(rest_s, self._config.arrival_poll_s)
+        return rest_s > 0
 
     def _chunk(self, batch: PrefillBatch, *, is_first: bool = False) -> ScheduledStep:
         assert self._round is not None
@@ -253,6 +267,7 @@ class Scheduler:
                 running = list(self._memory.running)
                 done = [slot for slot, sequence in enumerate(running) if sequence.append(output.tokens[sequence])]
             self._observer.on_step(len(running))
+            self._arrival_delay.on_step(time.monotonic() - self._began_s, len(done))
             self._free(done)
             self._preempt_outgrown()
 
