@@ -51,8 +51,12 @@ class CompletionRequest(GenerationFields):
         """Whether the prompt is scored and nothing is generated."""
         return self.max_tokens == 0
 
-    def generations(self, request_id: str) -> list[Generation]:
+    def generations(self, request_id: str, max_batch_size: int) -> list[Generation]:
         """What to ask of Triton: one request for all prompts, or one for each prompt of token ids.
+
+        Args:
+            request_id: The id of all of them.
+            max_batch_size: Most prompts in one; 0: any number.
 
         Raises:
             ApiError: Two fields contradict each other, or there is no prompt.
@@ -82,7 +86,9 @@ class CompletionRequest(GenerationFields):
             )
 
         texts, ids = self._prompts()
-        return [generation(prompts=texts)] if texts else [generation(prompt_token_ids=one) for one in ids]
+        batch_size = max_batch_size or len(texts)
+        batches = [texts[start : start + batch_size] for start in range(0, len(texts), batch_size or 1)]
+        return [*(generation(prompts=batch) for batch in batches), *(generation(prompt_token_ids=one) for one in ids)]
 
     def _prompts(self) -> tuple[list[str], list[list[int]]]:
         """The prompts as texts or as token ids."""
@@ -141,17 +147,22 @@ class _Answer:
 
 
 def _answers(body: CompletionRequest, generations: Sequence[Generation]) -> list[_Answer]:
-    return [_Answer(body, generation, place * body.num_choices) for place, generation in enumerate(generations)]
+    answers, first_index = [], 0
+    for generation in generations:
+        answers.append(_Answer(body, generation, first_index))
+        first_index += answers[-1].num_choices
+    return answers
 
 
 @router.post("/v1/completions")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts."""
     gateway = gateway_of(request)
-    answers = _answers(body, body.generations(request_id_of(request)))
+    if body.stream and body.only_scores:
+        raise ApiError(400, "max_tokens must be an integer >= 1 for a stream, got 0", param="max_tokens")
+    folder = await gateway.models.folder(body.model, is_stream=bool(body.stream))
+    answers = _answers(body, body.generations(request_id_of(request), folder.max_batch_size))
     if body.stream:
-        if body.only_scores:
-            raise ApiError(400, "max_tokens must be an integer >= 1 for a stream, got 0", param="max_tokens")
         return EventStream(request, _stream(gateway, body, answers))
     responses = await run_while_connected(request.receive, _generate(gateway, answers))
     pairs = list(zip(answers, responses, strict=True))

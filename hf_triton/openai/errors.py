@@ -42,6 +42,7 @@ ANTHROPIC_PATH: Final = "/v1/messages"
 RETRY_AFTER_S: Final = 1
 
 _CODED: Final = re.compile(rf"(?:^|[\s\]])({'|'.join(CODES)}): (.*)", re.DOTALL)
+_REQUEST_ID: Final = re.compile(r"^\[request id: [^]]*\] ")
 _NAME: Final = re.compile(r"(?:there is no (?:parameter|field) ')?(([A-Za-z_]+)(?:\[\d+\]|\.\w+)*)")
 
 
@@ -99,7 +100,9 @@ def triton_error(message: str, names: Mapping[str, str], fields: Collection[str]
     """
     coded = _CODED.search(message)
     if coded is None:
-        sentence = message.partition("\n")[0] if status < 500 else "the server failed on this request"
+        sentence = (
+            _REQUEST_ID.sub("", message).partition("\n")[0] if status < 500 else "the server failed on this request"
+        )
         return ApiError(status, sentence)
     code, sentence = coded[1], re.sub(r"[a-z_]+", lambda word: names.get(word[0], word[0]), coded[2])
     return ApiError(

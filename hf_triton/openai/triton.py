@@ -158,6 +158,25 @@ class TritonModels:
             raise model_not_found(name)
         return self._models[name]
 
+    async def folder(self, name: str, *, is_stream: bool = False) -> Folder:
+        """The folder that answers a model's requests.
+
+        Raises:
+            ApiError: The model does not exist or does not stream, or Triton cannot be reached.
+        """
+        model = await self.model(name)
+        if not is_stream:
+            return model.folder
+        if model.door is None:
+            raise ApiError(
+                400,
+                f"the model '{model.name}' does not stream: copy the folder `stream_door/` into the model repository "
+                f"as `{model.name}{DOOR_SUFFIX}`, or start Triton with `hf-triton serve`, which adds it",
+                param="stream",
+                code="stream_not_available",
+            )
+        return model.door
+
     def _list(self) -> asyncio.Task[None]:
         """Start listing the models, or join those who wait for the list."""
         if self._listing is None or self._listing.done():
@@ -200,7 +219,7 @@ class TritonModels:
         Raises:
             ApiError: The request is refused, or failed.
         """
-        folder = (await self.model(generation.model)).folder
+        folder = await self.folder(generation.model)
         if folder.is_decoupled:  # such folders refuse ModelInfer
             responses = [response async for response in self._stream(folder, generation, is_stream=False)]
             return responses[-1]
@@ -219,16 +238,8 @@ class TritonModels:
         Raises:
             ApiError: The model does not exist or does not stream, or Triton cannot be reached.
         """
-        model = await self.model(generation.model)
-        if model.door is None:
-            raise ApiError(
-                400,
-                f"the model '{model.name}' does not stream: copy the folder `stream_door/` into the model repository "
-                f"as `{model.name}{DOOR_SUFFIX}`, or start Triton with `hf-triton serve`, which adds it",
-                param="stream",
-                code="stream_not_available",
-            )
-        return self._stream(model.door, generation, is_stream=True)
+        folder = await self.folder(generation.model, is_stream=True)
+        return self._stream(folder, generation, is_stream=True)
 
     async def _stream(self, folder: Folder, generation: Generation, *, is_stream: bool) -> AsyncGenerator[Outputs]:
         message = _infer_request(folder, generation, is_stream=is_stream)

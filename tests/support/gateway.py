@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gateway in a thread, on a free port."""
+"""A gateway in a thread, on a free port, and what its tests need of the server behind it."""
 
+import shutil
 import socket
 import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 import uvicorn
 
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.server import uvicorn_config
+from hf_triton.testing import TritonServer
+from tests.support.paths import ROOT
+
+RUNNING = ("hf_triton_rows_running", "hf_triton_requests_in_flight")
 
 
 class GatewayThread:
@@ -34,3 +43,28 @@ class GatewayThread:
         self._server.should_exit = True
         self._thread.join(40)
         self._socket.close()
+
+
+def add_demo(repository: Path) -> None:
+    """Add the demo model and its stream door to a model repository."""
+    folder = repository / "demo"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text("from hf_triton import TritonPythonModel as TritonPythonModel\n")
+    parameters = {"huggingface_model": ROOT / "hf_triton" / "demo", "max_output_length": 64}
+    lines = [f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}' for key, text in parameters.items()]
+    (folder / "config.pbtxt").write_text("\n".join(['backend: "python"', *lines]) + "\n")
+    shutil.copytree(ROOT / "stream_door", repository / "demo_stream")
+
+
+def num_running(server: TritonServer) -> float:
+    """Sequences in the engines of all models."""
+    with urllib.request.urlopen(server.metrics_url) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(RUNNING))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)

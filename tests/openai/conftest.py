@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tritonserver and one gateway in front of it for all modules of a worker, and the real `openai` client."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.testing import TritonServer
+from tests.support.chat import build_chat_checkpoint
+from tests.support.gateway import GatewayThread, add_demo
+from tests.support.paths import ROOT
+from tests.support.slow_model import DECOUPLED, SLOW_MODEL
+
+NUM_TOKENS = 8
+"""`max_output_length` of the tiny models, which never end by themselves."""
+TINY: dict[str, str] = {"tiny": "", "slow": "", "decoupled": DECOUPLED, "batching": "max_batch_size: 4"}
+"""Tiny models and their config. `slow` generates one sequence at a time, 10 tokens/s; `tiny` has no stream door."""
+
+
+@pytest.fixture(scope="session")
+def triton(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[TritonServer]:
+    """A server with the demo model and its stream door, and the folders of TINY."""
+    root = tmp_path_factory.mktemp("openai")
+    checkpoint, repository = build_chat_checkpoint(root / "chat"), root / "repository"
+    add_demo(repository)
+    for name, config in TINY.items():
+        settings = {"max_num_seqs": 1} if name == "slow" else {}
+        shared = {"huggingface_model": checkpoint, "max_output_length": NUM_TOKENS, "config": config}
+        make_folder(repository, name, **shared, **settings)
+    (repository / "slow" / "1" / "model.py").write_text(SLOW_MODEL)
+    shutil.copytree(ROOT / "stream_door", repository / "slow_stream")
+    with TritonServer(repository) as server:
+        for name in ("demo", "demo_stream", "slow_stream", *TINY):
+            assert server.is_model_ready(name), server.log_tail()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gateway(triton: TritonServer) -> Iterator[GatewayThread]:
+    with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60) as connected:
+        yield connected

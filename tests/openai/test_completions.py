@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/completions by the real client."""
+
+import httpx
+import openai
+from openai.types import Completion
+
+from tests.support.gateway import GatewayThread
+
+
+def test_answer_is_of_openais_type(gateway: GatewayThread) -> None:
+    body = {"model": "demo", "prompt": "The model", "max_tokens": 5, "logprobs": 2}
+    answer = httpx.post(f"{gateway.url}/v1/completions", json=body).json()
+    Completion.model_validate(answer, strict=True)
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+
+
+def test_prompts_of_a_list_keep_their_order(client: openai.OpenAI) -> None:
+    prompts = ["The model", "Today", "I was glad"]
+    alone = [client.completions.create(model="demo", prompt=one, max_tokens=6, temperature=0) for one in prompts]
+    together = client.completions.create(model="demo", prompt=prompts, max_tokens=6, temperature=0)
+    assert [choice.text for choice in together.choices] == [one.choices[0].text for one in alone]
+    assert [choice.index for choice in together.choices] == [0, 1, 2]
+    assert together.usage is not None
+    assert together.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone if one.usage)
+
+
+def test_more_prompts_than_a_folders_batch(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="batching", prompt=["a"] * 9, max_tokens=2)
+    assert len({choice.text for choice in answer.choices}) == 1
+    assert [choice.index for choice in answer.choices] == list(range(9))
+
+
+def test_stream_gives_the_completions_in_pieces(client: openai.OpenAI) -> None:
+    prompts = ["The model", "Today"]
+    whole = client.completions.create(model="demo", prompt=prompts, max_tokens=9, n=2, seed=3, temperature=1)
+    texts = [""] * 4
+    reasons: list[str | None] = [None] * 4
+    stream = client.completions.create(
+        model="demo", prompt=prompts, max_tokens=9, n=2, seed=3, temperature=1, stream=True
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+
+
+def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
+    plain = client.completions.create(model="demo", prompt="The model", max_tokens=4, temperature=0)
+    echo = client.completions.create(
+        model="demo", prompt="The model", max_tokens=4, temperature=0, echo=True, logprobs=0
+    )
+    assert echo.choices[0].text == "The model" + plain.choices[0].text
+    logprobs = echo.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.text_offset is not None
+    assert "".join(logprobs.tokens) == echo.choices[0].text
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert echo.choices[0].text[offset:].startswith(token)
+
+
+def test_no_tokens_with_echo_score_the_prompt(client: openai.OpenAI) -> None:
+    scored = client.completions.create(model="demo", prompt="The model", max_tokens=0, echo=True, logprobs=1)
+    longer = client.completions.create(model="demo", prompt="The model", max_tokens=1, echo=True, logprobs=1)
+    assert scored.choices[0].text == "The model"
+    assert scored.usage is not None
+    assert scored.usage.completion_tokens == 0
+    first, second = scored.choices[0].logprobs, longer.choices[0].logprobs
+    assert first is not None
+    assert second is not None
+    assert first.tokens == (second.tokens or [])[:-1]

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/models, /health, /metrics, /tokenize, and request ids."""
+
+import httpx
+import openai
+import pytest
+
+from tests.support.gateway import GatewayThread
+
+
+def test_models_are_listed_without_their_stream_doors(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["batching", "decoupled", "demo", "slow", "tiny"]
+    assert client.models.retrieve("demo").object == "model"
+    with pytest.raises(openai.NotFoundError, match="'demo_stream' does not exist"):
+        client.models.retrieve("demo_stream")
+
+
+def test_health_and_metrics(gateway: GatewayThread, client: openai.OpenAI) -> None:
+    client.models.list()
+    list(client.completions.create(model="demo", prompt="a", stream=True, max_tokens=2))
+    assert httpx.get(f"{gateway.url}/health").status_code == 200
+    text = httpx.get(f"{gateway.url}/metrics").text
+    assert 'hf_triton_openai_requests_total{endpoint="/v1/models",status="200"}' in text
+    assert 'hf_triton_openai_time_to_first_token_seconds_count{endpoint="/v1/completions"}' in text
+    assert "hf_triton_openai_requests_in_flight 1.0" in text  # this one
+
+
+@pytest.mark.parametrize(("sent", "is_kept"), [("abc-1.2", True), ("a b", False), ("", False), ("x" * 200, False)])
+def test_request_id_goes_in_and_out(gateway: GatewayThread, sent: str, is_kept: bool) -> None:
+    body = {"model": "demo", "prompt": "a", "max_tokens": 1}
+    answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers={"x-request-id": sent})
+    got = answer.headers["x-request-id"]
+    assert (got == sent) is is_kept
+    assert answer.json()["id"] == f"cmpl-{got}"
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify"])
+def test_tasks_that_no_folder_has_are_refused(gateway: GatewayThread, path: str) -> None:
+    answer = httpx.post(gateway.url + path, json={"model": "demo", "input": "a"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "task_not_served"
