@@ -29,6 +29,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return found
 
 
+@pytest.mark.full
 def test_each_endpoint_is_measured_beside_the_engine(benchmark: ModuleType, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     checkpoint = benchmark.save(benchmark.build_small_model(), tmp_path / "checkpoint")
@@ -41,6 +42,7 @@ def test_each_endpoint_is_measured_beside_the_engine(benchmark: ModuleType, tmp_
         assert figures["stream / server"] == figures["stream / engine"] / figures["server / engine"]
 
 
+@pytest.mark.full
 def test_lost_answer_gives_no_figure(benchmark: ModuleType, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     checkpoint = benchmark.save(benchmark.build_small_model(), tmp_path / "checkpoint")

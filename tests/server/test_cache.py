@@ -104,6 +104,7 @@ def first_start(site: Site) -> FirstStart:
         site.hub.heal()
 
 
+@pytest.mark.full
 def test_two_instances_download_the_weights_once(first_start: FirstStart) -> None:
     assert len([path for path in first_start.requests if path.startswith(f"/cdn/{SHARED}")]) == 1
 

@@ -578,6 +578,7 @@ def test_stop_gives_up_the_request_of_the_same_id(server: TritonServer) -> None:
         assert time.monotonic() - started < LONG_TOKENS * STEP_S / 2
 
 
+@pytest.mark.full
 def test_stop_reaches_every_instance(checkpoint: Path, make_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_folder(
         tmp_path,

@@ -270,7 +270,9 @@ def test_failing_hook_is_named_without_showing_the_prompt(server: TritonServer, 
     reply = generate(server, "broken", fault, max_new_tokens=3)
     assert reply.status == 400
     assert reply.error == f"hook_failed: {sentence}"
-    log = server.read_log()
+    deadline_s = time.monotonic() + 10
+    while f"broken: {sentence}" not in (log := server.read_log()) and time.monotonic() < deadline_s:
+        time.sleep(0.02)  # the log is written by another process
     assert log.count(f"broken: {sentence}") == 1
     assert "quotes" not in log
     assert fault not in log

@@ -239,6 +239,7 @@ def test_rows_that_must_wait_again_are_counted(server: TritonServer) -> None:
     assert found["kv_cache_max_tokens", ""] == 512
 
 
+@pytest.mark.full
 def test_instances_of_a_model_add_up_and_a_reload_goes_on(server: TritonServer) -> None:
     with ThreadPoolExecutor(6) as pool:
         replies = [pool.submit(generate, server, "twins", f"number {i}", max_new_tokens=100) for i in range(6)]
@@ -274,6 +275,7 @@ def test_every_model_but_one_without_metrics_has_all_from_the_start(server: Trit
         assert not any("instance" in label for sample in family.samples for label in sample.labels)
 
 
+@pytest.mark.full
 def test_a_server_without_metrics_serves_all_the_same(
     checkpoint: Path, tmp_path: Path, make_folder: Callable[..., Path]
 ) -> None:

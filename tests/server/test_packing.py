@@ -4,11 +4,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate
 from tests.support.reference import load_reference
 
 
+@pytest.mark.full
 def test_pack_weights_auto_true_and_false(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "falcon")
     make_folder(tmp_path / "repository", "packed", huggingface_model=checkpoint, pack_weights="true")

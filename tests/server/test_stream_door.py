@@ -444,6 +444,7 @@ def test_model_may_load_after_its_door_and_be_reloaded(controlled: TritonServer)
     assert joined(stream(controlled, "plain_stream", max_new_tokens=NUM_TOKENS)) == joined(events)
 
 
+@pytest.mark.full
 def test_a_model_is_loaded_anew_under_its_streams(controlled: TritonServer) -> None:
     load(controlled, "slow")
     old = stub_of(controlled, "slow")
@@ -497,6 +498,7 @@ def test_killed_stream_door_ends_the_server(controlled: TritonServer) -> None:
     client.close()
 
 
+@pytest.mark.full
 def test_a_stopping_server_lets_streams_end(make_repository: Callable[[], Path]) -> None:
     with TritonServer(make_repository()) as running:
         wanted = joined(stream(running, "slow_stream", max_new_tokens=NUM_TOKENS))

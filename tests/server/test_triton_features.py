@@ -250,6 +250,7 @@ def test_error_of_a_bls_request_reaches_the_caller(server: TritonServer) -> None
 # --- loading under control -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_configuration_sent_with_load(checkpoint: Path, make_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "plain", huggingface_model=checkpoint, max_output_length=2)
 

@@ -112,7 +112,8 @@ def open_stream(
     try:
         body = json.dumps({"text_input": text, **fields})
         connection.request("POST", f"/v2/models/{model}/generate_stream", body, {"Content-Type": "application/json"})
-        yield connection.getresponse()
+        with connection.getresponse() as response:
+            yield response
     finally:
         connection.close()
 
