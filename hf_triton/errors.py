@@ -45,7 +45,7 @@ CODES: dict[str, str] = {
     "shutting_down": "the model is being unloaded, or the server is stopping",
     "not_loaded": "the model behind a stream door is not loaded, or not yet",
     "engine_failed": "the engine stopped after a fatal error; the server restarts or must be restarted",
-    "cancelled": "the client cancelled the request, or another request with its id did (`stop` true)",
+    "cancelled": "the client cancelled the request, or another request with its id did (`cancel` true)",
     "generation_failed": "the model failed on this request; the server's log has the error",
     "hook_failed": "a hook of the folder's `1/model.py` failed or returned a wrong value",
     "internal": "a bug in hf_triton; the server's log has the error",

@@ -50,10 +50,11 @@ def settings_table() -> str:
 def ports_tables() -> Mapping[str, str]:
     """The tensors that a folder declares by itself, and those that `parameters_as_inputs` adds."""
     config: dict[str, Any] = {"input": [], "output": [], "max_batch_size": 0}
-    prompt, outputs = missing_ports(config, parameters_as_inputs=False)
+    always, outputs = missing_ports(config, parameters_as_inputs=False)
     inputs, _ = missing_ports(config, parameters_as_inputs=True)
-    known = {port["name"] for port in prompt}
+    known = {port["name"] for port in always}
     return {
+        "inputs": _ports(always),
         "outputs": _ports(outputs),
         "input tensors": _ports([port for port in inputs if port["name"] not in known]),
     }

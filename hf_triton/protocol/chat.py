@@ -186,8 +186,14 @@ class ChatOptions(_Declared):
     """Variables for the model's chat template, as a JSON object: `{"enable_thinking": false}`. A variable that the
     template does not read is rejected."""
 
+    reasoning_effort: Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(100)] | None = None
+    """The variable of that name of the model's chat template, as in OpenAI's API: `low`, `high`. A template that does
+    not read it rejects it."""
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        if self.reasoning_effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):
+            raise ValueError("reasoning_effort is given twice, in chat_template_kwargs and beside it: leave one out")
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError(
                 "add_generation_prompt starts a new message, continue_final_message continues the last one: "
@@ -235,11 +241,12 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
             _check_final_message(conversation)
     except ValueError as error:
         raise RequestError("invalid_input", str(error)) from None
+    effort = {} if checked.reasoning_effort is None else {"reasoning_effort": checked.reasoning_effort}
     continues, starts = bool(checked.continue_final_message), checked.add_generation_prompt
     return Chat(
         conversation,
         checked.tools,
-        checked.chat_template_kwargs or {},
+        (checked.chat_template_kwargs or {}) | effort,
         add_generation_prompt=not continues if starts is None else starts,
         continue_final_message=continues,
     )

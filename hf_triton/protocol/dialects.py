@@ -24,8 +24,6 @@ SUGGESTIONS: Final[Mapping[str, str]] = {
     "runtime_top_k": "top_k",
     "runtime_top_p": "top_p",
     "json_schema": "guided_json",
-    "guided_decoding": "guided_json",
-    "structured_outputs": "guided_json",
     "return_log_probs": "return_logprobs",
     "text": "text_input",
     "max_output_length": "max_new_tokens",
@@ -41,6 +39,7 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
     ),
     "model": "the URL names the model",
     "skip_special_tokens": "special tokens are always skipped",
+    "allowed_token_ids": "constrain the text with guided_choice or guided_regex, or tokens with logit_bias",
     "lora_name": "LoRA adapters are not supported",
     "embedding_request": "this model generates text",
 }
@@ -49,7 +48,6 @@ NO_EFFECT: Final[Mapping[str, object]] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "detokenize": True,
-    "include_stop_str_in_output": False,
     "use_beam_search": False,
     "beam_width": 1,
     "num_beams": 1,
@@ -57,8 +55,7 @@ NO_EFFECT: Final[Mapping[str, object]] = {
     "length_penalty": 1.0,
     "early_stopping": False,
     **dict.fromkeys(("return_log_probs", "return_context_logits", "return_generation_logits"), False),
-    **dict.fromkeys(("guided_decoding", "structured_outputs", "truncate_prompt_tokens", "logits_processors")),
-    **dict.fromkeys(("allowed_token_ids", "extra_args")),
+    **dict.fromkeys(("logits_processors", "allowed_token_ids", "extra_args")),
 }
 """Values of other servers' parameters, mostly defaults, that ask for what happens anyway; they are ignored."""
 
@@ -73,7 +70,10 @@ DIALECT_TYPES: Final[Mapping[str, str]] = {
     "pad_id": "TYPE_INT32",
 }
 """Types that clients of TensorRT-LLM and LiteLLM send; Triton refuses inputs of any type but the declared one."""
+GUIDES: Final = ("structured_outputs", "guided_decoding", "guided_decoding_guide_type", "guided_decoding_guide")
+"""Structured output in the forms of vLLM, in the first two, and TensorRT-LLM; see `structured_output.read_guides`."""
 DIALECT_INPUTS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(GUIDES, "TYPE_STRING"),
     "beam_width": "TYPE_INT32",
     "length_penalty": "TYPE_FP32",
     "early_stopping": "TYPE_BOOL",
@@ -81,7 +81,8 @@ DIALECT_INPUTS: Final[Mapping[str, str]] = {
     "return_context_logits": "TYPE_BOOL",
     "return_generation_logits": "TYPE_BOOL",
 }
-"""Tensors of unsupported parameters that clients of TensorRT-LLM send; accepted with the values in `NO_EFFECT`."""
+"""Tensors that clients of TensorRT-LLM send, beside the aliases. Those of unsupported parameters are accepted with the
+values in `NO_EFFECT`."""
 
 
 def has_no_effect(name: str, value: object) -> bool:

@@ -27,12 +27,27 @@ class RequestOptions(BaseModel):
     """Whether `text_output` leaves out the prompt. By default the folder's setting `exclude_input_in_output`, and true
     for streams and chats."""
 
+    tokenize_only: bool | None = None
+    """Whether to return the prompt as the model gets it and generate nothing: `text_output` is the prompt, of a chat as
+    the template renders it, of `prompt_token_ids` with special tokens; `return_prompt_token_ids` and
+    `return_num_input_tokens` fill their outputs. The prompt may be longer than the context."""
+
+    cancel: bool | None = None
+    """Whether to cancel the requests with this request's id and do nothing else."""
+
     return_finish_reason: bool | None = None
     """Whether to fill the output `finish_reason`: `stop` (end-of-sequence token or stop string), `length`
     (`max_new_tokens`) or `deadline` (`max_time`)."""
 
     return_num_input_tokens: bool | None = None
     """Whether to fill the output `num_input_tokens`, the length of the prompt."""
+
+    return_prompt_token_ids: bool | None = None
+    """Whether to fill the output `prompt_token_ids`, a JSON array of the prompt's tokens."""
+
+    return_token_ids: bool | None = None
+    """Whether to fill the output `token_ids`, a JSON array of the completion's tokens. The end-of-sequence token is not
+    among them, those of a stop string are."""
 
     return_num_output_tokens: bool | None = None
     """Whether to fill the output `num_output_tokens`, the length of the completion."""
@@ -63,6 +78,8 @@ PARAMETERS: Final[Mapping[str, type[BaseModel]]] = {
     name: model for model in (RequestOptions, ChatOptions, GenerationParameters) for name in model.model_fields
 }
 """Every request parameter and the model that declares it."""
+CANCEL: Final = "cancel"
+"""Never an input: it is read before tensors are."""
 OPTIONS: Final = frozenset(RequestOptions.model_fields)
 CHAT_OPTIONS: Final = frozenset(ChatOptions.model_fields)
 NO_OPTIONS: Final = RequestOptions()

@@ -23,8 +23,15 @@ from pydantic import (
 )
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.dialects import ALIASES, SUGGESTIONS, UNSUPPORTED, has_no_effect
-from hf_triton.protocol.structured_output import GRAMMARS, Grammar, GrammarText, check_response_format, read_object
+from hf_triton.protocol.dialects import ALIASES, GUIDES, SUGGESTIONS, UNSUPPORTED, has_no_effect
+from hf_triton.protocol.structured_output import (
+    GRAMMARS,
+    Grammar,
+    GrammarText,
+    check_response_format,
+    read_guides,
+    read_object,
+)
 from hf_triton.protocol.validation import (
     MAX_ENTRIES,
     Problem,
@@ -125,6 +132,15 @@ class GenerationParameters(BaseModel):
     """Generation stops before the first of these strings, which is not part of the output. A string that is a JSON
     array is read as one. Empty strings are ignored. Example: `["\\n\\n", "User:"]`."""
 
+    include_stop_str_in_output: bool | None = None
+    """Whether the output ends with the stop string that ended it."""
+
+    stop_token_ids: (
+        Annotated[tuple[TokenId, ...], annotated_types.MaxLen(64), BeforeValidator(read_one_or_many)] | None
+    ) = None
+    """Token ids that end the completion like an end-of-sequence token, in addition to those, also with `ignore_eos`.
+    The token is not part of the output."""
+
     ignore_eos: bool | None = None
     """Whether to continue after an end-of-sequence token, up to `max_new_tokens`."""
 
@@ -189,6 +205,10 @@ class GenerationParameters(BaseModel):
     without this parameter. A stream sends it in its last response. To score a prompt, set `max_new_tokens` to 1.
     Encoder-decoder models reject it."""
 
+    truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(2**31 - 1)] | None = None
+    """Keep only this many tokens of the prompt, the last ones; -1 keeps as many as fit the context beside
+    `max_new_tokens`. By default a prompt that does not fit is an error."""
+
     max_time: Annotated[float, annotated_types.Gt(0), annotated_types.Le(MAX_SECONDS)] | None = None
     """Time limit in seconds, queueing included. When it is over, the completion ends with the tokens that it has."""
 
@@ -215,6 +235,8 @@ class GenerationParameters(BaseModel):
             check_min_new_tokens(self.min_new_tokens, self.max_new_tokens)
         if self.num_return_sequences is not None:
             check_best_of(self.best_of, self.num_return_sequences)
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be -1 or an integer >= 1, got 0")
         if self.ignore_eos and self.eos_token_id is not None:
             raise ValueError("eos_token_id has no effect with ignore_eos true: leave one of them out")
         return self
@@ -258,6 +280,8 @@ class GenerationParameters(BaseModel):
         """A given parameter that ends the output regardless of a grammar."""
         if self.stop_strings:
             return "stop_strings"
+        if self.stop_token_ids:
+            return "stop_token_ids"
         return "ignore_eos" if self.ignore_eos else None
 
     @property
@@ -313,18 +337,21 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
     """
     if "max_completion_tokens" in values:  # OpenAI's clients also send its former name
         values = {name: value for name, value in values.items() if name != "max_tokens"}
+    named = [(given, ALIASES.get(given, given), value) for given, value in values.items() if given not in GUIDES]
     spellings: dict[str, str] = {}
-    for given, value in values.items():
+    checked: dict[str, object] = {}
+    for given, name, value in (*named, *read_guides(values)):
         if has_no_effect(given, value):
             continue
-        name = ALIASES.get(given, given)
         if name not in GenerationParameters.model_fields:
             raise unknown_parameter(given)
+        if value is None:  # null in JSON: not given
+            continue
         if name in spellings:
             raise RequestError("invalid_parameter", f"{spellings[name]} and {given} mean the same: leave one out")
-        spellings[name] = given
+        spellings[name], checked[name] = given, value
     try:
-        return GenerationParameters.model_validate({name: values[given] for name, given in spellings.items()})
+        return GenerationParameters.model_validate(checked)
     except ValidationError as error:
         sentences = [_as_spelled(problem, spellings) for problem in problems(GenerationParameters, error)]
         raise RequestError("invalid_parameter", "; ".join(sentences)) from None
@@ -348,7 +375,7 @@ def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
     if name in UNSUPPORTED:
         sentence = f"there is no parameter {clip(name)} ({UNSUPPORTED[name]}): leave it out"
     else:
-        known = [*GenerationParameters.model_fields, *ALIASES, *also]
+        known = [*GenerationParameters.model_fields, *ALIASES, *GUIDES, *also]
         meant = SUGGESTIONS.get(name)
         sentence = f"there is no parameter {clip(name)}{suggest(meant if meant in known else name, known)}"
     return RequestError("unknown_parameter", sentence)

@@ -10,10 +10,10 @@ from typing import Any, Final
 from hf_triton.errors import SettingsError
 from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS, DIALECT_TYPES, SUGGESTIONS
-from hf_triton.protocol.options import PARAMETERS
+from hf_triton.protocol.options import CANCEL, PARAMETERS
+from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS, SOURCES
 from hf_triton.protocol.validation import suggest
 
-PROMPT: Final = "text_input"
 TEXT: Final = "text_output"
 LEGACY_TEXT: Final = "text"
 """The output's name in the Triton tutorial; filled too if config.pbtxt declares it."""
@@ -25,12 +25,16 @@ OUTPUTS: Final[Mapping[str, str]] = {
     "finish_reason": "TYPE_STRING",
     "num_input_tokens": "TYPE_UINT32",
     "num_output_tokens": "TYPE_UINT32",
+    "prompt_token_ids": "TYPE_STRING",
+    "token_ids": "TYPE_STRING",
     "cumulative_logprob": "TYPE_FP32",
     "logprobs": "TYPE_STRING",
     PROMPT_LOGPROBS: "TYPE_STRING",
 }
 """Every output and its type. `text_output` is always filled, `prompt_logprobs` by the parameter of that name, others if
 the request sets `return_NAME` or lists some outputs but not all."""
+STRING_ARRAYS: Final = ("stop", "stop_words", "stop_strings", "bad_words")
+"""Parameters that are always declared as inputs: Triton passes JSON arrays on to inputs only."""
 INTEGER_TYPES: Final = tuple(f"TYPE_{sign}{bits}" for sign in ("INT", "UINT") for bits in (64, 32, 16, 8))
 TENSOR_TYPES: Final[Mapping[type, tuple[str, ...]]] = {
     bool: ("TYPE_BOOL",),
@@ -53,15 +57,22 @@ def missing_ports(
     """
     has_inputs, has_outputs = ({port["name"] for port in config[side]} for side in ("input", "output"))
     prompt_dims = [1 if config["max_batch_size"] > 0 else -1]
-    inputs: list[dict[str, Any]] = [  # optional, so that the error for a missing prompt is ours
-        {"name": PROMPT, "data_type": "TYPE_STRING", "dims": prompt_dims, "optional": True}
-    ]
+    dims = {PROMPT: prompt_dims, MESSAGES: [-1], PROMPT_TOKEN_IDS: [-1]}
+    names = [PROMPT]
+    if parameters_as_inputs or not has_inputs:  # a folder that declares inputs gets no others
+        names += [MESSAGES, PROMPT_TOKEN_IDS, *STRING_ARRAYS]
     if parameters_as_inputs:
-        inputs.append({"name": MESSAGES, "data_type": "TYPE_STRING", "dims": [-1], "optional": True})
-        inputs += [
-            {"name": name, "data_type": _triton_types(name)[0], "dims": [-1 if is_array(name) else 1], "optional": True}
-            for name in (*PARAMETERS, *ALIASES, *DIALECT_INPUTS)
-        ]
+        others = (*PARAMETERS, *ALIASES, *DIALECT_INPUTS)
+        names += [name for name in others if name not in (*STRING_ARRAYS, CANCEL)]
+    inputs: list[dict[str, Any]] = [  # optional, so that the error for a missing prompt is ours
+        {
+            "name": name,
+            "data_type": _triton_types(name)[0],
+            "dims": dims.get(name) or [-1 if is_array(name) else 1],
+            "optional": True,
+        }
+        for name in names
+    ]
     outputs = [
         {"name": name, "data_type": data_type, "dims": [-1]}
         for name, data_type in OUTPUTS.items()
@@ -73,7 +84,11 @@ def missing_ports(
 
 
 def _triton_types(name: str) -> tuple[str, ...]:
-    """The tensor types that can hold a parameter, the declared one first."""
+    """The tensor types that can hold an input, the declared one first."""
+    if name in (PROMPT, MESSAGES):
+        return ("TYPE_STRING",)
+    if name == PROMPT_TOKEN_IDS:
+        return (*INTEGER_TYPES, "TYPE_STRING")
     if name in DIALECT_INPUTS:
         return (DIALECT_INPUTS[name],)
     types = TENSOR_TYPES[element_type(name)]
@@ -137,11 +152,12 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 def _check_input(name: str, data_type: str) -> None:
     parameter = ALIASES.get(name, name)
-    if name not in (PROMPT, MESSAGES, *DIALECT_INPUTS) and parameter not in PARAMETERS:
+    is_known = name in (*SOURCES, *DIALECT_INPUTS) or parameter in PARAMETERS
+    if not is_known or name == CANCEL:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', but there is no such request parameter"
-            f"{suggest(SUGGESTIONS.get(name, name), [PROMPT, MESSAGES, *PARAMETERS, *ALIASES])}"
+            f"{suggest(SUGGESTIONS.get(name, name), [*SOURCES, *PARAMETERS, *ALIASES])}"
         )
-    types = ("TYPE_STRING",) if name in (PROMPT, MESSAGES) else _triton_types(name)
+    types = _triton_types(name)
     if data_type not in types:
         raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {' or '.join(types)}")

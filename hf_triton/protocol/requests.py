@@ -11,12 +11,23 @@ from typing import Final, TypeVar
 from pydantic import BaseModel
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.chat import MESSAGES, Chat, parse_chat
-from hf_triton.protocol.dialects import ALIASES, has_no_effect
-from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS, PARAMETERS, RequestOptions, parse_options
+from hf_triton.protocol.chat import MESSAGES
+from hf_triton.protocol.dialects import ALIASES, GUIDES, has_no_effect
+from hf_triton.protocol.options import CANCEL, CHAT_OPTIONS, OPTIONS, PARAMETERS, RequestOptions, parse_options
 from hf_triton.protocol.parameters import GenerationParameters, parse_parameters, unknown_parameter
-from hf_triton.protocol.ports import PROMPT, PROMPT_LOGPROBS, element_type, is_array
-from hf_triton.protocol.tensors import Array, decode_string, values_per_prompt
+from hf_triton.protocol.ports import PROMPT_LOGPROBS, element_type, is_array
+from hf_triton.protocol.prompts import (
+    PROMPT,
+    PROMPT_TOKEN_IDS,
+    SOURCES,
+    Limits,
+    Prompt,
+    decode_chat,
+    decode_prompts,
+    decode_token_ids,
+    prompt_shape,
+)
+from hf_triton.protocol.tensors import Array, values_per_prompt
 from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, reject_duplicates
 
 TRITON_PARAMETERS: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
@@ -26,20 +37,11 @@ Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of one request."""
-
-    max_prompts: int
-    max_prompt_bytes: int
-    """Bytes of the longest prompt."""
-
-
-@dataclass(frozen=True)
 class GenerationRequest:
     """A checked request."""
 
-    prompts: Sequence[str | Chat]
-    """Strings, or one chat."""
+    prompts: Sequence[Prompt]
+    """Strings, or one chat or array of token ids."""
     parameters: list[GenerationParameters]
     """One per prompt."""
     options: RequestOptions
@@ -72,8 +74,8 @@ def with_named_outputs(
 
 
 def is_cancel_request(parameters: Mapping[str, object]) -> bool:
-    """Whether a request only cancels the requests of its own id: `"stop": true`, as in the TensorRT-LLM backend."""
-    return parameters.get("stop") is True
+    """Whether a request only cancels the requests of its own id: `cancel` true, or `stop` true as in TensorRT-LLM."""
+    return parameters.get(CANCEL) is True or parameters.get("stop") is True
 
 
 def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits) -> GenerationRequest:
@@ -91,32 +93,38 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
     if parameters.get("stop") is False:  # TensorRT-LLM's default: cancel nothing
         parameters = {name: value for name, value in parameters.items() if name != "stop"}
     check_parameter_names(parameters)  # first, so that a misspelt `text_input` is reported as one
-    has_chat = MESSAGES in inputs or MESSAGES in parameters
-    if not has_chat and PROMPT not in inputs and str(parameters.get("stop")).lower() == "true":
-        got = clip(parameters["stop"])
-        raise RequestError("invalid_parameter", f"stop cancels a request only as true without quotes, got {got}")
-    if has_chat == (PROMPT in inputs):
-        raise RequestError("invalid_input", f"give either {PROMPT} or {MESSAGES}")
-    prompts: Sequence[str | Chat] = [] if has_chat else decode_prompts(inputs[PROMPT], limits)
-    rows = _parameters_per_prompt(inputs, parameters, 1 if has_chat else len(prompts))
-    if has_chat:
-        prompts = [_parse_chat(inputs, parameters, rows[0], limits)]
+    source, value = _find_source(inputs, parameters)
+    prompts: Sequence[Prompt] = decode_prompts(inputs[PROMPT], limits) if source == PROMPT else []
+    rows = _parameters_per_prompt(inputs, parameters, len(prompts) or 1)
+    if source == MESSAGES:
+        chat_options = {name: value for name, value in rows[0].items() if name in CHAT_OPTIONS}
+        prompts = [decode_chat(value, chat_options, limits)]
     elif not all(CHAT_OPTIONS.isdisjoint(row) for row in rows):
         names = ", ".join(sorted({name for row in rows for name in CHAT_OPTIONS & row.keys()}))
         raise RequestError("invalid_parameter", f"{names} has no effect without {MESSAGES}: leave it out")
+    elif source == PROMPT_TOKEN_IDS:
+        prompts = [decode_token_ids(value, limits)]
     options = _parse_rows(parse_options, rows)
     _check_equal(options, OPTIONS - {"sampling_parameters"})
     generation = _parse_rows(_parse_generation, rows)
     if any(row.logprobs is not None for row in generation) and not options[0].return_logprobs:
         raise RequestError("invalid_parameter", "logprobs has no effect without return_logprobs true: add it")
     _check_equal(generation, {"num_return_sequences"})
-    return GenerationRequest(prompts, generation, options[0], _prompt_shape(inputs))
+    whole = options[0].model_copy(update={"stream": False}) if options[0].tokenize_only else options[0]
+    return GenerationRequest(prompts, generation, whole, prompt_shape(inputs))
 
 
-def _prompt_shape(inputs: Mapping[str, Array]) -> tuple[int, ...]:
-    if PROMPT in inputs:
-        return inputs[PROMPT].shape
-    return (*inputs[MESSAGES].shape[:-1], 1) if MESSAGES in inputs else (1,)
+def _find_source(inputs: Mapping[str, Array], parameters: Mapping[str, object]) -> tuple[str, object]:
+    """The one of `SOURCES` that a request gives, and its tensor or its value as a parameter."""
+    given = [name for name in SOURCES if name in inputs or name in parameters]
+    if len(given) > 1:
+        raise RequestError("invalid_input", f"give one of {', '.join(SOURCES)}, got {' and '.join(given)}")
+    if not given:
+        is_to_cancel = not {"stop", CANCEL}.isdisjoint({*inputs, *parameters})
+        hint = f"; to cancel a request, send its id and {CANCEL} true without quotes" if is_to_cancel else ""
+        raise RequestError("invalid_input", f"give one of {', '.join(SOURCES)}{hint}")
+    [name] = given
+    return name, inputs.get(name, parameters.get(name))
 
 
 def _check_equal(rows: Sequence[BaseModel], names: Iterable[str]) -> None:
@@ -128,62 +136,20 @@ def _check_equal(rows: Sequence[BaseModel], names: Iterable[str]) -> None:
             raise RequestError("invalid_parameter", f"{name} must be the same for all rows of a request")
 
 
-def _parse_chat(
-    inputs: Mapping[str, Array], parameters: Mapping[str, object], row: Mapping[str, object], limits: Limits
-) -> Chat:
-    messages = parameters.get(MESSAGES)
-    if MESSAGES in inputs:
-        array = inputs[MESSAGES]
-        if array.ndim > 1 and len(array) > 1:
-            raise RequestError("invalid_input", f"{MESSAGES} holds one chat: send {len(array)} requests")
-        messages = [decode_string(MESSAGES, element) for element in array.ravel()]
-    if not isinstance(messages, (str, list)):
-        raise RequestError("invalid_input", f"{MESSAGES} must be a JSON string, got {clip(messages)}")
-    options = {name: value for name, value in row.items() if name in CHAT_OPTIONS}
-    return parse_chat(messages, options, limits.max_prompt_bytes)
-
-
-def decode_prompts(array: Array, limits: Limits) -> list[str]:
-    """Read a BYTES tensor as strings.
-
-    Args:
-        array: Any shape, in C order; each element is UTF-8 `bytes`.
-        limits: What to accept.
-
-    Raises:
-        RequestError: There are no elements or too many, or one is too long or not UTF-8; the message names its row.
-    """
-    if array.size == 0:
-        raise RequestError("invalid_input", f"{PROMPT} holds no prompt, its shape is {list(array.shape)}")
-    if array.size > limits.max_prompts:
-        raise RequestError(
-            "invalid_input",
-            f"{PROMPT} holds {array.size} prompts, more than the {limits.max_prompts} that are accepted (setting "
-            "max_prompts): send several requests",
-        )
-    elements = array.ravel()
-    for row, element in enumerate(elements):
-        if len(element) > limits.max_prompt_bytes:
-            raise RequestError(
-                "context_exceeded",
-                f"{PROMPT} row {row} has {len(element)} bytes, more than the {limits.max_prompt_bytes} that are "
-                "accepted (setting max_prompt_bytes)",
-            )
-    return [decode_string(f"{PROMPT} row {row}", element, "invalid_input") for row, element in enumerate(elements)]
-
-
 def _parameters_per_prompt(
     inputs: Mapping[str, Array], parameters: Mapping[str, object], num_rows: int
 ) -> list[dict[str, object]]:
     """Each prompt's parameters, from request parameters and from tensors."""
-    shared = {name: value for name, value in parameters.items() if not _is_triton_parameter(name) and name != MESSAGES}
+    shared = {
+        name: value for name, value in parameters.items() if not _is_triton_parameter(name) and name not in SOURCES
+    }
     rows = [dict(shared) for _ in range(num_rows)]
     for name, array in inputs.items():
         if name in parameters:
             raise RequestError(
                 "invalid_parameter", f"{name} is given twice, as an input and as a parameter: leave one out"
             )
-        if name in (PROMPT, MESSAGES):
+        if name in SOURCES:
             continue
         for row, value in zip(rows, values_per_prompt(name, array, num_rows, is_array=is_array(name)), strict=True):
             row[name] = value
@@ -197,9 +163,9 @@ def check_parameter_names(parameters: Mapping[str, object]) -> None:
         RequestError: Names the parameter and suggests a known one.
     """
     for name, value in parameters.items():
-        is_known = ALIASES.get(name, name) in PARAMETERS or name == MESSAGES or _is_triton_parameter(name)
-        if not (is_known or has_no_effect(name, value)):
-            raise unknown_parameter(name, (*OPTIONS, *CHAT_OPTIONS, PROMPT, MESSAGES))
+        is_known = ALIASES.get(name, name) in PARAMETERS or name in (MESSAGES, PROMPT_TOKEN_IDS, *GUIDES)
+        if not (is_known or _is_triton_parameter(name) or has_no_effect(name, value)):
+            raise unknown_parameter(name, (*OPTIONS, *CHAT_OPTIONS, *SOURCES))
 
 
 def _is_triton_parameter(name: str) -> bool:

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that constrain the output: `response_format` and the `guided_*` ones. Compiles no grammar."""
+"""Parameters that constrain the output: `response_format`, the `guided_*` ones, and other servers' forms of them.
+
+Compiles no grammar.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import annotated_types
 from pydantic import ValidationInfo
 
-from hf_triton.errors import clip
+from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.validation import read_json
 
 MAX_GRAMMAR: Final = 65_536  # characters of a schema, a regular expression or a grammar
@@ -30,6 +33,25 @@ class Grammar:
     """The source; JSON if `kind` is json_schema (an object) or choice (an array of strings)."""
     parameter: str
     """The request parameter that holds it, for error messages."""
+
+
+JSON_OBJECT: Final = {"type": "json_object"}
+VLLM_GUIDES: Final[Mapping[str, str]] = {
+    "json": "guided_json",
+    "regex": "guided_regex",
+    "choice": "guided_choice",
+    "grammar": "guided_grammar",
+    "json_object": "response_format",
+}
+"""The fields of vLLM's `structured_outputs`, formerly `guided_decoding`, and the parameters that they are."""
+VLLM_BACKENDS: Final = ("backend", "backend_was_auto", "disable_fallback")
+"""Its fields that do not change what the output may be."""
+TENSORRT_GUIDES: Final[Mapping[str, str]] = {
+    "json": "response_format",
+    "json_schema": "guided_json",
+    "regex": "guided_regex",
+}
+"""The values of TensorRT-LLM's `guided_decoding_guide_type`, and what `guided_decoding_guide` is with them."""
 
 
 def read_object(value: object, info: ValidationInfo) -> object:
@@ -73,3 +95,56 @@ def _check_names(value: Mapping[str, object], known: set[str]) -> None:
     if unknown:
         hint = ": put it into json_schema" if unknown[0] == "schema" and "json_schema" in known else ""
         raise ValueError(f"response_format must be made of {', '.join(sorted(known))}, got {clip(unknown[0])}{hint}")
+
+
+# --- other servers' forms --------------------------------------------------------------------------------------------
+
+
+def read_guides(values: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
+    """Read what constrains the output in the forms of vLLM and TensorRT-LLM.
+
+    Returns:
+        The spelling of each, the parameter that it is, and the value.
+
+    Raises:
+        RequestError: A form is malformed, or asks for something that is not supported.
+    """
+    for form in ("structured_outputs", "guided_decoding"):
+        if values.get(form) is not None:
+            yield _read_vllm_guide(form, values[form])
+    kind, guide = values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide")
+    if kind is not None or guide is not None:
+        yield _read_tensorrt_guide(kind, guide)
+
+
+def _read_vllm_guide(form: str, value: object) -> tuple[str, str, object]:
+    """The one field that constrains the output; None, false, and the names of vLLM's backends are ignored."""
+    fields = read_json(value)
+    names = ", ".join(VLLM_GUIDES)
+    if not isinstance(fields, dict):
+        raise RequestError("invalid_parameter", f"{form} must be a JSON object with one of {names}, got {clip(value)}")
+    given = {
+        name: entry
+        for name, entry in fields.items()
+        if entry is not None and entry is not False and name.lstrip("_") not in VLLM_BACKENDS
+    }
+    if len(given) != 1 or not given.keys() <= VLLM_GUIDES.keys():
+        found = ", ".join(clip(name) for name in given) or "none"
+        raise RequestError("invalid_parameter", f"{form} must have one of {names}, got {found}")
+    [(name, entry)] = given.items()
+    if name == "json_object" and entry is True:
+        entry = JSON_OBJECT
+    return f"{form}.{name}", VLLM_GUIDES[name], entry
+
+
+def _read_tensorrt_guide(kind: object, guide: object) -> tuple[str, str, object]:
+    if not isinstance(kind, str) or kind not in TENSORRT_GUIDES:
+        allowed = ", ".join(TENSORRT_GUIDES)
+        raise RequestError(
+            "invalid_parameter", f"guided_decoding_guide_type must be one of {allowed}, got {clip(kind)}"
+        )
+    if kind == "json":
+        return "guided_decoding_guide_type", TENSORRT_GUIDES[kind], JSON_OBJECT
+    if guide is None:
+        raise RequestError("invalid_parameter", f"guided_decoding_guide is required with the type {kind}")
+    return "guided_decoding_guide", TENSORRT_GUIDES[kind], guide

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from hf_triton.errors import HfTritonError, RequestError, where
-from hf_triton.protocol.ports import PROMPT, TEXT_OUTPUTS
+from hf_triton.protocol.ports import TEXT_OUTPUTS
+from hf_triton.protocol.prompts import prompt_shape
 from hf_triton.protocol.requests import check_parameter_names, is_cancel_request
 from hf_triton.protocol.tensors import encode_strings
 from hf_triton.tasks.interface import ResponseConfig, Task
@@ -86,9 +87,8 @@ class Service:
         """Cancel the requests with this request's id, in all processes, and answer it with empty strings."""
         check_parameter_names(parameters)
         if not request.request_id:
-            raise RequestError("invalid_parameter", "stop true gives up the request of the same id: say which, by id")
-        prompts = request.inputs().get(PROMPT)  # a folder with max_batch_size gets no request without an input
-        shape = (1,) if prompts is None else prompts.shape
+            raise RequestError("invalid_parameter", "cancel true cancels the requests of the same id: add the id")
+        shape = prompt_shape(request.inputs())  # a folder with max_batch_size gets no request without an input
         empty = encode_strings([""] * math.prod(shape), shape)
         self._poller.cancel(request.request_id)
         answer = partial(request.answer, {name: empty for name in self._config.output_names if name in TEXT_OUTPUTS})

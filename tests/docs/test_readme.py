@@ -244,7 +244,7 @@ def test_the_python_client_gets_the_pieces(demo: TritonServer, capsys: pytest.Ca
 
 
 def test_a_request_cancels_another(demo: TritonServer) -> None:
-    [block] = [block for block in blocks("bash") if '"stop":true' in block]
+    [block] = [block for block in blocks("bash") if '"cancel":true' in block]
     for _ in range(5):  # on a busy machine the second request may overtake the first
         responses = run(demo, block)
         assert '"text_output":""' in responses

@@ -83,11 +83,11 @@ def test_last_message_can_be_continued(server: TritonServer, reference: Referenc
         ({"messages": "no JSON"}, ["messages"]),
         ({"messages": json.dumps([{"content": "x"}])}, ["messages[0]", "role"]),
         ({"messages": json.dumps([{"role": "clown", "content": "x"}])}, ["no such role"]),
-        ({"messages": json.dumps(CHAT), "text_input": "x"}, ["text_input or messages"]),
+        ({"messages": json.dumps(CHAT), "text_input": "x"}, ["got text_input and messages"]),
         ({"messages": json.dumps(CHAT), "chat_template_kwargs": '{"tokenize": false}'}, ["tokenize"]),
         ({"messages": json.dumps(CHAT), "continue_final_message": True}, ["assistant"]),
         ({"text_input": "x", "add_generation_prompt": True}, ["add_generation_prompt", "without messages"]),
-        ({}, ["text_input or messages"]),
+        ({}, ["text_input, messages"]),
     ],
     ids=str,
 )

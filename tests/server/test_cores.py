@@ -56,6 +56,6 @@ def test_model_uses_its_share_of_the_cores_beside_a_busy_model(
             wait_for_threads(server, name, alone := int(generate(server, name, "a").json()["text_output"]))
             long_text = pool.submit(generate, server, "slow", "a", id="long", max_new_tokens=200, ignore_eos=True)
             wait_for_threads(server, name, max(1, min(alone, NUM_CORES // 2)))
-            post(server, "/v2/models/slow/generate", {"id": "long", "stop": True})
+            post(server, "/v2/models/slow/generate", {"id": "long", "cancel": True})
             assert "cancelled" in long_text.result().error
             wait_for_threads(server, name, alone)

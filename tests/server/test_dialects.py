@@ -35,7 +35,7 @@ MODELS = (FLAT, BATCHED, STREAM, BATCHED_STREAM, PLAIN, PLAIN_STREAM, SLOW)
 PROMPT = "Where does the river go"
 NUM_TOKENS = 12
 
-CANCELLED = "cancelled: the client cancelled the request, or another request with its id did (`stop` true)"
+CANCELLED = "cancelled: the client cancelled the request, or another request with its id did (`cancel` true)"
 
 
 @pytest.fixture(scope="module")
@@ -261,8 +261,8 @@ def test_each_vllm_backend_output_comes_on_request(server: TritonServer) -> None
             "unknown_parameter: there is no parameter 'embedding_request' (this model generates text): leave it out",
         ),
         (
-            {"sampling_parameters": '{"guided_decoding": "{}"}'},
-            "unknown_parameter: there is no parameter 'guided_decoding'",
+            {"sampling_parameters": '{"allowed_token_ids": [5]}'},
+            "unknown_parameter: there is no parameter 'allowed_token_ids'",
         ),
     ],
     ids=str,
@@ -404,8 +404,8 @@ def test_tensorrt_llms_curl(server: TritonServer, model: str, whole: str) -> Non
 
 
 def test_tensorrt_llms_stop_false_stops_nothing(server: TritonServer, whole: str) -> None:
-    reply = generate(server, PLAIN, PROMPT, id="a", max_tokens=NUM_TOKENS, stop=False)
-    assert reply.json()["text_output"] == whole
+    reply = infer(server, PLAIN, [PROMPT], parameters={"max_tokens": NUM_TOKENS, "stop": False})
+    assert reply.json()["outputs"][0]["data"] == [whole]
 
 
 @pytest.mark.parametrize("model", [FLAT, BATCHED, STREAM, BATCHED_STREAM])
@@ -553,16 +553,16 @@ def figure(report: str, name: str) -> float:
     return float(value)
 
 
-# --- giving up by id -------------------------------------------------------------------------------------------------
+# --- cancelling by id ------------------------------------------------------------------------------------------------
 
 LONG_TOKENS = 230
 
 
-def stop(server: TritonServer, model: str, **fields: object) -> Reply:
-    return post(server, f"/v2/models/{model}/generate", {"text_input": "", "stop": True, **fields})
+def cancel(server: TritonServer, model: str, **fields: object) -> Reply:
+    return post(server, f"/v2/models/{model}/generate", {"text_input": "", "cancel": True, **fields})
 
 
-def test_stop_gives_up_the_request_of_the_same_id(server: TritonServer) -> None:
+def test_cancel_ends_the_requests_of_the_same_id(server: TritonServer) -> None:
     with ThreadPoolExecutor(3) as pool:
         running = pool.submit(generate, server, SLOW, PROMPT, id="r1", max_new_tokens=LONG_TOKENS)
         time.sleep(1)  # it has the only row
@@ -571,7 +571,7 @@ def test_stop_gives_up_the_request_of_the_same_id(server: TritonServer) -> None:
         time.sleep(0.5)
         started = time.monotonic()
         for name, future in (("r2", waiting), ("r1", running)):
-            reply = stop(server, SLOW, id=name)
+            reply = cancel(server, SLOW, id=name)
             assert (reply.status, reply.json()["text_output"]) == (200, "")
             assert future.result().error == CANCELLED
         assert kept.result().status == 200
@@ -579,7 +579,7 @@ def test_stop_gives_up_the_request_of_the_same_id(server: TritonServer) -> None:
 
 
 @pytest.mark.full
-def test_stop_reaches_every_instance(checkpoint: Path, make_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_cancel_reaches_every_instance(checkpoint: Path, make_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_folder(
         tmp_path,
         SLOW,
@@ -592,30 +592,31 @@ def test_stop_reaches_every_instance(checkpoint: Path, make_folder: Callable[...
         running = [pool.submit(generate, server, SLOW, PROMPT, id="all", max_new_tokens=LONG_TOKENS) for _ in range(4)]
         kept = pool.submit(generate, server, SLOW, PROMPT, id="other", max_new_tokens=30)
         time.sleep(1)
-        assert stop(server, SLOW, id="all").status == 200
+        assert cancel(server, SLOW, id="all").status == 200
         assert {each.result().error for each in running} == {CANCELLED}
         assert kept.result().status == 200
 
 
-def test_stop_without_an_id_is_refused(server: TritonServer) -> None:
-    reply = stop(server, PLAIN)
+def test_cancel_without_an_id_is_refused(server: TritonServer) -> None:
+    reply = cancel(server, PLAIN)
     assert (reply.status, reply.error) == (
         400,
-        "invalid_parameter: stop true gives up the request of the same id: say which, by id",
+        "invalid_parameter: cancel true cancels the requests of the same id: add the id",
     )
 
 
-def test_stop_with_a_misspelt_parameter_is_refused(server: TritonServer) -> None:
-    reply = stop(server, PLAIN, id="r1", max_newtokens=5)
+def test_cancel_with_a_misspelt_parameter_is_refused(server: TritonServer) -> None:
+    reply = cancel(server, PLAIN, id="r1", max_newtokens=5)
     assert reply.error.startswith("unknown_parameter: there is no parameter 'max_newtokens'")
 
 
 @pytest.mark.parametrize("model", [PLAIN, FLAT, BATCHED])
-def test_stop_of_an_unknown_id_is_no_error(server: TritonServer, model: str) -> None:
+@pytest.mark.parametrize("name", ["cancel", "stop"])
+def test_cancel_of_an_unknown_id_is_no_error(server: TritonServer, model: str, name: str) -> None:
     shape = [1, 1] if model == BATCHED else [1]
     text = grpcclient.InferInput("text_input", shape, "BYTES")
     text.set_data_from_numpy(np.array([b""], dtype=object).reshape(shape))
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        answer = client.infer(model, [text], request_id="nobody", parameters={"stop": True}).as_numpy("text_output")
+        answer = client.infer(model, [text], request_id="nobody", parameters={name: True}).as_numpy("text_output")
     assert list(answer.shape) == shape
     assert answer.ravel().tolist() == [b""]

@@ -227,14 +227,14 @@ def test_slow_hook_delays_no_stop_and_skips_cancelled_requests(server: TritonSer
         while not all(each.done() for each in asked):
             for name in names:
                 started_s = time.monotonic()
-                assert post(server, "/v2/models/slow/generate", {"id": name, "stop": True}).status == 200
+                assert post(server, "/v2/models/slow/generate", {"id": name, "cancel": True}).status == 200
                 assert time.monotonic() - started_s < SLOW_S / 2
     ends = [each.result() for each in asked]
     assert [each.status for each in ends].count(200) <= NUM_HOOK_THREADS
     assert {each.error for each in ends if each.status != 200} == {CANCELLED}
 
 
-CANCELLED = "cancelled: the client cancelled the request, or another request with its id did (`stop` true)"
+CANCELLED = "cancelled: the client cancelled the request, or another request with its id did (`cancel` true)"
 SCORES = "scores of shape [384]"
 
 

@@ -300,7 +300,7 @@ BAD: dict[str, dict[str, Any]] = {
     "too long a prompt": {"text_input": "x" * 1_000_000},
     "a time": {"max_time": 0},
     "best_of": {"best_of": 3, "temperature": 1.0},
-    "a stop without an id": {"stop": True},
+    "a cancellation without an id": {"cancel": True},
 }
 
 
@@ -378,7 +378,7 @@ def test_cancelled_streams_free_the_engine(server: TritonServer) -> None:
 def test_a_request_to_stop_gives_up_the_one_of_its_id(model: str, server: TritonServer) -> None:
     [given_up] = start_streams(server, "slow_stream", 1, id="mine", max_new_tokens=NUM_LONG)
     [other] = start_streams(server, "slow_stream", 1, id="other")
-    assert generate(server, model, "", id="mine", stop=True).status == 200
+    assert generate(server, model, "", id="mine", cancel=True).status == 200
     assert given_up.events()[-1]["error"].startswith("cancelled")
     assert "error" not in other.events()[-1]
 

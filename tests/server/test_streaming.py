@@ -436,7 +436,7 @@ def test_a_stream_is_given_up_by_its_id(server: TritonServer) -> None:
                 "slow", PROMPT, request_id=name, max_new_tokens=LONG_TOKENS if name == "given up" else NUM_TOKENS
             )
         stream.take()
-        assert generate(server, "slow", "", id="given up", stream=False, stop=True).status == 200
+        assert generate(server, "slow", "", id="given up", stream=False, cancel=True).status == 200
         texts, errors = "", []
         while True:
             try:

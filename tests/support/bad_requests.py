@@ -147,7 +147,7 @@ TENSORS: dict[str, Case] = {
 
 # --- tensors and prompts ---------------------------------------------------------------------------------------------
 
-NEITHER = "invalid_input: give either text_input or messages"
+NEITHER = "invalid_input: give one of text_input, messages, prompt_token_ids"
 NO_TIMES = (
     r"invalid_parameter: return_timings needs a server of Triton 25\.02 or newer, and this one is older: leave it out"
 )

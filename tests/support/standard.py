@@ -18,6 +18,7 @@ NUM_TOKENS = 8
 FOLDERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "stream": {"config": DECOUPLED},
+    "batched": {"config": "max_batch_size: 8 dynamic_batching { }"},
     "typed": {"config": "max_batch_size: 8", "parameters_as_inputs": True},
     "typed_stream": {"config": f"{DECOUPLED} max_batch_size: 8", "parameters_as_inputs": True},
     "flat_typed": {"parameters_as_inputs": True},

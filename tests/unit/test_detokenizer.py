@@ -105,7 +105,7 @@ def test_a_text_ends_before_its_stop_string_across_tokens(kind: str, make_codec:
         stops = tuple({pick_stop(text, source) for _ in range(source.randint(1, 4))})
         expected = text[: min([place for stop in stops if (place := text.find(stop)) >= 0], default=len(text))]
         assert streamed(codec, prompt_ids, token_ids, stops) == expected
-        assert up_to_stop(text, stops) == expected
+        assert up_to_stop(text, stops, includes_stop=False) == (expected, expected != text)
         num_stopped += expected != text
     assert num_stopped > NUM_CASES / 5
 
@@ -133,7 +133,26 @@ def test_the_match_that_begins_first_wins(text: str, stops: tuple[str, ...], exp
     codec = codec_of("byte_level")
     letters = [token_id for letter in text for token_id in raw_ids("byte_level", letter)]
     assert streamed(codec, [], letters, stops) == expected
-    assert up_to_stop(codec.continuation([], letters), stops) == expected
+    assert up_to_stop(codec.continuation([], letters), stops, includes_stop=False)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("abcd", ("c", "bcd"), "abcd"),
+        ("abce", ("c", "bcd"), "abc"),
+        ("abc", ("c", "bcd"), "abc"),
+        ("abcd", ("bc", "bcd"), "abc"),
+        ("abcd", ("abcde",), "abcd"),
+    ],
+)
+def test_a_text_may_end_with_its_stop_string(text: str, stops: tuple[str, ...], expected: str) -> None:
+    codec = codec_of("byte_level")
+    letters = [token_id for letter in text for token_id in raw_ids("byte_level", letter)]
+    stream = codec.stream([], stops, includes_stop=True)
+    assert "".join([stream.push(token_id) for token_id in letters]) + stream.finish() == expected
+    found = up_to_stop(codec.continuation([], letters), stops, includes_stop=True)
+    assert found == (expected, stream.is_stopped)
 
 
 def test_text_is_returned_as_soon_as_it_is_complete() -> None:

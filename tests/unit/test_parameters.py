@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.dialects import ALIASES, NO_EFFECT
+from hf_triton.protocol.dialects import ALIASES, GUIDES, NO_EFFECT
 from hf_triton.protocol.parameters import (
     GREEDY_BELOW,
     NEUTRAL_VALUES,
@@ -84,6 +84,9 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
         ],
     ),
     "stop_strings": ([("a",), ("x" * 1000, " "), (), ("a",) * 16], [5, ("a", ""), ("a", None), ("a",) * 17, True]),
+    "include_stop_str_in_output": ([True, False], [0, 1, "true"]),
+    "stop_token_ids": ([(0,), (1, 2**31 - 1), ()], [-1, 2**31, 1.0, "a", True, [1, "1"], {}, (1,) * 65]),
+    "truncate_prompt_tokens": ([-1, 1, 2**31 - 1], [-2, 0, 2**31, 1.0, "1", True]),
     "ignore_eos": ([True, False], [0, 1, "true"]),
     "eos_token_id": ([(0,), (1, 2**31 - 1)], [-1, 2**31, 1.0, "a", True, (), [1, "1"], {}, (1,) * 65]),
     "best_of": ([1, 64], [0, 65, 2.0, "2", True]),
@@ -536,6 +539,88 @@ def test_a_string_that_is_too_long_is_rejected_with_its_length() -> None:
     sentence = rejection(guided_regex="[" * 70_000).sentence
     assert sentence.startswith("guided_regex must be a string of 1 to 65536 characters, got '[[[")
     assert sentence.endswith(", which has 70000")
+
+
+SCHEMA = {"type": "integer"}
+GUIDED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "a schema": ({"structured_outputs": {"json": SCHEMA}}, {"guided_json": SCHEMA}),
+    "a schema as text": ({"guided_decoding": json.dumps({"json": json.dumps(SCHEMA)})}, {"guided_json": SCHEMA}),
+    "a pattern": ({"structured_outputs": '{"regex": "a+"}'}, {"guided_regex": "a+"}),
+    "choices": ({"structured_outputs": {"choice": ["a", "b"]}}, {"guided_choice": ["a", "b"]}),
+    "a grammar": ({"structured_outputs": {"grammar": "start: /a/"}}, {"guided_grammar": "start: /a/"}),
+    "any object": ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
+    "vLLM's own class": (
+        {
+            "guided_decoding": {
+                **dict.fromkeys(("regex", "choice", "grammar", "json_object", "backend", "whitespace_pattern")),
+                **dict.fromkeys(("backend_was_auto", "disable_fallback", "disable_any_whitespace"), False),
+                "json": SCHEMA,
+                "_backend": "xgrammar",
+            }
+        },
+        {"guided_json": SCHEMA},
+    ),
+    "TensorRT-LLM's schema": (
+        {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": json.dumps(SCHEMA)},
+        {"guided_json": SCHEMA},
+    ),
+    "TensorRT-LLM's pattern": (
+        {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a+"},
+        {"guided_regex": "a+"},
+    ),
+    "TensorRT-LLM's object": ({"guided_decoding_guide_type": "json"}, {"response_format": {"type": "json_object"}}),
+    "none": (dict.fromkeys(GUIDES), {}),
+}
+
+
+@pytest.mark.parametrize("case", GUIDED)
+def test_the_guides_of_other_servers_are_ours(case: str) -> None:
+    theirs, ours = GUIDED[case]
+    assert parse_parameters(theirs) == parse_parameters(ours)
+
+
+NAMES = "json, regex, choice, grammar, json_object"
+BAD_GUIDES: dict[str, tuple[dict[str, object], str]] = {
+    "no object": (
+        {"structured_outputs": "[1]"},
+        f"structured_outputs must be a JSON object with one of {NAMES}, got '[1]'",
+    ),
+    "none": ({"structured_outputs": {}}, f"structured_outputs must have one of {NAMES}, got none"),
+    "two": (
+        {"guided_decoding": {"json": {}, "regex": "a"}},
+        f"guided_decoding must have one of {NAMES}, got 'json', 'regex'",
+    ),
+    "another": (
+        {"structured_outputs": {"structural_tag": "x"}},
+        f"structured_outputs must have one of {NAMES}, got 'structural_tag'",
+    ),
+    "a wrong value": (
+        {"structured_outputs": {"json": 5}},
+        "structured_outputs.json must be a JSON object, got 5",
+    ),
+    "beside ours": (
+        {"structured_outputs": {"json": {}}, "guided_json": {}},
+        "guided_json and structured_outputs.json mean the same: leave one out",
+    ),
+    "an unsupported type": (
+        {"guided_decoding_guide_type": "ebnf_grammar", "guided_decoding_guide": "x"},
+        "guided_decoding_guide_type must be one of json, json_schema, regex, got 'ebnf_grammar'",
+    ),
+    "no guide": (
+        {"guided_decoding_guide_type": "regex"},
+        "guided_decoding_guide is required with the type regex",
+    ),
+    "a stop token": (
+        {"structured_outputs": {"regex": "a"}, "stop_token_ids": 5},
+        "stop_token_ids would end the output against structured_outputs.regex: leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_GUIDES)
+def test_a_malformed_guide_is_rejected(case: str) -> None:
+    values, sentence = BAD_GUIDES[case]
+    assert rejection(**values).sentence == sentence
 
 
 @pytest.mark.parametrize(("name", "value"), NO_EFFECT.items())

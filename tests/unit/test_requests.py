@@ -12,8 +12,17 @@ from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS
 from hf_triton.protocol.options import PARAMETERS, RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
-from hf_triton.protocol.ports import LEGACY_TEXT, OUTPUTS, PROMPT, PROMPT_LOGPROBS, TEXT, check_config, missing_ports
-from hf_triton.protocol.requests import GenerationRequest, Limits, decode_prompts, is_cancel_request, parse_request
+from hf_triton.protocol.ports import (
+    LEGACY_TEXT,
+    OUTPUTS,
+    PROMPT_LOGPROBS,
+    STRING_ARRAYS,
+    TEXT,
+    check_config,
+    missing_ports,
+)
+from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS, SOURCES, Limits, decode_prompts
+from hf_triton.protocol.requests import GenerationRequest, is_cancel_request, parse_request
 from hf_triton.protocol.responses import encode_deltas, encode_outputs, encode_timings
 from hf_triton.protocol.tensors import encode_strings
 
@@ -50,14 +59,20 @@ TOLD = [name for name in OUTPUTS if name not in (TEXT, LEGACY_TEXT, PROMPT_LOGPR
 """The outputs that a request asks for by `return_...`."""
 
 
-def test_an_empty_config_gets_the_prompt_and_all_but_the_legacy_output() -> None:
+def test_an_empty_config_gets_prompts_arrays_and_all_but_the_legacy_output() -> None:
     inputs, outputs = missing_ports(config(), parameters_as_inputs=False)
-    assert inputs == [{"name": PROMPT, "data_type": "TYPE_STRING", "dims": [-1], "optional": True}]
+    assert [each["name"] for each in inputs] == [*SOURCES, *STRING_ARRAYS]
+    assert {(each["data_type"], *each["dims"], each["optional"]) for each in inputs if "ids" not in each["name"]} == {
+        ("TYPE_STRING", -1, True)
+    }
+    assert inputs[2] == {"name": PROMPT_TOKEN_IDS, "data_type": "TYPE_INT64", "dims": [-1], "optional": True}
     assert outputs == [
         {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]},
         {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": [-1]},
         {"name": "num_input_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
         {"name": "num_output_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
+        {"name": "prompt_token_ids", "data_type": "TYPE_STRING", "dims": [-1]},
+        {"name": "token_ids", "data_type": "TYPE_STRING", "dims": [-1]},
         {"name": "cumulative_logprob", "data_type": "TYPE_FP32", "dims": [-1]},
         {"name": "logprobs", "data_type": "TYPE_STRING", "dims": [-1]},
         {"name": "prompt_logprobs", "data_type": "TYPE_STRING", "dims": [-1]},
@@ -71,13 +86,22 @@ def test_every_optional_output_has_its_option() -> None:
 
 def test_a_batched_prompt_is_one_string_per_row() -> None:
     inputs, _ = missing_ports(config(max_batch_size=8), parameters_as_inputs=False)
-    assert inputs[0]["dims"] == [1]
+    assert {each["name"]: each["dims"] for each in inputs} == {
+        PROMPT: [1],
+        **{name: [-1] for name in (MESSAGES, PROMPT_TOKEN_IDS, *STRING_ARRAYS)},
+    }
+
+
+def test_a_folder_that_declares_inputs_gets_the_prompt_only() -> None:
+    inputs, _ = missing_ports(config(port("seed", "TYPE_INT64")), parameters_as_inputs=False)
+    assert [each["name"] for each in inputs] == [PROMPT]
 
 
 def test_declared_ports_are_not_added_again() -> None:
     declared = config(port(PROMPT), port("seed", "TYPE_INT32"), outputs=[port(TEXT)])
     inputs, outputs = missing_ports(declared, parameters_as_inputs=True)
-    assert {each["name"] for each in inputs} == {MESSAGES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {"seed"}
+    expected = {MESSAGES, PROMPT_TOKEN_IDS, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {"seed", "cancel"}
+    assert {each["name"] for each in inputs} == expected
     assert [each["name"] for each in outputs] == [*TOLD, PROMPT_LOGPROBS]
 
 
@@ -102,6 +126,16 @@ INPUT_TYPES = {
     "return_cumulative_logprob": "TYPE_BOOL",
     "return_logprobs": "TYPE_BOOL",
     "return_timings": "TYPE_BOOL",
+    "return_prompt_token_ids": "TYPE_BOOL",
+    "return_token_ids": "TYPE_BOOL",
+    "tokenize_only": "TYPE_BOOL",
+    "prompt_token_ids": "TYPE_INT64",
+    "truncate_prompt_tokens": "TYPE_INT64",
+    "stop_token_ids": "TYPE_INT64",
+    "include_stop_str_in_output": "TYPE_BOOL",
+    "structured_outputs": "TYPE_STRING",
+    "guided_decoding_guide": "TYPE_STRING",
+    "reasoning_effort": "TYPE_STRING",
     "sampling_parameters": "TYPE_STRING",
     "max_new_tokens": "TYPE_INT64",
     "max_tokens": "TYPE_INT32",
@@ -144,12 +178,14 @@ INPUT_TYPES = {
     "return_generation_logits": "TYPE_BOOL",
 }
 """Those that TensorRT-LLM's clients, LiteLLM and the vLLM backend's clients send are theirs."""
-LISTS = {"bad_words", "stop_strings", "stop", "stop_words", "eos_token_id", "end_id"}
+LISTS = {*STRING_ARRAYS, "eos_token_id", "end_id", "stop_token_ids", "prompt_token_ids"}
 
 
 def test_parameters_as_inputs_are_optional_and_typed() -> None:
-    inputs = {each["name"]: each for each in missing_ports(config(), parameters_as_inputs=True)[0]}
-    assert inputs.keys() == {PROMPT, MESSAGES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS}
+    added = missing_ports(config(), parameters_as_inputs=True)[0]
+    inputs = {each["name"]: each for each in added}
+    assert inputs.keys() == {*SOURCES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {"cancel"}
+    assert len(inputs) == len(added)
     assert {name: inputs[name]["data_type"] for name in INPUT_TYPES} == INPUT_TYPES
     assert {name: inputs[name]["dims"] for name in INPUT_TYPES} == {
         name: [-1 if name in LISTS else 1] for name in INPUT_TYPES
@@ -177,6 +213,11 @@ REFUSED_CONFIGS = {
         "config.pbtxt declares the input 'prompt', but there is no such request parameter, did you mean 'text_input'?",
     ),
     "a typo": (config(port("temprature", "TYPE_FP32")), "did you mean 'temperature'?"),
+    "a request to cancel": (config(port("cancel", "TYPE_BOOL")), "declares the input 'cancel', but there is no such"),
+    "token ids as fractions": (
+        config(port(PROMPT_TOKEN_IDS, "TYPE_FP32")),
+        "declares prompt_token_ids as TYPE_FP32; it must be TYPE_INT64 or TYPE_INT32 or ",
+    ),
     "a prompt of numbers": (
         config(port(PROMPT, "TYPE_INT32")),
         "declares text_input as TYPE_INT32; it must be TYPE_ST",
@@ -368,7 +409,17 @@ def test_empty_sampling_parameters_are_accepted(text: str) -> None:
     assert parse(b"x", sampling_parameters=text).parameters == [GenerationParameters()]
 
 
-@pytest.mark.parametrize(("parameters", "expected"), [({"stop": True}, True), ({"stop": "true"}, False), ({}, False)])
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"cancel": True}, True),
+        ({"stop": True}, True),
+        ({"stop": "true"}, False),
+        ({"cancel": "true"}, False),
+        ({"cancel": False}, False),
+        ({}, False),
+    ],
+)
 def test_only_true_asks_to_cancel(parameters: dict[str, object], expected: bool) -> None:
     assert is_cancel_request(parameters) is expected
 
@@ -378,12 +429,93 @@ def test_arrays_and_objects_are_parameters_as_they_are_or_as_json() -> None:
     assert declared == parse(b"x", stop='["a", "b"]', logit_bias='{"5": 1}', eos_token_id="5")
 
 
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "shape"),
+    [
+        ({}, {PROMPT_TOKEN_IDS: "[5, 0, 7]"}, (1,)),
+        ({PROMPT_TOKEN_IDS: np.array([5, 0, 7])}, {}, (1,)),
+        ({PROMPT_TOKEN_IDS: np.array([[5, 0, 7]], np.int32)}, {}, (1, 1)),
+        ({PROMPT_TOKEN_IDS: texts(b"[5, 0, 7]")}, {}, (1,)),
+    ],
+    ids=["a parameter", "a tensor", "a batched tensor", "JSON in a tensor"],
+)
+def test_token_ids_are_one_prompt(
+    inputs: dict[str, Any], parameters: dict[str, object], shape: tuple[int, ...]
+) -> None:
+    request = parse_request(inputs, {**parameters, "max_tokens": 3}, LIMITS)
+    assert (request.prompts, request.shape) == ([(5, 0, 7)], shape)
+    assert request.parameters == [GenerationParameters(max_new_tokens=3)]
+
+
+def test_a_request_to_tokenize_is_no_stream() -> None:
+    assert parse(b"x", tokenize_only=True, stream=True).options == RequestOptions(tokenize_only=True, stream=False)
+
+
+def test_null_in_sampling_parameters_is_not_given() -> None:
+    text = json.dumps({"stop": None, "stop_words": ["a"], "max_tokens": None, "structured_outputs": None, "seed": None})
+    assert parse(b"x", sampling_parameters=text).parameters == [GenerationParameters(stop_strings=("a",))]
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
-    "no prompt": ({}, {}, "invalid_input: give either text_input or messages"),
-    "stop in quotes": (
+    "no prompt": ({}, {}, "invalid_input: give one of text_input, messages, prompt_token_ids"),
+    "two prompts": (
+        {PROMPT: texts(b"x")},
+        {PROMPT_TOKEN_IDS: "[1]"},
+        "invalid_input: give one of text_input, messages, prompt_token_ids, got text_input and prompt_token_ids",
+    ),
+    "cancel in quotes": (
         {},
-        {"stop": "true"},
-        "invalid_parameter: stop cancels a request only as true without quotes, got 'true'",
+        {"cancel": "true"},
+        "invalid_input: give one of text_input, messages, prompt_token_ids; to cancel a request, send its id and "
+        "cancel true without quotes",
+    ),
+    "stop as the other backend cancels": (
+        {"stop": texts(b"true")},
+        {},
+        "invalid_input: give one of text_input, messages, prompt_token_ids; to cancel a request, send its id and "
+        "cancel true without quotes",
+    ),
+    "token ids that are none": (
+        {},
+        {PROMPT_TOKEN_IDS: "1, 2"},
+        "invalid_input: prompt_token_ids must be a JSON array of 1 or more token ids, got '1, 2'",
+    ),
+    "no token ids": (
+        {PROMPT_TOKEN_IDS: np.array([], np.int64)},
+        {},
+        "invalid_input: prompt_token_ids must be a JSON array of 1 or more token ids, got []",
+    ),
+    "a token id of another type": (
+        {},
+        {PROMPT_TOKEN_IDS: "[1, true]"},
+        "invalid_input: prompt_token_ids[1] must be an integer >= 0 and <= 2147483647, got true",
+    ),
+    "a token id below zero": (
+        {PROMPT_TOKEN_IDS: np.array([[1, -2]])},
+        {},
+        "invalid_input: prompt_token_ids[1] must be an integer >= 0 and <= 2147483647, got -2",
+    ),
+    "two rows of token ids": (
+        {PROMPT_TOKEN_IDS: np.array([[1], [2]])},
+        {},
+        "invalid_input: prompt_token_ids holds one prompt: send 2 requests",
+    ),
+    "too many token ids": (
+        {PROMPT_TOKEN_IDS: np.arange(MAX_BYTES // 8 + 1)},
+        {},
+        "context_exceeded: prompt_token_ids has 104 bytes, more than the 100 that are accepted (setting "
+        "max_prompt_bytes)",
+    ),
+    "too many token ids as JSON": (
+        {},
+        {PROMPT_TOKEN_IDS: json.dumps([1] * 50)},
+        "context_exceeded: prompt_token_ids has 150 bytes, more than the 100 that are accepted (setting "
+        "max_prompt_bytes)",
+    ),
+    "a chat's option for token ids": (
+        {},
+        {PROMPT_TOKEN_IDS: "[1]", "reasoning_effort": "low"},
+        "invalid_parameter: reasoning_effort has no effect without messages: leave it out",
     ),
     "a typo in the prompt's name": (
         {},
@@ -600,9 +732,9 @@ def test_a_response_is_always_utf8() -> None:
 
 
 def generated(number: int, prompt_logprobs: str | None = None) -> dict[str, Any]:
-    text = f"text {number}"
-    numbers = (number, 2 * number, -0.5 * number)
-    return dict(zip(OUTPUTS, (text, text, "stop", *numbers, f"[{number}]", prompt_logprobs), strict=True))
+    text, strings = f"text {number}", dict.fromkeys(OUTPUTS, f"[{number}]")
+    numbers = {"num_input_tokens": number, "num_output_tokens": 2 * number, "cumulative_logprob": -0.5 * number}
+    return strings | numbers | {TEXT: text, LEGACY_TEXT: text, PROMPT_LOGPROBS: prompt_logprobs}
 
 
 def asking(shape: tuple[int, ...], **options: bool) -> GenerationRequest:
@@ -614,14 +746,9 @@ def test_a_response_holds_the_text_and_requested_outputs() -> None:
     assert encode_outputs(told, asking((2, 1)), OUTPUTS).keys() == {TEXT, LEGACY_TEXT}
     assert encode_outputs(told, asking((2, 1)), [TEXT]).keys() == {TEXT}
     outputs = encode_outputs(told, asking((2, 1), **{f"return_{name}": True for name in TOLD}), OUTPUTS)
+    others = {"num_input_tokens": np.uint32, "num_output_tokens": np.uint32, "cumulative_logprob": np.float32}
     assert {name: (array.dtype, array.shape) for name, array in outputs.items()} == {
-        TEXT: (np.object_, (2, 2)),
-        LEGACY_TEXT: (np.object_, (2, 2)),
-        "finish_reason": (np.object_, (2, 2)),
-        "num_input_tokens": (np.uint32, (2, 2)),
-        "num_output_tokens": (np.uint32, (2, 2)),
-        "cumulative_logprob": (np.float32, (2, 2)),
-        "logprobs": (np.object_, (2, 2)),
+        name: (others.get(name, np.object_), (2, 2)) for name in (TEXT, LEGACY_TEXT, *TOLD)
     }
     assert outputs["num_output_tokens"].tolist() == [[0, 2], [4, 6]]
     assert outputs["cumulative_logprob"].tolist() == [[0.0, -0.5], [-1.0, -1.5]]

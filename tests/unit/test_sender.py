@@ -298,7 +298,7 @@ def test_an_error_follows_the_deltas_and_ends_the_stream() -> None:
     sender.close()
     assert request.parts in ([["a"]], [["ab"]])
     assert [str(end) for end in request.results] == [
-        "cancelled: the client cancelled the request, or another request with its id did (`stop` true)"
+        "cancelled: the client cancelled the request, or another request with its id did (`cancel` true)"
     ]
 
 
@@ -309,8 +309,8 @@ class NamingCodec:
         self.threads: list[str] = []
         self._fails = fails
 
-    def stream(self, prompt_ids: list[int], stop_strings: tuple[str, ...]) -> Any:
-        return codec_of(KIND).stream(prompt_ids, stop_strings)
+    def stream(self, prompt_ids: list[int], stop_strings: tuple[str, ...], *, includes_stop: bool) -> Any:
+        return codec_of(KIND).stream(prompt_ids, stop_strings, includes_stop=includes_stop)
 
     def continuation(self, prompt_ids: list[int], token_ids: list[int]) -> str:
         self.threads.append(threading.current_thread().name)

@@ -2,6 +2,7 @@
 """A request's way through the task, beside an engine and a tokenizer that do as they are told."""
 
 import gc
+import json
 import threading
 import time
 import weakref
@@ -16,7 +17,8 @@ from hf_triton.errors import CancelledError, GenerationError, HfTritonError, Req
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
-from hf_triton.protocol.requests import GenerationRequest, Limits
+from hf_triton.protocol.prompts import Limits, Prompt
+from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.checked_hooks import CheckedHooks
@@ -31,6 +33,7 @@ from tests.support.tokenizers import raw_ids, tokenizer_of
 
 KIND = "byte_level"
 VOCABULARY_SIZE = len(tokenizer_of(KIND))
+EOS_ID = 3
 
 
 class Engine:
@@ -69,8 +72,10 @@ class Codec(TextCodec):
             raise SystemExit
         return super().continuation(prompt_ids, token_ids)
 
-    def stream(self, prompt_ids: list[int], stop_strings: tuple[str, ...] = ()) -> TextStream:
-        stream = super().stream(prompt_ids, stop_strings)
+    def stream(
+        self, prompt_ids: list[int], stop_strings: tuple[str, ...] = (), *, includes_stop: bool = False
+    ) -> TextStream:
+        stream = super().stream(prompt_ids, stop_strings, includes_stop=includes_stop)
         push = stream.push
 
         def panicking(token_id: int) -> str:
@@ -106,7 +111,7 @@ def written(sequence: SequenceGroup, copy: int, text: str) -> Completion:
 
 
 def reply_to(
-    *prompts: str,
+    *prompts: Prompt,
     outcome: Callable[[SequenceGroup], Outcome] = echo,
     defaults: GenerationParameters | None = None,
     excludes_prompt: bool = False,
@@ -143,6 +148,7 @@ def build_task(
         ChatTemplate(tokenizer_of(KIND), None, 1000),
         GrammarCompiler(tokenizer_of(KIND), VOCABULARY_SIZE, frozenset()),
         CheckedHooks(hooks or Hooks()),
+        eos_ids=frozenset([EOS_ID]),
         context_length=context_length,
         is_encoder_decoder=is_encoder_decoder,
         defaults=(defaults or GenerationParameters(),),
@@ -179,18 +185,20 @@ def error_code(reply: Collector) -> str:
     return result.code
 
 
-def request_of(prompts: tuple[str, ...], options: RequestOptions | None = None, **parameters: Any) -> GenerationRequest:
+def request_of(
+    prompts: tuple[Prompt, ...], options: RequestOptions | None = None, **parameters: Any
+) -> GenerationRequest:
     rows = [GenerationParameters(**parameters)] * len(prompts)
     return GenerationRequest(list(prompts), rows, options or RequestOptions(), (len(prompts),))
 
 
-def ask(*prompts: str, **asked: Any) -> list[Any]:
+def ask(*prompts: Prompt, **asked: Any) -> list[Any]:
     """Every answer that a request gets: its texts, or an error."""
     results = reply_to(*prompts, **asked).results
     return [[each.text_output for each in result] if isinstance(result, list) else result for result in results]
 
 
-def sequences_of(*prompts: str, **asked: Any) -> list[SequenceGroup]:
+def sequences_of(*prompts: Prompt, **asked: Any) -> list[SequenceGroup]:
     """What reaches the engine."""
     sequences: list[SequenceGroup] = []
 
@@ -574,6 +582,119 @@ def test_after_a_failed_prompt_the_others_are_dropped() -> None:
     assert given_up == [False, False, True, True]
 
 
+# --- token ids, tokenizing and truncating ----------------------------------------------------------------------------
+
+
+def test_token_ids_reach_the_engine_as_they_are() -> None:
+    ids = tuple(raw_ids(KIND, "go: "))
+    assert [each.prompt_ids for each in sequences_of(ids)] == [list(ids)]
+    assert ask(ids, outcome=write("on")) == [["go: on"]]
+    assert ask(ids, outcome=write("on"), excludes_prompt=True) == [["on"]]
+    assert ask(ids, outcome=write("on"), is_encoder_decoder=True) == [["on"]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "sentence"),
+    [
+        ((1, VOCABULARY_SIZE), f"prompt_token_ids[1] is {VOCABULARY_SIZE}, and the model's token ids are below"),
+        ((1,) * 20, "prompt_token_ids has 20 tokens, and the context of 20 must hold"),
+    ],
+    ids=["unknown", "too many"],
+)
+def test_token_ids_that_the_model_cannot_take_are_refused(ids: tuple[int, ...], sentence: str) -> None:
+    [answer] = ask(ids)
+    assert sentence in str(answer)
+
+
+def test_the_tokens_of_prompt_and_completion_are_outputs() -> None:
+    options = RequestOptions(return_prompt_token_ids=True, return_token_ids=True)
+    [[answer]] = reply_to("go: ", outcome=write("on"), options=options).results
+    assert json.loads(answer.prompt_token_ids) == raw_ids(KIND, "go: ")
+    assert json.loads(answer.token_ids) == raw_ids(KIND, "on")
+
+
+class Framing(Hooks):
+    """A folder's own prompt and text."""
+
+    def build_prompt(self, text: str) -> str:
+        return f"<{text}>"
+
+    def postprocess(self, text: str) -> str:
+        return f"[{text}]"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("hooks", [None, Framing()], ids=["plain", "hooks"])
+def test_tokenize_only_returns_the_prompt_as_the_model_gets_it(streams: bool, hooks: Hooks | None) -> None:
+    asked = RequestOptions(tokenize_only=True, stream=False, return_prompt_token_ids=True, return_num_input_tokens=True)
+    task, reply = build_task(lambda _: GenerationError("generation_failed", "x"), hooks=hooks), Collector()
+    prompts = ("good day", "x" * 50)  # longer than the context
+    submit(task, request_of(prompts, asked, logprobs=2, num_return_sequences=2), reply, streams=streams)
+    assert reply.is_finished.wait(10)
+    task.close()
+    [answers] = reply.results
+    assert isinstance(answers, list)
+    assert reply.parts == []
+    expected = prompts if hooks is None else tuple(hooks.build_prompt(text) for text in prompts)
+    assert tuple(each.text_output for each in answers) == expected
+    assert [json.loads(each.prompt_token_ids) for each in answers] == [raw_ids(KIND, text) for text in expected]
+    assert [each.num_input_tokens for each in answers] == [len(raw_ids(KIND, text)) for text in expected]
+
+
+def test_tokenize_only_decodes_token_ids_with_special_tokens() -> None:
+    tokenizer = tokenizer_of(KIND)
+    special = tokenizer.all_special_ids[0]
+    ids = (special, *raw_ids(KIND, "good day"))
+    [[text]] = ask(ids, options=RequestOptions(tokenize_only=True, stream=False))
+    assert text == f"{tokenizer.convert_ids_to_tokens(special)}good day"
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, 3),
+        ({"truncate_prompt_tokens": 3, "max_new_tokens": 17}, 3),
+        ({"truncate_prompt_tokens": -1}, 5),  # beside 15, of 20
+        ({"truncate_prompt_tokens": -1, "max_new_tokens": 4}, 16),
+    ],
+    ids=str,
+)
+def test_a_prompt_is_truncated_at_its_beginning(asked: dict[str, Any], num_kept: int) -> None:
+    text = "abcdefghij" * 4
+    [sequence] = sequences_of(text, **asked)
+    assert sequence.prompt_ids == raw_ids(KIND, text)[-num_kept:]
+    assert ask(text, outcome=write("on"), **asked) == [[text[-num_kept:] + "on"]]
+    assert [each.prompt_ids for each in sequences_of(tuple(raw_ids(KIND, text)), **asked)] == [sequence.prompt_ids]
+
+
+def test_a_short_prompt_is_not_truncated() -> None:
+    assert ask("ab", outcome=write("on"), truncate_prompt_tokens=3) == [["abon"]]
+
+
+def test_a_truncated_prompt_leaves_room_for_the_completion_or_is_refused() -> None:
+    [answer] = ask("x" * 30, truncate_prompt_tokens=-1, max_new_tokens=20)
+    assert "text_input row 0 has 1 tokens, which leaves room for max_new_tokens <= 19" in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, {EOS_ID, 5}),
+        ({"ignore_eos": True}, {5}),
+        ({"eos_token_id": (7,)}, {5, 7}),
+    ],
+    ids=str,
+)
+def test_stop_tokens_are_added_to_the_end_of_sequence_tokens(asked: dict[str, Any], expected: set[int]) -> None:
+    [sequence] = sequences_of("x", stop_token_ids=(5,), **asked)
+    assert sequence.params.eos_ids == expected
+
+
+def test_an_unknown_stop_token_is_refused() -> None:
+    [answer] = ask("x", stop_token_ids=(1, VOCABULARY_SIZE))
+    assert f"stop_token_ids[1] is {VOCABULARY_SIZE}, and the model's" in str(answer)
+
+
 # --- stop strings ----------------------------------------------------------------------------------------------------
 
 
@@ -595,6 +716,16 @@ def test_a_completion_ends_before_its_stop_string(text: str, stops: tuple[str, .
     assert ask("go: ", outcome=write(text), stop_strings=stops) == [["go: " + expected]]
     assert ask("go: ", outcome=write(text), stop_strings=stops, excludes_prompt=True) == [[expected]]
     assert ask("go: ", outcome=write(text), stop_strings=stops, is_encoder_decoder=True) == [[expected]]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_completion_may_end_with_its_stop_string(streams: bool) -> None:
+    options = RequestOptions(return_finish_reason=True, exclude_input_in_output=True)
+    asked: dict[str, Any] = {"stop_strings": ("two",), "include_stop_str_in_output": True}
+    reply = reply_to("go: ", outcome=write("one two three"), streams=streams, options=options, **asked)
+    [[answer]] = reply.results
+    assert "".join(piece for _, piece in reply.pieces) + answer.text_output == "one two"
+    assert answer.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -40,15 +40,18 @@ class TextStream:
         decoder: The tokenizer.
         prompt_ids: The tokens that the text continues.
         stop_strings: The text ends before the first of them; none is empty.
+        includes_stop: Whether it ends after it instead.
     """
 
-    def __init__(self, decoder: TokenDecoder, prompt_ids: list[int], stop_strings: tuple[str, ...]) -> None:
+    def __init__(
+        self, decoder: TokenDecoder, prompt_ids: list[int], stop_strings: tuple[str, ...], *, includes_stop: bool
+    ) -> None:
         self._detokenizer = _Detokenizer(decoder, prompt_ids)
         self.unsent = ""
         """What a response stream sends before the first delta."""
         self.text = ""
         """What a stopping rule has seen."""
-        self._stops = _StopStringFinder(stop_strings)
+        self._stops = _StopStringFinder(stop_strings, includes_stop=includes_stop)
 
     @property
     def is_stopped(self) -> bool:
@@ -102,16 +105,25 @@ class _Detokenizer:
         return text[start:end]
 
 
-def up_to_stop(text: str, stop_strings: tuple[str, ...]) -> str:
-    """A string up to the first of the stop strings, none of which is empty."""
-    return text[: min((start for stop in stop_strings if (start := text.find(stop)) >= 0), default=len(text))]
+def up_to_stop(text: str, stop_strings: tuple[str, ...], *, includes_stop: bool) -> tuple[str, bool]:
+    """A string up to the first of the stop strings, none of which is empty; and whether there is one."""
+    start = min((start for stop in stop_strings if (start := text.find(stop)) >= 0), default=None)
+    if start is None:
+        return text, False
+    return text[: _stop_end(text, start, stop_strings) if includes_stop else start], True
+
+
+def _stop_end(text: str, start: int, stop_strings: tuple[str, ...]) -> int:
+    """The end of the shortest stop string at `start`."""
+    return start + min(len(stop) for stop in stop_strings if text.startswith(stop, start))
 
 
 class _StopStringFinder:
     """Passes a completion on up to the first stop string, holding back what may be the beginning of one."""
 
-    def __init__(self, stop_strings: tuple[str, ...]) -> None:
+    def __init__(self, stop_strings: tuple[str, ...], *, includes_stop: bool) -> None:
         self._stops = stop_strings
+        self._includes_stop = includes_stop
         self._longest = max(map(len, stop_strings), default=0)
         self._held = ""
         self.is_found = False
@@ -125,7 +137,7 @@ class _StopStringFinder:
         end = next((start for start in range(len(text)) if self._may_stop_at(text, start)), len(text))
         self.is_found = text.startswith(self._stops, end)
         self._held = "" if self.is_found else text[end:]
-        return text[:end]
+        return self._up_to(text, end) if self.is_found else text[:end]
 
     def finish(self) -> str:
         """The text held back, up to a stop string within it."""
@@ -133,8 +145,12 @@ class _StopStringFinder:
         for start in range(len(text)):
             if text.startswith(self._stops, start):
                 self.is_found = True
-                return text[:start]
+                return self._up_to(text, start)
         return text
+
+    def _up_to(self, text: str, start: int) -> str:
+        """The text with or without the stop string at `start`."""
+        return text[: _stop_end(text, start, self._stops) if self._includes_stop else start]
 
     def _may_stop_at(self, text: str, start: int) -> bool:
         if text.startswith(self._stops, start):

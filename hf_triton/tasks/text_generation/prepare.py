@@ -10,6 +10,7 @@ from hf_triton.errors import RequestError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.chat import Chat
 from hf_triton.protocol.parameters import GenerationParameters
+from hf_triton.protocol.prompts import PROMPT_TOKEN_IDS, Prompt, prompt_name
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.checked_hooks import CheckedHooks
@@ -34,6 +35,7 @@ class PromptPreparer:
         chat_template: Renders chats.
         grammars: Compiles grammars.
         hooks: The folder's own.
+        eos_ids: The model's own end-of-sequence tokens.
         context_length: Tokens that a prompt and its completion may have together.
         is_encoder_decoder: Whether prompt and completion are bounded each, and outputs never contain the prompt (T5).
         defaults: The folder's and the checkpoint's parameters; the first that sets one wins.
@@ -49,6 +51,7 @@ class PromptPreparer:
         grammars: GrammarCompiler,
         hooks: CheckedHooks,
         *,
+        eos_ids: frozenset[int],
         context_length: int,
         is_encoder_decoder: bool,
         defaults: tuple[GenerationParameters, ...],
@@ -61,6 +64,7 @@ class PromptPreparer:
         self._chat_template = chat_template
         self._grammars = grammars
         self._encode_bad_words = lru_cache(NUM_BAD_WORDS_KEPT)(codec.encode_bad_words)
+        self._eos_ids = eos_ids
         self._context_length = context_length
         self._is_encoder_decoder = is_encoder_decoder
         self._defaults = defaults
@@ -74,7 +78,7 @@ class PromptPreparer:
         """Whether another thread would cost more than preparing: one short prompt, no hook, no grammar."""
         [prompt, *others], parameters = request.prompts, request.parameters[0]
         return (
-            isinstance(prompt, str)
+            not isinstance(prompt, Chat)
             and not others
             and len(prompt) <= MAX_INLINE_CHARACTERS
             and not (self._has_slow_defaults or parameters.bad_words is not None or self._follows_grammar(parameters))
@@ -102,22 +106,46 @@ class PromptPreparer:
         """
         options, parameters, source = request.options, request.parameters[row], request.prompts[row]
         prompt = resolve_request_params(parameters, *self._defaults)
-        is_chat = isinstance(source, Chat)
-        text = self._chat_template.render(source) if isinstance(source, Chat) else source
-        model_text = text if is_chat else self.hooks.build_prompt(text)
-        prompt.ids = self.codec.encode(model_text, row, adds_special_tokens=not is_chat)
-        params = self._sampling_params(row, len(prompt.ids), parameters)
+        text, model_text, prompt.ids = self._encode(source, row)
+        num_kept = self._num_kept(prompt.truncate_prompt_tokens, parameters)
+        if num_kept is not None and num_kept < len(prompt.ids):
+            text = model_text = None
+            prompt.ids = prompt.ids[-num_kept:]
+        if options.tokenize_only:
+            prompt.text = self.codec.decode(prompt.ids, keeps_special_tokens=True) if model_text is None else model_text
+            return prompt
+        params = self._sampling_params(prompt, prompt_name(source, row), parameters)
         if streams and params.num_sequences > params.num_return_sequences:
             raise RequestError("invalid_parameter", "best_of cannot be streamed: leave it out, or say stream false")
         if params.logprobs is None and (options.return_logprobs or options.return_cumulative_logprob):
             params = replace(params, logprobs=0)
         excludes_prompt = options.exclude_input_in_output
         if excludes_prompt is None:
-            excludes_prompt = streams or is_chat or self._excludes_prompt
+            excludes_prompt = streams or isinstance(source, Chat) or self._excludes_prompt
         prompt.params = replace(params, bad_words_ids=self._encode_bad_words(prompt.bad_words))
-        prompt.text = "" if excludes_prompt or self._is_encoder_decoder else text
+        if not (excludes_prompt or self._is_encoder_decoder):
+            prompt.text = self.codec.decode(prompt.ids) if text is None else text
         prompt.preceding_ids = [] if self._is_encoder_decoder else prompt.ids
         return prompt
+
+    def _encode(self, source: Prompt, row: int) -> tuple[str | None, str | None, list[int]]:
+        """A prompt's text, as the request gives it and as the model gets it, and its tokens; no texts of tokens."""
+        if isinstance(source, str):
+            model_text = self.hooks.build_prompt(source)
+            return source, model_text, self.codec.encode(model_text, row)
+        if isinstance(source, Chat):
+            text = self._chat_template.render(source)
+            return text, text, self.codec.encode(text, row, adds_special_tokens=False)
+        self.codec.check_ids(PROMPT_TOKEN_IDS, source)
+        return None, None, list(source)
+
+    def _num_kept(self, asked: int | None, parameters: GenerationParameters) -> int | None:
+        """How many tokens of the prompt `truncate_prompt_tokens` keeps at most, one at least."""
+        if asked != -1:
+            return asked
+        layers = (parameters, *self._defaults)
+        set_by = next((layer.max_new_tokens for layer in layers if layer.max_new_tokens), self._max_output_length)
+        return max(self._context_length - (0 if self._is_encoder_decoder else set_by), 1)
 
     def has_cold_grammar(self, prompt: PreparedPrompt) -> bool:
         """Whether the prompt's grammar takes long to compile: half a second for some."""
@@ -141,37 +169,42 @@ class PromptPreparer:
         prompt = resolve_request_params(GenerationParameters(), *self._defaults)
         max_new_tokens = next((layer.max_new_tokens for layer in self._defaults if layer.max_new_tokens), None)
         prompt.ids = [0]
-        prompt.params = self._sampling_params(0, 1, GenerationParameters(max_new_tokens=max_new_tokens))
+        prompt.params = self._sampling_params(prompt, "a prompt", GenerationParameters(max_new_tokens=max_new_tokens))
         self.compile_grammar(prompt)
         return prompt
 
     def _follows_grammar(self, parameters: GenerationParameters) -> bool:
         return parameters.is_constrained if parameters.gives_grammar else self._has_default_grammar
 
-    def _sampling_params(self, row: int, num_prompt_tokens: int, parameters: GenerationParameters) -> SamplingParams:
+    def _sampling_params(self, prompt: PreparedPrompt, name: str, parameters: GenerationParameters) -> SamplingParams:
         """The resolved sampling parameters of one prompt, checked against context and vocabulary."""
+        num_prompt_tokens = len(prompt.ids)
         room = self._context_length - (0 if self._is_encoder_decoder else num_prompt_tokens)
         if num_prompt_tokens > self._context_length or room < 1:
             raise RequestError(
                 "context_exceeded",
-                f"text_input row {row} has {num_prompt_tokens} tokens, and the context of {self._context_length} must "
+                f"{name} has {num_prompt_tokens} tokens, and the context of {self._context_length} must "
                 "hold the prompt and at least one new token",
             )
-        for name in ("max_new_tokens", "min_new_tokens"):
-            asked = getattr(parameters, name)
+        for parameter in ("max_new_tokens", "min_new_tokens"):
+            asked = getattr(parameters, parameter)
             if asked is not None and asked > room:
                 raise RequestError(
                     "context_exceeded",
-                    f"text_input row {row} has {num_prompt_tokens} tokens, which leaves room for {name} <= {room} "
+                    f"{name} has {num_prompt_tokens} tokens, which leaves room for {parameter} <= {room} "
                     f"in the context of {self._context_length}, got {asked}",
                 )
         params = resolve_sampling_params(parameters, *self._defaults, max_new_tokens=self._max_output_length)
         params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
         if params.num_sequences > self._max_num_seqs:
-            name = "num_return_sequences" if params.best_of is None else "best_of"
+            parameter = "num_return_sequences" if params.best_of is None else "best_of"
             raise RequestError(
                 "invalid_parameter",
-                f"{name} must be <= {self._max_num_seqs} here (setting max_num_seqs), got {params.num_sequences}",
+                f"{parameter} must be <= {self._max_num_seqs} here (setting max_num_seqs), got {params.num_sequences}",
             )
         check_token_ids(params, self.codec.vocabulary_size)
+        if prompt.stop_token_ids:
+            self.codec.check_ids("stop_token_ids", prompt.stop_token_ids)
+            eos_ids = self._eos_ids if params.eos_ids is None else params.eos_ids
+            params = replace(params, eos_ids=eos_ids.union(prompt.stop_token_ids))
         return params

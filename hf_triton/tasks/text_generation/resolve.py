@@ -20,6 +20,12 @@ class PreparedPrompt:
     """One prompt of a request: what it asks of the task, and what is added on the way."""
 
     stop_strings: tuple[str, ...] = ()
+    includes_stop: bool = False
+    """Whether a completion ends with its stop string."""
+    stop_token_ids: tuple[int, ...] = ()
+    """To be added to `SamplingParams.eos_ids`."""
+    truncate_prompt_tokens: int | None = None
+    """Tokens of the prompt to keep; -1: as many as fit."""
     bad_words: tuple[str, ...] = ()
     """To become `SamplingParams.bad_words_ids`."""
     max_time_s: float | None = None
@@ -94,6 +100,9 @@ def resolve_request_params(*layers: GenerationParameters) -> PreparedPrompt:
     grammar, merged = _grammar(layers), _merge(layers)
     return PreparedPrompt(
         stop_strings=merged.get("stop_strings", ()) if grammar is None else (),
+        includes_stop=merged.get("include_stop_str_in_output", False),
+        stop_token_ids=merged.get("stop_token_ids", ()) if grammar is None else (),
+        truncate_prompt_tokens=merged.get("truncate_prompt_tokens"),
         bad_words=merged.get("bad_words", ()),
         max_time_s=merged.get("max_time"),
         queue_priority=merged.get("queue_priority", 0),

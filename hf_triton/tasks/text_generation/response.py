@@ -102,7 +102,8 @@ class GenerationResponse:
         if self._sends_deltas or prompt.stop_strings or self._has_stopping_rule(prompt):
             num_sequences = prompt.params.num_sequences
             prompt.streams = [
-                self._codec.stream(prompt.preceding_ids, prompt.stop_strings) for _ in range(num_sequences)
+                self._codec.stream(prompt.preceding_ids, prompt.stop_strings, includes_stop=prompt.includes_stop)
+                for _ in range(num_sequences)
             ]
             for stream in prompt.streams:
                 stream.unsent = prompt.text
@@ -245,7 +246,7 @@ class GenerationResponse:
 
     def _outputs(self) -> list[dict[str, Any]]:
         """The values of all outputs, for each completion."""
-        outputs = []
+        outputs, options = [], self.checked.options
         for row, prompt in enumerate(self.prompts):
             logprobs = self._completions[row][0].prompt_logprobs  # the same for all
             prompt_logprobs = None if logprobs is None else self._logprobs_json([None, *logprobs])
@@ -258,6 +259,8 @@ class GenerationResponse:
                         "finish_reason": "stop" if is_stopped else FINISH_REASONS[completion.finish_reason],
                         "num_input_tokens": len(prompt.ids),
                         "num_output_tokens": len(completion.token_ids),
+                        "prompt_token_ids": json.dumps(prompt.ids) if options.return_prompt_token_ids else "",
+                        "token_ids": json.dumps(completion.token_ids) if options.return_token_ids else "",
                         "cumulative_logprob": sum(each.logprob for each in completion.logprobs or ()),
                         "logprobs": "" if completion.logprobs is None else self._logprobs_json(completion.logprobs),
                         PROMPT_LOGPROBS: prompt_logprobs,
@@ -270,14 +273,16 @@ class GenerationResponse:
 
         That may be known only now: with the stop strings `bc` and `abcd`, `abc` stops once no more tokens follow.
         """
+        if self.checked.options.tokenize_only:
+            return prompt.text, False
         if self._sends_deltas:
             stream = prompt.streams[index]
             rest = stream.finish()
             return stream.unsent + rest, stream.is_stopped
         # Not from `prompt.streams`: `best_of` has reordered the completions.
         whole = self._codec.continuation(prompt.preceding_ids, completion.token_ids)
-        text = up_to_stop(whole, prompt.stop_strings)
-        return prompt.text + self._hooks.postprocess(text), len(text) < len(whole)
+        text, is_stopped = up_to_stop(whole, prompt.stop_strings, includes_stop=prompt.includes_stop)
+        return prompt.text + self._hooks.postprocess(text), is_stopped
 
     def _logprobs_json(self, logprobs: Iterable[TokenLogprobs | None]) -> str:
         """Log probabilities in the vLLM backend's form: for each position an object of tokens by their ids, or null.

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hf_triton.engine.types import Engine, EngineLoad, Observer, SequenceGroup, eos_ids
+from hf_triton.engine.types import Completion, Engine, EngineLoad, Observer, SequenceGroup, eos_ids
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, panics_as_errors
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.parameters import parse_parameters
-from hf_triton.protocol.requests import GenerationRequest, Limits, parse_request, with_named_outputs
+from hf_triton.protocol.prompts import Limits
+from hf_triton.protocol.requests import GenerationRequest, parse_request, with_named_outputs
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.admission import AdmissionGate
 from hf_triton.tasks.checked_hooks import CheckedHooks
@@ -146,7 +147,11 @@ class TextGeneration:
             response.refuse(fault("preparing the request", error))
             self._leave(response)
             return
-        if any(map(self._preparer.has_cold_grammar, response.prompts)):
+        if checked.options.tokenize_only:
+            for row in range(len(response.prompts)):
+                response.finish(row, [Completion([], "length")])
+            self._leave(response)
+        elif any(map(self._preparer.has_cold_grammar, response.prompts)):
             self._run(self._grammar_pool, self._start, response)
         else:
             self._start(response)
@@ -233,6 +238,7 @@ def _build_preparer(
         ChatTemplate(checkpoint.tokenizer, chat_template, max_prompt_bytes),
         GrammarCompiler(checkpoint.tokenizer, checkpoint.vocabulary_size, eos_ids(checkpoint.model)),
         CheckedHooks(hooks, max_prompt_bytes),
+        eos_ids=eos_ids(checkpoint.model),
         context_length=checkpoint.context_length,
         is_encoder_decoder=checkpoint.is_encoder_decoder,
         defaults=(parse_parameters(settings.generation_defaults), checkpoint.generation_defaults()),

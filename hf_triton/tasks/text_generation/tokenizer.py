@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -67,6 +68,19 @@ class TextCodec:
             )
         return ids
 
+    def check_ids(self, name: str, ids: Sequence[int]) -> None:
+        """Refuse token ids that the model does not have.
+
+        Raises:
+            RequestError: The message names the first one.
+        """
+        if max(ids, default=0) >= self.vocabulary_size:
+            index = next(index for index, token_id in enumerate(ids) if token_id >= self.vocabulary_size)
+            raise RequestError(
+                "invalid_input",
+                f"{name}[{index}] is {ids[index]}, and the model's token ids are below {self.vocabulary_size}",
+            )
+
     def encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that spell one of these words, after a space or without one.
 
@@ -92,18 +106,21 @@ class TextCodec:
         stream = self.stream(prompt_ids)
         return "".join([stream.push(token_id) for token_id in token_ids]) + stream.finish()
 
-    def stream(self, prompt_ids: list[int], stop_strings: tuple[str, ...] = ()) -> TextStream:
+    def stream(
+        self, prompt_ids: list[int], stop_strings: tuple[str, ...] = (), *, includes_stop: bool = False
+    ) -> TextStream:
         """The same text, token by token."""
-        return TextStream(self, prompt_ids, stop_strings)
+        return TextStream(self, prompt_ids, stop_strings, includes_stop=includes_stop)
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, keeps_special_tokens: bool = False) -> str:
         """Tokens as the tokenizer decodes them on their own."""
         text: str
+        skips = not keeps_special_tokens
         with panics_as_errors():
             if self._decoder is not None:
-                text = self._decoder.decode(ids, skip_special_tokens=True)
+                text = self._decoder.decode(ids, skip_special_tokens=skips)
             else:
-                text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                text = self._tokenizer.decode(ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
         return text
 
     def is_silent(self, token_id: int) -> bool:

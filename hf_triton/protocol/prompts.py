@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts of a request: strings, one chat or token ids, from a tensor or a parameter. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from pydantic_core import from_json
+
+from hf_triton.errors import RequestError, clip
+from hf_triton.protocol.chat import MESSAGES, Chat, parse_chat
+from hf_triton.protocol.tensors import Array, decode_string
+
+PROMPT: Final = "text_input"
+PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
+SOURCES: Final = (PROMPT, MESSAGES, PROMPT_TOKEN_IDS)
+"""A request gives one of them."""
+MAX_TOKEN_ID: Final = 2**31 - 1
+
+TokenIds = tuple[int, ...]
+Prompt = str | Chat | TokenIds
+"""A string, a chat, or token ids."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one request."""
+
+    max_prompts: int
+    max_prompt_bytes: int
+    """Bytes of the longest prompt."""
+
+
+def prompt_name(prompt: Prompt, row: int) -> str:
+    """What messages call a prompt."""
+    if isinstance(prompt, Chat):
+        return MESSAGES
+    return f"{PROMPT} row {row}" if isinstance(prompt, str) else PROMPT_TOKEN_IDS
+
+
+def prompt_shape(inputs: Mapping[str, Array]) -> tuple[int, ...]:
+    """The shape of `text_input`, which the outputs follow."""
+    if PROMPT in inputs:
+        return inputs[PROMPT].shape
+    source = next((inputs[name] for name in SOURCES if name in inputs), None)
+    return (1,) if source is None else (*source.shape[:-1], 1)
+
+
+def decode_prompts(array: Array, limits: Limits) -> list[str]:
+    """Read a BYTES tensor as strings.
+
+    Args:
+        array: Any shape, in C order; each element is UTF-8 `bytes`.
+        limits: What to accept.
+
+    Raises:
+        RequestError: There are no elements or too many, or one is too long or not UTF-8; the message names its row.
+    """
+    if array.size == 0:
+        raise RequestError("invalid_input", f"{PROMPT} holds no prompt, its shape is {list(array.shape)}")
+    if array.size > limits.max_prompts:
+        raise RequestError(
+            "invalid_input",
+            f"{PROMPT} holds {array.size} prompts, more than the {limits.max_prompts} that are accepted (setting "
+            "max_prompts): send several requests",
+        )
+    elements = array.ravel()
+    for row, element in enumerate(elements):
+        if len(element) > limits.max_prompt_bytes:
+            raise RequestError(
+                "context_exceeded",
+                f"{PROMPT} row {row} has {len(element)} bytes, more than the {limits.max_prompt_bytes} that are "
+                "accepted (setting max_prompt_bytes)",
+            )
+    return [decode_string(f"{PROMPT} row {row}", element, "invalid_input") for row, element in enumerate(elements)]
+
+
+def decode_chat(value: object, options: Mapping[str, object], limits: Limits) -> Chat:
+    """Read `messages`, a tensor of JSON or a parameter.
+
+    Args:
+        value: The tensor or the parameter's value.
+        options: The request's `ChatOptions`.
+        limits: What to accept.
+
+    Raises:
+        RequestError: It is not a chat, or too long.
+    """
+    if isinstance(value, np.ndarray):
+        value = [decode_string(MESSAGES, element) for element in _one_row(MESSAGES, value, "chat")]
+    if not isinstance(value, str | list):
+        raise RequestError("invalid_input", f"{MESSAGES} must be a JSON string, got {clip(value)}")
+    return parse_chat(value, options, limits.max_prompt_bytes)
+
+
+def decode_token_ids(value: object, limits: Limits) -> TokenIds:
+    """Read `prompt_token_ids`, a tensor of integers or of JSON, or a parameter.
+
+    Args:
+        value: The tensor or the parameter's value.
+        limits: What to accept; a tensor's integers count as many bytes as they have.
+
+    Raises:
+        RequestError: It is no array of token ids, empty or too long.
+    """
+    if isinstance(value, np.ndarray):
+        row = _one_row(PROMPT_TOKEN_IDS, value, "prompt")
+        if row.dtype == np.object_:
+            value = decode_string(PROMPT_TOKEN_IDS, row[0]) if row.size == 1 else row.tolist()
+        else:
+            _check_size(row.nbytes, limits)
+            value = row.tolist()
+    if isinstance(value, str):
+        _check_size(len(value), limits)  # digits are one byte each
+        value = _parse_array(value)
+    if not isinstance(value, list) or not value:
+        raise RequestError(
+            "invalid_input", f"{PROMPT_TOKEN_IDS} must be a JSON array of 1 or more token ids, got {clip(value)}"
+        )
+    for index, token_id in enumerate(value):
+        if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+            raise RequestError(
+                "invalid_input",
+                f"{PROMPT_TOKEN_IDS}[{index}] must be an integer >= 0 and <= {MAX_TOKEN_ID}, got {clip(token_id)}",
+            )
+    return tuple(value)
+
+
+def _parse_array(text: str) -> object:
+    try:
+        return from_json(text)
+    except ValueError:
+        return text
+
+
+def _check_size(num_bytes: int, limits: Limits) -> None:
+    if num_bytes > limits.max_prompt_bytes:
+        raise RequestError(
+            "context_exceeded",
+            f"{PROMPT_TOKEN_IDS} has {num_bytes} bytes, more than the {limits.max_prompt_bytes} that are accepted "
+            "(setting max_prompt_bytes)",
+        )
+
+
+def _one_row(name: str, array: Array, kind: str) -> Array:
+    """The elements of a tensor `[n]` or `[1, n]`."""
+    if array.ndim > 1 and len(array) > 1:
+        raise RequestError("invalid_input", f"{name} holds one {kind}: send {len(array)} requests")
+    return array.ravel()
