@@ -44,7 +44,7 @@ def ask(server: TritonServer, model: str, **fields: object) -> Reply:
 
 
 def answer(server: TritonServer, model: str, **fields: object) -> dict[str, Any]:
-    reply = ask(server, model, **{"max_tokens": NUM_TOKENS, **fields})
+    reply = ask(server, model, **{"max_tokens": NUM_TOKENS, "stream": False, **fields})  # doors stream by default
     assert reply.status == 200, reply.body
     return dict(reply.json())
 

@@ -279,19 +279,22 @@ def has_perf_analyzer() -> None:
         pytest.skip("perf_analyzer is not installed: run `make test` once")
 
 
+DATA = {"data": [{"text_input": {"content": [PROMPTS[0]], "shape": [1]}}]}
 RUNS = {
-    "falcon7b": ("-m falcon7b --collect-metrics --shape text_input:1", [1]),
+    "falcon7b": ("-m falcon7b --collect-metrics --input-data data.json", [1]),
     "as the tutorial states its tensors": ("-m stated --collect-metrics", [1]),
-    "batched": ("-m batched --collect-metrics --concurrency-range=2:4:2", [2, 4]),
+    "batched": ("-m batched --collect-metrics --concurrency-range=2:4:2 --input-data data.json", [2, 4]),
     "grpc": ("-m stated -i grpc", [1]),
 }
 
 
 @pytest.mark.usefixtures("has_perf_analyzer")
 @pytest.mark.parametrize("case", RUNS)
-def test_perf_analyzer_with_its_default_data(case: str, server: TritonServer) -> None:
+def test_perf_analyzer(case: str, server: TritonServer, tmp_path: Path) -> None:
+    """With random data where a folder declares its inputs as the tutorial does."""
     arguments, levels = RUNS[case]
-    done = perf_analyzer(server, arguments)
+    (tmp_path / "data.json").write_text(json.dumps(DATA))
+    done = perf_analyzer(server, arguments.replace("data.json", str(tmp_path / "data.json")))
     assert done.returncode == 0, done.stdout + done.stderr
     assert [int(level) for level in re.findall(r"Concurrency: (\d+), throughput", done.stdout)] == levels
     counts = [int(count) for count in re.findall(r"^ +Request count: (\d+)", done.stdout, re.MULTILINE)]
@@ -301,8 +304,8 @@ def test_perf_analyzer_with_its_default_data(case: str, server: TritonServer) ->
 
 
 @pytest.mark.usefixtures("has_perf_analyzer")
-def test_perf_analyzer_needs_a_shape_for_a_variable_number_of_prompts(server: TritonServer) -> None:
-    """Where this begins to pass without one, README and the case above can leave `--shape` out."""
-    done = perf_analyzer(server, "-m falcon7b")
+def test_perf_analyzer_s_random_data_needs_declared_inputs(server: TritonServer) -> None:
+    """It makes data of every input, optional or not, and knows no length for arrays."""
+    done = perf_analyzer(server, "-m falcon7b --shape text_input:1")
     assert done.returncode != 0
     assert NO_SHAPE in done.stderr

@@ -349,6 +349,7 @@ def test_every_option_has_a_description_and_a_range() -> None:
         "continue_final_message": "true or false",
         "tools": f"a JSON object or a JSON array of 1 to {MAX_TOOLS} of them",
         "chat_template_kwargs": "a JSON object",
+        "reasoning_effort": "a string of 1 to 100 characters",
     }
     assert all(len(field.description or "") > 20 for field in ChatOptions.model_fields.values())
 

@@ -29,7 +29,7 @@ from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.task import NUM_HOOK_THREADS, TextGeneration
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 from tests.support.collector import Collector, config_of
-from tests.support.tokenizers import raw_ids, tokenizer_of
+from tests.support.tokenizers import codec_of, raw_ids, tokenizer_of
 
 KIND = "byte_level"
 VOCABULARY_SIZE = len(tokenizer_of(KIND))
@@ -663,7 +663,9 @@ def test_a_prompt_is_truncated_at_its_beginning(asked: dict[str, Any], num_kept:
     text = "abcdefghij" * 4
     [sequence] = sequences_of(text, **asked)
     assert sequence.prompt_ids == raw_ids(KIND, text)[-num_kept:]
-    assert ask(text, outcome=write("on"), **asked) == [[text[-num_kept:] + "on"]]
+    kept = codec_of(KIND).decode(sequence.prompt_ids)
+    assert text.endswith(kept)
+    assert ask(text, outcome=write("on"), **asked) == [[kept + "on"]]
     assert [each.prompt_ids for each in sequences_of(tuple(raw_ids(KIND, text)), **asked)] == [sequence.prompt_ids]
 
 
