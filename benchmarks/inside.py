@@ -19,7 +19,8 @@ from typing import Any
 
 import hf_triton
 from hf_triton.engine.types import Engine, Outcome, SequenceGroup
-from hf_triton.protocol.ports import PROMPT, TEXT
+from hf_triton.protocol.ports import TEXT
+from hf_triton.protocol.prompts import PROMPT
 from hf_triton.protocol.tensors import encode_strings
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.interface import ResponseConfig

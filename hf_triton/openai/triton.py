@@ -16,7 +16,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.openai.errors import ApiError, model_not_found, triton_error
 from hf_triton.protocol.chat import MESSAGES
-from hf_triton.protocol.ports import PROMPT, TEXT_OUTPUTS
+from hf_triton.protocol.ports import TEXT_OUTPUTS
+from hf_triton.protocol.prompts import PROMPT
 
 MAX_AGE_S: Final = 2.0
 """How long the list of models is believed."""
