@@ -3,6 +3,9 @@
 #
 #   docker build -t triton_transformer_server .
 #
+# Its own command serves model_repository with stream doors and OpenAI's API on port 9000; `tritonserver ...` runs the
+# server alone, and `hf-triton openai --triton HOST:8001 --host 0.0.0.0` the gateway alone.
+#
 # For a model that needs an unreleased transformers:
 #
 #   docker build -t triton_transformer_server \
@@ -23,7 +26,7 @@ RUN pip install --no-cache-dir --constraint constraints.txt torch
 # The library's dependencies, installed with an empty package of its name: a change of code does not reinstall them.
 COPY pyproject.toml ./
 RUN mkdir hf_triton && touch README.md LICENSE hf_triton/__init__.py \
-    && pip install --no-cache-dir --constraint constraints.txt '.[cpu]'
+    && pip install --no-cache-dir --constraint constraints.txt '.[cpu,openai]'
 
 # A pip requirement; empty keeps the pinned version. Only torch and numpy stay pinned with it, because a newer
 # transformers may need newer versions of its other dependencies.
@@ -47,10 +50,12 @@ RUN if ! getent passwd 1000; then useradd --uid 1000 --no-create-home triton-ser
     && rm -rf /root/.cache && ln -s "${HOME}/.cache" /root/.cache
 USER 1000:1000
 
-# Relative paths (`--model-repository=model_repository`) start here. The entrypoint is NVIDIA's.
+# Relative paths (`model_repository`) start here. The entrypoint is NVIDIA's.
 WORKDIR /opt/tritonserver
-CMD ["tritonserver", "--model-repository=model_repository"]
+EXPOSE 8000 8001 8002 9000
+CMD ["hf-triton", "serve", "model_repository", "--host", "0.0.0.0", "--exit-on-error"]
 
-# The first start may download for a long time, which does not make the container unhealthy.
-HEALTHCHECK --interval=15s --timeout=5s --start-period=30m --retries=3 \
-    CMD ["curl", "--fail", "--silent", "--show-error", "http://localhost:8000/v2/health/ready"]
+# The first start may download for a long time, which does not make the container unhealthy. A container with the
+# gateway alone is healthy if its Triton is ready.
+HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
+    CMD ["sh", "-c", "curl -fsS http://localhost:8000/v2/health/ready || curl -fsS http://localhost:9000/health"]

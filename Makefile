@@ -8,6 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(IS_FIT)' 
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+OPENAI_PORT ?= 9000
 # A model repository to serve in place of the demo model.
 MODELS ?=
 TESTS ?= tests
@@ -45,7 +46,8 @@ $(SETUP): pyproject.toml constraints.txt
 	@touch $@
 
 serve: $(SETUP) ## Serve the demo model, or the folders in MODELS=...
-	@exec $(BIN)/hf-triton serve $(MODELS) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+	@exec $(BIN)/hf-triton serve $(MODELS) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
+	  --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT)
 
 test: $(SETUP) $(PERF_ANALYZER) $(PROMETHEUS) ## Run the tests; TESTS=tests/unit for some of them
 	$(call pytest,not container and not full)

@@ -12,7 +12,7 @@
     - DeadlineExceededError               the request's time was up before its first token
   + CancelledError           CANCELLED    499 in spirit; the client cancelled the request
   + GenerationError          INTERNAL     500; the model failed on this request
-  + ServerError                           tritonserver cannot be found or started
+  + ServerError                           tritonserver or the gateway cannot be found or started
 * PanicError                              a library's Rust code panicked
 
 A message reads `code: sentence`. The code is stable, for programs: Triton's `/generate` endpoint answers 400 to every
@@ -71,6 +71,7 @@ CODES: dict[str, str] = {
     "device_unavailable": "the device that Triton or the folder asks for does not exist",
     "server_not_found": "no tritonserver is installed",
     "server_failed": "tritonserver did not start, or exited",
+    "gateway_failed": "the OpenAI gateway did not start, or exited",
 }
 """Every code and its meaning; the documents' table is generated from it."""
 
@@ -149,7 +150,7 @@ class GenerationError(HfTritonError):
 
 
 class ServerError(HfTritonError):
-    """tritonserver cannot be found or started."""
+    """tritonserver or the gateway cannot be found or started."""
 
 
 class PanicError(RuntimeError):

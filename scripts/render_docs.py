@@ -3,21 +3,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_triton.cli.gateway_options import ALONE
 from hf_triton.errors import CODES
 from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES
+from hf_triton.openai.chat import ChatRequest
+from hf_triton.openai.completions import CompletionRequest
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.fields import IGNORED
+from hf_triton.openai.metrics import Metrics
 from hf_triton.protocol.chat import ChatOptions
 from hf_triton.protocol.dialects import ALIASES
 from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.ports import missing_ports
 from hf_triton.protocol.structured_output import GRAMMARS
-from hf_triton.protocol.validation import table
+from hf_triton.protocol.validation import allowed, table
 from hf_triton.settings import DoorSettings, FormerName, ModelSettings
 from hf_triton.tasks.metrics import METRICS
 
@@ -82,6 +89,55 @@ def metrics_table() -> str:
     return "\n".join(["| name | kind | meaning |", "|---|---|---|", *rows])
 
 
+def openai_fields_table() -> str:
+    """The fields of `/v1/chat/completions` and `/v1/completions`; one that differs has a row for each."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for endpoint, model in {"chat": ChatRequest, "completions": CompletionRequest}.items():
+        for name, field in model.model_fields.items():
+            meaning = re.split(r"(?<=\.) (?=[A-Z])", _one_line(field.description))[0]
+            rows.setdefault((name, allowed(field), meaning), []).append(endpoint)
+    lines = (
+        f"| `{name}` | {', '.join(endpoints)} | {values} | {meaning} |"
+        for (name, values, meaning), endpoints in rows.items()
+    )
+    return "\n".join(["| field | endpoint | values | meaning |", "|---|---|---|---|", *lines])
+
+
+def passed_over_table() -> str:
+    """The fields of OpenAI's API and of other servers that the gateway has no use for."""
+    rows: dict[str, list[str]] = {}
+    for name, ignored in IGNORED.items():
+        values = None if ignored.values is None else ["`null`", *(f"`{json.dumps(value)}`" for value in ignored.values)]
+        rows.setdefault("any value" if values is None else " or ".join(values), []).append(f"`{name}`")
+    lines = (f"| {', '.join(names)} | {values} |" for values, names in rows.items())
+    return "\n".join(["| field | passed over if it is |", "|---|---|", *lines])
+
+
+def gateway_options_table() -> str:
+    """The options of `hf-triton openai`."""
+    fields = {option: GatewayConfig.model_fields[name] for name, option in ALONE.items()}
+    defaults = {
+        option: "-" if field.default in (None, ()) else f"`{field.default}`" for option, field in fields.items()
+    }
+    lines = (
+        f"| `{option}` | {defaults[option]} | {_one_line(field.description)} |" for option, field in fields.items()
+    )
+    return "\n".join(["| option | default | meaning |", "|---|---|---|", *lines])
+
+
+def gateway_metrics_table() -> str:
+    """The gateway's metrics; a counter's name ends in `_total`."""
+    lines = (
+        f"| `{metric.name}{'_total' if metric.type == 'counter' else ''}` | {metric.type} | {metric.documentation} |"
+        for metric in Metrics().registry.collect()
+    )
+    return "\n".join(["| name | kind | meaning |", "|---|---|---|", *lines])
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
 def variables(names: Collection[str]) -> str:
     """Environment variables in the order of their precedence."""
     return ", ".join(f"`{name}`" for name in names)
@@ -99,6 +155,10 @@ def parts() -> Mapping[str, str]:
         **ports_tables(),
         "codes": codes_table(),
         "metrics": metrics_table(),
+        "openai fields": openai_fields_table(),
+        "openai passed over": passed_over_table(),
+        "gateway options": gateway_options_table(),
+        "gateway metrics": gateway_metrics_table(),
         "cache variables": variables(CACHE_VARIABLES),
         "token variables": variables(TOKEN_VARIABLES),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `hf-triton serve`. A client of the server like any other; no module imports it."""
+"""The command line: `hf-triton`. A client of the server like any other; no module imports it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import click
 
 from hf_triton import __version__
+from hf_triton.cli.openai import openai
 from hf_triton.cli.serve import serve
 from hf_triton.errors import HfTritonError
 
@@ -19,6 +20,7 @@ def cli() -> None:
 
 
 cli.add_command(serve)
+cli.add_command(openai)
 
 
 def main() -> None:

@@ -7,26 +7,25 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, Final
 
 import click
 
 from hf_triton.cli.doors import door_repository
-from hf_triton.cli.examples import example_requests
+from hf_triton.cli.examples import TRY, choose_folder, example_requests, openai_request, takes_chats
 from hf_triton.cli.folders import defects, guess_reason, is_model_folder, model_folders, with_remedy
+from hf_triton.cli.gateway import GatewayProcess
+from hf_triton.cli.gateway_options import BESIDE_TRITON, gateway_options, read_config
+from hf_triton.cli.openai import require_gateway
 from hf_triton.cli.ports import PORT, check_ports
 from hf_triton.cli.repositories import served_repository
 from hf_triton.errors import ServerError
+from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import TritonServer
 
-TRY = """
-Try, in another terminal:
-
-{requests}
-
-Ctrl+C stops the server.
-"""
+DEFAULT_OPENAI_PORT: Final = GatewayConfig.model_fields["port"].default
 
 
 @click.command()
@@ -35,6 +34,8 @@ Ctrl+C stops the server.
 @click.option("--http-port", type=PORT, default=8000, show_default=True)
 @click.option("--grpc-port", type=PORT, default=8001, show_default=True)
 @click.option("--metrics-port", type=PORT, default=8002, show_default=True)
+@click.option("--openai-port", type=PORT, default=DEFAULT_OPENAI_PORT, show_default=True)
+@click.option("--openai/--no-openai", default=True, show_default=True, help="Run a gateway that speaks OpenAI's API.")
 @click.option(
     "--load-timeout",
     type=click.FloatRange(1),
@@ -50,22 +51,32 @@ Ctrl+C stops the server.
 )
 @click.option("--exit-on-error", is_flag=True, help="Exit if a folder cannot be loaded, instead of serving the others.")
 @click.option("--verbose", is_flag=True, help="Show the server's own log.")
+@gateway_options(BESIDE_TRITON)
 def serve(
     model_repository: Path | None,
     host: str,
     http_port: int,
     grpc_port: int,
     metrics_port: int,
+    openai_port: int,
+    openai: bool,
     load_timeout: float,
     doors: bool,
     exit_on_error: bool,
     verbose: bool,
+    **gateway_values: Any,
 ) -> None:
     """Serve the folders in MODEL_REPOSITORY; without one, the small demo model that comes with hf_triton."""
     ports = {"--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port}
-    check_ports(ports)
+    check_ports(ports | ({"--openai-port": openai_port} if openai else {}))
     excluded = {} if model_repository is None else _check_folders(model_repository, exit_on_error)
-    show_log = verbose or model_repository is not None
+    log = sys.stderr.fileno() if verbose or model_repository is not None else None
+    gateway = None
+    if openai:
+        require_gateway()
+        triton = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{grpc_port}"
+        config = read_config(BESIDE_TRITON, gateway_values, triton=triton, host=host, port=openai_port)
+        gateway = GatewayProcess(config, log)
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's `&` ignores SIGINT
         signal.signal(number, signal.default_int_handler)
     with contextlib.ExitStack() as stack:
@@ -76,16 +87,38 @@ def serve(
             ports=(http_port, grpc_port, metrics_port),
             host=host,
             ready_timeout_s=load_timeout,
-            log=sys.stderr.fileno() if show_log else None,
+            log=log,
         )
         click.echo("Starting tritonserver and loading models; a model that is not cached is downloaded first.")
         was_ready = False
-        with contextlib.suppress(KeyboardInterrupt), server:
-            _show(server, excluded, exit_on_error)
+        with contextlib.suppress(KeyboardInterrupt), _running(server, gateway):
+            _show(server, gateway, excluded, exit_on_error)
             was_ready = True
-            _wait(server)
+            _wait(server, gateway)
     was_killed = was_ready and server.process is not None and server.process.returncode != 0
     click.echo("Stopped with open connections: requests in flight were not answered." if was_killed else "Stopped.")
+
+
+@contextlib.contextmanager
+def _running(server: TritonServer, gateway: GatewayProcess | None) -> Iterator[None]:
+    """Start both; at the end both finish their requests in flight at the same time.
+
+    Raises:
+        ServerError: One of them does not start.
+    """
+    with contextlib.ExitStack() as stack:
+        if gateway is not None:
+            stack.callback(gateway.stop)
+            gateway.start()
+        stack.callback(server.stop)
+        server.start()
+        if gateway is not None:
+            stack.callback(gateway.terminate)
+            gateway.wait_until_started()  # a matter of seconds, unlike the models
+        server.wait_until_started()
+        if gateway is not None:
+            gateway.wait_until_connected()
+        yield
 
 
 def _check_folders(repository: Path, exit_on_error: bool) -> Mapping[str, str]:
@@ -115,7 +148,9 @@ def _refusal(is_none_served: bool) -> str:
     return f"{subject}: correct the errors above"
 
 
-def _show(server: TritonServer, excluded: Mapping[str, str], exit_on_error: bool) -> None:
+def _show(
+    server: TritonServer, gateway: GatewayProcess | None, excluded: Mapping[str, str], exit_on_error: bool
+) -> None:
     """Print which folders are served, and why the others are not.
 
     Raises:
@@ -134,8 +169,16 @@ def _show(server: TritonServer, excluded: Mapping[str, str], exit_on_error: bool
         more = "--verbose shows the server's log" if server.read_log() else "the log above it may say more"
         raise ServerError("server_failed", f"{_refusal(not ready)}; {more}")
     click.echo(f"Ready: {', '.join(ready)}.")
-    requests = example_requests(map(server.model_config, ready), server.host, server.http_port)
+    configs = [server.model_config(name) for name in ready]
+    requests = example_requests(configs, server.host, server.http_port)
+    if gateway is not None:
+        requests += "\n" + _openai_example(server, gateway.config, choose_folder(configs)["name"])
     click.echo(TRY.format(requests=requests))
+
+
+def _openai_example(server: TritonServer, config: GatewayConfig, name: str) -> str:
+    takes = takes_chats(server, name)
+    return openai_request(name, config.host, config.port, takes_chats=takes, needs_key=config.api_key_file is not None)
 
 
 def _show_reasons(reasons: Mapping[str, str]) -> None:
@@ -143,11 +186,22 @@ def _show_reasons(reasons: Mapping[str, str]) -> None:
         click.echo(f"Not served: {name}: {reason}", err=True)
 
 
-def _wait(server: TritonServer) -> None:
+def _wait(server: TritonServer, gateway: GatewayProcess | None) -> None:
+    """Wait until a signal comes.
+
+    Raises:
+        KeyboardInterrupt: It came.
+        ServerError: The server or the gateway has ended.
+    """
     try:
         while server.is_running():
+            if gateway is not None:
+                gateway.check()
             time.sleep(0.2)
     except KeyboardInterrupt:
         click.echo("Stopping: waiting for requests in flight and open connections; Ctrl+C again stops at once.")
+        raise
+    except ServerError:
+        click.echo("Stopping, because the OpenAI gateway has ended.", err=True)
         raise
     raise ServerError("server_failed", f"tritonserver exited {server.describe_exit()}{server.describe_log()}")

@@ -110,7 +110,7 @@ def _type_words(annotation: Any, constraints: tuple[object, ...] = ()) -> str:
     if origin is typing.Annotated:
         return _type_words(arguments[0], arguments[1:])
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type_words(member) for member in arguments if member is not type(None))
+        return " or ".join(dict.fromkeys(_type_words(member) for member in arguments if member is not type(None)))
     if origin is Literal:
         return ("one of " if len(arguments) > 1 else "") + ", ".join(f"`{value}`" for value in arguments)
     if origin is tuple:  # declared with `read_one_or_many` or `read_strings`
@@ -122,6 +122,8 @@ def _type_words(annotation: Any, constraints: tuple[object, ...] = ()) -> str:
         return f"a string of {_length_words(constraints)} characters"
     if annotation is str and _length_bounds(constraints)[0]:
         return "a non-empty string"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return TYPE_NAMES[dict]
     limits = [text for constraint in constraints if (text := _limit_words(constraint))]
     return " ".join([TYPE_NAMES[origin or annotation], " and ".join(limits)]).strip()
 

@@ -92,6 +92,16 @@ def events(url: str) -> list[str]:
     return [json.loads(event.removeprefix("data: "))["text_output"] for event in output.split("\n\n") if event]
 
 
+def openai_chunks(port: int) -> list[str]:
+    body = '{"model":"mine","prompt":"How can you be","stream":true}'
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    command = ["curl", "--silent", "--no-buffer", url, "-H", "Content-Type: application/json", "-d", body]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    chunks = [event.removeprefix("data: ") for event in output.split("\n\n") if event]
+    assert chunks.pop() == "[DONE]"
+    return [json.loads(chunk)["choices"][0]["text"] for chunk in chunks]
+
+
 def test_one_folder_answers_infer_and_streams(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     repository = tmp_path / "repository"
     make_folder(repository, "mine", huggingface_model=DEMO)
@@ -102,6 +112,7 @@ def test_one_folder_answers_infer_and_streams(tmp_path: Path, make_folder: Calla
         assert "\nReady: mine.\n" in output
         assert len(events(f"{models}/mine_stream/generate_stream")) > 1
         assert len(events(f"{models}/mine/generate_stream")) == 1
+        assert len(openai_chunks(serving.openai_port)) > 2
         assert files_below(repository) == before
     assert files_below(repository) == before
 

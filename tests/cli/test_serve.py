@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-triton serve` in a terminal: the printed commands work, and Ctrl+C leaves no process behind."""
 
+import json
 import os
 import re
 import shutil
@@ -37,12 +38,15 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_printed_commands_work_and_a_signal_stops_all_processes(serving: Serving, number: int) -> None:
     lines = curl_lines(serving.wait_for("Ctrl+C stops the server"))
-    assert len(lines) == 2
-    for line in lines:
+    assert len(lines) == 3
+    for line in lines[:2]:
         response = send(line)
         assert SENTENCE.search(response), response
+    assert "/v1/chat/completions" in lines[2][1]
+    assert len(json.loads(send(lines[2]))["choices"][0]["message"]["content"]) > 10
+    assert f"http://localhost:{serving.openai_port}/" in serving.output()
     family = serving.descendants()
-    assert len(family) >= 2  # tritonserver and its Python stub
+    assert len(family) >= 4  # tritonserver, its Python stubs of the model and of its door, the gateway
     started = time.monotonic()
     os.kill(serving.process.pid, number)
     assert serving.process.wait(timeout=STOP_LIMIT_S) == 0, serving.output()
@@ -97,10 +101,10 @@ def test_busy_port_is_named() -> None:
 def test_equal_ports_are_refused() -> None:
     port = str(free_ports(1)[0])
     result = subprocess.run(
-        [COMMAND, "serve", "--http-port", port, "--grpc-port", port], capture_output=True, text=True
+        [COMMAND, "serve", "--http-port", port, "--openai-port", port], capture_output=True, text=True
     )
     assert result.returncode == 2
-    assert f"must be different ports, got {port}, {port}, 8002" in result.stderr
+    assert f"must be different ports, got {port}, 8001, 8002, {port}" in result.stderr
 
 
 def test_incompatible_numpy_is_named(tmp_path: Path) -> None:
@@ -190,8 +194,9 @@ def test_served_folders_and_reasons_of_the_others_are_printed(tmp_path: Path, ma
         assert "Ready: a_stream, batching." in output
         assert output.count("the setting stream does nothing without model_transaction_policy") == 1
         lines = curl_lines(output)
-        assert ["/models/batching/" in line[3] for line in lines] == [True, True]
-        assert all(SENTENCE.search(send(line)) for line in lines)
+        assert ["/models/batching/" in line[3] for line in lines] == [True, True, False]
+        assert '"model":"batching"' in lines[2][-1]
+        assert all(SENTENCE.search(send(line)) for line in lines[:2])
 
 
 def test_path_of_the_repository_and_host_may_be_any(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
@@ -200,14 +205,15 @@ def test_path_of_the_repository_and_host_may_be_any(tmp_path: Path, make_folder:
     shutil.copytree(DEMO, tmp_path / "demo")
     with running(str(repository), "--host=127.0.0.2", output=tmp_path / "output") as serving:
         lines = curl_lines(serving.wait_for("Ctrl+C stops the server"))
-        assert len(lines) == 2
-        assert all(SENTENCE.search(send(line)) for line in lines)
+        assert len(lines) == 3
+        assert all(SENTENCE.search(send(line)) for line in lines[:2])
+        assert '"choices"' in send(lines[2])
 
 
 def test_decoupled_folder_gets_a_streaming_example(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     make_folder(tmp_path / "repository", "mine", config=DECOUPLED, huggingface_model=DEMO)
     with running(str(tmp_path / "repository"), "--host=0.0.0.0", output=tmp_path / "output") as serving:
-        (line,) = curl_lines(serving.wait_for("Ctrl+C stops the server"))
+        line, _ = curl_lines(serving.wait_for("Ctrl+C stops the server"))
         assert send(line).count("data: ") > 1
 
 

@@ -89,6 +89,32 @@ class Container:
             time.sleep(0.2)
         pytest.fail(f"not ready after {READY_TIMEOUT_S} s\n{tail(self.log)}")
 
+    def wait_for(self, output: str) -> None:
+        """Wait until the log holds a text."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while output not in self.log:
+            assert self.process.poll() is None, f"the container exited with {self.process.returncode}\n{tail(self.log)}"
+            assert time.monotonic() < deadline, tail(self.log)
+            time.sleep(0.2)
+
+    def wait_until_answers(self, path: str) -> None:
+        """Wait until the gateway answers 200."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the container exited with {self.process.returncode}\n{tail(self.log)}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(self._gateway_url(path), timeout=5):
+                return
+            time.sleep(0.2)
+        pytest.fail(f"no answer after {READY_TIMEOUT_S} s\n{tail(self.log)}")
+
+    def ask_gateway(self, path: str, body: object = None) -> Any:
+        """Send a request to the gateway and return its JSON."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._gateway_url(path), data, headers)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)
+
     def generate(self, model: str, prompt: str, **parameters: Any) -> str:
         """Send a request to /generate and return its `text_output`."""
         body = json.dumps({"text_input": prompt, "parameters": parameters}).encode()
@@ -113,6 +139,9 @@ class Container:
         if self.process.poll() is None:
             self.engine("kill", self.name)
             self.process.wait(timeout=30)
+
+    def _gateway_url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.ports[3]}{path}"
 
     def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.ports[0]}{path}"
@@ -143,10 +172,14 @@ def start(engine: Engine, image: str, refused: str, tmp_path: Path) -> Iterator[
     """Start a container with a `docker run` line of the README: `start(line, folder, "-e", "NAME=value")`."""
     with contextlib.ExitStack() as stack:
 
-        def start(line: str, folder: Path, *options: str) -> Container:
+        def start(line: str, folder: Path, *options: str, ports: Sequence[int] = ()) -> Container:
             name = f"{IMAGE}-{secrets.token_hex(4)}"
-            ports, port_arguments = _choose_ports()
+            ports, port_arguments = (ports, []) if ports else _choose_ports()
             run, arguments = _translate(line.replace(refused, ""), folder)
+            if port_arguments and not arguments:
+                arguments = _own_command(engine, image)
+            if "tritonserver" in arguments:
+                port_arguments = port_arguments[:3]
             command = [
                 engine.name,
                 *run,
@@ -166,13 +199,17 @@ def start(engine: Engine, image: str, refused: str, tmp_path: Path) -> Iterator[
 
 
 def _choose_ports() -> tuple[Sequence[int], list[str]]:
-    """Triton's default ports, which the README's lines use, or free ones with their arguments."""
-    usual = (8000, 8001, 8002)
+    """The default ports, which the README's lines use, or free ones with their arguments; the gateway's is the last."""
+    usual = (8000, 8001, 8002, 9000)
     if not busy_ports(usual):
         return usual, []
-    ports = free_ports(3)
-    names = ("--http-port", "--grpc-port", "--metrics-port")
+    ports = free_ports(4)
+    names = ("--http-port", "--grpc-port", "--metrics-port", "--openai-port")
     return ports, [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
+
+
+def _own_command(engine: Engine, image: str) -> list[str]:
+    return list(json.loads(engine("image", "inspect", image))[0]["Config"]["Cmd"])
 
 
 def _translate(line: str, folder: Path) -> tuple[list[str], list[str]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from hf_triton.server import free_ports
 from hf_triton.testing import LoopbackHub, build_tiny_checkpoint
 from tests.support.paths import ROOT
 
@@ -31,10 +32,19 @@ RUN = (
     " -v ${PWD}/model_repository:/opt/tritonserver/model_repository"
     " triton_transformer_server tritonserver --model-repository=model_repository"
 )
+OWN_COMMAND = RUN.removesuffix(" tritonserver --model-repository=model_repository")
+GATEWAY = "docker run --rm --net=host triton_transformer_server hf-triton openai"
 MOUNT_CACHE = "-v ${HOME}/.cache/huggingface:/root/.cache/huggingface"
 MOUNT_ONE = (
     "-v ${HOME}/.cache/huggingface/hub/models--tiiuae--falcon-7b:/root/.cache/huggingface/hub/models--tiiuae--falcon-7b"
 )
+
+KILL_GATEWAY = """
+import os, pathlib
+for process in pathlib.Path("/proc").glob("[0-9]*"):
+    if b"hf_triton.cli\\0openai" in (process / "cmdline").read_bytes():
+        os.kill(int(process.name), 9)
+"""
 
 Start = Callable[..., Any]
 
@@ -114,7 +124,7 @@ def test_inside(start: Start, hub: LoopbackHub, tmp_path: Path, engine: Any, ima
     container.execute("sh", "-c", 'touch "$HOME/.cache/writable"')
     container.execute("pip", "check")
     packages = {package["name"] for package in json.loads(container.execute("pip", "list", "--format=json"))}
-    assert packages.isdisjoint({"nvidia-pytriton", "pytest", "ruff", "tritonclient"})
+    assert packages.isdisjoint({"nvidia-pytriton", "pytest", "ruff"})
     if container.ports[0] == 8000:
         check = _healthcheck(json.loads(engine("image", "inspect", image))[0])
         assert check[0] == "CMD"
@@ -124,6 +134,51 @@ def test_inside(start: Start, hub: LoopbackHub, tmp_path: Path, engine: Any, ima
 def _healthcheck(image: dict[str, Any]) -> list[str]:
     check = image.get("Healthcheck") or image["Config"]["Healthcheck"]  # podman, docker
     return list(check["Test"])
+
+
+def test_its_own_command_streams_and_speaks_openais_api(
+    start: Start, hub: LoopbackHub, tmp_path: Path, engine: Any, image: str
+) -> None:
+    copy_model("falcon7b", tmp_path)
+    container = start(OWN_COMMAND, tmp_path, *to_hub(hub))
+    container.wait_until_ready()
+    container.wait_for("Ctrl+C stops the server")
+    assert [model["id"] for model in container.ask_gateway("/v1/models")["data"]] == ["falcon7b"]
+    body = {"model": "falcon7b", "prompt": PROMPT, "max_tokens": 8}
+    text = container.ask_gateway("/v1/completions", body)["choices"][0]["text"]
+    assert container.generate("falcon7b", PROMPT, max_new_tokens=8) == PROMPT + text
+    assert container.generate("falcon7b_stream", PROMPT, max_new_tokens=8, stream=False) == PROMPT + text
+    users = re.findall(r"^Uid:\t(\d+)", container.execute("sh", "-c", "cat /proc/[0-9]*/status"), re.MULTILINE)
+    assert set(users) == {"1000"}, "no process may run as root"
+
+    http, grpc, _, _ = container.ports
+    (port,) = free_ports(1)
+    alone = start(f"{GATEWAY} --triton 127.0.0.1:{grpc} --port {port}", tmp_path, ports=[http, grpc, 0, port])
+    alone.wait_until_answers("/health")
+    assert alone.ask_gateway("/v1/completions", body)["choices"][0]["text"] == text
+    assert alone.stop() == 0
+
+    with ThreadPoolExecutor() as client:
+        response = client.submit(container.ask_gateway, "/v1/completions", body | {"max_tokens": 600})
+        time.sleep(0.3)
+        assert not response.done(), "the request must be in flight when the server stops"
+        assert container.stop() == 0
+        assert response.result(timeout=10)["usage"]["completion_tokens"] == 600
+
+
+def test_its_own_command_ends_with_its_gateway_or_a_bad_model(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
+    model = copy_model("falcon7b", tmp_path)
+    container = start(OWN_COMMAND, tmp_path, *to_hub(hub))
+    container.wait_for("Ctrl+C stops the server")
+    container.execute("python3", "-c", KILL_GATEWAY)
+    assert container.process.wait(timeout=60) == 1
+    assert "gateway_failed: the OpenAI gateway exited by signal 9" in container.log
+
+    with (model / "config.pbtxt").open("a") as config:
+        config.write('parameters { key: "nonsense" value { string_value: "1" } }')
+    refused = start(OWN_COMMAND, tmp_path, *to_hub(hub))
+    assert refused.process.wait(timeout=90) == 1
+    assert "error: server_failed: " in refused.log
 
 
 def test_gated_model_needs_a_token(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:

@@ -13,7 +13,11 @@ from types import ModuleType
 import pytest
 
 from hf_triton import __version__
+from hf_triton.cli.doors import door_repository
+from hf_triton.cli.gateway import GatewayProcess
+from hf_triton.openai.config import GatewayConfig
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
+from hf_triton.server import free_ports
 from hf_triton.settings import load_settings
 from hf_triton.testing import ARCHITECTURES, TritonServer
 from tests.support.client import post
@@ -165,7 +169,7 @@ def test_another_model_is_one_changed_line(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[TritonServer]:
-    """The demo model, and the folder `mine` made by the documents' own commands."""
+    """The demo model with its stream door, and the folder `mine` made by the documents' own commands."""
     root = tmp_path_factory.mktemp("checkout")
     for name in ("falcon7b", "hf_triton"):
         (root / name).symlink_to(ROOT / name)
@@ -174,7 +178,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Pa
     for command in commands("cp ", "sed ", "echo "):
         if "/mine/" in command:
             subprocess.run(command, shell=True, cwd=root, check=True)
-    with TritonServer(repository) as server:
+    with door_repository(repository, taken=()) as doors, TritonServer(repository, doors) as server:
         yield server
 
 
@@ -232,6 +236,29 @@ def stream_pieces(server: TritonServer) -> list[str]:
     [line] = curls("mine", "text_input")
     events = [json.loads(event.removeprefix("data: ")) for event in run(server, line).split("\n\n") if event]
     return [event["text_output"] for event in events]
+
+
+@pytest.fixture(scope="module")
+def gateway(demo: TritonServer) -> Iterator[str]:
+    """The address of a gateway before the demo model."""
+    process = GatewayProcess(GatewayConfig(triton=demo.grpc_url, port=free_ports(1)[0]))
+    process.start()
+    try:
+        process.wait_until_started()
+        yield f"localhost:{process.config.port}"
+    finally:
+        process.stop()
+
+
+@pytest.mark.parametrize("line", [line for line in commands("curl ") if "localhost:9000/" in line])
+def test_openai_curl_lines_work(demo: TritonServer, gateway: str, line: str) -> None:
+    [choice] = json.loads(run(demo, line.replace("localhost:9000", gateway)))["choices"]
+    assert len(choice["text"] if "text" in choice else choice["message"]["content"]) > 10
+
+
+def test_openai_client_gets_the_pieces(demo: TritonServer, gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
+    [block] = python_blocks(port="9000")
+    assert len(run_python(demo, block.replace("localhost:9000", gateway), capsys)) > 10
 
 
 def test_the_stream_has_several_pieces(demo: TritonServer) -> None:

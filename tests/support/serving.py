@@ -14,18 +14,19 @@ from pathlib import Path
 from hf_triton.server import free_ports
 
 COMMAND = Path(sys.executable).with_name("hf-triton")
+PORTS = ("http", "grpc", "metrics", "openai")
 
 
 class Serving:
     """A `hf-triton serve` process and what it has printed."""
 
     def __init__(self, *arguments: str, output: Path) -> None:
-        self.http_port, grpc, metrics = free_ports(3)
+        ports = free_ports(len(PORTS))
+        self.http_port, self.openai_port = ports[0], ports[-1]
         self._output = output
-        ports = [f"--http-port={self.http_port}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
         with output.open("wb") as file:
             self.process = subprocess.Popen(
-                [COMMAND, "serve", *arguments, *ports], stdout=file, stderr=file, start_new_session=True
+                [COMMAND, "serve", *arguments, *port_options(ports)], stdout=file, stderr=file, start_new_session=True
             )
 
     def wait_for(self, output: str, limit_s: float = 120.0) -> str:
@@ -66,9 +67,12 @@ def running(*arguments: str, output: Path) -> Iterator[Serving]:
         serving.process.wait(timeout=60)
 
 
+def port_options(ports: list[int]) -> list[str]:
+    return [f"--{name}-port={port}" for name, port in zip(PORTS, ports, strict=True)]
+
+
 def serve_until_exit(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)]
-    command = [COMMAND, "serve", *arguments, *ports]
+    command = [COMMAND, "serve", *arguments, *port_options(free_ports(len(PORTS)))]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 

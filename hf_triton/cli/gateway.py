@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI gateway as a process beside tritonserver. Knows its address, and nothing about its API."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Final
+
+from hf_triton.cli.gateway_options import as_arguments
+from hf_triton.errors import ServerError
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.server import describe_status, end_with_parent
+
+START_LIMIT_S: Final = 60.0
+CONNECT_LIMIT_S: Final = 2.0
+STOP_GRACE_S: Final = 5.0
+"""For what is left of responses when tritonserver has ended."""
+TAIL_LINES: Final = 20
+
+
+class GatewayProcess:
+    """`hf-triton openai` as a process, which gets SIGTERM when the thread that started it ends.
+
+    Args:
+        config: The gateway's.
+        log: File descriptor for its output; by default a temporary file, whose end is shown if it fails.
+    """
+
+    def __init__(self, config: GatewayConfig, log: int | None = None) -> None:
+        self.config = config
+        self._log = log
+        self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_gateway_")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process and return at once."""
+        with self._own_log.open("wb") as own_log:
+            self._process = subprocess.Popen(
+                # -P: no file of the folder that the command runs in takes the place of a module.
+                [sys.executable, "-P", "-m", "hf_triton.cli", "openai", *as_arguments(self.config)],
+                stdin=subprocess.DEVNULL,
+                stdout=own_log if self._log is None else self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl+C reaches the command alone
+                preexec_fn=end_with_parent,
+            )
+
+    @property
+    def _own_log(self) -> Path:
+        return Path(self._scratch.name) / "log"
+
+    def wait_until_started(self) -> None:
+        """Wait until it answers requests, be it that Triton is not there yet.
+
+        Raises:
+            ServerError: It has ended, or does not answer in time.
+        """
+        deadline = time.monotonic() + START_LIMIT_S
+        while self._health() == 0:
+            self.check()
+            if time.monotonic() > deadline:
+                raise ServerError("gateway_failed", f"the OpenAI gateway did not start within {START_LIMIT_S:g} s")
+            time.sleep(0.05)
+
+    def wait_until_connected(self) -> None:
+        """Give it the time to find Triton, which it looks for once a second; while a folder has failed, none shows."""
+        deadline = time.monotonic() + CONNECT_LIMIT_S
+        while self._health() != 200 and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _health(self) -> int:
+        """The HTTP status of its health; 0 if it does not answer."""
+        try:
+            with urllib.request.urlopen(f"http://{self.config.host}:{self.config.port}/health", timeout=5) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code
+        except OSError:
+            return 0
+
+    def check(self) -> None:
+        """Check that the process runs.
+
+        Raises:
+            ServerError: It has ended.
+        """
+        status = None if self._process is None else self._process.poll()
+        if status is not None:
+            raise ServerError(
+                "gateway_failed", f"the OpenAI gateway exited {describe_status(status)}{self._describe_log()}"
+            )
+
+    def _describe_log(self) -> str:
+        if self._log is not None:
+            return ": its log above may say why"
+        lines = self._own_log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        return "; its log ends:\n" + "\n".join(lines)
+
+    def terminate(self) -> None:
+        """Tell the process to finish the requests in flight and to end."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Wait for the end of the process; kill what is left of its group after `grace_s` seconds."""
+        if self._process is None:
+            return
+        self.terminate()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._scratch.cleanup()

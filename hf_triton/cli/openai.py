@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton openai`: a gateway that speaks OpenAI's API, in front of a Triton that runs elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import signal
+from typing import Any, Final
+
+import click
+
+from hf_triton.cli.gateway_options import ALONE, gateway_options, read_config
+from hf_triton.cli.ports import check_ports
+from hf_triton.errors import ServerError
+
+PACKAGES: Final = ("fastapi", "grpc", "prometheus_client", "tritonclient", "uvicorn")
+
+
+@click.command()
+@gateway_options(ALONE)
+def openai(**values: Any) -> None:
+    """Speak OpenAI's API in front of a Triton that runs elsewhere.
+
+    The gateway starts at once and answers 503 until Triton does. Any number of them may stand before one Triton.
+    """
+    config = read_config(ALONE, values)
+    require_gateway()
+    check_ports({ALONE["port"]: config.port})
+    from hf_triton.openai.server import run
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises a signal again after it has stopped
+    with contextlib.suppress(KeyboardInterrupt):
+        run(config)
+
+
+def require_gateway() -> None:
+    """Check that the packages of the gateway are installed.
+
+    Raises:
+        ServerError: One is not.
+    """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ServerError(
+            "gateway_failed",
+            f"the OpenAI gateway needs {', '.join(missing)}: `pip install 'hf-triton[openai]'`; hf-triton serve "
+            "--no-openai does without",
+        )

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway on the command line: beside the server and alone, its options, and its end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+import hf_triton
+from hf_triton.cli.gateway_options import ALONE, as_arguments, read_config
+from hf_triton.cli.openai import openai
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.server import free_ports
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.support.serving import (
+    COMMAND,
+    Serving,
+    curl_lines,
+    running,
+    send,
+    serve_until_exit,
+    wait_until_gone,
+)
+from tests.support.slow_model import slow_model
+
+DEMO = Path(hf_triton.__file__).parent / "demo"
+LIMIT_S = 60.0
+
+
+def status(url: str, body: object = None, key: str | None = None) -> int:
+    """The HTTP status of an answer; 0 without one."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+    except OSError:
+        return 0
+
+
+def wait_for_status(url: str, wanted: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while (got := status(url)) != wanted:
+        assert time.monotonic() < deadline, got
+        time.sleep(0.1)
+
+
+def gateway_pid(serving: Serving) -> int:
+    [pid] = [
+        pid for pid in serving.descendants() if b"hf_triton.cli\0openai\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return pid
+
+
+def test_a_dead_gateway_stops_the_server(tmp_path: Path) -> None:
+    with running(output=tmp_path / "output") as serving:
+        serving.wait_for("Ctrl+C stops the server")
+        family = serving.descendants()
+        os.kill(gateway_pid(serving), signal.SIGKILL)
+        assert serving.process.wait(timeout=LIMIT_S) == 1
+        assert "\nerror: gateway_failed: the OpenAI gateway exited by signal 9 (Killed)" in serving.output()
+        wait_until_gone(family)
+
+
+def test_a_gateway_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.touch()
+    result = serve_until_exit(f"--api-key-file={keys}")
+    assert result.returncode == 1
+    assert "error: gateway_failed: the OpenAI gateway exited with status 1" in result.stderr
+    assert "keys has no key" in result.stderr
+
+
+def test_requests_in_flight_are_answered_at_the_end(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")
+    folder = make_folder(tmp_path / "repository", "slow", huggingface_model=checkpoint)
+    (folder / "1" / "model.py").write_text(slow_model(0.1))
+    body = '{"model":"slow","prompt":"a","max_tokens":30,"ignore_eos":true}'
+    with running(str(tmp_path / "repository"), output=tmp_path / "output") as serving:
+        lines = curl_lines(serving.wait_for("Ctrl+C stops the server"))
+        assert "/v1/completions" in lines[-1][1]  # it has no chat template
+        command = [*lines[-1][:-1], body, "--silent"]
+        client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        time.sleep(1)
+        os.kill(serving.process.pid, signal.SIGINT)
+        assert json.loads(client.communicate(timeout=LIMIT_S)[0])["usage"]["completion_tokens"] == 30
+        assert serving.process.wait(timeout=LIMIT_S) == 0
+        assert serving.output().endswith("Stopped.\n")
+
+
+def test_keys_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    with running(f"--api-key-file={tmp_path / 'keys'}", output=tmp_path / "output") as serving:
+        output = serving.wait_for("Ctrl+C stops the server")
+        (line,) = (line for line in curl_lines(output) if "/v1/chat/completions" in line[1])
+        assert '-H "Authorization: Bearer $OPENAI_API_KEY"' in output
+        models = f"http://127.0.0.1:{serving.openai_port}/v1/models"
+        assert (status(models), status(models, key="secret")) == (401, 200)
+        with_key = [word.replace("$OPENAI_API_KEY", "secret") for word in line]
+        assert '"choices"' in send(with_key)
+        assert "secret" not in serving.output()
+
+
+def test_without_the_gateway_its_port_is_free(tmp_path: Path) -> None:
+    with running("--no-openai", output=tmp_path / "output") as serving:
+        output = serving.wait_for("Ctrl+C stops the server")
+        assert "/v1/" not in output
+        assert status(f"http://127.0.0.1:{serving.openai_port}/health") == 0
+
+
+def test_a_gateway_alone_waits_for_triton(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    make_folder(tmp_path / "repository", "mine", huggingface_model=DEMO)
+    http, grpc, metrics, port = free_ports(4)
+    gateway = subprocess.Popen([COMMAND, "openai", f"--triton=127.0.0.1:{grpc}", f"--port={port}"])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for_status(f"{url}/health", 503)
+        assert status(f"{url}/v1/completions", {"model": "mine", "prompt": "a"}) == 503
+        with TritonServer(tmp_path / "repository", ports=(http, grpc, metrics)):
+            wait_for_status(f"{url}/health", 200)
+            assert status(f"{url}/v1/completions", {"model": "mine", "prompt": "a"}) == 200
+        wait_for_status(f"{url}/health", 503)
+    finally:
+        gateway.send_signal(signal.SIGINT)
+        assert gateway.wait(timeout=LIMIT_S) == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sigterm_ends_a_gateway_and_its_workers(workers: int, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    command = [COMMAND, "openai", "--triton=127.0.0.1:1", f"--port={port}", f"--workers={workers}"]
+    gateway = subprocess.Popen(command)
+    wait_for_status(f"http://127.0.0.1:{port}/health", 503)
+    gateway.terminate()
+    assert gateway.wait(timeout=LIMIT_S) == 0
+    assert status(f"http://127.0.0.1:{port}/health") == 0
+
+
+REFUSALS = {
+    "openai --triton=somewhere": "--triton must be HOST:PORT, got 'somewhere'",
+    "openai --port=70000": "--port must be an integer >= 0 and <= 65535, got '70000'",
+    "openai --workers=0": "--workers must be an integer >= 1 and <= 2147483647, got '0'",
+    "openai --timeout-s=never": "--timeout-s must be a number > 0",
+    "openai --api-key-file=nowhere": "'--api-key-file': File 'nowhere' does not exist.",
+    "openai --tritn=a:1": "No such option '--tritn'.",
+    "serve --openai-port=0": "'--openai-port': 0 is not in the range 1<=x<=65535.",
+    "serve --openai-workers=many": "--openai-workers must be an integer >= 1 and <= 2147483647, got 'many'",
+    "serve --api-key-file=nowhere": "'--api-key-file': File 'nowhere' does not exist.",
+}
+"""By command, the sentence that it ends with."""
+
+
+@pytest.mark.parametrize("command", REFUSALS)
+def test_wrong_options_are_refused_in_one_sentence(command: str) -> None:
+    result = subprocess.run([COMMAND, *command.split()], capture_output=True, text=True, timeout=LIMIT_S)
+    assert result.returncode == 2
+    [sentence] = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert REFUSALS[command] in sentence
+
+
+@pytest.mark.parametrize("command", ["serve --openai-port", "openai --port"])
+def test_the_gateways_busy_port_is_named(command: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = subprocess.run([COMMAND, *command.split(), str(port)], capture_output=True, text=True, timeout=LIMIT_S)
+    assert result.returncode == 2
+    assert f"port {port} in use" in result.stderr
+
+
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['uvicorn'] = None\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    result = subprocess.run([COMMAND, "openai"], capture_output=True, text=True, env=environment, timeout=LIMIT_S)
+    assert result.returncode == 1
+    assert "gateway_failed: the OpenAI gateway needs uvicorn: `pip install 'hf-triton[openai]'`" in result.stderr
+
+
+def test_options_and_config_are_the_same(tmp_path: Path) -> None:
+    (tmp_path / "keys").touch()
+    changed = {
+        "triton": "triton:1", "host": "0.0.0.0", "port": 1, "api_key_file": tmp_path / "keys",
+        "allowed_origins": ("https://a.example", "https://b.example"), "timeout_s": 1.5, "workers": 2,
+    }  # fmt: skip
+    for config in (GatewayConfig(), GatewayConfig.model_validate(changed)):
+        context: click.Context = openai.make_context("openai", as_arguments(config))
+        assert read_config(ALONE, context.params) == config
