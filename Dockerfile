@@ -58,4 +58,5 @@ CMD ["hf-triton", "serve", "model_repository", "--host", "0.0.0.0", "--exit-on-e
 # The first start may download for a long time, which does not make the container unhealthy. A container with the
 # gateway alone is healthy if its Triton is ready.
 HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
-    CMD ["sh", "-c", "curl -fsS http://localhost:8000/v2/health/ready || curl -fsS http://localhost:9000/health"]
+    CMD ["sh", "-c", "export NO_PROXY='*'; \
+      curl -fsS http://localhost:8000/v2/health/ready || curl -fsS http://localhost:9000/health"]

@@ -153,6 +153,11 @@ def busy_ports(ports: Sequence[int]) -> list[int]:
     return [port for port in ports if is_busy(port)]
 
 
+def open_local(request: urllib.request.Request | str, timeout_s: float) -> Any:
+    """Open a URL of this machine, as `urlopen` does, but never through the proxy of `http_proxy`."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s)
+
+
 def is_shell_safe(name: str) -> bool:
     """Whether a name or path has ASCII letters, digits and `@%_-+=:,./` only.
 
@@ -319,7 +324,7 @@ class TritonServer:
 
     def _status(self, path: str) -> int:
         try:
-            with urllib.request.urlopen(self.http_url + path, timeout=5) as response:
+            with open_local(self.http_url + path, 5) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             with error:
@@ -342,7 +347,7 @@ class TritonServer:
     def _json(self, path: str, data: bytes | None = None) -> Any:
         request = urllib.request.Request(self.http_url + path, data=data)
         request.add_header("Connection", "close")
-        with urllib.request.urlopen(request, timeout=5) as response:
+        with open_local(request, 5) as response:
             return json.load(response)
 
     def read_log(self) -> str:

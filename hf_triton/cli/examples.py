@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hf_triton.server import TritonServer
+from hf_triton.server import TritonServer, open_local
 
 TRY = """
 Try, in another terminal:
@@ -56,10 +55,11 @@ def choose_folder(configs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def takes_chats(server: TritonServer, name: str) -> bool:
-    """Whether a model renders a chat, which it does if it has a chat template; generates one token."""
-    body = json.dumps({"messages": MESSAGES, "max_new_tokens": 1, "stream": False}).encode()
+    """Whether a model renders a chat, which it does if it has a chat template; generates nothing."""
+    body = json.dumps({"messages": MESSAGES, "tokenize_only": True, "stream": False}).encode()
+    request = urllib.request.Request(f"{server.http_url}/v2/models/{name}/generate", body)
     try:
-        with urllib.request.urlopen(f"{server.http_url}/v2/models/{name}/generate", body, timeout=30) as response:
+        with open_local(request, 30) as response:
             return "error" not in json.load(response)
     except OSError:
         return False

@@ -11,14 +11,13 @@ import sys
 import tempfile
 import time
 import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Final
 
 from hf_triton.cli.gateway_options import as_arguments
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.server import describe_status, end_with_parent
+from hf_triton.server import describe_status, end_with_parent, open_local
 
 START_LIMIT_S: Final = 60.0
 CONNECT_LIMIT_S: Final = 2.0
@@ -80,7 +79,7 @@ class GatewayProcess:
     def _health(self) -> int:
         """The HTTP status of its health; 0 if it does not answer."""
         try:
-            with urllib.request.urlopen(f"http://{self.config.host}:{self.config.port}/health", timeout=5) as response:
+            with open_local(f"http://{self.config.host}:{self.config.port}/health", 5) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             error.close()

@@ -26,6 +26,7 @@ CONTROL_TIMEOUT_S: Final = 5.0
 DOOR_SUFFIX: Final = "_stream"
 TEXT_GENERATION: Final = "text-generation"
 CHANNEL_OPTIONS: Final = (
+    ("grpc.enable_http_proxy", 0),  # http_proxy is for the Hub
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),

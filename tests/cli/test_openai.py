@@ -100,9 +100,10 @@ def test_requests_in_flight_are_answered_at_the_end(tmp_path: Path, make_folder:
         assert serving.output().endswith("Stopped.\n")
 
 
-def test_keys_are_asked_for(tmp_path: Path) -> None:
+def test_keys_are_asked_for_and_a_proxy_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
-    with running(f"--api-key-file={tmp_path / 'keys'}", output=tmp_path / "output") as serving:
+    proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:1")
+    with running(f"--api-key-file={tmp_path / 'keys'}", output=tmp_path / "output", **proxy) as serving:
         output = serving.wait_for("Ctrl+C stops the server")
         (line,) = (line for line in curl_lines(output) if "/v1/chat/completions" in line[1])
         assert '-H "Authorization: Bearer $OPENAI_API_KEY"' in output

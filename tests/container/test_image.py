@@ -222,7 +222,7 @@ def test_folder_of_another_user(start: Start, hub: LoopbackHub, tmp_path: Path) 
 def test_any_user_without_capabilities(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
     model = copy_model("falcon7b", tmp_path)
     hardened = ["--user", "4321:4321", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"]
-    container = start(RUN, tmp_path, *to_hub(hub), *hardened, "--security-opt", "no-new-privileges")
+    container = start(OWN_COMMAND, tmp_path, *to_hub(hub), *hardened, "--security-opt", "no-new-privileges")
     container.wait_until_ready()
     assert container.generate("falcon7b", PROMPT).startswith(PROMPT)
     assert container.execute("id", "-u").strip() == "4321"

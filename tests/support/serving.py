@@ -20,13 +20,17 @@ PORTS = ("http", "grpc", "metrics", "openai")
 class Serving:
     """A `hf-triton serve` process and what it has printed."""
 
-    def __init__(self, *arguments: str, output: Path) -> None:
+    def __init__(self, *arguments: str, output: Path, **environment: str) -> None:
         ports = free_ports(len(PORTS))
         self.http_port, self.openai_port = ports[0], ports[-1]
         self._output = output
         with output.open("wb") as file:
             self.process = subprocess.Popen(
-                [COMMAND, "serve", *arguments, *port_options(ports)], stdout=file, stderr=file, start_new_session=True
+                [COMMAND, "serve", *arguments, *port_options(ports)],
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                env=os.environ | environment,
             )
 
     def wait_for(self, output: str, limit_s: float = 120.0) -> str:
@@ -58,8 +62,8 @@ def _descendants(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def running(*arguments: str, output: Path) -> Iterator[Serving]:
-    serving = Serving(*arguments, output=output)
+def running(*arguments: str, output: Path, **environment: str) -> Iterator[Serving]:
+    serving = Serving(*arguments, output=output, **environment)
     try:
         yield serving
     finally:
