@@ -21,6 +21,7 @@ from hf_triton.server import describe_status, end_with_parent, open_local
 
 START_LIMIT_S: Final = 60.0
 CONNECT_LIMIT_S: Final = 2.0
+ANSWERS_PER_WORKER: Final = 4
 STOP_GRACE_S: Final = 5.0
 """For what is left of responses when tritonserver has ended."""
 TAIL_LINES: Final = 20
@@ -71,10 +72,15 @@ class GatewayProcess:
             time.sleep(0.05)
 
     def wait_until_connected(self) -> None:
-        """Give it the time to find Triton, which it looks for once a second; while a folder has failed, none shows."""
+        """Give each worker the time to find Triton, which it looks for once a second.
+
+        It returns after `CONNECT_LIMIT_S` in any case: while a folder has failed, Triton is not ready.
+        """
         deadline = time.monotonic() + CONNECT_LIMIT_S
-        while self._health() != 200 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        num_answers = 0  # any worker may give one
+        while num_answers < ANSWERS_PER_WORKER * self.config.workers and time.monotonic() < deadline:
+            num_answers = num_answers + 1 if self._health() == 200 else 0
+            time.sleep(0.01)
 
     def _health(self) -> int:
         """The HTTP status of its health; 0 if it does not answer."""
