@@ -26,7 +26,7 @@ from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import MAX_TOP_LOGPROBS, GenerationFields
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.logprobs import chat_logprobs
-from hf_triton.openai.sse import DONE, EventStream, event
+from hf_triton.openai.sse import DONE, EventStream, chunk, chunk_start, event
 from hf_triton.openai.triton import Generation, Outputs
 
 router = APIRouter()
@@ -168,7 +168,7 @@ async def stream_chat(gateway: Gateway, body: ChatRequest, generation: Generatio
         "model": generation.model,
     }
     no_usage = {"usage": None} if body.includes_usage else {}
-    start = b"data: %b, " % json.dumps(head | no_usage, ensure_ascii=False).encode()[:-1]
+    start = chunk_start(head | no_usage)
     has_tool_calls = [False] * body.num_choices
     is_first = True
     async with aclosing(await gateway.models.stream(generation)) as responses:
@@ -181,7 +181,7 @@ async def stream_chat(gateway: Gateway, body: ChatRequest, generation: Generatio
             for index in range(body.num_choices):
                 if delta := delta_of(outputs, index):
                     has_tool_calls[index] |= '"tool_calls"' in delta
-                    deltas.append(_chunk(start, index, delta))
+                    deltas.append(chunk(start, index, b"delta", delta))
             if deltas:
                 yield b"".join(deltas)
             if "finish_reason" in outputs:
@@ -189,11 +189,6 @@ async def stream_chat(gateway: Gateway, body: ChatRequest, generation: Generatio
                 if body.includes_usage:
                     yield event(head | {"choices": [], "usage": usage_of(outputs, body.num_choices)})
     yield DONE
-
-
-def _chunk(start: bytes, index: int, delta: str) -> bytes:
-    """One chunk, without a JSON encoder on every token's way."""
-    return b'%b"choices": [{"index": %d, "delta": %b, "finish_reason": null}]}\n\n' % (start, index, delta.encode())
 
 
 def _roles(head: dict[str, Any], body: ChatRequest, outputs: Outputs) -> bytes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from hf_triton.openai.fields import GenerationFields
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.logprobs import completion_logprobs
 from hf_triton.openai.merge import merged
-from hf_triton.openai.sse import DONE, EventStream, event
+from hf_triton.openai.sse import DONE, EventStream, chunk, chunk_start, event
 from hf_triton.openai.triton import Generation, Outputs
 
 router = APIRouter()
@@ -202,7 +203,7 @@ async def _stream(gateway: Gateway, body: CompletionRequest, answers: Sequence[_
     """The events of OpenAI's streamed `text_completion`: deltas, then the rest of each choice, usage if asked for."""
     head = _head(answers[0].generation)
     no_usage = {"usage": None} if body.includes_usage else {}
-    usages = []
+    start, usages = chunk_start(head | no_usage), []
     streams = [await gateway.models.stream(answer.generation) for answer in answers]
     async with aclosing(merged(streams)) as responses:
         place: int
@@ -214,13 +215,9 @@ async def _stream(gateway: Gateway, body: CompletionRequest, answers: Sequence[_
             for index in range(answer.num_choices):
                 text = text_of(outputs, index)
                 if is_last:
-                    choice = answer.choice(outputs, index)
+                    chunks.append(event(head | no_usage | {"choices": [answer.choice(outputs, index)]}))
                 elif text:
-                    choice = {"index": answer.first_index + index, "text": text, "logprobs": None}
-                    choice["finish_reason"] = None
-                else:
-                    continue
-                chunks.append(event(head | no_usage | {"choices": [choice]}))
+                    chunks.append(chunk(start, answer.first_index + index, b"text", json.dumps(text)))
             if chunks:
                 yield b"".join(chunks)
             if is_last:

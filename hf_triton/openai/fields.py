@@ -138,19 +138,9 @@ IGNORED: Final[Mapping[str, Ignored]] = {
 """Fields of OpenAI's API and of other servers that are passed over if they ask for nothing, and refused otherwise."""
 
 
-class StreamOptions(BaseModel):
-    """`stream_options` of OpenAI's API."""
-
-    model_config = CONFIG
-
-    include_usage: bool | None = None
-    """Whether a last chunk says how many tokens were used."""
-
-    continuous_usage_stats: bool | None = None
-    """Accepted if false."""
-
-    include_obfuscation: bool | None = None
-    """Accepted and ignored: nothing is added to chunks."""
+INCLUDE_USAGE: Final = "include_usage"
+STREAM_OPTIONS: Final = (INCLUDE_USAGE, "include_obfuscation", "continuous_usage_stats")
+"""What `stream_options` may hold; all but the first are accepted and change nothing."""
 
 
 class Fields(BaseModel):
@@ -190,8 +180,8 @@ class GenerationFields(Fields, SamplingFields):
     stream: bool | None = None
     """Whether to send the response in pieces, as server-sent events."""
 
-    stream_options: StreamOptions | None = None
-    """With `stream` only."""
+    stream_options: dict[str, Any] | None = None
+    """With `stream` only: `{"include_usage": true}` ends the stream with a chunk of usage."""
 
     stop: str | list[str] | None = None
     """Up to 16 strings; generation stops before the first of them."""
@@ -219,7 +209,7 @@ class GenerationFields(Fields, SamplingFields):
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        return self.stream_options is not None and bool(self.stream_options.get(INCLUDE_USAGE))
 
     def sampling_parameters(self) -> dict[str, object]:
         """The sampling parameters that are given, by our names.
@@ -227,8 +217,7 @@ class GenerationFields(Fields, SamplingFields):
         Raises:
             ApiError: Two fields contradict each other.
         """
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options is for stream true: leave one out", param="stream_options")
+        self._check_stream_options()
         given: dict[str, object] = {}
         for name, own in (*SAMPLING.items(), *PASSED_ON.items()):
             if (value := getattr(self, name)) is not None:
@@ -238,6 +227,18 @@ class GenerationFields(Fields, SamplingFields):
         if self.num_choices > 1 and not given.keys() & {"do_sample", *WARPERS}:
             given["do_sample"] = True  # n asks for different completions
         return given
+
+    def _check_stream_options(self) -> None:
+        if self.stream_options is None:
+            return
+        if not self.stream:
+            raise ApiError(400, "stream_options is for stream true: leave one out", param="stream_options")
+        for name, value in self.stream_options.items():
+            if name not in STREAM_OPTIONS:
+                raise unknown_field(f"stream_options.{name}", [f"stream_options.{known}" for known in STREAM_OPTIONS])
+            if not isinstance(value, bool | None):
+                message = f"stream_options.{name} must be true or false, got {clip(value)}"
+                raise ApiError(400, message, param=f"stream_options.{name}")
 
     def _add_stop_token_ids(self, given: dict[str, object]) -> None:
         if not given.pop("ignore_eos", None):

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every invalid request gets OpenAI's error object: status, type, param and a sentence; the gateway stays healthy."""
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from hf_triton.testing import TritonServer
+from tests.support.gateway import GatewayThread, num_running, wait_until
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello!"}]
+CANARY = "canary-4711"
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def chat(**fields: object) -> tuple[str, object]:
+    return CHAT, {"model": "tiny", "messages": HELLO, **fields}
+
+
+def completion(**fields: object) -> tuple[str, object]:
+    return COMPLETIONS, {"model": "tiny", "prompt": "Hello", **fields}
+
+
+def message(**fields: object) -> tuple[str, object]:
+    return chat(messages=[fields])
+
+
+FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
+    "unknown field": (chat(foo=1), "foo", "there is no field 'foo'"),
+    "misspelt field": (chat(temprature=1), "temprature", "did you mean 'temperature'?"),
+    "unknown field of a completion": (completion(bar=None), "bar", "there is no field 'bar'"),
+    "field of the other endpoint": (chat(prompt="a"), "prompt", "there is no field 'prompt'"),
+    "no model": ((CHAT, {"messages": HELLO}), "model", "model is required"),
+    "empty model": (chat(model=""), "model", "model must be a non-empty string"),
+    "model is a number": (chat(model=1), "model", "model must be a non-empty string, got 1"),
+    "no messages": ((CHAT, {"model": "tiny"}), "messages", "messages is required"),
+    "no prompt": ((COMPLETIONS, {"model": "tiny"}), "prompt", "prompt is required"),
+    "messages are empty": (chat(messages=[]), "messages", "messages must be"),
+    "messages are text": (chat(messages="Hello"), "messages", "messages must be a JSON array"),
+    "message is text": (chat(messages=["Hello"]), "messages", "messages"),
+    "message without a role": (message(content="a"), "messages[0]", "role"),
+    "role that the template refuses": (message(role="robot", content="a"), None, "no such role"),
+    "message with an unknown field": (message(role="user", content="a", colour=1), "messages[0]", "colour"),
+    "content is a number": (message(role="user", content=1), "messages[0]", "content"),
+    "image": (
+        message(role="user", content=[{"type": "image_url", "image_url": {"url": "data:,"}}]),
+        "messages[0]",
+        "'image_url'",
+    ),
+    "audio part": (message(role="user", content=[{"type": "input_audio", "input_audio": {}}]), "messages[0]", "audio"),
+    "part without a type": (message(role="user", content=[{"text": "a"}]), "messages[0]", "text"),
+    "content is an empty array": (message(role="user", content=[]), "messages[0]", "empty"),
+    "temperature is hot": (chat(temperature=101), "temperature", "temperature must be a number >= 0 and <= 100"),
+    "temperature is text": (chat(temperature="hot"), "temperature", "got 'hot'"),
+    "temperature is a boolean": (chat(temperature=True), "temperature", "got true"),
+    "top_p is 0": (chat(top_p=0), "top_p", "top_p must be a number > 0 and <= 1, got 0"),
+    "top_k is -2": (chat(top_k=-2), "top_k", "top_k must be an integer >= -1"),
+    "min_p is 2": (chat(min_p=2), "min_p", "min_p must be"),
+    "max_tokens is negative": (chat(max_tokens=-1), "max_tokens", "max_tokens must be an integer >= 1"),
+    "max_tokens is 0": (chat(max_tokens=0), "max_tokens", "max_tokens must be an integer >= 1"),
+    "max_tokens is 0 without echo": (completion(max_tokens=0), "max_tokens", "0 with echo true"),
+    "max_tokens is a fraction": (chat(max_tokens=1.5), "max_tokens", "got 1.5"),
+    "max_tokens is text": (completion(max_tokens="many"), "max_tokens", "max_tokens must be"),
+    "max_completion_tokens is 0": (chat(max_completion_tokens=0), "max_completion_tokens", "an integer >= 1"),
+    "min_tokens above max_tokens": (chat(max_tokens=2, min_tokens=3), "min_tokens", "is more than max_tokens 2"),
+    "n is 0": (chat(n=0), "n", "n must be an integer >= 1 and <= 64"),
+    "n is 65": (chat(n=65), "n", "n must be an integer >= 1 and <= 64"),
+    "n without sampling": (chat(n=2, temperature=0), "n", "sampling"),
+    "best_of below n": (completion(n=3, best_of=2, temperature=1), "best_of", "is less than n 3"),
+    "best_of in a stream": (completion(model="decoupled", best_of=2, stream=True, temperature=1), "best_of", "best_of"),
+    "seed is negative": (chat(seed=-1), "seed", "seed must be an integer >= 0"),
+    "penalty of 3": (chat(presence_penalty=3), "presence_penalty", ">= -2 and <= 2"),
+    "stop is a number": (chat(stop=1), "stop", "stop must be a string or a JSON array"),
+    "stop has a number": (chat(stop=["a", 1]), "stop", "stop must be"),
+    "stop of 17 strings": (chat(stop=["a"] * 17), "stop", "up to 16"),
+    "logit_bias of words": (chat(logit_bias={"a": 1}), "logit_bias", "logit_bias must be a JSON object"),
+    "logit_bias of 101": (chat(logit_bias={"5": 101}), "logit_bias", "<= 100"),
+    "logprobs is a number": (chat(logprobs=3), "logprobs", "logprobs must be true or false, got 3"),
+    "top_logprobs alone": (chat(top_logprobs=3), "top_logprobs", "logprobs true"),
+    "top_logprobs is 21": (chat(logprobs=True, top_logprobs=21), "top_logprobs", "<= 20"),
+    "logprobs of a completion is true": (completion(logprobs=True), "logprobs", "logprobs must be an integer"),
+    "logprobs of a completion is 21": (completion(logprobs=21), "logprobs", "<= 20"),
+    "stream is text": (chat(stream="yes"), "stream", "stream must be true or false"),
+    "stream without a door": (chat(stream=True), "stream", "copy the folder `stream_door/`"),
+    "stream_options without stream": (chat(stream_options={"include_usage": True}), "stream_options", "stream true"),
+    "stream_options with more": (
+        chat(model="decoupled", stream=True, stream_options={"x": 1}),
+        "stream_options.x",
+        "there is no field 'stream_options.x'",
+    ),
+    "response_format is text": (chat(response_format="json"), "response_format", "a JSON object"),
+    "response_format of no kind": (chat(response_format={"type": "xml"}), "response_format", "`json_object`"),
+    "response_format without a schema": (chat(response_format={"type": "json_schema"}), "response_format", "schema"),
+    "schema with an unknown type": (
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}),
+        "response_format",
+        "thing",
+    ),
+    "two grammars": (chat(guided_regex="a", guided_choice=["a"]), "guided_regex", "both constrain"),
+    "regex that is none": (chat(guided_regex="(("), "guided_regex", "guided_regex"),
+    "format and stop": (chat(response_format=SCHEMA, stop="a"), "stop", "would end the output"),
+    "stop_token_ids": (chat(stop_token_ids=[1]), "stop_token_ids", "ignore_eos"),
+    "echo of a chat": (chat(echo=True), "echo", "/v1/completions"),
+    "store": (chat(store=True), "store", "store keeps completions"),
+    "service tier": (chat(service_tier="flex"), "service_tier", "'auto'"),
+    "audio": (chat(modalities=["text", "audio"]), "modalities", "modalities"),
+    "functions": (chat(functions=[TOOL]), "functions", "tools"),
+    "suffix": (completion(suffix="end"), "suffix", "suffix"),
+    "beam search": (completion(use_beam_search=True), "use_beam_search", "always false"),
+    "special tokens": (completion(skip_special_tokens=False), "skip_special_tokens", "always true"),
+    "stop string in the output": (
+        chat(include_stop_str_in_output=True),
+        "include_stop_str_in_output",
+        "always false",
+    ),
+    "LoRA adapter": (completion(lora_name="a"), "lora_name", "LoRA"),
+    "tools are text": (chat(tools="f"), "tools", "tools must be a JSON array"),
+    "tool of no kind": (chat(tools=[{"type": "web_search"}]), "tools[0]", "function"),
+    "messages to continue": (chat(continue_final_message=True), "continue_final_message", "continue_final_message"),
+    "variable of no template": (chat(chat_template_kwargs={"colour": 1}), "chat_template_kwargs", "colour"),
+    "prompt is empty": (completion(prompt=[]), "prompt", "prompt holds no prompt"),
+    "prompt of no token ids": (completion(prompt=[[]]), "prompt", "prompt holds no prompt"),
+    "prompt is a number": (completion(prompt=1), "prompt", "prompt must be"),
+    "prompt mixes texts and ids": (completion(prompt=["a", 1]), "prompt", "prompt must be"),
+    "prompt is too long": (completion(prompt="word " * 800), "prompt", "context"),
+    "prompt of many bytes": (completion(prompt="word " * 5000), "prompt", "bytes"),
+    "more tokens than the context": (chat(max_tokens=100_000), "messages", "max_tokens <= "),
+    "priority of 101": (chat(priority=101), "priority", "priority must be an integer"),
+    "timeout of 0": (chat(timeout=0), "timeout", "timeout must be a number > 0"),
+    "half of a surrogate pair": (message(role="user", content="\ud800"), None, "surrogate"),
+    "half of a surrogate pair in a prompt": (completion(prompt="\ud800"), None, "surrogate"),
+    "tokenize nothing": (("/tokenize", {"model": "tiny"}), "prompt", "either prompt or messages"),
+    "detokenize text": (("/detokenize", {"model": "tiny", "tokens": "a"}), "tokens", "tokens must be"),
+}
+"""Request, `param` and a piece of the sentence; the status is 400."""
+
+RAW: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
+    "no body": ("POST", CHAT, b"", {}, 400, "body"),
+    "no JSON": ("POST", CHAT, b"{'a': 1}", {}, 400, "not JSON"),
+    "half of a body": ("POST", CHAT, b'{"model": "tiny"', {}, 400, "not JSON"),
+    "an array": ("POST", CHAT, b"[]", {}, 400, "object"),
+    "a number": ("POST", CHAT, b"1", {}, 400, "object"),
+    "null": ("POST", CHAT, b"null", {}, 400, "object"),
+    "no UTF-8": ("POST", CHAT, b'{"model": "\xff"}', {}, 400, "body"),
+    "NaN": (
+        "POST",
+        CHAT,
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "top_p": NaN}',
+        {},
+        400,
+        "",
+    ),
+    "nested deeply": ("POST", CHAT, b'{"a":' * 100_000, {}, 400, "body"),
+    "number of 10,000 digits": ("POST", COMPLETIONS, b'{"seed": ' + b"9" * 10_000 + b"}", {}, 400, ""),
+    "form": ("POST", CHAT, b"{}", {"content-type": "application/x-www-form-urlencoded"}, 415, "Content-Type"),
+    "unknown endpoint": ("POST", "/v1/chat", b"{}", {}, 404, "no endpoint POST /v1/chat"),
+    "GET a chat": ("GET", CHAT, b"", {}, 405, "another method"),
+    "unknown model": ("GET", "/v1/models/nobody", b"", {}, 404, "the model 'nobody' does not exist"),
+    "stream door as a model": ("GET", "/v1/models/slow_stream", b"", {}, 404, "does not exist"),
+    "chat with an unknown model": (
+        "POST",
+        CHAT,
+        json.dumps({"model": "../x", "messages": HELLO}).encode(),
+        {},
+        404,
+        "does not exist",
+    ),
+    "huge body": ("POST", CHAT, b" " * (17 << 20), {}, 413, "more bytes than"),
+}
+
+
+def check(answer: httpx.Response, status: int, piece: str) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert list(body) == ["error"]
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert piece in error["message"], error
+    assert not re.search(r"Traceback|/site-packages|\.py|pydantic|max_new_tokens|num_return", answer.text), error
+    assert CANARY not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_bad_field_is_refused_by_its_name(gateway: GatewayThread, name: str) -> None:
+    (path, body), param, piece = FIELDS[name]
+    answer = httpx.post(
+        gateway.url + path,
+        content=json.dumps(body),
+        headers={"content-type": "application/json", "authorization": CANARY},
+        timeout=60,
+    )
+    assert check(answer, 400, piece)["param"] == param
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_bad_request_is_refused(gateway: GatewayThread, name: str) -> None:
+    method, path, content, headers, status, piece = RAW[name]
+    headers = {"content-type": "application/json", **headers}
+    answer = httpx.request(method, gateway.url + path, content=content, headers=headers, timeout=60)
+    check(answer, status, piece)
+
+
+def test_body_of_unknown_length_is_bounded(gateway: GatewayThread) -> None:
+    chunks = (b" " * (1 << 20) for _ in range(20))
+    headers = {"content-type": "application/json"}
+    with httpx.Client() as client:
+        try:
+            answer = client.post(gateway.url + CHAT, content=chunks, headers=headers, timeout=60)
+        except httpx.WriteError:
+            return  # the gateway has answered and does not read on
+    check(answer, 413, "more bytes than")
+
+
+def test_gateway_is_healthy_afterwards(gateway: GatewayThread, triton: TritonServer) -> None:
+    answer = httpx.post(f"{gateway.url}{CHAT}", json={"model": "tiny", "messages": HELLO}, timeout=60)
+    assert answer.status_code == 200
+    assert httpx.get(f"{gateway.url}/health").status_code == 200
+    wait_until(lambda: num_running(triton) == 0)
