@@ -17,6 +17,7 @@ from hf_triton.openai.gateway import Gateway
 from hf_triton.openai.limits import Limits
 from hf_triton.openai.metrics import Metrics
 from hf_triton.openai.observe import Observe
+from hf_triton.openai.page import mount_page
 from hf_triton.openai.security import ApiKeys, KeyCheck
 from hf_triton.openai.triton import TritonModels
 
@@ -49,6 +50,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
     app = FastAPI(title="hf_triton", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     for router in ROUTERS:
         app.include_router(router)
+    mount_page(app)
     install_handlers(app)
     app.add_middleware(Limits, config=config)
     if config.api_key_file is not None:

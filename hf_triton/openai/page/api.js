@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// Talks to the gateway: requests, its errors, server-sent events. Knows neither the document nor the conversation.
+
+const ROOT = new URL("../", import.meta.url);
+
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** The names of the models. */
+export async function listModels(key) {
+  const response = await call("v1/models", key);
+  return (await response.json()).data.map((model) => model.id);
+}
+
+/** POST a body and yield the stream's chunks. */
+export async function* stream({ path, body }, key, signal) {
+  const response = await call(path, key, { method: "POST", body, signal });
+  for await (const data of readEvents(response.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(chunk.error.message, response.status);
+    yield chunk;
+  }
+  throw new ApiError("The connection ended before the answer did.", response.status);
+}
+
+/** The shell command that sends a request; the key stays in the reader's environment. */
+export function curlCommand({ path, body }, hasKey) {
+  const headers = ["Content-Type: application/json"].map(quote);
+  if (hasKey) headers.push('"Authorization: Bearer $OPENAI_API_KEY"');
+  return ["curl -N", quote(new URL(path, ROOT).href), ...headers.map((header) => `-H ${header}`), `-d ${quote(body)}`].join(" ");
+}
+
+function quote(text) {
+  return `'${text.replaceAll("'", "'\\''")}'`;
+}
+
+async function call(path, key, options = {}) {
+  const headers = new Headers(options.body ? { "Content-Type": "application/json" } : {});
+  if (key) headers.set("Authorization", `Bearer ${key}`);
+  let response;
+  try {
+    response = await fetch(new URL(path, ROOT), { ...options, headers });
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ApiError("The gateway cannot be reached.", 0);
+  }
+  if (!response.ok) throw await readError(response);
+  return response;
+}
+
+async function readError(response) {
+  const text = await response.text();
+  return new ApiError(errorSentence(text) ?? `The gateway answers ${response.status}: ${text.slice(0, 300)}`, response.status);
+}
+
+function errorSentence(text) {
+  try {
+    return JSON.parse(text).error?.message;
+  } catch {
+    return undefined;
+  }
+}
+
+/** Yield the data of each event. A line ends with a newline; what is no `data:` line carries nothing here. */
+async function* readEvents(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    yield* lines.filter((line) => line.startsWith("data:")).map((line) => line.slice("data:".length).trim());
+  }
+}

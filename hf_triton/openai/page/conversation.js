@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// What was asked and answered, and the request that asks next. Knows neither the document nor the network.
+
+const OF_THE_PAGE = ["model", "messages", "prompt", "stream", "stream_options", "n"];
+
+/** A prompt and its answer, as far as it has come. Times are milliseconds since the page was opened. */
+export function newTurn(prompt, settings) {
+  return {
+    prompt,
+    model: settings.model,
+    mode: settings.mode,
+    request: null,
+    isRunning: true,
+    wasStopped: false,
+    error: null,
+    content: "",
+    reasoning: "",
+    toolCalls: [],
+    usage: null,
+    finishReason: null,
+    startMs: performance.now(),
+    firstMs: null,
+    lastMs: null,
+  };
+}
+
+/** The path and the body that ask for a turn's answer, after the turns before it. */
+export function buildRequest(turns, prompt, settings) {
+  const isChat = settings.mode === "chat";
+  const input = isChat ? { messages: [...history(turns, settings.system), { role: "user", content: prompt }] } : { prompt };
+  const streaming = { stream: true, stream_options: { include_usage: true } };
+  return {
+    path: isChat ? "v1/chat/completions" : "v1/completions",
+    body: JSON.stringify({ model: settings.model, ...input, ...settings.parameters, ...streaming }),
+  };
+}
+
+/** Why text cannot be the other fields of a request; empty if it can. */
+export function otherFieldsProblem(text) {
+  let fields;
+  try {
+    fields = JSON.parse(text || "{}");
+  } catch (error) {
+    return `This is not JSON: ${error.message}`;
+  }
+  if (fields === null || typeof fields !== "object" || Array.isArray(fields)) return 'Write an object, such as {"top_k": 40}.';
+  const taken = OF_THE_PAGE.find((name) => name in fields);
+  return taken ? `The page sends ${taken} itself, and shows one answer: leave it out.` : "";
+}
+
+/** Add a chunk of the stream to its turn. */
+export function addChunk(turn, chunk) {
+  if (chunk.usage) turn.usage = chunk.usage;
+  const choice = chunk.choices?.[0];
+  if (!choice) return;
+  const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta ?? { content: choice.text };
+  turn.content += content ?? "";
+  turn.reasoning += reasoning ?? "";
+  for (const call of calls ?? []) addToolCall(turn.toolCalls, call);
+  if (choice.finish_reason) turn.finishReason = choice.finish_reason;
+  if (content || reasoning || calls?.length) {
+    turn.lastMs = performance.now();
+    turn.firstMs ??= turn.lastMs;
+  }
+}
+
+/** The figures of an answer in words: tokens, their rate, the time to the first one, how it ended. */
+export function describe(turn) {
+  const tokens = turn.usage?.completion_tokens;
+  const figures = [];
+  if (tokens !== undefined) figures.push(`${tokens} ${tokens === 1 ? "token" : "tokens"}`);
+  if (tokens > 0 && turn.firstMs !== null) figures.push(`${tokensPerSecond(turn, tokens).toPrecision(3)} tokens/s`);
+  if (turn.firstMs !== null) figures.push(`first token after ${((turn.firstMs - turn.startMs) / 1000).toFixed(2)} s`);
+  if (turn.wasStopped) figures.push("stopped");
+  else if (turn.finishReason && turn.finishReason !== "stop") figures.push(`ended by ${turn.finishReason}`);
+  return figures.join(" · ");
+}
+
+/** After the first token; over the whole answer if it came in one piece. */
+function tokensPerSecond(turn, tokens) {
+  const streamedMs = turn.lastMs - turn.firstMs;
+  return streamedMs > 0 && tokens > 1 ? ((tokens - 1) * 1000) / streamedMs : (tokens * 1000) / (turn.lastMs - turn.startMs);
+}
+
+function history(turns, system) {
+  const answered = turns.filter((turn) => turn.mode === "chat" && (turn.content || turn.toolCalls.length));
+  const messages = answered.flatMap((turn) => [{ role: "user", content: turn.prompt }, assistantMessage(turn)]);
+  return system ? [{ role: "system", content: system }, ...messages] : messages;
+}
+
+function assistantMessage(turn) {
+  const message = { role: "assistant", content: turn.content || null };
+  return turn.toolCalls.length ? { ...message, tool_calls: turn.toolCalls } : message;
+}
+
+function addToolCall(calls, { index, id, type, function: called }) {
+  calls[index] ??= { id, type: type ?? "function", function: { name: "", arguments: "" } };
+  calls[index].function.name += called?.name ?? "";
+  calls[index].function.arguments += called?.arguments ?? "";
+}
