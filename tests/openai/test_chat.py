@@ -75,7 +75,7 @@ def test_n_alone_gives_different_answers(client: openai.OpenAI) -> None:
     assert len({choice.message.content for choice in answer.choices}) > 1
 
 
-@pytest.mark.parametrize("model", ["tiny", "decoupled"])
+@pytest.mark.parametrize("model", ["tiny", "decoupled", "batching"])
 def test_every_kind_of_folder_answers(client: openai.OpenAI, model: str) -> None:
     answer = client.chat.completions.create(model=model, messages=HELLO)
     assert answer.usage is not None

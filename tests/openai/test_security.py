@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""API keys, origins, limits, and what the log says."""
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from hf_triton.errors import SettingsError
+from hf_triton.openai.app import build_app
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.testing import TritonServer
+from tests.support.gateway import GatewayThread, num_running, wait_until
+
+KEY, OTHER_KEY = "sk-first-4711", "sk-second-0815"
+ORIGIN = "https://chat.example.com"
+
+
+def status(gateway: GatewayThread, path: str = "/v1/models", **headers: str) -> int:
+    return httpx.get(gateway.url + path, headers=headers).status_code
+
+
+def test_keys_of_a_file_are_required(triton: TritonServer, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"# for tests\n\n{KEY}\n  {OTHER_KEY}  \n")
+    with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0, api_key_file=keys)) as gateway:
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=KEY) as client:
+            assert len(list(client.models.list())) > 1
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="sk-wrong") as client:
+            with pytest.raises(openai.AuthenticationError) as refused:
+                client.models.list()
+            assert refused.value.code == "invalid_api_key"
+        assert status(gateway, **{"x-api-key": OTHER_KEY}) == 200
+        assert status(gateway, authorization=f"bearer {OTHER_KEY}") == 200
+        for wrong in ("", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer # for tests"):
+            assert status(gateway, authorization=wrong) == 401
+        assert status(gateway, "/metrics") == 401
+        assert status(gateway, "/health") == 200
+        keys.write_text("sk-third\n")
+        wait_until(lambda: status(gateway, authorization="Bearer sk-third") == 200)
+        assert status(gateway, authorization=f"Bearer {KEY}") == 401
+        keys.unlink()  # the keys stay
+        time.sleep(1.2)
+        assert status(gateway, authorization="Bearer sk-third") == 200
+
+
+@pytest.mark.parametrize("text", [None, "", "# no key\n"])
+def test_file_without_a_key_is_refused(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "keys"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SettingsError, match="api_key_file"):
+        build_app(GatewayConfig(api_key_file=path))
+
+
+def test_other_origins_are_refused(triton: TritonServer, gateway: GatewayThread) -> None:
+    assert "access-control-allow-origin" not in httpx.get(f"{gateway.url}/health", headers={"origin": ORIGIN}).headers
+    with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0, allowed_origins=(ORIGIN,))) as open_gateway:
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        url = f"{open_gateway.url}/v1/chat/completions"
+        allowed = httpx.options(url, headers={"origin": ORIGIN, **asked})
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == ORIGIN
+        refused = httpx.options(url, headers={"origin": "https://evil.example.com", **asked})
+        assert refused.status_code == 400
+
+
+def test_requests_beyond_the_limit_are_told_to_come_again(triton: TritonServer) -> None:
+    config = GatewayConfig(triton=triton.grpc_url, port=0, max_concurrent_requests=1)
+    body = {"model": "slow", "prompt": "Hello", "max_tokens": 20, "ignore_eos": True}
+    with GatewayThread(config) as gateway:
+        answers: list[int] = []
+
+        def complete() -> None:
+            answers.append(httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60).status_code)
+
+        first = threading.Thread(target=complete)
+        first.start()
+        wait_until(lambda: num_running(triton) > 0)
+        second = httpx.post(f"{gateway.url}/v1/completions", json=body)
+        assert second.status_code == 429
+        assert second.headers["retry-after"] == "1"
+        assert second.json()["error"]["type"] == "rate_limit_error"
+        assert status(gateway, "/health") == 200
+        first.join()
+        assert answers == [200]
+
+
+def test_request_that_takes_too_long_ends_with_504(triton: TritonServer) -> None:
+    body = {"model": "slow", "prompt": "Hello", "max_tokens": 100, "ignore_eos": True}
+    with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0, timeout_s=0.7)) as gateway:
+        answer = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 504
+        stream = httpx.post(f"{gateway.url}/v1/completions", json={**body, "stream": True}, timeout=60)
+        assert '"code": "deadline_exceeded"' in stream.text.rstrip().splitlines()[-1]
+    wait_until(lambda: num_running(triton) == 0)
+
+
+def test_log_has_no_prompt_no_key_and_no_query(gateway: GatewayThread, caplog: pytest.LogCaptureFixture) -> None:
+    body = {"model": "demo", "prompt": "canary-prompt", "max_tokens": 1}
+    with caplog.at_level(logging.INFO, "hf_triton.openai"):
+        httpx.post(
+            f"{gateway.url}/v1/completions?q=canary-query", json=body, headers={"authorization": "Bearer canary-key"}
+        )
+        httpx.post(f"{gateway.url}/v1/completions", json={**body, "canary-field": "canary-value"})
+        wait_until(lambda: len(_log(caplog)) == 2)
+    lines = _log(caplog)
+    assert "/v1/completions" in lines[0]
+    assert "canary" not in "".join(lines)
+
+
+def _log(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "hf_triton.openai"]
