@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.testing import TritonServer
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.chat import build_chat_checkpoint
 from tests.support.gateway import GatewayThread, add_demo
 from tests.support.paths import ROOT
@@ -23,7 +23,7 @@ TINY: dict[str, str] = {"tiny": "", "slow": "", "decoupled": DECOUPLED, "batchin
 
 @pytest.fixture(scope="session")
 def triton(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[TritonServer]:
-    """A server with the demo model and its stream door, and the folders of TINY."""
+    """A server with the demo model and its stream door, the folders of TINY, and `bare` without a template."""
     root = tmp_path_factory.mktemp("openai")
     checkpoint, repository = build_chat_checkpoint(root / "chat"), root / "repository"
     add_demo(repository)
@@ -33,8 +33,10 @@ def triton(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., 
         make_folder(repository, name, **shared, **settings)
     (repository / "slow" / "1" / "model.py").write_text(SLOW_MODEL)
     shutil.copytree(ROOT / "stream_door", repository / "slow_stream")
+    bare = build_tiny_checkpoint(root / "bare", "llama", eos_token_id=None)
+    make_folder(repository, "bare", huggingface_model=bare, max_output_length=NUM_TOKENS, config=DECOUPLED)
     with TritonServer(repository) as server:
-        for name in ("demo", "demo_stream", "slow_stream", *TINY):
+        for name in ("demo", "demo_stream", "slow_stream", "bare", *TINY):
             assert server.is_model_ready(name), server.log_tail()
         yield server
 
