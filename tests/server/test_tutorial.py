@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from hf_triton.protocol.ports import OUTPUTS, TEXT_OUTPUTS
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, get, infer
 from tests.support.paths import ROOT
@@ -59,7 +60,7 @@ STATED_FOLDERS = {
 }
 
 
-TOLD = ["finish_reason", "num_input_tokens", "num_output_tokens", "cumulative_logprob", "logprobs", "prompt_logprobs"]
+TOLD = [name for name in OUTPUTS if name not in TEXT_OUTPUTS]
 """Outputs that every folder has beside those it states; they come where a request asks for them."""
 
 
