@@ -27,6 +27,7 @@ from tests.support.paths import load_script
 FIGURES = re.compile(r"\d+ tokens · [\d.e+]+ tokens/s · first token after [\d.]+ s")
 HTML = "<img src=x onerror=document.title='run'><b>bold</b>"
 WIDE, NARROW = 1280, 390
+IS_AT_END = "(e => e.scrollTop > 0 && e.scrollHeight - e.clientHeight - e.scrollTop < 2)(document.documentElement)"
 FOCUS_RING = """() => {
     const box = document.activeElement.closest(".box");
     const style = getComputedStyle(box ?? document.activeElement);
@@ -152,6 +153,9 @@ def test_an_answer_streams_at_each_width_and_in_each_scheme(
     expect(chat.turn.locator(".figures")).to_have_text(FIGURES)
     expect(chat.turn.locator(".speaker")).to_have_css("color", ACCENTS[scheme])
     assert chat.page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    for _ in range(4):
+        chat.ask("And why?")
+    assert chat.page.evaluate(IS_AT_END)
     assert {request.url.startswith(url) for request in chat.requests} == {True}
     assert chat.errors == []
 

@@ -45,9 +45,9 @@ async function run(turn) {
   } catch (error) {
     fail(turn, error, controller.signal.aborted);
   }
+  if (running === controller) setRunning(null);
   turn.isRunning = false;
   turn.view.update();
-  if (running === controller) setRunning(null);
   announce(turn.error?.message ?? turn.content);
 }
 
