@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import re
 import select
 import socket
 import time
@@ -17,7 +18,8 @@ from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from typing import cast
 
-LAST_CHUNK = b"\r\n0\r\n\r\n"  # Triton sends responses and errors in chunks
+LAST_CHUNK = b"\r\n0\r\n\r\n"
+LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 TIMEOUT_S = 600
 
 
@@ -67,7 +69,7 @@ class LeanClient:
                 answers[number] += received
                 if not received:
                     raise LostAnswerError(f"cut off: {answers[number]!r}")
-                if not answers[number].endswith(LAST_CHUNK):
+                if not _is_whole(answers[number]):
                     continue
                 successor = next(waiting, None)
                 if successor is None:
@@ -87,8 +89,24 @@ class LeanClient:
         return self._sockets[:count]
 
     def _request(self, path: str, body: bytes) -> bytes:
-        lines = [f"POST {path} HTTP/1.1", f"Host: {self._address[0]}", f"Content-Length: {len(body)}", "", ""]
+        lines = [
+            f"POST {path} HTTP/1.1",
+            f"Host: {self._address[0]}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            "",
+            "",
+        ]
         return "\r\n".join(lines).encode() + body
+
+
+def _is_whole(answer: bytes) -> bool:
+    """Whether a response has ended: Triton and all streams send chunks, others say how long they are."""
+    if answer.endswith(LAST_CHUNK):
+        return True
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = LENGTH.search(head)
+    return length is not None and len(body) >= int(length[1])
 
 
 class _Received(io.BytesIO):
