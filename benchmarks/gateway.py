@@ -39,6 +39,8 @@ from lean_client import LeanClient, LostAnswerError
 from server import build_prompts
 from server import save as save_checkpoint
 
+from hf_triton.cli.gateway import GatewayProcess
+from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.triton import Generation, TritonModels
 from hf_triton.testing import TritonServer
 
@@ -47,7 +49,6 @@ NUM_NEW_TOKENS, NUM_ALONE_TOKENS = 32, 8
 NUM_ALONE = 20
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MODEL = "plain"
-GATEWAY = "import sys; from hf_triton.openai import config, server; server.run(config.GatewayConfig({}))"
 START_S = 120
 
 
@@ -163,11 +164,18 @@ def running(command: Sequence[str], port: int) -> Iterator[str]:
         process.wait(60)
 
 
-def gateway(triton: str, workers: int) -> contextlib.AbstractContextManager[str]:
-    """A gateway in processes of its own."""
-    port = free_port()
-    settings = f"triton={triton!r}, port={port}, workers={workers}"
-    return running([sys.executable, "-c", GATEWAY.format(settings)], port)
+@contextlib.contextmanager
+def gateway(triton: str, workers: int) -> Iterator[str]:
+    """`hf-triton openai` with as many processes; its address."""
+    config = GatewayConfig(triton=triton, port=free_port(), workers=workers)
+    process = GatewayProcess(config)
+    process.start()
+    try:
+        process.wait_until_started()
+        process.wait_until_connected()
+        yield f"http://{config.host}:{config.port}"
+    finally:
+        process.stop()
 
 
 def transformers_serve(checkpoint: Path) -> contextlib.AbstractContextManager[str]:

@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from hf_triton.openai import chat, completions, health, models, other_tasks, tokenize
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.openai.errors import install_handlers
+from hf_triton.openai.errors import RESPONSES, install_handlers
 from hf_triton.openai.gateway import Gateway
 from hf_triton.openai.limits import Limits
 from hf_triton.openai.metrics import Metrics
@@ -49,7 +49,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
 
     app = FastAPI(title="hf_triton", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     for router in ROUTERS:
-        app.include_router(router)
+        app.include_router(router, responses=RESPONSES)
     mount_page(app)
     install_handlers(app)
     app.add_middleware(Limits, config=config)

@@ -26,7 +26,7 @@ from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import MAX_TOP_LOGPROBS, GenerationFields
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.logprobs import chat_logprobs
-from hf_triton.openai.sse import DONE, EventStream, chunk, chunk_start, event
+from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton.openai.triton import Generation, Outputs
 
 router = APIRouter()
@@ -120,7 +120,7 @@ class ChatRequest(GenerationFields):
         }
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=RESPONSES)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     gateway = gateway_of(request)

@@ -21,7 +21,7 @@ from hf_triton.openai.fields import GenerationFields
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.logprobs import completion_logprobs
 from hf_triton.openai.merge import merged
-from hf_triton.openai.sse import DONE, EventStream, chunk, chunk_start, event
+from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton.openai.triton import Generation, Outputs
 
 router = APIRouter()
@@ -155,7 +155,7 @@ def _answers(body: CompletionRequest, generations: Sequence[Generation]) -> list
     return answers
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=RESPONSES)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts."""
     gateway = gateway_of(request)

@@ -10,6 +10,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from hf_triton.errors import CODES, clip
@@ -40,6 +41,28 @@ ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
 """Anthropic's type of error by status; INVALID below 500, otherwise `api_error`."""
 ANTHROPIC_PATH: Final = "/v1/messages"
 RETRY_AFTER_S: Final = 1
+
+
+class ErrorDetails(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorDetails
+
+
+RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is refused."},
+    "5XX": {"model": ErrorBody, "description": "The server failed, or cannot be reached."},
+}
+"""Errors of every endpoint, for the OpenAPI document."""
 
 _CODED: Final = re.compile(rf"(?:^|[\s\]])({'|'.join(CODES)}): (.*)", re.DOTALL)
 _REQUEST_ID: Final = re.compile(r"^\[request id: [^]]*\] ")

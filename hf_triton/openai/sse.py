@@ -18,6 +18,10 @@ from hf_triton.openai.errors import ApiError
 from hf_triton.openai.gateway import gateway_of
 
 DONE: Final = b"data: [DONE]\n\n"
+RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"description": "The whole response, or its events.", "content": {"text/event-stream": {"schema": {}}}}
+}
+"""A response that may be a stream, for the OpenAPI document."""
 HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 

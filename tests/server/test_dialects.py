@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from tritonclient.utils import triton_to_np_dtype
 
 from hf_triton.testing import TritonServer
 from tests.support.client import Reply, generate, generate_stream, infer, post
-from tests.support.paths import ROOT
+from tests.support.clients import CLIENTS, has, run
 from tests.support.slow_model import SLOW_MODEL, STEP_S
 from tests.support.standard import StandardServer
 
@@ -434,8 +433,7 @@ def test_the_generate_extensions_parameters(server: TritonServer, model: str, wh
 
 # --- LiteLLM ---------------------------------------------------------------------------------------------------------
 
-CLIENTS = "run `make test-clients`"
-LITELLM = ROOT / ".venv" / "litellm" / "bin" / "python"
+LITELLM = CLIENTS / "litellm" / "bin" / "python"
 LITELLM_SCRIPT = """
 import json, sys
 import litellm
@@ -451,23 +449,6 @@ for model, path, options in calls:
         text = answer.choices[0].message.content
     print(json.dumps(text))
 """
-
-
-def has(program: Path) -> Path:
-    """A client with a virtual environment of its own."""
-    if not program.exists():
-        assert not os.environ.get("REQUIRE_CLIENTS"), f"{program} is missing"
-        pytest.skip(f"{program.relative_to(ROOT)} is not installed: {CLIENTS}")
-    return program
-
-
-def run(command: list[str], folder: Path, **environment: str) -> str:
-    direct = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    done = subprocess.run(
-        command, cwd=folder, env=direct | environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 def test_litellm(server: TritonServer, whole: str, tmp_path: Path) -> None:
@@ -487,8 +468,8 @@ def test_litellm(server: TritonServer, whole: str, tmp_path: Path) -> None:
 
 # --- genai-perf ------------------------------------------------------------------------------------------------------
 
-PERF = ROOT / ".venv" / "perf_analyzer" / "bin"
-GENAI_PERF = ROOT / ".venv" / "genai_perf" / "bin" / "genai-perf"
+PERF = CLIENTS / "perf_analyzer" / "bin"
+GENAI_PERF = CLIENTS / "genai_perf" / "bin" / "genai-perf"
 ONE_PROMPT = "-- --shape text_input:1"  # perf_analyzer wants to know what a request holds: test_tutorial.py
 GENAI_RUNS = {
     "generate_stream": f"-m {STREAM} --endpoint-type generate --streaming "

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in the forms that the documents of vLLM's server and of Triton's OpenAI frontend show, and load generators'.
+
+Each is sent as JSON; the model's name and the texts are ours.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from tests.support.gateway import GatewayThread
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CAR = {
+    "type": "object",
+    "properties": {
+        "brand": {"type": "string", "maxLength": 12},
+        "model": {"type": "string", "maxLength": 12},
+        "car_type": {"enum": ["sedan", "SUV", "Truck", "Coupe"]},
+    },
+    "required": ["brand", "model", "car_type"],
+    "additionalProperties": False,
+}
+SQL = """
+root ::= select_statement
+select_statement ::= "SELECT " column " from " table " where " condition
+column ::= "col_1 " | "col_2 "
+table ::= "table_1 " | "table_2 "
+condition ::= column "= " number
+number ::= "1 " | "2 "
+"""
+SENTIMENTS = ["positive", "negative"]
+MAIL = r"\w{1,8}@\w{1,8}\.com\n"
+
+
+def asks(text: str, **fields: object) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
+
+
+def is_car(text: str) -> None:
+    jsonschema.validate(json.loads(text), CAR)
+
+
+def is_sentiment(text: str) -> None:
+    assert text in SENTIMENTS
+
+
+def is_mail(text: str) -> None:
+    assert re.fullmatch(MAIL.removesuffix(r"\n"), text.removesuffix("\n"))
+
+
+def is_query(text: str) -> None:
+    assert re.fullmatch(r"SELECT col_[12]  from table_[12]  where col_[12] = [12] ", text)
+
+
+def is_text(text: str) -> None:
+    assert text
+
+
+CHATS: dict[str, tuple[dict[str, Any], Callable[[str], None]]] = {
+    "vLLM: hello": (asks("Hello!"), is_text),
+    "vLLM: extra parameters": (
+        asks("Hello!", top_k=50, min_p=0.05, repetition_penalty=1.1, min_tokens=2, ignore_eos=False, max_tokens=9),
+        is_text,
+    ),
+    "vLLM: guided_choice": (asks("Classify: vLLM is wonderful!", guided_choice=SENTIMENTS), is_sentiment),
+    "vLLM: guided_regex": (asks("An address, please.", guided_regex=MAIL, stop=["\n"], max_tokens=60), is_mail),
+    "vLLM: guided_json": (asks("The most iconic car", guided_json=CAR, max_tokens=120), is_car),
+    "vLLM: guided_grammar": (asks("A query for users", guided_grammar=SQL, max_tokens=80), is_query),
+    "vLLM: structured_outputs choice": (asks("Well?", structured_outputs={"choice": SENTIMENTS}), is_sentiment),
+    "vLLM: structured_outputs regex": (asks("Well?", structured_outputs={"regex": MAIL}, max_tokens=60), is_mail),
+    "vLLM: structured_outputs json": (asks("A car?", structured_outputs={"json": CAR}, max_tokens=120), is_car),
+    "vLLM: structured_outputs grammar": (asks("A query", structured_outputs={"grammar": SQL}, max_tokens=80), is_query),
+    "vLLM: json_schema": (
+        asks(
+            "A car?",
+            max_tokens=120,
+            response_format={"type": "json_schema", "json_schema": {"name": "car-description", "schema": CAR}},
+        ),
+        is_car,
+    ),
+    "vLLM: template's variables": (asks("Hello!", chat_template_kwargs={"enable_thinking": False}), is_text),
+    "vLLM: content in parts": (
+        {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]},
+        is_text,
+    ),
+    "vLLM: continued": (
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}],
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        },
+        is_text,
+    ),
+    "Triton: a test": (asks("Say this is a test!"), is_text),
+    "Triton: a system's message": (
+        {
+            "model": "tiny",
+            "messages": [
+                {"role": "system", "content": "You are a helpful assistant."},
+                {"role": "user", "content": "What are LLMs?"},
+            ],
+            "max_tokens": 100,
+        },
+        is_text,
+    ),
+    "Triton: all of its fields": (
+        asks(
+            "Hi",
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+            logit_bias=None,
+            logprobs=False,
+            top_logprobs=0,
+            max_tokens=8,
+            n=1,
+            seed=None,
+            stop=None,
+            stream=False,
+            stream_options=None,
+            temperature=0.7,
+            top_p=1,
+            tools=None,
+            user="me",
+        )
+        | {"top_logprobs": None},
+        is_text,
+    ),
+}
+COMPLETIONS_BODIES: dict[str, dict[str, Any]] = {
+    "vLLM: a city": {"prompt": "San Francisco is a", "max_tokens": 7, "temperature": 0},
+    "vLLM: a law": {"prompt": "A robot may not injure a human being", "echo": False, "n": 2, "logprobs": 3},
+    "Triton: a field": {"prompt": "Machine learning is"},
+    "lm-eval: loglikelihood": {
+        "prompt": [[5, 6, 7, 8]],
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+        "temperature": 0,
+    },
+    "lm-eval: generation": {
+        "prompt": ["Question:"],
+        "max_tokens": 8,
+        "temperature": 0,
+        "stop": ["\n", "Q:"],
+        "seed": 1,
+    },
+}
+LOAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "vllm bench serve, completions": (
+        COMPLETIONS,
+        {
+            "prompt": "a b c",
+            "temperature": 0.0,
+            "repetition_penalty": 1.0,
+            "max_tokens": 8,
+            "logprobs": None,
+            "ignore_eos": True,
+        },
+    ),
+    "vllm bench serve, chat": (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a b c"}]}],
+            "max_completion_tokens": 8,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        },
+    ),
+    "genai-perf": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a b c"}], "max_tokens": 8, "min_tokens": 8, "ignore_eos": True},
+    ),
+}
+
+
+def post(gateway: GatewayThread, path: str, body: dict[str, Any]) -> httpx.Response:
+    answer = httpx.post(gateway.url + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chat(gateway: GatewayThread, name: str) -> None:
+    body, check = CHATS[name]
+    answer = post(gateway, CHAT, body).json()
+    ChatCompletion.model_validate(answer, strict=True)
+    check(answer["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("name", COMPLETIONS_BODIES)
+def test_completion(gateway: GatewayThread, name: str) -> None:
+    answer = post(gateway, COMPLETIONS, {"model": "tiny", **COMPLETIONS_BODIES[name]}).json()
+    Completion.model_validate(answer, strict=True)
+    assert all(choice["text"] for choice in answer["choices"])
+
+
+@pytest.mark.parametrize("name", LOAD)
+def test_load_generators_stream(gateway: GatewayThread, name: str) -> None:
+    path, body = LOAD[name]
+    sent = {"model": "demo", **body, "stream": True, "stream_options": {"include_usage": True}}
+    *lines, done, _ = post(gateway, path, sent).text.split("\n\n")
+    assert done == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    for chunk in chunks:
+        (ChatCompletionChunk if path == CHAT else Completion).model_validate({"usage": None, **chunk})
+    assert chunks[-1]["usage"]["completion_tokens"] == 8
+
+
+def test_tokenize_and_back(gateway: GatewayThread) -> None:
+    tokens = post(gateway, "/tokenize", {"model": "tiny", "prompt": "Hello!"}).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    assert "Hello!" in post(gateway, "/detokenize", {"model": "tiny", "tokens": tokens["tokens"]}).json()["prompt"]
+    chat = post(gateway, "/tokenize", asks("Hello!", add_generation_prompt=True)).json()
+    assert chat["count"] > tokens["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, asks("Hi", documents=[{"title": "a", "text": "b"}]), "documents"),
+        (CHAT, asks("Hi", use_beam_search=True), "use_beam_search"),
+        (CHAT, asks("Hi", response_format={"type": "structural_tag", "structures": [], "triggers": []}), None),
+        (
+            CHAT,
+            {
+                "model": "tiny",
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.com/a"}}]}
+                ],
+            },
+            None,
+        ),
+        (COMPLETIONS, {"model": "tiny", "prompt": "Hi", "suffix": "there"}, "suffix"),
+    ],
+    ids=["documents", "beam search", "structural tag", "image", "suffix"],
+)
+def test_what_is_not_served_is_refused(gateway: GatewayThread, path: str, body: Any, param: str | None) -> None:
+    answer = httpx.post(gateway.url + path, json=body, timeout=60)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    if param:
+        assert error["param"] == param
+        assert error["message"].startswith(param)

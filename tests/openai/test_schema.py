@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway's own OpenAPI document against the gateway: generated requests, valid and not."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from hf_triton.openai.app import build_app
+from hf_triton.openai.config import GatewayConfig
+from tests.support.gateway import GatewayThread
+
+CHECKS: list[Any] = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+NUM_TOKENS = 3
+LIMITS = {"max_tokens": NUM_TOKENS, "max_completion_tokens": NUM_TOKENS, "model": "tiny"}
+
+
+def schema() -> Any:
+    document = build_app(GatewayConfig()).openapi()
+    config = schemathesis.config.SchemathesisConfig.from_dict({"seed": 1})
+    return schemathesis.openapi.from_dict(document, config=config)
+
+
+SCHEMA = schema()
+OPERATIONS = {f"{each.ok().method.upper()} {each.ok().path}": each.ok() for each in SCHEMA.get_all_operations()}
+"""By method and path."""
+MODES = {"valid": GenerationMode.POSITIVE, "invalid": GenerationMode.NEGATIVE}
+CASES = [
+    pytest.param(name, mode, id=f"{name} {word}")
+    for name in OPERATIONS
+    for word, mode in MODES.items()
+    if word == "valid" or name.startswith("POST")  # the others take nothing that could be invalid
+]
+
+
+@pytest.fixture
+def healthy(gateway: GatewayThread, client: openai.OpenAI) -> Iterator[GatewayThread]:
+    yield gateway
+    assert httpx.get(f"{gateway.url}/health").status_code == 200
+    assert client.completions.create(model="demo", prompt="a", max_tokens=2).choices[0].text
+
+
+def bounded(case: Any) -> Any:
+    """The case, for a model that exists and with few tokens."""
+    if isinstance(case.body, dict):
+        case.body |= {name: value for name, value in LIMITS.items() if name in case.body}
+    return case
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_answers_are_those_of_the_document(healthy: GatewayThread, name: str, mode: GenerationMode) -> None:
+    operation = OPERATIONS[name]
+    is_valid = mode is GenerationMode.POSITIVE
+
+    @settings(
+        max_examples=25,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        checks = CHECKS if is_valid else [*CHECKS, negative_data_rejection]
+        (bounded(case) if is_valid else case).call_and_validate(base_url=healthy.url, checks=checks, timeout=60)
+
+    check()

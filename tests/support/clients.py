@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients with an environment of their own under .venv/, which `make test-clients` makes."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+CLIENTS = ROOT / ".venv"
+
+
+def has(program: Path) -> Path:
+    """A client's program; skip the test if it is not installed, or fail if REQUIRE_CLIENTS is set."""
+    if not program.exists():
+        assert not os.environ.get("REQUIRE_CLIENTS"), f"{program} is missing"
+        pytest.skip(f"{program.relative_to(ROOT)} is not installed: run `make test-clients`")
+    return program
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """What a client prints; it runs in `folder`, without a proxy."""
+    direct = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    done = subprocess.run(
+        command, cwd=folder, env=direct | environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
