@@ -26,6 +26,8 @@ SETUP := .venv/.set-up
 PERF_ANALYZER := .venv/perf_analyzer/.set-up
 LITELLM := .venv/litellm/.set-up
 GENAI_PERF := .venv/genai_perf/.set-up
+FRAMEWORKS := .venv/frameworks/.set-up
+NPM := .venv/npm/.set-up
 PROMETHEUS := .venv/prometheus/.set-up
 
 .PHONY: help setup serve test test-all test-clients bench soak check format docs test-container clean
@@ -67,18 +69,27 @@ $(PROMETHEUS): $(SETUP) tests/server/prometheus.sh
 	tests/server/prometheus.sh $(@D)
 	@touch $@
 
-test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) ## Run LiteLLM and genai-perf too (1.3 GB more)
-	REQUIRE_CLIENTS=1 $(BIN)/pytest tests/server/test_dialects.py
+test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) $(FRAMEWORKS) $(NPM) ## Run other clients (1.6 GB, npm)
+	REQUIRE_CLIENTS=1 $(BIN)/pytest tests/server/test_dialects.py tests/openai/test_clients_frameworks.py
 
-# Both need other versions of packages in .venv.
+# They need other versions of packages in .venv.
 $(LITELLM): $(SETUP)
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet litellm==1.106.2
+	$(@D)/bin/pip install --quiet litellm==1.106.2 mcp==2.3.0
 	@touch $@
 
 $(GENAI_PERF): $(SETUP)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet genai-perf==0.0.16
+	@touch $@
+
+$(FRAMEWORKS): $(SETUP)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet langchain-openai==1.7.4 llama-index-llms-openai-like==0.8.1
+	@touch $@
+
+$(NPM): $(SETUP)
+	npm install --silent --no-audit --no-fund --prefix $(@D) openai@6.49.0
 	@touch $@
 
 check: $(SETUP) ## Check format, lint, types, import contracts, and the Dockerfile
