@@ -48,6 +48,7 @@ WIDTH, NUM_REQUESTS = 16, 64
 NUM_NEW_TOKENS, NUM_ALONE_TOKENS = 32, 8
 NUM_ALONE = 20
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+ALONE = "alone ms"
 MODEL = "plain"
 START_S = 120
 
@@ -209,9 +210,9 @@ def measure(ways: dict[str, dict[str, Way | Direct]], rounds: int) -> Figures:
         return NUM_REQUESTS * NUM_NEW_TOKENS / ways[case][way].wall_s(NUM_REQUESTS, WIDTH, NUM_NEW_TOKENS)
 
     def alone_ms(_: str, way: str) -> float:
-        return 1e3 * ways["alone ms"][way].wall_s(1, 1, NUM_ALONE_TOKENS)
+        return 1e3 * ways[ALONE][way].wall_s(1, 1, NUM_ALONE_TOKENS)
 
-    figures = take_turns(["alone ms"], list(ways["alone ms"]), rounds * NUM_ALONE, alone_ms)
+    figures = take_turns([ALONE], list(ways[ALONE]), rounds * NUM_ALONE, alone_ms)
     for case in ("whole", "streams"):
         figures |= take_turns([case], list(ways[case]), rounds, tokens_per_s)
     return figures
@@ -223,7 +224,7 @@ def show(figures: Figures) -> None:
     for case, found in figures.items():
         first = next(iter(found[0]))
         for way in found[0]:
-            differs = case.endswith("ms")
+            differs = case == ALONE
             against = [each[way] - each[first] if differs else each[way] / each[first] for each in found]
             low, middle, high = statistics.quantiles(against, n=4)
             median = statistics.median(each[way] for each in found)
@@ -267,7 +268,7 @@ def main(rounds: int, beside: bool, out: Path | None) -> None:
         stack.callback(direct.close)
         generate = f"/v2/models/{MODEL}/generate"
         ways: dict[str, dict[str, Way | Direct]] = {
-            "alone ms": {"generate": way(server.http_url, generate), **endpoints(is_stream=False)},
+            ALONE: {"generate": way(server.http_url, generate), **endpoints(is_stream=False)},
             "whole": {"generate": way(server.http_url, generate), **endpoints(is_stream=False)},
             "streams": {"direct": direct, **endpoints(is_stream=True)},
         }

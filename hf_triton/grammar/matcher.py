@@ -12,6 +12,7 @@ import re
 from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from hf_triton.errors import RequestError
 from hf_triton.grammar.schema_checks import check_schema
@@ -25,6 +26,7 @@ LIMITS: Final = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,  # they would show the whole grammar
 )
+GBNF_RULE: Final = re.compile(r"^[ \t]*[A-Za-z_][\w-]*[ \t]*::=", re.MULTILINE)
 JSON_SPACE: Final = r" ?|\n[ \t]{0,40}"  # unbounded white space would use up the tokens
 
 
@@ -44,9 +46,7 @@ def build_matcher(tokenizer: LLTokenizer, grammar: Grammar, limits: LLParserLimi
     if matcher.get_error().startswith("NoExtension"):
         raise rejection(grammar, "allows no text at all")
     if matcher.is_error():
-        is_gbnf = grammar.kind == "lark" and "::=" in grammar.text
-        hint = "; rules are written `name: ...` and not `name ::= ...`, and the first one is `start`" if is_gbnf else ""
-        raise rejection(grammar, f"cannot be read: {_reason(matcher.get_error())}{hint}")
+        raise rejection(grammar, f"cannot be read: {_reason(matcher.get_error())}")
     return matcher
 
 
@@ -68,7 +68,19 @@ def _source(grammar: Grammar) -> str:
         # Lark's lexer takes no raw control character, and JSON does not escape this one.
         choices = (json.dumps(text, ensure_ascii=False).replace("\x7f", r"\x7f") for text in json.loads(grammar.text))
         return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
-    return LLMatcher.grammar_from_lark(grammar.text)
+    return LLMatcher.grammar_from_lark(_lark(grammar.text) if GBNF_RULE.search(grammar.text) else grammar.text)
+
+
+def _lark(gbnf: str) -> str:
+    """A grammar in llama.cpp's syntax as Lark.
+
+    Raises:
+        ValueError: It cannot be read.
+    """
+    try:
+        return gbnf_to_lark(gbnf)
+    except Exception as error:  # llguidance 1.9 raises errors of no class of their own
+        raise ValueError(str(error)) from None
 
 
 def _reason(message: str) -> str:

@@ -186,7 +186,7 @@ class GenerationParameters(BaseModel):
     guided_grammar: GrammarText | None = None
     """Grammar that the output follows, in llguidance's Lark syntax, starting at its rule `start`: `start: "page "
     NUMBER` and, on a line of its own, `NUMBER: /[0-9]+/`. Terminals are greedy: what follows one must begin with a
-    character that the terminal does not take."""
+    character that the terminal does not take. Or in GBNF, llama.cpp's syntax, starting at `root ::= `."""
 
     num_return_sequences: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_RETURN_SEQUENCES)] | None = None
     """Number of completions per prompt; more than one needs sampling."""
@@ -246,7 +246,9 @@ class GenerationParameters(BaseModel):
         names = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(names) > 1:
             raise ValueError(f"{names[0]} and {names[1]} both constrain the output: leave one of them out")
-        if self.grammar and (also := self.early_stop_parameter):
+        also = self.early_stop_parameter
+        is_cut = also == "stop_strings" and self.guided_regex is not None  # vLLM's documents do so
+        if self.grammar and also and not is_cut:
             raise ValueError(f"{also} would end the output against {names[0]}: leave one of them out")
         return self
 

@@ -48,9 +48,9 @@ def report(gateway: GatewayThread, tmp_path: Path) -> Callable[[str], Any]:
     return run_script
 
 
-@pytest.mark.parametrize("client", ["npm", *PYTHONS])
-def test_client(report: Callable[[str], Any], client: str, openai_answer: str) -> None:
-    found = report(client)
+@pytest.mark.parametrize("name", ["npm", *PYTHONS])
+def test_client(report: Callable[[str], Any], name: str, openai_answer: str) -> None:
+    found = report(name)
     assert found["chat"] == found["stream"] == found.get("helper", openai_answer) == openai_answer
     assert found.get("usage", NUM_TOKENS) == NUM_TOKENS
     assert found["structured"].keys() == {"yes"}
@@ -77,8 +77,8 @@ def test_genai_perf(gateway: GatewayThread, triton: TritonServer, tmp_path: Path
     command = (
         f"{program} profile -m demo --endpoint-type {kind} -u 127.0.0.1:{gateway.port} --request-count 6 "
         f"--tokenizer {Path(__file__).parents[2] / 'hf_triton' / 'demo'} --synthetic-input-tokens-mean 8 "
-        f"--synthetic-input-tokens-stddev 0 --output-tokens-mean {NUM_TOKENS} --output-tokens-mean-deterministic "
-        "--concurrency 2 --artifact-dir artifacts"
+        f"--synthetic-input-tokens-stddev 0 --output-tokens-mean {NUM_TOKENS} --concurrency 2 "
+        " --artifact-dir artifacts"
     )
     path = os.pathsep.join([str(program.parent), str(analyzer), os.environ["PATH"]])
     options = ["--streaming"] if streams else []

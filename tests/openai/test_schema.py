@@ -29,7 +29,12 @@ CHECKS: list[Any] = [
     response_schema_conformance,
 ]
 HELLO = [{"role": "user", "content": "Hello!"}]
-LIMITS = {"max_tokens": 3, "max_completion_tokens": 3, "min_tokens": 1, "n": 1, "best_of": 1, "model": "tiny"}
+LIMITS = {
+    "model": "tiny",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), 3),
+    **dict.fromkeys(("min_tokens", "n", "best_of"), 1),
+    **dict.fromkeys(("max_time", "timeout"), 60.0),
+}
 NUM_TOKEN_IDS = 300
 
 

@@ -501,10 +501,16 @@ def test_every_grammar_parameter_gives_a_grammar(values: dict[str, object], gram
 
 @pytest.mark.parametrize("also", [{"guided_json": SCHEMA}, {"stop_strings": ["x"]}, {"ignore_eos": True}], ids=str)
 def test_a_grammar_excludes_other_grammars_and_stop_strings(also: dict[str, object]) -> None:
-    sentence = rejection(guided_regex="a+", **also).sentence
-    assert "guided_regex" in sentence
+    sentence = rejection(guided_choice=["a"], **also).sentence
+    assert "guided_choice" in sentence
     assert next(iter(also)) in sentence
     assert "leave one of them out" in sentence
+
+
+def test_a_stop_string_may_end_what_a_regular_expression_allows() -> None:
+    own = parse_parameters({"guided_regex": "a+b", "stop_strings": ["b"]})
+    folder = parse_parameters({"stop_strings": ["x"]})
+    assert resolve_request_params(own, folder).stop_strings == ("b",)
 
 
 def test_the_first_layer_with_a_grammar_decides() -> None:
@@ -659,7 +665,7 @@ def test_a_string_of_megabytes_is_rejected_unparsed(name: str, monkeypatch: pyte
     [
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens 9 is more than max_tokens 3: "),
         ({"n": 3, "best_of": 2}, "best_of 2 is less than n 3: "),
-        ({"stop": "x", "guided_regex": "a"}, "stop would end the output against guided_regex: "),
+        ({"stop": "x", "guided_choice": ["a"]}, "stop would end the output against guided_choice: "),
         ({"end_id": 5, "ignore_eos": True}, "end_id has no effect with ignore_eos true: "),
     ],
 )

@@ -99,7 +99,7 @@ def resolve_request_params(*layers: GenerationParameters) -> PreparedPrompt:
     """
     grammar, merged = _grammar(layers), _merge(layers)
     return PreparedPrompt(
-        stop_strings=merged.get("stop_strings", ()) if grammar is None else (),
+        stop_strings=merged.get("stop_strings", ()) if grammar is None else _stop_strings_beside(layers),
         includes_stop=merged.get("include_stop_str_in_output", False),
         stop_token_ids=merged.get("stop_token_ids", ()) if grammar is None else (),
         truncate_prompt_tokens=merged.get("truncate_prompt_tokens"),
@@ -148,6 +148,11 @@ def _grammar(layers: Sequence[GenerationParameters]) -> Grammar | None:
             'response_format {"type": "text"}',
         )
     return grammar
+
+
+def _stop_strings_beside(layers: Sequence[GenerationParameters]) -> tuple[str, ...]:
+    """The stop strings of the layer that sets the grammar, which only a regular expression has."""
+    return next((tuple(layer.stop_strings or ()) for layer in layers if layer.gives_grammar), ())
 
 
 def _eos_ids(layers: Sequence[GenerationParameters]) -> frozenset[int] | None:
