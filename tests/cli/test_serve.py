@@ -44,7 +44,9 @@ def test_printed_commands_work_and_a_signal_stops_all_processes(serving: Serving
         assert SENTENCE.search(response), response
     assert "/v1/chat/completions" in lines[2][1]
     assert len(json.loads(send(lines[2]))["choices"][0]["message"]["content"]) > 10
-    assert f"http://localhost:{serving.openai_port}/" in serving.output()
+    page = f"http://localhost:{serving.openai_port}/"
+    assert page in serving.output()
+    assert "<!doctype html>" in send(["curl", page]).lower()
     family = serving.descendants()
     assert len(family) >= 4  # tritonserver, its Python stubs of the model and of its door, the gateway
     started = time.monotonic()
