@@ -9,7 +9,7 @@ from tests.support.gateway import GatewayThread
 
 
 def test_models_are_listed_without_their_stream_doors(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["batching", "decoupled", "demo", "slow", "tiny"]
+    assert [model.id for model in client.models.list()] == ["bare", "batching", "decoupled", "demo", "slow", "tiny"]
     assert client.models.retrieve("demo").object == "model"
     with pytest.raises(openai.NotFoundError, match="'demo_stream' does not exist"):
         client.models.retrieve("demo_stream")
