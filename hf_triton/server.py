@@ -27,7 +27,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -293,8 +293,11 @@ class TritonServer:
             *self._arguments,
         ]
 
-    def wait_until_started(self) -> None:
+    def wait_until_started(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until each folder is loaded or has failed, which is when the HTTP port opens.
+
+        Args:
+            check: Called meanwhile; what it raises ends the wait.
 
         Raises:
             ServerError: The process ended, or `ready_timeout_s` passed; the message has the log's tail.
@@ -305,6 +308,7 @@ class TritonServer:
                 raise ServerError("server_failed", f"tritonserver exited while starting{self.describe_log()}")
             if self.is_live():
                 return
+            check()
             time.sleep(0.05)
         raise ServerError(
             "server_failed", f"tritonserver did not start within {self._ready_timeout_s:g} s{self.describe_log()}"

@@ -112,11 +112,12 @@ def _running(server: TritonServer, gateway: GatewayProcess | None) -> Iterator[N
             gateway.start()
         stack.callback(server.stop)
         server.start()
-        if gateway is not None:
+        if gateway is None:
+            server.wait_until_started()
+        else:
             stack.callback(gateway.terminate)
             gateway.wait_until_started()  # a matter of seconds, unlike the models
-        server.wait_until_started()
-        if gateway is not None:
+            server.wait_until_started(gateway.check)
             gateway.wait_until_connected()
         yield
 

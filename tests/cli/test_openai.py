@@ -34,6 +34,16 @@ from tests.support.slow_model import slow_model
 
 DEMO = Path(hf_triton.__file__).parent / "demo"
 LIMIT_S = 60.0
+SLOW_TO_LOAD = """
+import time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        time.sleep(10)
+
+    def execute(self, requests):
+        return []
+"""
 
 
 def status(url: str, body: object = None, key: str | None = None) -> int:
@@ -72,6 +82,19 @@ def test_a_dead_gateway_stops_the_server(tmp_path: Path) -> None:
         assert serving.process.wait(timeout=LIMIT_S) == 1
         assert "\nerror: gateway_failed: the OpenAI gateway exited by signal 9 (Killed)" in serving.output()
         wait_until_gone(family)
+
+
+def test_a_gateway_that_dies_during_a_load_is_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "repository" / "slow" / "1"
+    folder.mkdir(parents=True)
+    (folder.parent / "config.pbtxt").write_text('backend: "python"')
+    (folder / "model.py").write_text(SLOW_TO_LOAD)
+    with running(str(folder.parents[1]), output=tmp_path / "output") as serving:
+        wait_for_status(f"http://127.0.0.1:{serving.openai_port}/health", 503)
+        os.kill(gateway_pid(serving), signal.SIGKILL)
+        assert serving.process.wait(timeout=LIMIT_S) == 1
+        assert "error: gateway_failed: the OpenAI gateway exited by signal 9 (Killed)" in serving.output()
+        assert "Ready: " not in serving.output()
 
 
 def test_a_gateway_that_cannot_start_is_an_error(tmp_path: Path) -> None:
