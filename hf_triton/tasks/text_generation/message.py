@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the text of a completion to the assistant's message in OpenAI's form, whole or in deltas. Knows no tokens.
+
+A `MessageReader` takes the text in pieces of any size; the pieces do not change the message.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Mapping
+from typing import Any, Final
+
+ALPHANUMERIC: Final = string.ascii_letters + string.digits
+
+
+def new_call_id(*, is_short: bool = False) -> str:
+    """A random id for a tool call; a short one has the 9 letters and digits that Mistral's chat templates demand."""
+    return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9)) if is_short else f"call_{secrets.token_hex(12)}"
+
+
+class MessageReader:
+    """Reads one completion. As it is, everything is content.
+
+    Args:
+        has_short_ids: Whether the ids of tool calls are short ones, see `new_call_id`.
+    """
+
+    def __init__(self, *, has_short_ids: bool = False) -> None:
+        self._content = ""
+        self._reasoning = ""
+        self._calls: list[dict[str, Any]] = []
+        self._num_calls = 0
+        self._has_short_ids = has_short_ids
+
+    def feed(self, text: str) -> None:
+        """Read a piece of the completion."""
+        self._content += text
+
+    def finish(self) -> None:
+        """Read what was held back; the completion has ended."""
+
+    def take(self) -> dict[str, Any]:
+        """What was read since the last call, as the delta of a stream."""
+        delta: dict[str, Any] = {}
+        if self._reasoning:
+            delta["reasoning_content"] = self._reasoning
+        if self._content:
+            delta["content"] = self._content
+        if self._calls:
+            delta["tool_calls"] = self._calls
+        self._content, self._reasoning, self._calls = "", "", []
+        return delta
+
+    def message(self) -> dict[str, Any]:
+        """The whole message, of a completion of which nothing was taken."""
+        delta = self.take()
+        message = {"role": "assistant", "content": delta.get("content", None if delta else "")}
+        if "reasoning_content" in delta:
+            message["reasoning_content"] = delta["reasoning_content"]
+        if "tool_calls" in delta:
+            message["tool_calls"] = [
+                {name: value for name, value in call.items() if name != "index"} for call in delta["tool_calls"]
+            ]
+        return message
+
+    def _add_call(self, name: str, arguments: str) -> None:
+        call_id = new_call_id(is_short=self._has_short_ids)
+        function = {"name": name, "arguments": arguments}
+        self._calls.append({"index": self._num_calls, "id": call_id, "type": "function", "function": function})
+        self._num_calls += 1
+
+
+class NamedCallReader(MessageReader):
+    """Reads the arguments of one call, of a function that the request names."""
+
+    def __init__(self, name: str, *, has_short_ids: bool = False) -> None:
+        super().__init__(has_short_ids=has_short_ids)
+        self._name = name
+
+    def feed(self, text: str) -> None:
+        """Read a piece of the arguments."""
+        if not text:
+            return
+        if self._calls:
+            self._calls[0]["function"]["arguments"] += text
+        elif self._num_calls:
+            self._calls.append({"index": 0, "function": {"arguments": text}})
+        else:
+            self._add_call(self._name, text)
+
+
+class CallArrayReader(MessageReader):
+    """Reads a JSON array of calls, `[{"name": ..., "arguments": {...}}]`; each is told when it is complete."""
+
+    def __init__(self, *, has_short_ids: bool = False) -> None:
+        super().__init__(has_short_ids=has_short_ids)
+        self._unread = ""  # of an object that has begun
+        self._depth = 0
+        self._is_in_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> None:
+        """Read a piece of the array."""
+        start = 0
+        for index, letter in enumerate(text):
+            if self._is_in_string:
+                self._is_in_string = self._is_escaped or letter != '"'
+                self._is_escaped = letter == "\\" and not self._is_escaped
+            elif letter == '"':
+                self._is_in_string = True
+            elif letter in "[{":
+                if self._depth == 1:
+                    start = index
+                self._depth += 1
+            elif letter in "]}":
+                self._depth -= 1
+                if self._depth == 1:
+                    self._read(self._unread + text[start : index + 1])
+                    self._unread = ""
+        if self._depth > 1:
+            self._unread += text[start:]
+
+    def finish(self) -> None:
+        """Give a call that is cut off as content."""
+        self._content += self._unread
+        self._unread = ""
+
+    def _read(self, text: str) -> None:
+        try:
+            [call] = calls_of(json.loads(text))
+        except (ValueError, RecursionError):
+            self._content += text
+        else:
+            self._add_call(*call)
+
+
+def calls_of(value: object) -> list[tuple[str, str]]:
+    """The names and arguments (JSON text) of the tool calls that a model has written.
+
+    Args:
+        value: `{"name": ..., "arguments": ...}`, or Llama's `parameters`; also as the `function` of an object, and
+            arrays of any of them. Arguments are an object, or JSON text.
+
+    Raises:
+        ValueError: It is something else, or JSON cannot hold it.
+    """
+    if isinstance(value, list):
+        return [call for entry in value for call in calls_of(entry)]
+    if isinstance(value, Mapping) and isinstance(value.get("function"), list | dict):
+        return calls_of(value["function"])
+    name, arguments = None, None
+    if isinstance(value, Mapping):
+        name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
+        raise ValueError("not a tool call")
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    (name + arguments).encode()  # half a surrogate pair
+    return [(name.strip(), arguments)]

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads messages by a response template, with transformers' own response parser. Knows no tokens and no files.
+
+transformers' parser raises an exception if a tool call is malformed, and keeps the whole text. Here such a call becomes
+content, and only what is still needed is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any, Final
+
+from hf_triton.errors import where
+from hf_triton.tasks.text_generation.message import MessageReader, calls_of
+
+logger = logging.getLogger(__name__)
+
+TOOL_CALLS: Final = "tool_calls"
+REASONING: Final = frozenset({"reasoning_content", "reasoning", "thinking"})
+"""The names that response templates have for reasoning."""
+NUM_KEPT: Final = 256
+"""Characters before the current one that the patterns of a template may look back to."""
+
+
+@cache
+def _parser_class() -> Any:
+    from transformers.utils.chat_parsing import ResponseParser
+
+    class LenientParser(ResponseParser):
+        """A response parser that goes on after a malformed region, and forgets what it has read.
+
+        The events of a region that ends have its `raw` text; `region_malformed` takes the place of `region_close`.
+        """
+
+        _opened_at = 0
+
+        def end(self) -> list[dict[str, Any]]:
+            """The last events. Unlike `finalize`, without a check for fields that are missing."""
+            events: list[dict[str, Any]] = []
+            self._process(events, eos=True)
+            return events
+
+        def forget(self) -> None:
+            """Drop text that no pattern needs any more."""
+            is_raw_needed = self._current is not None and not self._is_text(self._current)
+            if not is_raw_needed and (num_dropped := self._pos - NUM_KEPT) > NUM_KEPT:
+                self._buffer = self._buffer[num_dropped:]
+                self._pos -= num_dropped
+                self._opened_at -= num_dropped
+
+        def _is_text(self, name: str) -> bool:
+            return bool(self._spec.fields[name].content == "text")
+
+        def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+            super()._accumulate(events, text)
+            if self._current is not None and self._is_text(self._current):
+                self._body = ""  # its events have been told
+
+        def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+            self._opened_at = m.start()
+            super()._open_explicit(events, field, m)
+
+        def _close_current(self, events: list[dict[str, Any]]) -> None:
+            name, num_events = self._current, len(events)
+            raw = self._buffer[max(self._opened_at, 0) : self._pos]
+            try:
+                super()._close_current(events)
+            except Exception:  # a content parser's, of any kind
+                events.append({"type": "region_malformed", "field": name})
+                self._reset_to_implicit()
+            for event in events[num_events:]:
+                event["raw"] = raw
+
+    return LenientParser
+
+
+class TemplateReader(MessageReader):
+    """Reads a completion by a response template.
+
+    Content is the completion's text but for the regions of the template, and for white space between a region and the
+    beginning or the end of the message.
+
+    Args:
+        template: transformers' `ResponseTemplate`.
+        prefix: The end of the prompt that is a part of the message, such as `<think>`.
+        tools: The functions of the request, whose schemas tell the types of arguments.
+        is_parallel: Whether the message may have more than one tool call.
+        has_short_ids: Whether the ids of tool calls are short ones.
+    """
+
+    def __init__(
+        self,
+        template: Any,
+        prefix: str,
+        tools: list[dict[str, Any]],
+        *,
+        is_parallel: bool = True,
+        has_short_ids: bool = False,
+    ) -> None:
+        super().__init__(has_short_ids=has_short_ids)
+        self._is_parallel = is_parallel
+        self._parser: Any = _parser_of(template, prefix, tools)
+        before = self._parser.initial_events
+        names = {event["field"] for event in before if event["type"] == "region_chunk" and event["text"].strip()}
+        self._has_regions = any(event["field"] != "content" for event in before)
+        self._has_content, self._has_reasoning = "content" in names, bool(names & REASONING)
+        self._is_behind_region = False
+        self._content_space = self._reasoning_space = ""  # held back
+
+    def feed(self, text: str) -> None:
+        """Read a piece of the completion."""
+        if not text:
+            return
+        if self._parser is None:
+            self._add_content(text)
+            return
+        try:
+            events = self._parser.feed(text)
+            self._parser.forget()
+        except Exception as error:
+            self._give_up(error)
+            self._add_content(text)
+        else:
+            self._take_events(events)
+
+    def finish(self) -> None:
+        """Read what was held back; the completion has ended."""
+        if self._parser is not None:
+            try:
+                events = self._parser.end()
+            except Exception as error:
+                self._give_up(error)
+            else:
+                self._take_events(events)
+        if not self._is_behind_region:
+            self._content += self._content_space
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("the response template fails, so the rest of a completion is content: %s", where(error))
+        self._parser = None
+
+    def _take_events(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            kind, name = event["type"], event["field"]
+            if kind == "region_chunk" and not event["dirty"]:
+                if name == "content":
+                    self._add_content(event["text"])
+                elif name in REASONING:
+                    self._add_reasoning(event["text"])
+            elif name == "content":
+                continue
+            elif kind == "region_malformed":
+                self._add_content(event["raw"])
+            elif kind == "region_open":
+                self._open(name)
+            elif kind == "region_close" and name == TOOL_CALLS:
+                self._add_calls(event["value"], event["raw"])
+
+    def _open(self, name: str) -> None:
+        self._has_regions = self._is_behind_region = True
+        if name in REASONING:
+            self._reasoning_space = "\n" if self._has_reasoning else ""
+
+    def _add_content(self, text: str) -> None:
+        text = self._content_space + text
+        if self._has_regions and not self._has_content:
+            text = text.lstrip()
+        told = text.rstrip()
+        self._content_space = text[len(told) :]
+        if told:
+            self._content += told
+            self._has_content, self._is_behind_region = True, False
+
+    def _add_reasoning(self, text: str) -> None:
+        text = self._reasoning_space + text
+        if not self._has_reasoning:
+            text = text.lstrip()
+        told = text.rstrip()
+        self._reasoning_space = text[len(told) :]
+        if told:
+            self._reasoning += told
+            self._has_reasoning = True
+
+    def _add_calls(self, value: object, raw: str) -> None:
+        try:
+            calls = calls_of(value)
+        except (ValueError, RecursionError):
+            self._add_content(raw)
+            return
+        for call in calls:
+            if self._is_parallel or not self._num_calls:
+                self._add_call(*call)
+
+
+def _parser_of(template: Any, prefix: str, tools: list[dict[str, Any]]) -> Any:
+    """A parser behind a prompt; one that the prompt's end makes fail starts anew."""
+    try:
+        return _parser_class()(template, prefix=prefix, tools=tools)
+    except Exception as error:
+        logger.warning("the response template fails for the end of a prompt, which it ignores: %s", where(error))
+        return _parser_class()(template, prefix="", tools=tools)

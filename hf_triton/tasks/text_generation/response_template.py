@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Response templates: which one tells a model's tool calls and reasoning from its content, and how messages are read.
+
+A response template is transformers' JSON form of what a chat template writes: regions of a message between delimiters.
+It is the folder's (setting `response_template`), else the checkpoint's own, else one of `response_templates/`, which
+are found by words in the chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from hf_triton.errors import SettingsError
+from hf_triton.protocol.chat import Chat
+from hf_triton.protocol.validation import suggest
+from hf_triton.tasks.text_generation.message import CallArrayReader, MessageReader, NamedCallReader
+from hf_triton.tasks.text_generation.response_parser import TOOL_CALLS, TemplateReader
+
+logger = logging.getLogger(__name__)
+
+FOLDER: Final = Path(__file__).parent / "response_templates"
+NONE: Final = "none"
+"""The setting that switches parsing off."""
+MAX_TEMPLATE_BYTES: Final = 1_000_000
+Spec = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MessagePlan:
+    """How the completions of one prompt become messages."""
+
+    build_reader: Callable[[], MessageReader] = MessageReader
+    markers: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that the reader has to see, and their text."""
+
+
+class MessageFormat:
+    """How a model's completions become messages.
+
+    Args:
+        spec: The response template; None: all is content.
+        special_tokens: The tokens without text, by id, as the vocabulary spells them.
+        has_short_ids: Whether the model's chat template demands short ids of tool calls.
+
+    Raises:
+        ValueError: It is not a response template.
+    """
+
+    def __init__(self, spec: Spec | None, special_tokens: Mapping[int, str], *, has_short_ids: bool = False) -> None:
+        self._special_tokens = special_tokens
+        self._has_short_ids = has_short_ids
+        self._with_tools = self._without_tools = _Template(None)
+        if spec is not None:
+            self._with_tools = _Template(spec, special_tokens)
+            fields = {name: value for name, value in spec["fields"].items() if name != TOOL_CALLS}
+            self._without_tools = _Template({**spec, "fields": fields} if fields else None, special_tokens)
+
+    def plan(self, source: str | Chat, prompt: str, *, is_constrained: bool) -> MessagePlan:
+        """How the completions of a prompt are read.
+
+        Args:
+            source: The prompt as the request has it.
+            prompt: Its text, the chat rendered.
+            is_constrained: Whether the request or the folder constrains the output, which is content then.
+        """
+        chat = source if isinstance(source, Chat) else None
+        build: Callable[[], MessageReader]
+        if chat is not None and chat.forced_grammar is not None:
+            build = partial(NamedCallReader, chat.forced_name) if chat.forced_name else CallArrayReader
+            return MessagePlan(partial(build, has_short_ids=self._has_short_ids))
+        template = self._with_tools if chat is not None and chat.tools else self._without_tools
+        if is_constrained or template.compiled is None:
+            return MessagePlan()
+        build = partial(
+            TemplateReader,
+            template.compiled,
+            template.end_of(prompt),
+            list(chat.tools or ()) if chat is not None else [],
+            is_parallel=chat is None or chat.parallel_tool_calls,
+            has_short_ids=self._has_short_ids,
+        )
+        return MessagePlan(build, template.markers)
+
+
+class _Template:
+    """A compiled response template, or none."""
+
+    def __init__(self, spec: Spec | None, special_tokens: Mapping[int, str] | None = None) -> None:
+        self.compiled = None if spec is None else _compile(spec)
+        words = [re.sub(r"\\(.)", r"\1", text) for text in _strings({} if spec is None else spec["fields"])]
+        self.markers = {
+            token_id: text
+            for token_id, text in (special_tokens or {}).items()
+            if any(text in word for word in words)
+        }
+
+    def end_of(self, prompt: str) -> str:
+        """The part of a prompt that belongs to the message."""
+        assert self.compiled is not None
+        end = None
+        for match in self.compiled.start_anchor_re.finditer(prompt):
+            end = match.end()
+        return "" if end is None else prompt[end:]
+
+
+def _compile(spec: Spec) -> Any:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(dict(spec))  # type: ignore[no-untyped-call]
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(entry)
+
+
+# --- which one -------------------------------------------------------------------------------------------------------
+
+
+def shipped_names() -> list[str]:
+    """The names of the response templates that come with this package."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def shipped_template(name: str) -> Spec:
+    """One of the response templates that come with this package."""
+    spec: Spec = _read(FOLDER / f"{name}.json")["response_template"]
+    return spec
+
+
+def load_response_template(setting: str | None, model_folder: Path) -> Spec | str | None:
+    """Read the folder's response template.
+
+    Args:
+        setting: The setting `response_template`: the name of a shipped one, `none`, or a JSON file, relative to the
+            model folder.
+        model_folder: The folder with config.pbtxt.
+
+    Returns:
+        The response template; `NONE`; or None if the folder does not say.
+
+    Raises:
+        SettingsError: There is no such template, or it is not one.
+    """
+    if setting is None or setting == NONE:
+        return setting
+    if setting in shipped_names():
+        return shipped_template(setting)
+    path = model_folder / setting
+    try:
+        path = model_folder / Path(setting).expanduser()
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise SettingsError(f"response_template names {path}, which has more than {MAX_TEMPLATE_BYTES} bytes")
+        spec = _read(path)
+        _compile(spec)
+    except (OSError, RuntimeError) as error:  # there is none, or the home of an unknown user
+        if "/" not in setting and not setting.endswith(".json"):
+            hint = suggest(setting, [*shipped_names(), NONE])
+            raise SettingsError(f"there is no response_template '{setting}'{hint}; or name a JSON file") from None
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"response_template names {path}, which cannot be read ({reason})") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"response_template names {path}, which is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"response_template names {path}, which is not JSON: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise SettingsError(f"response_template names {path}, which is not a response template: {reason}") from None
+    return spec
+
+
+def build_message_format(
+    folder_template: Spec | str | None,
+    tokenizer: Any,
+    chat_template: str | None,
+    special_tokens: Mapping[int, str],
+) -> MessageFormat:
+    """How the completions of a loaded model become messages; the log says by which response template.
+
+    Args:
+        folder_template: See `load_response_template`.
+        tokenizer: A transformers tokenizer.
+        chat_template: The folder's own, in place of the tokenizer's.
+        special_tokens: See `MessageFormat`.
+    """
+    own = getattr(tokenizer, "chat_template", None) or ""
+    text = chat_template or ("\n".join(own.values()) if isinstance(own, dict) else own)
+    build = partial(MessageFormat, special_tokens=special_tokens, has_short_ids="length != 9" in text)
+    if folder_template == NONE:
+        return build(None)
+    if isinstance(folder_template, Mapping):
+        logger.info("messages are read by the response template that the folder names")
+        return build(folder_template)
+    if (spec := getattr(tokenizer, "response_template", None)) is not None:
+        try:
+            made = build(spec)
+        except Exception as error:  # of a template that is not one, as the checkpoint has it
+            logger.warning("the checkpoint's response template is ignored: %s", " ".join(str(error).split())[:300])
+        else:
+            logger.info("messages are read by the checkpoint's own response template")
+            return made
+    name = detect(text)
+    if name is not None:
+        logger.info("messages are read by the response template '%s', which fits the chat template", name)
+    elif text:
+        logger.info("no response template fits the chat template: messages have neither tool calls nor reasoning")
+    return build(None if name is None else shipped_template(name))
+
+
+def detect(chat_template: str) -> str | None:
+    """The shipped response template with the most markers of all whose markers are in a chat template; None: none."""
+    markers = {name: _read(FOLDER / f"{name}.json")["markers"] for name in shipped_names()}
+    fitting = [name for name, words in markers.items() if all(word in chat_template for word in words)]
+    return max(fitting, key=lambda name: (len(markers[name]), name), default=None)
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
