@@ -114,6 +114,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     from hf_triton.tasks.checked_hooks import check_hooks, checked_load
     from hf_triton.tasks.meter import Meter, build_meter
     from hf_triton.tasks.text_generation.chat_template import load_chat_template
+    from hf_triton.tasks.text_generation.response_template import load_response_template
     from hf_triton.tasks.text_generation.task import build_text_generation
     from hf_triton.triton_backend.cancellation import RequestPoller
     from hf_triton.triton_backend.metrics_sink import MetricsSink
@@ -123,6 +124,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
 
     name, version, folder = args["model_name"], args["model_version"], Path(args["model_repository"])
     chat_template = load_chat_template(settings.chat_template, folder)
+    response_template = load_response_template(settings.response_template, folder)
     check_hooks(type(hooks), TritonPythonModel)
     placement = Placement(args["model_instance_kind"], int(args["model_instance_device_id"]))
     checkpoint = checked_load(hooks, load_checkpoint(Hub(folder, settings, os.environ), settings, placement))
@@ -132,6 +134,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
         settings,
         hooks,
         chat_template=chat_template,
+        response_template=response_template,
         on_fatal=stop_server,
         observer=meter,
         returns_timings=takes_response_parameters(),

@@ -69,6 +69,12 @@ class ModelSettings(BaseModel):
     chat_template: Annotated[str, annotated_types.MinLen(1)] | None = None
     """Path of a Jinja chat template to use instead of the tokenizer's own. Relative paths start at the model folder."""
 
+    response_template: Annotated[str, annotated_types.MinLen(1)] | None = None
+    """How the model writes tool calls and reasoning, for the output `message`: the name of a response template of
+    hf_triton (see docs/chat.md), or the path of a JSON file in transformers' form; `none` leaves all in the content.
+    By default the checkpoint's own, else the one that fits the chat template. Relative paths start at the model
+    folder."""
+
     cache_dir: str | None = None
     """Hub cache to look in first and to download to. Relative paths start at the model folder."""
 

@@ -27,6 +27,7 @@ from hf_triton.protocol.structured_output import GRAMMARS
 from hf_triton.protocol.validation import allowed, table
 from hf_triton.settings import DoorSettings, FormerName, ModelSettings
 from hf_triton.tasks.metrics import METRICS
+from hf_triton.tasks.text_generation.response_template import shipped_markers
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -138,6 +139,12 @@ def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
+def response_templates_table() -> str:
+    """The shipped response templates and the words in a chat template that each is found by."""
+    rows = (f"| `{name}` | {', '.join(f'`{word}`' for word in words)} |" for name, words in shipped_markers().items())
+    return "\n".join(["| name | words in the chat template |", "|---|---|", *rows])
+
+
 def variables(names: Collection[str]) -> str:
     """Environment variables in the order of their precedence."""
     return ", ".join(f"`{name}`" for name in names)
@@ -153,6 +160,7 @@ def parts() -> Mapping[str, str]:
         "request options": table(RequestOptions),
         "chat parameters": table(ChatOptions),
         **ports_tables(),
+        "response templates": response_templates_table(),
         "codes": codes_table(),
         "metrics": metrics_table(),
         "openai fields": openai_fields_table(),

@@ -15,6 +15,7 @@ import annotated_types
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from hf_triton.errors import RequestError, clip
+from hf_triton.protocol.tool_choice import ForcedCall, forced_call, read_tool_choice
 from hf_triton.protocol.validation import parse_json, problems, suggest, validated
 
 MESSAGES: Final = "messages"
@@ -182,6 +183,16 @@ class ChatOptions(_Declared):
     """Functions that the model may call, as in OpenAI's API:
     `[{"type": "function", "function": {"name": "weather", "parameters": {}}}]`."""
 
+    tool_choice: Annotated[str, BeforeValidator(read_tool_choice)] | None = None
+    """Which of the `tools` the model calls: `auto` (it chooses), `none` (the model does not see them), `required` (one
+    or more), or `{"type": "function", "function": {"name": "weather"}}` (this one). The last two are enforced by a
+    grammar made of the tools' `parameters`, with any model, and cannot be combined with `response_format`, the
+    `guided_` parameters or `stop_strings`. By default `auto`."""
+
+    parallel_tool_calls: bool | None = None
+    """Whether a message may have several tool calls. If false, the output `message` has the first one only. By default
+    true."""
+
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_read_kwargs)] | None = None
     """Variables for the model's chat template, as a JSON object: `{"enable_thinking": false}`. A variable that the
     template does not read is rejected."""
@@ -194,6 +205,9 @@ class ChatOptions(_Declared):
     def _check_together(self) -> Self:
         if self.reasoning_effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):
             raise ValueError("reasoning_effort is given twice, in chat_template_kwargs and beside it: leave one out")
+        for name in ("tool_choice", "parallel_tool_calls"):
+            if self.tools is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} has no effect without tools: add tools, or leave it out")
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError(
                 "add_generation_prompt starts a new message, continue_final_message continues the last one: "
@@ -209,9 +223,14 @@ class Chat:
     messages: tuple[dict[str, Any], ...]
     """Content is a string, the arguments of tool calls are objects, nothing is None."""
     tools: tuple[dict[str, Any], ...] | None
+    """The tools that the model may call, or has to."""
     template_kwargs: Mapping[str, Any]
     add_generation_prompt: bool
     continue_final_message: bool
+    is_parallel: bool = True
+    """Whether the answer may have several tool calls."""
+    forced_call: ForcedCall | None = None
+    """What the model has to call."""
 
 
 def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max_bytes: int) -> Chat:
@@ -243,12 +262,15 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
         raise RequestError("invalid_input", str(error)) from None
     effort = {} if checked.reasoning_effort is None else {"reasoning_effort": checked.reasoning_effort}
     continues, starts = bool(checked.continue_final_message), checked.add_generation_prompt
+    choice, is_parallel = checked.tool_choice or "auto", checked.parallel_tool_calls is not False
     return Chat(
         conversation,
-        checked.tools,
+        None if choice == "none" else checked.tools,
         (checked.chat_template_kwargs or {}) | effort,
         add_generation_prompt=not continues if starts is None else starts,
         continue_final_message=continues,
+        is_parallel=is_parallel,
+        forced_call=forced_call(checked.tools or (), choice, is_parallel=is_parallel),
     )
 
 

@@ -60,6 +60,10 @@ class RequestOptions(BaseModel):
     of the token and of the most likely `logprobs` tokens to `logprob` (the model's own, before temperature, penalties
     and biases), `rank` (`null` if the token is not among the most likely) and `decoded_token`."""
 
+    return_message: bool | None = None
+    """Whether to fill the output `message`: a JSON object in the form of OpenAI's API, with `role`, `content`,
+    `reasoning_content` and `tool_calls`; in a stream, what is new of it. See docs/chat.md."""
+
     return_timings: bool | None = None
     """Whether the last response has timings among its parameters, in microseconds since the request's arrival:
     `queue_time_us` (first prompt admitted), `time_to_first_token_us` and `e2e_request_latency_us` (response built).

@@ -18,6 +18,7 @@ TEXT: Final = "text_output"
 LEGACY_TEXT: Final = "text"
 """The output's name in the Triton tutorial; filled too if config.pbtxt declares it."""
 TEXT_OUTPUTS: Final = (TEXT, LEGACY_TEXT)
+MESSAGE: Final = "message"
 PROMPT_LOGPROBS: Final = "prompt_logprobs"
 OUTPUTS: Final[Mapping[str, str]] = {
     TEXT: "TYPE_STRING",
@@ -25,6 +26,7 @@ OUTPUTS: Final[Mapping[str, str]] = {
     "finish_reason": "TYPE_STRING",
     "num_input_tokens": "TYPE_UINT32",
     "num_output_tokens": "TYPE_UINT32",
+    MESSAGE: "TYPE_STRING",
     "prompt_token_ids": "TYPE_STRING",
     "token_ids": "TYPE_STRING",
     "cumulative_logprob": "TYPE_FP32",

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from pydantic import BaseModel
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.chat import MESSAGES
+from hf_triton.protocol.chat import MESSAGES, Chat
 from hf_triton.protocol.dialects import ALIASES, GUIDES, has_no_effect
 from hf_triton.protocol.options import CANCEL, CHAT_OPTIONS, OPTIONS, PARAMETERS, RequestOptions, parse_options
 from hf_triton.protocol.parameters import GenerationParameters, parse_parameters, unknown_parameter
@@ -110,6 +110,8 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
     if any(row.logprobs is not None for row in generation) and not options[0].return_logprobs:
         raise RequestError("invalid_parameter", "logprobs has no effect without return_logprobs true: add it")
     _check_equal(generation, {"num_return_sequences"})
+    if isinstance(prompts[0], Chat) and prompts[0].forced_call is not None:
+        _check_unconstrained(generation[0])
     whole = options[0].model_copy(update={"stream": False}) if options[0].tokenize_only else options[0]
     return GenerationRequest(prompts, generation, whole, prompt_shape(inputs))
 
@@ -125,6 +127,17 @@ def _find_source(inputs: Mapping[str, Array], parameters: Mapping[str, object]) 
         raise RequestError("invalid_input", f"give one of {', '.join(SOURCES)}{hint}")
     [name] = given
     return name, inputs.get(name, parameters.get(name))
+
+
+def _check_unconstrained(parameters: GenerationParameters) -> None:
+    """Refuse parameters that contradict a `tool_choice` which makes the model call a tool."""
+    grammar = parameters.grammar
+    also = parameters.early_stop_parameter if grammar is None else grammar.parameter
+    if also:
+        raise RequestError(
+            "invalid_parameter",
+            f"{also} and this tool_choice both constrain the output: leave one of them out, or say tool_choice auto",
+        )
 
 
 def _check_equal(rows: Sequence[BaseModel], names: Iterable[str]) -> None:

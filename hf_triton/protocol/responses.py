@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hf_triton.protocol.ports import OUTPUTS, PROMPT_LOGPROBS, TEXT_OUTPUTS
+from hf_triton.protocol.ports import MESSAGE, OUTPUTS, PROMPT_LOGPROBS, TEXT_OUTPUTS
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.tensors import Array, encode_strings
 
@@ -42,9 +43,24 @@ def _encode_values(name: str, values: Sequence[Any], request: GenerationRequest)
     return np.array(values, dtype).reshape(*request.shape[:-1], -1)
 
 
-def encode_deltas(deltas: Sequence[str], request: GenerationRequest, output_names: Iterable[str]) -> dict[str, Array]:
-    """The outputs of one response of a stream: the new text of each completion, possibly empty."""
-    return {name: encode_strings(deltas, request.shape) for name in output_names if name in TEXT_OUTPUTS}
+def encode_deltas(
+    deltas: Sequence[str],
+    request: GenerationRequest,
+    output_names: Iterable[str],
+    messages: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Array]:
+    """The outputs of one response of a stream: the new text of each completion, possibly empty.
+
+    Args:
+        deltas: The texts.
+        request: The request.
+        output_names: The outputs that the folder declares.
+        messages: What is new of each message, if the request asks for messages.
+    """
+    outputs = {name: encode_strings(deltas, request.shape) for name in output_names if name in TEXT_OUTPUTS}
+    if messages and MESSAGE in output_names:
+        outputs[MESSAGE] = encode_strings([json.dumps(message) for message in messages], request.shape)
+    return outputs
 
 
 def encode_timings(

@@ -348,6 +348,8 @@ def test_every_option_has_a_description_and_a_range() -> None:
         "add_generation_prompt": "true or false",
         "continue_final_message": "true or false",
         "tools": f"a JSON object or a JSON array of 1 to {MAX_TOOLS} of them",
+        "tool_choice": "a string",
+        "parallel_tool_calls": "true or false",
         "chat_template_kwargs": "a JSON object",
         "reasoning_effort": "a string of 1 to 100 characters",
     }

@@ -443,7 +443,7 @@ def test_every_parameter_is_resolved() -> None:
     renamed["include_stop_str_in_output"] = "includes_stop"
     renamed |= dict.fromkeys(GRAMMARS, "grammar")
     wanted = {renamed.get(name, name) for name in GenerationParameters.model_fields}
-    prepared = {"params", "ids", "preceding_ids", "text", "constraint", "streams"}
+    prepared = {"params", "ids", "preceding_ids", "text", "constraint", "streams", "forced_call", "message_plan"}
     assert places - wanted == {"bad_words_ids", *prepared}
     assert wanted <= places
 

@@ -26,6 +26,7 @@ from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.detokenizer import TextStream
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
+from hf_triton.tasks.text_generation.response_template import MessageFormat
 from hf_triton.tasks.text_generation.task import NUM_HOOK_THREADS, TextGeneration
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 from tests.support.collector import Collector, config_of
@@ -148,6 +149,7 @@ def build_task(
         ChatTemplate(tokenizer_of(KIND), None, 1000),
         GrammarCompiler(tokenizer_of(KIND), VOCABULARY_SIZE, frozenset()),
         CheckedHooks(hooks or Hooks()),
+        MessageFormat(None, {}),
         eos_ids=frozenset([EOS_ID]),
         context_length=context_length,
         is_encoder_decoder=is_encoder_decoder,

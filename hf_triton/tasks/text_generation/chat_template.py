@@ -94,7 +94,7 @@ class ChatTemplate:
             names = variables_of(template)
         except Exception as error:
             raise _render_error(error) from None
-        if chat.tools is not None and "tools" not in names:
+        if chat.tools is not None and chat.forced_call is None and "tools" not in names:
             raise RequestError("invalid_parameter", "this model's chat template does not support tools: leave them out")
         settable = names - RESERVED - set(self._tokenizer.special_tokens_map)
         for name in chat.template_kwargs:

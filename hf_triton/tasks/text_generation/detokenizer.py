@@ -8,6 +8,8 @@ character may spread over several tokens. So a token is decoded after a few othe
 from __future__ import annotations
 
 import codecs
+from collections import deque
+from collections.abc import Mapping
 from typing import Final, Protocol
 
 REPLACEMENT: Final = "\ufffd"
@@ -65,6 +67,59 @@ class TextStream:
     def finish(self) -> str:
         """The rest of the text, after the last token."""
         return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+
+
+class MarkedTextStream(TextStream):
+    """A text stream that also keeps the text with some of the special tokens in it.
+
+    Args:
+        decoder: The tokenizer.
+        prompt_ids: The tokens that the text continues.
+        stop_strings: The text ends before the first of them; special tokens do not count.
+        includes_stop: Whether it ends after it instead.
+        markers: The special tokens to keep, and their text.
+    """
+
+    def __init__(
+        self,
+        decoder: TokenDecoder,
+        prompt_ids: list[int],
+        stop_strings: tuple[str, ...],
+        *,
+        includes_stop: bool,
+        markers: Mapping[int, str],
+    ) -> None:
+        super().__init__(decoder, prompt_ids, stop_strings, includes_stop=includes_stop)
+        self._markers = markers
+        self._waiting = deque[tuple[int, str]]()  # markers behind text that is held back, by where they stand in it
+        self._num_told = 0
+        self._marked = ""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, without markers."""
+        if (marker := self._markers.get(token_id)) is not None and not self.is_stopped:
+            self._waiting.append((self._num_told + self._stops.num_held, marker))
+        return self._mark(super().push(token_id))
+
+    def finish(self) -> str:
+        """The rest of the text, after the last token, without markers."""
+        return self._mark(super().finish())
+
+    def take_marked(self) -> str:
+        """The text with markers since the last call."""
+        marked, self._marked = self._marked, ""
+        return marked
+
+    def _mark(self, text: str) -> str:
+        start = 0
+        while self._waiting and self._waiting[0][0] <= self._num_told + len(text):
+            end, marker = self._waiting.popleft()
+            end -= self._num_told
+            self._marked += text[start:end] + marker
+            start = end
+        self._marked += text[start:]
+        self._num_told += len(text)
+        return text
 
 
 class _Detokenizer:
@@ -127,6 +182,10 @@ class _StopStringFinder:
         self._longest = max(map(len, stop_strings), default=0)
         self._held = ""
         self.is_found = False
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     def push(self, text: str) -> str:
         if self.is_found:

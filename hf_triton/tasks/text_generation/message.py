@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 ALPHANUMERIC: Final = string.ascii_letters + string.digits
@@ -159,3 +160,12 @@ def calls_of(value: object) -> list[tuple[str, str]]:
         arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     (name + arguments).encode()  # half a surrogate pair
     return [(name.strip(), arguments)]
+
+
+@dataclass(frozen=True)
+class MessagePlan:
+    """How the completions of one prompt become messages."""
+
+    build_reader: Callable[[], MessageReader] = MessageReader
+    markers: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that the reader has to see, and their text."""

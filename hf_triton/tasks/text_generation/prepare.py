@@ -21,6 +21,7 @@ from hf_triton.tasks.text_generation.resolve import (
     resolve_request_params,
     resolve_sampling_params,
 )
+from hf_triton.tasks.text_generation.response_template import MessageFormat
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
 MAX_INLINE_CHARACTERS = 1000  # of a prompt that is tokenized in the caller's thread: 0.2 ms, less than a thread costs
@@ -35,6 +36,7 @@ class PromptPreparer:
         chat_template: Renders chats.
         grammars: Compiles grammars.
         hooks: The folder's own.
+        messages: Makes messages of completions.
         eos_ids: The model's own end-of-sequence tokens.
         context_length: Tokens that a prompt and its completion may have together.
         is_encoder_decoder: Whether prompt and completion are bounded each, and outputs never contain the prompt (T5).
@@ -50,6 +52,7 @@ class PromptPreparer:
         chat_template: ChatTemplate,
         grammars: GrammarCompiler,
         hooks: CheckedHooks,
+        messages: MessageFormat,
         *,
         eos_ids: frozenset[int],
         context_length: int,
@@ -63,6 +66,7 @@ class PromptPreparer:
         self.hooks = hooks
         self._chat_template = chat_template
         self._grammars = grammars
+        self._messages = messages
         self._encode_bad_words = lru_cache(NUM_BAD_WORDS_KEPT)(codec.encode_bad_words)
         self._eos_ids = eos_ids
         self._context_length = context_length
@@ -114,6 +118,13 @@ class PromptPreparer:
         if options.tokenize_only:
             prompt.text = self.codec.decode(prompt.ids, keeps_special_tokens=True) if model_text is None else model_text
             return prompt
+        chat = source if isinstance(source, Chat) else None
+        if chat is not None and chat.forced_call is not None:
+            prompt.grammar, prompt.stop_strings = chat.forced_call.grammar, ()
+            prompt.forced_call = chat.forced_call
+        if options.return_message:
+            shown = self.codec.decode(prompt.ids, keeps_special_tokens=True) if model_text is None else model_text
+            prompt.message_plan = self._messages.plan(chat, shown, is_constrained=prompt.grammar is not None)
         params = self._sampling_params(prompt, prompt_name(source, row), parameters)
         if streams and params.num_sequences > params.num_return_sequences:
             raise RequestError("invalid_parameter", "best_of cannot be streamed: leave it out, or say stream false")
@@ -157,8 +168,14 @@ class PromptPreparer:
         Raises:
             RequestError: It is not a grammar that can be followed.
         """
-        if prompt.grammar is not None:
+        if prompt.grammar is None:
+            return
+        try:
             prompt.params, prompt.constraint = self._grammars.compile(prompt.grammar, prompt.params)
+        except RequestError:
+            for grammar in prompt.forced_call.tool_grammars if prompt.forced_call else ():
+                self._grammars.compile(grammar, prompt.params)  # to name the tool that is wrong
+            raise
 
     def prepare_default(self) -> PreparedPrompt:
         """A one-token prompt with the folder's and the checkpoint's defaults, its grammar compiled.

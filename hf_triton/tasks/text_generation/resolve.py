@@ -10,9 +10,11 @@ from typing import Any
 from hf_triton.errors import RequestError
 from hf_triton.protocol.parameters import GREEDY_BELOW, GenerationParameters, check_best_of, check_min_new_tokens
 from hf_triton.protocol.structured_output import Grammar
+from hf_triton.protocol.tool_choice import ForcedCall
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
 from hf_triton.tasks.text_generation.detokenizer import TextStream
+from hf_triton.tasks.text_generation.message import MessagePlan
 
 
 @dataclass
@@ -34,6 +36,8 @@ class PreparedPrompt:
     """Lower values leave the queue first."""
     grammar: Grammar | None = None
     """What the completions must follow; there are no stop strings then."""
+    forced_call: ForcedCall | None = None
+    """The tool call that the grammar stands for."""
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=1))
     ids: list[int] = field(default_factory=list)
     """The prompt's tokens."""
@@ -41,6 +45,8 @@ class PreparedPrompt:
     """The tokens that its completions continue: its own, or none for an encoder-decoder model."""
     text: str = ""
     """What its outputs begin with: the prompt, or nothing."""
+    message_plan: MessagePlan | None = None
+    """How its completions become messages; None: the request does not ask for them."""
     constraint: Callable[[], Constraint] | None = None
     """Makes the constraint of one completion; None: no grammar."""
     streams: list[TextStream] = field(default_factory=list)

@@ -18,13 +18,14 @@ from typing import Any, Final
 
 from hf_triton.engine.types import Completion, FinishReason, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, HfTritonError, panics_as_errors, where
-from hf_triton.protocol.ports import LEGACY_TEXT, PROMPT_LOGPROBS, TEXT
+from hf_triton.protocol.ports import LEGACY_TEXT, MESSAGE, PROMPT_LOGPROBS, TEXT
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.responses import encode_deltas, encode_outputs, encode_timings
 from hf_triton.sampling.types import LogitsProcessor, TokenLogprobs
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.request import InferenceRequest
-from hf_triton.tasks.text_generation.detokenizer import up_to_stop
+from hf_triton.tasks.text_generation.detokenizer import MarkedTextStream, TextStream, up_to_stop
+from hf_triton.tasks.text_generation.message import MessagePlan, MessageReader
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.resolve import PreparedPrompt
 
@@ -75,6 +76,8 @@ class GenerationResponse:
         self._pool = pool
         self._sends_deltas = self.streams and not self._hooks.overrides("postprocess")
         self._deltas: list[str] = []  # one for each sequence, since the last send
+        self._readers: list[MessageReader] = []  # one for each sequence of a stream with messages
+        self._unread: list[str] = []  # by them
         self._has_queued_deltas = False
         self._completions: dict[int, list[Completion]] = {}
         self._has_ended = False
@@ -96,15 +99,19 @@ class GenerationResponse:
         """The engine's sequence groups, one for each of the prepared prompts."""
         if self._sends_deltas:
             self._deltas = [""] * sum(prompt.params.num_sequences for prompt in self.prompts)
+            self._readers = [
+                prompt.message_plan.build_reader()
+                for prompt in self.prompts
+                if prompt.message_plan is not None
+                for _ in range(prompt.params.num_sequences)
+            ]
+            self._unread = [""] * len(self._readers)
         return [self._sequence_group(row, prompt) for row, prompt in enumerate(self.prompts)]
 
     def _sequence_group(self, row: int, prompt: PreparedPrompt) -> SequenceGroup:
         if self._sends_deltas or prompt.stop_strings or self._has_stopping_rule(prompt):
             num_sequences = prompt.params.num_sequences
-            prompt.streams = [
-                self._codec.stream(prompt.preceding_ids, prompt.stop_strings, includes_stop=prompt.includes_stop)
-                for _ in range(num_sequences)
-            ]
+            prompt.streams = [self._text_stream(prompt) for _ in range(num_sequences)]
             for stream in prompt.streams:
                 stream.unsent = prompt.text
         return SequenceGroup(
@@ -119,6 +126,12 @@ class GenerationResponse:
             priority=prompt.queue_priority,
             times=self.request.times,
         )
+
+    def _text_stream(self, prompt: PreparedPrompt) -> TextStream:
+        before, stops, has_stop = prompt.preceding_ids, prompt.stop_strings, prompt.includes_stop
+        if self._sends_deltas and prompt.message_plan is not None and (markers := prompt.message_plan.markers):
+            return self._codec.marked_stream(before, stops, markers, includes_stop=has_stop)
+        return self._codec.stream(before, stops, includes_stop=has_stop)
 
     def _has_stopping_rule(self, prompt: PreparedPrompt) -> bool:
         return prompt.constraint is None and self._hooks.overrides("is_complete")
@@ -152,7 +165,7 @@ class GenerationResponse:
             with panics_as_errors():
                 delta = stream.push(token_id)
             if self._sends_deltas and (delta or stream.unsent):
-                self._add_delta(row * prompt.params.num_sequences + index, stream.unsent + delta)
+                self._add_delta(row * prompt.params.num_sequences + index, stream, delta)
                 stream.unsent = ""
             if stream.is_stopped or not (delta and self._has_stopping_rule(prompt)):
                 return stream.is_stopped
@@ -192,12 +205,15 @@ class GenerationResponse:
             sum(len(completion.token_ids) for completion in completions) > MAX_QUICK_TOKENS
             or num_logprobs > MAX_QUICK_LOGPROBS
             or self._hooks.overrides("postprocess")
+            or bool(self.checked.options.return_message)
         )
 
-    def _add_delta(self, index: int, delta: str) -> None:
+    def _add_delta(self, index: int, stream: TextStream, delta: str) -> None:
         """Queue a delta of a sequence; deltas that the sender has not sent yet are sent together."""
         with self._lock:
-            self._deltas[index] += delta
+            self._deltas[index] += stream.unsent + delta
+            if self._readers:
+                self._unread[index] += _marked(stream, delta)
             was_queued, self._has_queued_deltas = self._has_queued_deltas, True
         if not was_queued:
             self._config.sender.put(self._send_deltas)
@@ -207,8 +223,10 @@ class GenerationResponse:
     def _send_deltas(self) -> None:
         with self._lock:
             deltas, self._deltas, self._has_queued_deltas = self._deltas, [""] * len(self._deltas), False
+            unread, self._unread = self._unread, [""] * len(self._unread)
         if any(deltas):
-            self.request.add(encode_deltas(deltas, self.checked, self._config.output_names))
+            messages = [_read(reader, text) for reader, text in zip(self._readers, unread, strict=True)]
+            self.request.add(encode_deltas(deltas, self.checked, self._config.output_names, messages))
 
     def _send_from_pool(self) -> None:
         """Send the final response from the pool, after the deltas that the sender's thread has sent."""
@@ -251,11 +269,12 @@ class GenerationResponse:
             logprobs = self._completions[row][0].prompt_logprobs  # the same for all
             prompt_logprobs = None if logprobs is None else self._logprobs_json([None, *logprobs])
             for index, completion in enumerate(self._completions[row]):
-                text, is_stopped = self._text(prompt, index, completion)
+                text, message, is_stopped = self._text(row, index, completion)
                 outputs.append(
                     {
                         TEXT: text,
                         LEGACY_TEXT: text,
+                        MESSAGE: "" if message is None else json.dumps(message),
                         "finish_reason": "stop" if is_stopped else FINISH_REASONS[completion.finish_reason],
                         "num_input_tokens": len(prompt.ids),
                         "num_output_tokens": len(completion.token_ids),
@@ -268,21 +287,45 @@ class GenerationResponse:
                 )
         return outputs
 
-    def _text(self, prompt: PreparedPrompt, index: int, completion: Completion) -> tuple[str, bool]:
-        """A completion's text, of a stream the part that no delta had; and whether a stop string ended it.
+    def _text(self, row: int, index: int, completion: Completion) -> tuple[str, dict[str, Any] | None, bool]:
+        """A completion's text and message, of a stream what no delta had; and whether a stop string ended it.
 
         That may be known only now: with the stop strings `bc` and `abcd`, `abc` stops once no more tokens follow.
         """
+        prompt = self.prompts[row]
         if self.checked.options.tokenize_only:
-            return prompt.text, False
+            return prompt.text, {} if self.checked.options.return_message else None, False
         if self._sends_deltas:
             stream = prompt.streams[index]
             rest = stream.finish()
-            return stream.unsent + rest, stream.is_stopped
+            message = None
+            if self._readers:
+                reader = self._readers[row * prompt.params.num_sequences + index]
+                message = _read(reader, _marked(stream, rest), is_last=True)
+            return stream.unsent + rest, message, stream.is_stopped
         # Not from `prompt.streams`: `best_of` has reordered the completions.
         whole = self._codec.continuation(prompt.preceding_ids, completion.token_ids)
         text, is_stopped = up_to_stop(whole, prompt.stop_strings, includes_stop=prompt.includes_stop)
-        return prompt.text + self._hooks.postprocess(text), is_stopped
+        message = None if prompt.message_plan is None else self._message(prompt, prompt.message_plan, text, completion)
+        return prompt.text + self._hooks.postprocess(text), message, is_stopped
+
+    def _message(self, prompt: PreparedPrompt, plan: MessagePlan, text: str, completion: Completion) -> dict[str, Any]:
+        """The whole message of a completion; for a stream in the form of a delta."""
+        if not plan.markers.keys().isdisjoint(completion.token_ids):
+            stream = self._codec.marked_stream(
+                prompt.preceding_ids, prompt.stop_strings, plan.markers, includes_stop=prompt.includes_stop
+            )
+            for token_id in completion.token_ids:
+                stream.push(token_id)
+            stream.finish()
+            text = stream.take_marked()
+        reader = plan.build_reader()
+        reader.feed(text)
+        reader.finish()
+        message = reader.take() if self.streams else reader.message()
+        if message.get("content"):
+            message["content"] = self._hooks.postprocess(message["content"])
+        return message
 
     def _logprobs_json(self, logprobs: Iterable[TokenLogprobs | None]) -> str:
         """Log probabilities in the vLLM backend's form: for each position an object of tokens by their ids, or null.
@@ -291,6 +334,19 @@ class GenerationResponse:
         """
         decode = cache(lambda token_id: self._codec.decode([token_id]))
         return f"[{', '.join(json.dumps(each and _position(decode, each)) for each in logprobs)}]"
+
+
+def _marked(stream: TextStream, text: str) -> str:
+    """New text of a stream, with the special tokens that a message's reader has to see."""
+    return stream.take_marked() if isinstance(stream, MarkedTextStream) else text
+
+
+def _read(reader: MessageReader, text: str, *, is_last: bool = False) -> dict[str, Any]:
+    """Read new text of a completion. Returns the delta of its message."""
+    reader.feed(text)
+    if is_last:
+        reader.finish()
+    return reader.take()
 
 
 def _position(decode: Callable[[int], str], logprobs: TokenLogprobs) -> dict[int, dict[str, object]]:

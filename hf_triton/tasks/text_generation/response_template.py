@@ -12,7 +12,6 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +19,12 @@ from typing import Any, Final
 from hf_triton.errors import SettingsError
 from hf_triton.protocol.chat import Chat
 from hf_triton.protocol.validation import suggest
-from hf_triton.tasks.text_generation.message import CallArrayReader, MessageReader, NamedCallReader
+from hf_triton.tasks.text_generation.message import (
+    CallArrayReader,
+    MessagePlan,
+    MessageReader,
+    NamedCallReader,
+)
 from hf_triton.tasks.text_generation.response_parser import TOOL_CALLS, TemplateReader
 
 logger = logging.getLogger(__name__)
@@ -30,15 +34,6 @@ NONE: Final = "none"
 """The setting that switches parsing off."""
 MAX_TEMPLATE_BYTES: Final = 1_000_000
 Spec = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class MessagePlan:
-    """How the completions of one prompt become messages."""
-
-    build_reader: Callable[[], MessageReader] = MessageReader
-    markers: Mapping[int, str] = field(default_factory=dict)
-    """Special tokens that the reader has to see, and their text."""
 
 
 class MessageFormat:
@@ -62,19 +57,22 @@ class MessageFormat:
             fields = {name: value for name, value in spec["fields"].items() if name != TOOL_CALLS}
             self._without_tools = _Template({**spec, "fields": fields} if fields else None, special_tokens)
 
-    def plan(self, source: str | Chat, prompt: str, *, is_constrained: bool) -> MessagePlan:
+    def plan(self, chat: Chat | None, prompt: str, *, is_constrained: bool) -> MessagePlan:
         """How the completions of a prompt are read.
 
         Args:
-            source: The prompt as the request has it.
+            chat: The chat that is the prompt, if it is one.
             prompt: Its text, the chat rendered.
             is_constrained: Whether the request or the folder constrains the output, which is content then.
         """
-        chat = source if isinstance(source, Chat) else None
         build: Callable[[], MessageReader]
-        if chat is not None and chat.forced_grammar is not None:
-            build = partial(NamedCallReader, chat.forced_name) if chat.forced_name else CallArrayReader
-            return MessagePlan(partial(build, has_short_ids=self._has_short_ids))
+        if chat is not None and chat.forced_call is not None:
+            name = chat.forced_call.name
+            return MessagePlan(
+                partial(CallArrayReader, has_short_ids=self._has_short_ids)
+                if name is None
+                else partial(NamedCallReader, name, has_short_ids=self._has_short_ids)
+            )
         template = self._with_tools if chat is not None and chat.tools else self._without_tools
         if is_constrained or template.compiled is None:
             return MessagePlan()
@@ -83,7 +81,7 @@ class MessageFormat:
             template.compiled,
             template.end_of(prompt),
             list(chat.tools or ()) if chat is not None else [],
-            is_parallel=chat is None or chat.parallel_tool_calls,
+            is_parallel=chat is None or chat.is_parallel,
             has_short_ids=self._has_short_ids,
         )
         return MessagePlan(build, template.markers)
@@ -96,9 +94,7 @@ class _Template:
         self.compiled = None if spec is None else _compile(spec)
         words = [re.sub(r"\\(.)", r"\1", text) for text in _strings({} if spec is None else spec["fields"])]
         self.markers = {
-            token_id: text
-            for token_id, text in (special_tokens or {}).items()
-            if any(text in word for word in words)
+            token_id: text for token_id, text in (special_tokens or {}).items() if any(text in word for word in words)
         }
 
     def end_of(self, prompt: str) -> str:
@@ -113,7 +109,7 @@ class _Template:
 def _compile(spec: Spec) -> Any:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    return load_response_template(dict(spec))  # type: ignore[no-untyped-call]
+    return load_response_template(dict(spec))
 
 
 def _strings(value: object) -> Iterator[str]:
@@ -130,6 +126,11 @@ def _strings(value: object) -> Iterator[str]:
 def shipped_names() -> list[str]:
     """The names of the response templates that come with this package."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def shipped_markers() -> dict[str, list[str]]:
+    """The words in a chat template that each of them is found by."""
+    return {name: _read(FOLDER / f"{name}.json")["markers"] for name in shipped_names()}
 
 
 def shipped_template(name: str) -> Spec:
@@ -161,7 +162,7 @@ def load_response_template(setting: str | None, model_folder: Path) -> Spec | st
         path = model_folder / Path(setting).expanduser()
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise SettingsError(f"response_template names {path}, which has more than {MAX_TEMPLATE_BYTES} bytes")
-        spec = _read(path)
+        spec: Spec = _read(path)
         _compile(spec)
     except (OSError, RuntimeError) as error:  # there is none, or the home of an unknown user
         if "/" not in setting and not setting.endswith(".json"):
@@ -219,7 +220,7 @@ def build_message_format(
 
 def detect(chat_template: str) -> str | None:
     """The shipped response template with the most markers of all whose markers are in a chat template; None: none."""
-    markers = {name: _read(FOLDER / f"{name}.json")["markers"] for name in shipped_names()}
+    markers = shipped_markers()
     fitting = [name for name, words in markers.items() if all(word in chat_template for word in words)]
     return max(fitting, key=lambda name: (len(markers[name]), name), default=None)
 

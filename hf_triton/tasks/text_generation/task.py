@@ -26,6 +26,7 @@ from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.response import GenerationResponse, fault
+from hf_triton.tasks.text_generation.response_template import Spec, build_message_format
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ def build_text_generation(
     on_fatal: Callable[[], None],
     observer: Observer,
     returns_timings: bool,
+    response_template: Spec | str | None = None,
 ) -> TextGeneration:
     """The task of a loaded checkpoint, its engine running.
 
@@ -196,6 +198,7 @@ def build_text_generation(
         on_fatal: Called after the engine has failed for good.
         observer: Observes the engine.
         returns_timings: Whether the server's responses can have parameters.
+        response_template: The folder's own, see `load_response_template`.
 
     Raises:
         LoadError: No engine can run the model, or the folder's defaults contradict it.
@@ -205,7 +208,7 @@ def build_text_generation(
     from hf_triton.runner.device import DeviceContext
 
     limits = Limits(settings.max_prompts, settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length)
-    preparer = _build_preparer(checkpoint, settings, hooks, chat_template, limits.max_prompt_bytes)
+    preparer = _build_preparer(checkpoint, settings, hooks, chat_template, response_template, limits.max_prompt_bytes)
     with DeviceContext(checkpoint.model.device):
         accelerate(checkpoint.model, pack_weights=settings.pack_weights)
         engine = build_engine(
@@ -231,13 +234,20 @@ def build_text_generation(
 
 
 def _build_preparer(
-    checkpoint: Checkpoint, settings: ModelSettings, hooks: Hooks, chat_template: str | None, max_prompt_bytes: int
+    checkpoint: Checkpoint,
+    settings: ModelSettings,
+    hooks: Hooks,
+    chat_template: str | None,
+    response_template: Spec | str | None,
+    max_prompt_bytes: int,
 ) -> PromptPreparer:
+    codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
     return PromptPreparer(
-        TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size),
+        codec,
         ChatTemplate(checkpoint.tokenizer, chat_template, max_prompt_bytes),
         GrammarCompiler(checkpoint.tokenizer, checkpoint.vocabulary_size, eos_ids(checkpoint.model)),
         CheckedHooks(hooks, max_prompt_bytes),
+        build_message_format(response_template, checkpoint.tokenizer, chat_template, codec.special_tokens()),
         eos_ids=eos_ids(checkpoint.model),
         context_length=checkpoint.context_length,
         is_encoder_decoder=checkpoint.is_encoder_decoder,

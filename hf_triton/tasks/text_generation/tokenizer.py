@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
 from hf_triton.errors import RequestError, clip, panics_as_errors
-from hf_triton.tasks.text_generation.detokenizer import NUM_CONTEXT_TOKENS, REPLACEMENT, TextStream
+from hf_triton.tasks.text_generation.detokenizer import (
+    NUM_CONTEXT_TOKENS,
+    REPLACEMENT,
+    MarkedTextStream,
+    TextStream,
+)
 
 ENCODERS: Final = ("__call__", "_encode_plus")
 DECODERS: Final = ("decode", "_decode")
@@ -111,6 +116,17 @@ class TextCodec:
     ) -> TextStream:
         """The same text, token by token."""
         return TextStream(self, prompt_ids, stop_strings, includes_stop=includes_stop)
+
+    def marked_stream(
+        self, prompt_ids: list[int], stop_strings: tuple[str, ...], markers: Mapping[int, str], *, includes_stop: bool
+    ) -> MarkedTextStream:
+        """A `stream` that also keeps the text with some special tokens in it."""
+        return MarkedTextStream(self, prompt_ids, stop_strings, includes_stop=includes_stop, markers=markers)
+
+    def special_tokens(self) -> dict[int, str]:
+        """The tokens without text that have a name, by id."""
+        added: dict[str, int] = self._tokenizer.get_added_vocab()
+        return {token_id: name for name, token_id in added.items() if self.is_silent(token_id)}
 
     def decode(self, ids: list[int], *, keeps_special_tokens: bool = False) -> str:
         """Tokens as the tokenizer decodes them on their own."""
