@@ -62,7 +62,9 @@ def missing_ports(
     dims = {PROMPT: prompt_dims, MESSAGES: [-1], PROMPT_TOKEN_IDS: [-1]}
     names = [PROMPT]
     if parameters_as_inputs or not has_inputs:  # a folder that declares inputs gets no others
-        names += [MESSAGES, PROMPT_TOKEN_IDS, *STRING_ARRAYS]
+        names += [PROMPT_TOKEN_IDS, *STRING_ARRAYS]
+        if parameters_as_inputs or config["max_batch_size"] > 0:  # where Triton refuses requests without an input
+            names.append(MESSAGES)
     if parameters_as_inputs:
         others = (*PARAMETERS, *ALIASES, *DIALECT_INPUTS)
         names += [name for name in others if name not in (*STRING_ARRAYS, CANCEL)]

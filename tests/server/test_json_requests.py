@@ -110,9 +110,9 @@ def test_triton_itself_refuses_null(server: TritonServer, name: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_messages_are_an_input_or_a_parameter(server: TritonServer, model: str, reference: Reference) -> None:
     expected = answer(server, PLAIN, messages=json.dumps(CHAT))["text_output"]
-    for messages in (json.dumps(CHAT), [json.dumps(message) for message in CHAT]):
-        assert answer(server, model, messages=messages)["text_output"] == expected
+    assert answer(server, model, messages=json.dumps(CHAT))["text_output"] == expected
     if model == PLAIN:
+        assert ask(server, model, messages=CHAT).status == 400  # Triton has no arrays of objects
         body = {"inputs": [], "parameters": {"messages": json.dumps(CHAT), "max_tokens": NUM_TOKENS}}
         [output] = post(server, f"/v2/models/{model}/infer", body).json()["outputs"]
         assert output["data"] == [expected]

@@ -61,11 +61,11 @@ TOLD = [name for name in OUTPUTS if name not in (TEXT, LEGACY_TEXT, PROMPT_LOGPR
 
 def test_an_empty_config_gets_prompts_arrays_and_all_but_the_legacy_output() -> None:
     inputs, outputs = missing_ports(config(), parameters_as_inputs=False)
-    assert [each["name"] for each in inputs] == [*SOURCES, *STRING_ARRAYS]
+    assert [each["name"] for each in inputs] == [PROMPT, PROMPT_TOKEN_IDS, *STRING_ARRAYS]
     assert {(each["data_type"], *each["dims"], each["optional"]) for each in inputs if "ids" not in each["name"]} == {
         ("TYPE_STRING", -1, True)
     }
-    assert inputs[2] == {"name": PROMPT_TOKEN_IDS, "data_type": "TYPE_INT64", "dims": [-1], "optional": True}
+    assert inputs[1] == {"name": PROMPT_TOKEN_IDS, "data_type": "TYPE_INT64", "dims": [-1], "optional": True}
     assert outputs == [
         {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]},
         {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": [-1]},
