@@ -111,7 +111,7 @@ class Simulation:
             max_sequences=max_sequences,
             start=self._start,
             observer=self.observer,
-            config=EngineConfig(max_memory_wait_s=max_memory_wait_s),
+            config=EngineConfig(max_memory_wait_s=max_memory_wait_s, max_arrival_delay_s=0.0),
         )
         self._refuses = refuses
         self._arrival_numbers = itertools.count(1)
