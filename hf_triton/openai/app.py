@@ -10,7 +10,7 @@ from typing import Final
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from hf_triton.openai import chat, completions, health, models, other_tasks, tokenize
+from hf_triton.openai import chat, completions, health, messages, models, other_tasks, responses, tokenize
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.errors import RESPONSES, install_handlers
 from hf_triton.openai.gateway import Gateway
@@ -25,6 +25,8 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     models.router,
     chat.router,
     completions.router,
+    responses.router,
+    messages.router,
     tokenize.router,
     other_tasks.router,
     health.router,

@@ -127,10 +127,15 @@ def triton_error(message: str, names: Mapping[str, str], fields: Collection[str]
             _REQUEST_ID.sub("", message).partition("\n")[0] if status < 500 else "the server failed on this request"
         )
         return ApiError(status, sentence)
-    code, sentence = coded[1], re.sub(r"[a-z_]+", lambda word: names.get(word[0], word[0]), coded[2])
+    code, sentence = coded[1], in_names(coded[2], names)
     return ApiError(
         STATUS.get(code, 500), sentence, param=named_field(sentence, fields), code=OPENAI_CODES.get(code, code)
     )
+
+
+def in_names(sentence: str, names: Mapping[str, str]) -> str:
+    """A sentence with our names of parameters replaced by the client's."""
+    return re.sub(r"[a-z_]+", lambda word: names.get(word[0], word[0]), sentence)
 
 
 def named_field(sentence: str, fields: Collection[str]) -> str | None:

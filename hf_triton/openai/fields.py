@@ -6,9 +6,9 @@ Sampling fields take their types and ranges from `GenerationParameters`: nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import annotated_types
 from pydantic import (
@@ -63,6 +63,16 @@ CLIENT_NAMES: Final[Mapping[str, str]] = {
 """What OpenAI's clients call our parameters."""
 MAX_TOP_LOGPROBS: Final = 20
 
+
+def sampling_fields(name: str, fields: Collection[str]) -> type[BaseModel]:
+    """A model with fields of SAMPLING, as `GenerationParameters` declares them."""
+    declared = {field: GenerationParameters.model_fields[SAMPLING[field]] for field in fields}
+    definitions: dict[str, Any] = {
+        field: (own.annotation, Field(None, description=own.description)) for field, own in declared.items()
+    }
+    return create_model(name, __config__=CONFIG, **definitions)
+
+
 if TYPE_CHECKING:
 
     class SamplingFields(BaseModel):
@@ -72,17 +82,7 @@ if TYPE_CHECKING:
         max_tokens: int | None
         best_of: int | None
 else:
-    SamplingFields = create_model(
-        "SamplingFields",
-        __config__=CONFIG,
-        **{
-            name: (
-                GenerationParameters.model_fields[own].annotation,
-                Field(None, description=GenerationParameters.model_fields[own].description),
-            )
-            for name, own in SAMPLING.items()
-        },
-    )
+    SamplingFields = sampling_fields("SamplingFields", SAMPLING)
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,7 @@ class Fields(BaseModel):
     """A request's body: its problems are `ApiError`s that name the field."""
 
     model_config = CONFIG
+    ignored: ClassVar[Mapping[str, Ignored]] = IGNORED
 
     @model_validator(mode="wrap")
     @classmethod
@@ -158,10 +159,10 @@ class Fields(BaseModel):
             if name in cls.model_fields:
                 if value is not None:
                     known[name] = value
-            elif name in IGNORED:
-                IGNORED[name].check(name, value)
+            elif name in cls.ignored:
+                cls.ignored[name].check(name, value)
             else:
-                raise unknown_field(name, [*cls.model_fields, *IGNORED])
+                raise unknown_field(name, [*cls.model_fields, *cls.ignored])
         try:
             return validate(known)
         except ValidationError as error:

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the APIs of coding agents share: each request becomes one of `/v1/chat/completions`, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import annotated_types
+from pydantic import BaseModel
+
+from hf_triton.openai.answers import delta_of
+from hf_triton.openai.blocks import Block, Blocks, Step
+from hf_triton.openai.chat import ChatRequest
+from hf_triton.openai.conversation import Conversation
+from hf_triton.openai.errors import ApiError, in_names, named_field
+from hf_triton.openai.fields import Fields, Ignored, sampling_fields
+from hf_triton.openai.gateway import Gateway
+from hf_triton.openai.triton import Generation, Outputs
+
+SAMPLING: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+SHARED: Final = ("model", "stream", "chat_template_kwargs", *SAMPLING)
+"""Fields that mean what the chat's field of this name means."""
+ANY: Final = Ignored()
+
+if TYPE_CHECKING:
+
+    class AgentSampling(BaseModel):
+        """The fields of SAMPLING."""
+
+        temperature: float | None
+        top_p: float | None
+else:
+    AgentSampling = sampling_fields("AgentSampling", SAMPLING)
+
+
+class AgentRequest(Fields, AgentSampling):
+    """The fields that agents' APIs have in common; some are this server's own."""
+
+    model: Annotated[str, annotated_types.MinLen(1)]
+    """One of `/v1/models`."""
+
+    stream: bool | None = None
+    """Whether to send the response in pieces, as server-sent events."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template."""
+
+    def generation(
+        self, request_id: str, conversation: Conversation, names: Mapping[str, str], **chat: object
+    ) -> Generation:
+        """What to ask of Triton.
+
+        Args:
+            request_id: The request's id.
+            conversation: The messages.
+            names: The client's names of the chat's fields, for error messages.
+            chat: More fields of the chat; None: not given.
+
+        Raises:
+            ApiError: A field is invalid.
+        """
+        shared = {name: getattr(self, name) for name in SHARED}
+        fields = type(self).model_fields
+        try:
+            request = ChatRequest.model_validate({**shared, "messages": conversation.messages(), **chat})
+            generation = request.generation(request_id)
+        except ApiError as error:
+            sentence = in_names(error.message, names)
+            param = named_field(sentence, fields)
+            raise ApiError(error.status_code, sentence, param=param, code=error.code) from None
+        known = {own: names.get(name, name) for own, name in generation.names.items()}
+        return dataclasses.replace(generation, names={**known, **names}, fields=fields)
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A tool as the chat has it."""
+    given = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
+
+
+async def stream_steps(
+    gateway: Gateway, generation: Generation, blocks: Blocks
+) -> AsyncGenerator[tuple[list[Step], Outputs]]:
+    """The steps of each response, and its outputs; those of the last have a finish reason.
+
+    Raises:
+        ApiError: The request is refused, or fails.
+    """
+    async with aclosing(await gateway.models.stream(generation)) as responses:
+        outputs: Outputs
+        async for outputs in responses:
+            delta = delta_of(outputs, 0)
+            yield list(blocks.feed(json.loads(delta))) if delta else [], outputs
+
+
+def has_calls(blocks: list[Block]) -> bool:
+    """Whether the message calls tools."""
+    return any(block.kind == "tool_call" for block in blocks)
+
+
+def named_event(kind: str, data: Mapping[str, Any]) -> bytes:
+    """One event with its type on a line of its own."""
+    text = json.dumps({"type": kind, **data}, ensure_ascii=False)
+    return f"event: {kind}\ndata: {text}\n\n".encode()

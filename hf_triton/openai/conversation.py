@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the messages of a chat from the items and content blocks of other APIs. Knows none of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar
+
+from hf_triton.errors import clip
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.fields import Fields
+
+Part = TypeVar("Part", bound=Fields)
+
+
+def parse_at(model: type[Part], place: str, value: object) -> Part:
+    """Check an object inside a request; null is as good as leaving a field out.
+
+    Args:
+        model: Its fields.
+        place: Where it is: `input[2]`.
+        value: The object.
+
+    Raises:
+        ApiError: It is invalid; message and `param` begin with `place`.
+    """
+    if not isinstance(value, dict):
+        raise ApiError(400, f"{place} must be a JSON object, got {clip(value)}", param=place, code="invalid_parameter")
+    try:
+        return model.model_validate({name: field for name, field in value.items() if field is not None})
+    except ApiError as error:
+        param = f"{place}.{error.param}" if error.param else place
+        is_named = error.param is not None and error.message.startswith(error.param)
+        message = f"{place}.{error.message}" if is_named else f"{place}: {error.message}"
+        raise ApiError(error.status_code, message, param=param, code=error.code) from None
+
+
+class Conversation:
+    """The messages of a chat; neighbours of one role become one message."""
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+        self._places: list[str] = []
+
+    def add_text(self, role: str, text: str, place: str) -> None:
+        """Add a part to the content of a message."""
+        part = {"type": "text", "text": text}
+        self._message(role, place, "tool_calls").setdefault("content", []).append(part)
+
+    def add_reasoning(self, text: str, place: str) -> None:
+        """Add the reasoning before an assistant's content."""
+        message = self._message("assistant", place, "content", "tool_calls")
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+    def add_call(self, call_id: str, name: str, arguments: str, place: str) -> None:
+        """Add a tool call of the assistant; its arguments are JSON text."""
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._message("assistant", place).setdefault("tool_calls", []).append(call)
+
+    def add_result(self, call_id: str, text: str, place: str) -> None:
+        """Add what a tool answered."""
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        self._places.append(place)
+
+    @property
+    def ends_with_text(self) -> bool:
+        """Whether the last message is the assistant's, with content and no tool calls."""
+        last = self._messages[-1] if self._messages else {}
+        return last.get("role") == "assistant" and "content" in last and "tool_calls" not in last
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages as OpenAI's chats have them."""
+        return [_joined(message) for message in self._messages]
+
+    @contextmanager
+    def placed_errors(self, field: str) -> Iterator[None]:
+        """Make errors about `field[2]`, the chat's message, name the place that it comes from.
+
+        Args:
+            field: What the client calls the messages.
+        """
+
+        def place(match: re.Match[str]) -> str:
+            index = int(match[1])
+            return self._places[index] if index < len(self._places) else field
+
+        def moved(text: str) -> str:
+            text = re.sub(r"\btools\[(\d+)\]\.function", r"tools[\1]", text)
+            return re.sub(rf"\b{field}\[(\d{{1,9}})\]", place, text)
+
+        try:
+            yield
+        except ApiError as error:
+            param = error.param and moved(error.param)
+            raise ApiError(error.status_code, moved(error.message), param=param, code=error.code) from None
+
+    async def placed_stream(self, field: str, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        """Events whose errors name places, as in `placed_errors`."""
+        with self.placed_errors(field):
+            async with aclosing(events):
+                async for data in events:
+                    yield data
+
+    def _message(self, role: str, place: str, *after: str) -> dict[str, Any]:
+        """The last message if it is of this role and has none of the fields `after`, or else a new one."""
+        last = self._messages[-1] if self._messages else {}
+        if last.get("role") != role or any(name in last for name in after):
+            last = {"role": role}
+            self._messages.append(last)
+            self._places.append(place)
+        return last
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose only part of content is a string."""
+    content = message.get("content")
+    return {**message, "content": content[0]["text"]} if isinstance(content, list) and len(content) == 1 else message

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator, Mapping
+from typing import Annotated, Any, ClassVar, Final
+
+import annotated_types
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from hf_triton.errors import clip
+from hf_triton.openai.agents import ANY, AgentRequest, function_tool, has_calls, named_event, stream_steps
+from hf_triton.openai.answers import finish_reason_of, message_of, usage_of
+from hf_triton.openai.blocks import Blocks, Step, blocks_of
+from hf_triton.openai.conversation import Conversation, parse_at
+from hf_triton.openai.disconnect import run_while_connected
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.fields import Fields, Ignored
+from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
+from hf_triton.openai.message_blocks import block_delta, content_block, read_messages
+from hf_triton.openai.sse import EventStream
+from hf_triton.openai.triton import Generation, Outputs
+
+router = APIRouter()
+NAMES: Final[Mapping[str, str]] = {
+    "max_new_tokens": "max_tokens",
+    **dict.fromkeys(("text_input", "prompt"), "messages"),
+    **dict.fromkeys(("stop", "stop_strings"), "stop_sequences"),
+    "response_format": "output_config.format",
+}
+"""The client's names of the chat's fields and of ours."""
+CHOICES: Final[Mapping[str, str]] = {"auto": "auto", "any": "required", "none": "none"}
+"""Types of `tool_choice`, and what the chat calls them."""
+
+
+class _Tool(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = {
+        **dict.fromkeys(("type", "cache_control", "strict", "eager_input_streaming", "input_examples"), ANY),
+        "allowed_callers": Ignored((["direct"],)),
+        "defer_loading": Ignored((False,)),
+    }
+    name: Annotated[str, annotated_types.MinLen(1)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class _Choice(Fields):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _OutputConfig(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = {"effort": ANY}
+    format: dict[str, Any] | None = None
+
+
+class CountRequest(AgentRequest):
+    """The body of `/v1/messages/count_tokens`."""
+
+    ignored: ClassVar[Mapping[str, Ignored]] = {
+        **dict.fromkeys(("metadata", "cache_control", "thinking", "context_management", "diagnostics"), ANY),
+        **dict.fromkeys(("user_profile_id", "workspace_id", "inference_geo"), ANY),
+        "service_tier": Ignored(("auto", "standard_only"), "has one tier here"),
+        "speed": Ignored(("standard",)),
+        "container": Ignored((), "is for tools that run on the server, and this one has none"),
+        "mcp_servers": Ignored(([],), "is for tools that run on the server, and this one has none"),
+    }
+
+    messages: Annotated[list[Any], annotated_types.MinLen(1)]
+    """The conversation. If the last message is the assistant's, the model continues it."""
+
+    system: str | list[Any] | None = None
+    """The system message: text, or blocks of text."""
+
+    tools: list[Any] | None = None
+    """Functions that the model may call, with an `input_schema`."""
+
+    tool_choice: dict[str, Any] | None = None
+    """Of type `auto`, `any`, `tool` with a `name`, or `none`; with `disable_parallel_tool_use`."""
+
+    output_config: dict[str, Any] | None = None
+    """`format`: a JSON schema that the answer follows."""
+
+    def chat_fields(self, conversation: Conversation) -> dict[str, object]:
+        """The chat's fields.
+
+        Raises:
+            ApiError: A field asks for what is not served.
+        """
+        choice, parallel = _read_choice(self.tool_choice)
+        output = parse_at(_OutputConfig, "output_config", self.output_config or {})
+        return {
+            "tools": [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())] or None,
+            "tool_choice": choice,
+            "parallel_tool_calls": parallel,
+            "response_format": _read_format(output.format),
+            "continue_final_message": conversation.ends_with_text or None,
+        }
+
+
+class MessagesRequest(CountRequest):
+    """The body of `/v1/messages`."""
+
+    max_tokens: Annotated[int, annotated_types.Ge(1)]
+    """Maximum number of tokens to generate, thinking included."""
+
+    stop_sequences: list[str] | None = None
+    """Up to 16 strings; generation stops before the first of them."""
+
+    def chat_fields(self, conversation: Conversation) -> dict[str, object]:
+        """The chat's fields, with those of generating."""
+        return {
+            **super().chat_fields(conversation),
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences or None,
+        }
+
+
+def _read_tool(place: str, tool: object) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        message = f"{place} is of type {clip(kind)}; this server has no tools of its own: give tools of type 'custom'"
+        raise ApiError(400, message, param=place, code="unsupported_parameter")
+    checked = parse_at(_Tool, place, tool)
+    return function_tool(checked.name, checked.description, checked.input_schema)
+
+
+def _read_choice(choice: dict[str, Any] | None) -> tuple[object, bool | None]:
+    """The chat's `tool_choice` and `parallel_tool_calls`."""
+    if choice is None:
+        return None, None
+    checked = parse_at(_Choice, "tool_choice", choice)
+    parallel = None if checked.disable_parallel_tool_use is None else not checked.disable_parallel_tool_use
+    if checked.type in CHOICES:
+        return CHOICES[checked.type], parallel
+    if checked.type != "tool" or not checked.name:
+        allowed = '"auto", "any", "none", or "tool" with a name'
+        raise ApiError(400, f"tool_choice must be of type {allowed}; got {clip(choice)}", param="tool_choice")
+    return {"type": "function", "function": {"name": checked.name}}, parallel
+
+
+def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        message = f'output_config.format must be {{"type": "json_schema", "schema": {{...}}}}, got {clip(form)}'
+        raise ApiError(400, message, param="output_config.format")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}
+
+
+@router.post("/v1/messages")
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    """Answer a conversation, in Anthropic's form."""
+    gateway = gateway_of(request)
+    conversation = read_messages(body.messages, body.system)
+    with conversation.placed_errors("messages"):
+        generation = body.generation(request_id_of(request), conversation, NAMES, **body.chat_fields(conversation))
+        if body.stream:
+            events = conversation.placed_stream("messages", _stream(gateway, generation))
+            return EventStream(request, events, name_errors=True)
+        outputs = await run_while_connected(request.receive, gateway.models.generate(generation))
+    blocks = blocks_of(message_of(outputs, 0))
+    ending = {**_ending(outputs, calls_tools=has_calls(blocks)), "usage": _usage(outputs)}
+    return JSONResponse(_head(generation) | {"content": [content_block(block) for block in blocks]} | ending)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountRequest, request: Request) -> dict[str, int]:
+    """Count the tokens of a conversation as the model's chat template writes it."""
+    conversation = read_messages(body.messages, body.system)
+    with conversation.placed_errors("messages"):
+        generation = body.generation(request_id_of(request), conversation, NAMES, **body.chat_fields(conversation))
+        options = {**generation.options, "tokenize_only": True}
+        asked = dataclasses.replace(generation, sampling={}, options=options, returns=("num_input_tokens",))
+        outputs = await run_while_connected(request.receive, gateway_of(request).models.generate(asked))
+    return {"input_tokens": outputs["num_input_tokens"][0]}
+
+
+def _head(generation: Generation) -> dict[str, Any]:
+    """Anthropic's `message` before its first block."""
+    return {
+        "id": f"msg_{generation.request_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": generation.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": 0, "output_tokens": 0},
+    }
+
+
+def _ending(outputs: Outputs, *, calls_tools: bool) -> dict[str, Any]:
+    """Why a message ended. Which stop sequence ended it is not known: that is an `end_turn`."""
+    if finish_reason_of(outputs, 0) == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    return {"stop_reason": "tool_use" if calls_tools else "end_turn", "stop_sequence": None}
+
+
+def _usage(outputs: Outputs) -> dict[str, int]:
+    usage = usage_of(outputs)
+    return {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+
+
+async def _stream(gateway: Gateway, generation: Generation) -> AsyncGenerator[bytes]:
+    """The events of a message, from `message_start` to `message_stop`; its counts of tokens are in the last but one."""
+    blocks, has_started = Blocks(), False
+    async for steps, outputs in stream_steps(gateway, generation, blocks):
+        if not has_started:
+            has_started = True
+            yield named_event("message_start", {"message": _head(generation)})
+        if steps:
+            yield b"".join(map(_event, steps))
+        if "finish_reason" in outputs:
+            ending = {"delta": _ending(outputs, calls_tools=has_calls(blocks.blocks)), "usage": _usage(outputs)}
+            yield b"".join(map(_event, blocks.end()))
+            yield named_event("message_delta", ending) + named_event("message_stop", {})
+
+
+def _event(step: Step) -> bytes:
+    action, block, piece = step
+    if action == "start":
+        return named_event("content_block_start", {"index": block.index, "content_block": content_block(block, "")})
+    if action == "delta":
+        return named_event("content_block_delta", {"index": block.index, "delta": block_delta(block, piece)})
+    return named_event("content_block_stop", {"index": block.index})
