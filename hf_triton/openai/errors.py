@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -58,11 +58,31 @@ class ErrorBody(BaseModel):
     error: ErrorDetails
 
 
-RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is refused."},
-    "5XX": {"model": ErrorBody, "description": "The server failed, or cannot be reached."},
-}
+class AnthropicErrorDetails(BaseModel):
+    """What went wrong, as Anthropic's clients read it."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """Anthropic's error object."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+
+
+def _responses(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    return {
+        "4XX": {"model": body, "description": "The request is refused."},
+        "5XX": {"model": body, "description": "The server failed, or cannot be reached."},
+    }
+
+
+RESPONSES: Final = _responses(ErrorBody)
 """Errors of every endpoint, for the OpenAPI document."""
+ANTHROPIC_RESPONSES: Final = _responses(AnthropicErrorBody)
+"""Errors of Anthropic's endpoints."""
 
 _CODED: Final = re.compile(rf"(?:^|[\s\]])({'|'.join(CODES)}): (.*)", re.DOTALL)
 _REQUEST_ID: Final = re.compile(r"^\[request id: [^]]*\] ")

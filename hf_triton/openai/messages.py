@@ -17,11 +17,11 @@ from hf_triton.openai.answers import finish_reason_of, message_of, usage_of
 from hf_triton.openai.blocks import Blocks, Step, blocks_of
 from hf_triton.openai.conversation import Conversation, parse_at
 from hf_triton.openai.disconnect import run_while_connected
-from hf_triton.openai.errors import ApiError
+from hf_triton.openai.errors import ANTHROPIC_RESPONSES, ApiError
 from hf_triton.openai.fields import Fields, Ignored
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.message_blocks import block_delta, content_block, read_messages
-from hf_triton.openai.sse import EventStream
+from hf_triton.openai.sse import RESPONSES, EventStream
 from hf_triton.openai.triton import Generation, Outputs
 
 router = APIRouter()
@@ -152,7 +152,7 @@ def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", responses={**RESPONSES, **ANTHROPIC_RESPONSES})
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, in Anthropic's form."""
     gateway = gateway_of(request)
@@ -168,7 +168,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     return JSONResponse(_head(generation) | {"content": [content_block(block) for block in blocks]} | ending)
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", responses=ANTHROPIC_RESPONSES)
 async def count_tokens(body: CountRequest, request: Request) -> dict[str, int]:
     """Count the tokens of a conversation as the model's chat template writes it."""
     conversation = read_messages(body.messages, body.system)

@@ -20,7 +20,7 @@ from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields, Ignored
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.response_items import item_id, output_item, read_input, text_part
-from hf_triton.openai.sse import EventStream
+from hf_triton.openai.sse import RESPONSES, EventStream
 from hf_triton.openai.triton import Generation, Outputs
 
 router = APIRouter()
@@ -156,7 +156,7 @@ def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": checked.name or "answer", "schema": schema}}
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=RESPONSES)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, in the form that agents read."""
     gateway = gateway_of(request)
