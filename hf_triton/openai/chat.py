@@ -30,7 +30,7 @@ from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_star
 from hf_triton.openai.triton import Generation, Outputs
 
 router = APIRouter()
-JSON_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs")
+TEXT_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
 BOOLEAN_OPTIONS: Final = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")
 RETURNS: Final = ("message", "finish_reason", "num_input_tokens", "num_output_tokens")
 
@@ -104,10 +104,7 @@ class ChatRequest(GenerationFields):
         options: dict[str, bool | int | str] = {
             name: value for name in BOOLEAN_OPTIONS if (value := getattr(self, name)) is not None
         }
-        values = {name: value for name in JSON_OPTIONS if (value := getattr(self, name)) is not None}
-        if self.reasoning_effort is not None:
-            effort = {"reasoning_effort": self.reasoning_effort}
-            values["chat_template_kwargs"] = {**effort, **values.get("chat_template_kwargs", {})}
+        values = {name: value for name in TEXT_OPTIONS if (value := getattr(self, name)) is not None}
         if values.get("tools") == []:  # agents without tools send it
             del values["tools"]
         if "tools" not in values and values.get("tool_choice") in ("auto", "none"):

@@ -40,7 +40,8 @@ SAMPLING: Final[Mapping[str, str]] = {
         for name in (
             *("temperature", "top_p", "top_k", "min_p", "typical_p", "do_sample", "seed"),
             *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
-            *("logit_bias", "bad_words", "ignore_eos", "best_of", "max_time"),
+            *("logit_bias", "bad_words", "ignore_eos", "best_of", "max_time", "truncate_prompt_tokens"),
+            *("stop_token_ids", "include_stop_str_in_output"),
             *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         )
     },
@@ -48,7 +49,6 @@ SAMPLING: Final[Mapping[str, str]] = {
 """OpenAI's and vLLM's names of sampling parameters, and ours."""
 PASSED_ON: Final[Mapping[str, str]] = {
     "stop": "stop_strings",
-    "truncate_prompt_tokens": "truncate_prompt_tokens",
     "structured_outputs": "structured_outputs",
     "guided_decoding": "guided_decoding",
 }
@@ -122,7 +122,6 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     "suffix": Ignored(("",), "asks for text between prompt and suffix, which these models do not write"),
     "skip_special_tokens": Ignored((True,), "is always true"),
     "spaces_between_special_tokens": Ignored((True,), "is always true"),
-    "include_stop_str_in_output": Ignored((False,), "is always false"),
     "include_reasoning": Ignored((True,), "is always true"),
     "use_beam_search": Ignored((False,), "is always false"),
     "length_penalty": Ignored((1, 1.0), "is for beam search, which is not supported"),
@@ -187,12 +186,6 @@ class GenerationFields(Fields, SamplingFields):
     stop: str | list[str] | None = None
     """Up to 16 strings; generation stops before the first of them."""
 
-    stop_token_ids: list[int] | None = None
-    """With `ignore_eos` only: the token ids that end the completion."""
-
-    truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1)] | None = None
-    """Keep this many last tokens of the prompt; -1: as many as fit beside the completion."""
-
     structured_outputs: dict[str, Any] | None = None
     """vLLM's form of the `guided_` fields: `json`, `regex`, `choice` or `grammar`."""
 
@@ -223,8 +216,6 @@ class GenerationFields(Fields, SamplingFields):
         for name, own in (*SAMPLING.items(), *PASSED_ON.items()):
             if (value := getattr(self, name)) is not None:
                 given[own] = value  # max_completion_tokens wins over its former name, max_tokens
-        if self.stop_token_ids:
-            self._add_stop_token_ids(given)
         if self.num_choices > 1 and not given.keys() & {"do_sample", *WARPERS}:
             given["do_sample"] = True  # n asks for different completions
         return given
@@ -240,17 +231,6 @@ class GenerationFields(Fields, SamplingFields):
             if not isinstance(value, bool | None):
                 message = f"stream_options.{name} must be true or false, got {clip(value)}"
                 raise ApiError(400, message, param=f"stream_options.{name}")
-
-    def _add_stop_token_ids(self, given: dict[str, object]) -> None:
-        if not given.pop("ignore_eos", None):
-            raise ApiError(
-                400,
-                "stop_token_ids replaces the model's own end-of-sequence tokens: say so with ignore_eos true, or use "
-                "stop",
-                param="stop_token_ids",
-                code="unsupported_parameter",
-            )
-        given["eos_token_id"] = self.stop_token_ids
 
     def client_names(self) -> dict[str, str]:
         """Names of our parameters as this request spells them, for error messages."""

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tool calls by the real client: forced by grammar, so that a random model makes them too."""
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello!"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+OTHER_SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "clock", "parameters": OTHER_SCHEMA}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+ASKED: dict[str, Any] = {"messages": HELLO, "tools": TOOLS, "max_tokens": 80, "temperature": 1, "seed": 3}
+
+
+def arguments_are_valid(name: str, arguments: str) -> bool:
+    jsonschema.validate(json.loads(arguments), {"weather": SCHEMA, "clock": OTHER_SCHEMA}[name])
+    return True
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_forced_call_is_valid(client: openai.OpenAI, choice: Any) -> None:
+    answer = client.chat.completions.create(model="tiny", tool_choice=choice, parallel_tool_calls=False, **ASKED)
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert arguments_are_valid(call.function.name, call.function.arguments)
+    assert choice == "required" or call.function.name == "weather"
+    assert answer.choices[0].message.content is None
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_streamed_call_is_the_whole_one(client: openai.OpenAI, choice: Any) -> None:
+    asked = {**ASKED, "model": "decoupled", "tool_choice": choice, "parallel_tool_calls": False}
+    whole = client.chat.completions.create(**asked)
+    (expected,) = whole.choices[0].message.tool_calls or []
+    name, arguments, ids = "", "", set()
+    chunks: list[ChatCompletionChunk] = list(client.chat.completions.create(**asked, stream=True))
+    for chunk in chunks:
+        for call in chunk.choices[0].delta.tool_calls or []:
+            assert call.index == 0
+            if call.id:
+                ids.add(call.id)
+            assert call.function is not None
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+    assert (name, arguments) == (expected.function.name, expected.function.arguments)
+    assert len(ids) == 1
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_no_tools_give_no_call(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="demo", messages=HELLO, max_tokens=5, tools=[], tool_choice="auto")
+    assert answer.choices[0].message.content
+    assert not answer.choices[0].message.tool_calls
+
+
+def test_tool_loop_goes_on_with_the_result(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", tool_choice=NAMED, **ASKED)
+    message = answer.choices[0].message
+    assert message.tool_calls
+    result = {"role": "user", "content": "It is sunny."}  # the tiny template has no role `tool`
+    again = client.chat.completions.create(
+        model="tiny", messages=[*HELLO, message.model_dump(exclude_none=True), result], max_tokens=4
+    )
+    assert again.usage is not None
+    assert again.usage.completion_tokens == 4
