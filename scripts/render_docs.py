@@ -141,7 +141,8 @@ def _one_line(text: str | None) -> str:
 
 def response_templates_table() -> str:
     """The shipped response templates and the words in a chat template that each is found by."""
-    rows = (f"| `{name}` | {', '.join(f'`{word}`' for word in words)} |" for name, words in shipped_markers().items())
+    cells = {name: ", ".join(f"`{word}`" for word in words) for name, words in shipped_markers().items()}
+    rows = (f"| `{name}` | {cell.replace('|', chr(92) + '|')} |" for name, cell in cells.items())
     return "\n".join(["| name | words in the chat template |", "|---|---|", *rows])
 
 

@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 TOOL_CALLS: Final = "tool_calls"
 REASONING: Final = frozenset({"reasoning_content", "reasoning", "thinking"})
 """The names that response templates have for reasoning."""
+MAX_PIECE: Final = 256
+"""Characters that are parsed at once: patterns that begin with white space take quadratic time."""
+MAX_SPACE: Final = 1024
+"""Characters of white space that are held back at most."""
 NUM_KEPT: Final = 256
 """Characters before the current one that the patterns of a template may look back to."""
 
@@ -110,8 +114,10 @@ class TemplateReader(MessageReader):
 
     def feed(self, text: str) -> None:
         """Read a piece of the completion."""
-        if not text:
-            return
+        for start in range(0, len(text), MAX_PIECE):
+            self._feed_piece(text[start : start + MAX_PIECE])
+
+    def _feed_piece(self, text: str) -> None:
         if self._parser is None:
             self._add_content(text)
             return
@@ -166,7 +172,7 @@ class TemplateReader(MessageReader):
         text = self._content_space + text
         if self._has_regions and not self._has_content:
             text = text.lstrip()
-        told = text.rstrip()
+        told = text.rstrip() if len(self._content_space) < MAX_SPACE else text
         self._content_space = text[len(told) :]
         if told:
             self._content += told
@@ -176,7 +182,7 @@ class TemplateReader(MessageReader):
         text = self._reasoning_space + text
         if not self._has_reasoning:
             text = text.lstrip()
-        told = text.rstrip()
+        told = text.rstrip() if len(self._reasoning_space) < MAX_SPACE else text
         self._reasoning_space = text[len(told) :]
         if told:
             self._reasoning += told

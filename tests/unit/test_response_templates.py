@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: RUF001 (DeepSeek's own vertical lines)
+"""Messages by response templates: each shipped one, in pieces as at once, malformed calls, and which one is used."""
+
+import json
+import logging
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_triton.errors import RequestError, SettingsError
+from hf_triton.protocol.chat import parse_chat
+from hf_triton.tasks.text_generation.message import CallArrayReader, MessageReader, NamedCallReader
+from hf_triton.tasks.text_generation.response_template import (
+    FOLDER,
+    MessageFormat,
+    build_message_format,
+    detect,
+    load_response_template,
+    shipped_markers,
+    shipped_names,
+    shipped_template,
+)
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    }
+]
+CITY = '{"city": "Köln", "days": 2}'
+R1_CALL = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{CITY}\n```<｜tool▁call▁end｜>"
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>'
+# template, prompt, completion, content, reasoning, arguments of the calls
+EXAMPLES: list[tuple[str, str, str, str | None, str | None, list[str]]] = [
+    ("hermes", "", f"I look.\n{CALL}\n{CALL}", "I look.", None, [CITY, CITY]),
+    ("hermes", "", " A plain <answer> \n", " A plain <answer> \n", None, []),
+    ("qwen3", "<|im_start|>assistant\n", f"<think>\nHm.\n\nSo.\n</think>\n\n{CALL}", None, "Hm.\n\nSo.", [CITY]),
+    ("qwen3", "<|im_start|>assistant\n<think>\n", "Hm.\n</think>\n\nYes.", "Yes.", "Hm.", []),
+    ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "\n\nYes.", "Yes.", None, []),
+    (
+        "qwen3-coder",
+        "",
+        "Ok.\n<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "Ok.",
+        None,
+        [CITY],
+    ),
+    (
+        "glm-4.5",
+        "<|assistant|>",
+        "<think>Hm.</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        None,
+        "Hm.",
+        [CITY],
+    ),
+    ("think", "<｜User｜>Hi\n<think>\n", "Hm.</think>\nYes.", "Yes.", "Hm.", []),
+    (
+        "deepseek-r1",
+        "<｜Assistant｜><think>\n",
+        f"Hm.\n</think>\n\n<｜tool▁calls▁begin｜>{R1_CALL}\n{R1_CALL}<｜tool▁calls▁end｜>",
+        None,
+        "Hm.",
+        [CITY, CITY],
+    ),
+    (
+        "deepseek-r1",
+        "<｜Assistant｜></think>",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{CITY}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        None,
+        None,
+        [CITY],
+    ),
+    ("llama3", "", f'{{"name": "weather", "parameters": {CITY}}}', None, None, [CITY]),
+    ("llama3", "", f'<|python_tag|>{{"name": "weather", "parameters": {CITY}}}', None, None, [CITY]),
+    (
+        "llama3",
+        "",
+        f'{{"name": "weather", "parameters": {CITY}}}; {{"name": "weather", "parameters": {{}}}}',
+        None,
+        None,
+        [CITY, "{}"],
+    ),
+    ("llama3", "", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', None, []),
+    (
+        "mistral",
+        "",
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {CITY}, "id": "abcdefghi"}}]',
+        None,
+        None,
+        [CITY],
+    ),
+    (
+        "mistral-args",
+        "",
+        f"[THINK]Hm.[/THINK]I look.[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{CITY}[TOOL_CALLS]weather{{}}",
+        "I look.",
+        "Hm.",
+        [CITY, "{}"],
+    ),
+    (
+        "gpt-oss",
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+        f"<|constrain|>json<|message|>{CITY}",
+        None,
+        "Hm.",
+        [CITY],
+    ),
+    (
+        "gpt-oss",
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        "Yes.",
+        "Hm.",
+        [],
+    ),
+]
+
+
+def reader_of(template: Any, prompt: str = "", **options: Any) -> MessageReader:
+    chat = parse_chat(json.dumps([{"role": "user", "content": "x"}]), {"tools": TOOLS, **options}, 10_000)
+    return MessageFormat(template, {}).plan(chat, prompt, is_constrained=False).build_reader()
+
+
+def message(reader: MessageReader, text: str, step: int | None = None) -> dict[str, Any]:
+    step = step or max(len(text), 1)
+    for start in range(0, len(text), step):
+        reader.feed(text[start : start + step])
+    reader.finish()
+    made = reader.message()
+    for call in made.get("tool_calls", ()):
+        assert call.pop("id").startswith("call_")
+    return made
+
+
+def wanted(content: str | None, reasoning: str | None, arguments: list[str]) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning is not None:
+        made["reasoning_content"] = reasoning
+    if arguments:
+        calls = [{"type": "function", "function": {"name": "weather", "arguments": text}} for text in arguments]
+        made["tool_calls"] = calls
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "content", "reasoning", "arguments"), EXAMPLES, ids=[each[0] for each in EXAMPLES]
+)
+def test_pieces_of_any_size_make_the_same_message(
+    name: str, prompt: str, text: str, content: str | None, reasoning: str | None, arguments: list[str]
+) -> None:
+    for step in (None, 1, 2, 3, 5, 7):
+        made = message(reader_of(shipped_template(name), prompt), text, step)
+        assert made == wanted(content, reasoning, arguments), step
+
+
+def test_every_shipped_template_has_an_example() -> None:
+    assert {each[0] for each in EXAMPLES} == set(shipped_names()) == {path.stem for path in FOLDER.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '<tool_call>{"name": weather}</tool_call>',
+        '<tool_call>{"name": "weather"}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {"x": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {"x": NaN}}</tool_call>',
+        f"<tool_call>{'[' * 100_000}</tool_call>",
+        "<tool_call></tool_call>",
+    ],
+    ids=lambda text: text[11:40],
+)
+def test_a_malformed_call_is_content(broken: str) -> None:
+    for text in (f"{broken}\n{CALL}", f"{CALL}\n{broken}"):
+        for step in (None, 9):
+            assert message(reader_of(shipped_template("hermes")), text, step) == wanted(broken, None, [CITY])
+
+
+def test_a_call_that_is_cut_off_is_content() -> None:
+    for step in (None, 1):
+        text = f"Hm {CALL[:-30]}"
+        assert message(reader_of(shipped_template("hermes")), text, step) == wanted(text, None, [])
+
+
+def test_only_one_call_without_parallel_calls() -> None:
+    reader = reader_of(shipped_template("hermes"), parallel_tool_calls=False)
+    assert message(reader, CALL * 3) == wanted(None, None, [CITY])
+
+
+def test_without_tools_a_call_is_content() -> None:
+    plan = MessageFormat(shipped_template("hermes"), {}).plan(None, "", is_constrained=False)
+    assert message(plan.build_reader(), CALL) == wanted(CALL, None, [])
+
+
+def test_a_long_text_of_any_pieces_is_kept() -> None:
+    dice = random.Random(0)
+    text = "".join(dice.choice([" ", "\n", "<", "<tool", "x", "</think>", "é", "```"]) for _ in range(20_000))
+    reader = reader_of(shipped_template("qwen3"))
+    assert message(reader, text, 3)["content"] == text
+
+
+def test_markers_are_the_special_tokens_that_a_template_names() -> None:
+    tokens = {1: "<|channel|>", 2: "<|endoftext|>", 3: "<|message|>", 4: "<|im_end|>"}
+    plan = MessageFormat(shipped_template("gpt-oss"), tokens).plan(None, "", is_constrained=False)
+    assert plan.markers.keys() == {1, 3}
+
+
+def test_a_named_call_is_its_arguments() -> None:
+    reader = NamedCallReader("weather")
+    reader.feed('{"city"')
+    [first] = reader.take()["tool_calls"]
+    assert first.keys() == {"index", "id", "type", "function"}
+    reader.feed(": 1}")
+    assert reader.take() == {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}
+    assert message(NamedCallReader("weather"), CITY, 1) == wanted(None, None, [CITY])
+
+
+def test_an_array_of_calls_gives_each_when_it_is_complete() -> None:
+    tricky = {"city": 'a"]}\\', "list": [[1], {}]}
+    text = json.dumps([{"name": "weather", "arguments": tricky}, {"name": "weather", "arguments": {}}])
+    for step in (None, 1, 4):
+        made = message(CallArrayReader(), text, step)
+        assert made == wanted(None, None, [json.dumps(tricky), "{}"])
+    assert message(CallArrayReader(), text[:-5], 1)["content"] == text[text.rindex('{"name"') : -5]
+
+
+# --- which one -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_a_template_is_found_by_its_markers(name: str) -> None:
+    assert detect(" ".join(shipped_markers()[name])) == name
+
+
+def test_a_chat_template_without_markers_has_none() -> None:
+    assert detect("{{ messages }}") is None
+
+
+def test_the_folders_template_comes_before_the_checkpoints(caplog: pytest.LogCaptureFixture) -> None:
+    own = shipped_template("think")
+    tokenizer = SimpleNamespace(chat_template="<tool_call>", response_template=own)
+    with caplog.at_level(logging.INFO):
+        build_message_format(shipped_template("qwen3"), tokenizer, None, {})
+        build_message_format(None, tokenizer, None, {})
+        tokenizer.response_template = {"fields": 7}
+        build_message_format(None, tokenizer, None, {})
+    told = [record.message for record in caplog.records]
+    assert "that the folder names" in told[0]
+    assert "checkpoint's own" in told[1]
+    assert "ignored" in told[2]
+    assert "'hermes'" in told[3]
+
+
+def test_a_file_beside_the_folder_is_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps(shipped_template("think")))
+    assert load_response_template("mine.json", tmp_path) == shipped_template("think")
+    assert load_response_template("none", tmp_path) == "none"
+    assert load_response_template(None, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "content", "words"),
+    [
+        ("qwen2", None, ["qwen2", "did you mean 'qwen3'"]),
+        ("gone.json", None, ["gone.json", "No such file"]),
+        ("bad.json", b"{", ["bad.json", "not JSON"]),
+        ("bad.json", b"\xff", ["bad.json", "UTF-8"]),
+        ("bad.json", b"[]", ["bad.json", "not a response template"]),
+        ("bad.json", b'{"fields": {"content": {}}}', ["bad.json", "start_anchor"]),
+        ("bad.json", b'{"start_anchor": "x", "fields": {"content": {"open_pattern": "("}}}', ["bad.json", "regex"]),
+    ],
+)
+def test_a_wrong_setting_is_refused(tmp_path: Path, setting: str, content: bytes | None, words: list[str]) -> None:
+    if content is not None:
+        (tmp_path / setting).write_bytes(content)
+    with pytest.raises(SettingsError) as caught:
+        load_response_template(setting, tmp_path)
+    for word in ("response_template", *words):
+        assert word in caught.value.sentence
+
+
+def test_forced_schemas_may_not_be_too_large() -> None:
+    huge = {"type": "function", "function": {"name": "huge", "parameters": {"description": "x" * 70_000}}}
+    with pytest.raises(RequestError, match="huge"):
+        parse_chat('[{"role": "user", "content": "x"}]', {"tools": [huge], "tool_choice": "required"}, 200_000)
