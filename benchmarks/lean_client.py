@@ -40,6 +40,12 @@ class LeanClient:
         for each in self._sockets:
             each.close()
 
+    def connect(self, count: int) -> None:
+        """Open `count` new connections: a server closes those that were idle for long."""
+        self.close()
+        self._sockets.clear()
+        self._connected(count)
+
     def post(self, path: str, bodies: Iterable[object], width: int) -> tuple[float, list[str]]:
         """Send requests, `width` of them in flight.
 
