@@ -44,9 +44,9 @@ from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.triton import Generation, TritonModels
 from hf_triton.testing import TritonServer
 
-WIDTH, NUM_REQUESTS = 16, 64
+WIDTH, NUM_REQUESTS = 16, 32
 NUM_NEW_TOKENS, NUM_ALONE_TOKENS = 32, 8
-NUM_ALONE = 20
+NUM_ALONE = 10
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 ALONE = "alone ms"
 MODEL = "plain"
