@@ -33,7 +33,7 @@ def cases(length: int) -> dict[str, tuple[Any, str]]:
     text = (WORDS * (length // len(WORDS) + 1))[:length]
     call = json.dumps({"name": "write", "arguments": {"text": text}})
     qwen3, gpt_oss = shipped_template("qwen3"), shipped_template("gpt-oss")
-    made = {
+    return {
         "no response template, content": (None, text),
         "qwen3, content": (qwen3, text),
         "qwen3, reasoning": (qwen3, f"<think>{text}"),
@@ -41,10 +41,8 @@ def cases(length: int) -> dict[str, tuple[Any, str]]:
         "qwen3, newlines": (qwen3, "\n" * length),
         "gpt-oss, reasoning": (gpt_oss, f"<|channel|>analysis<|message|>{text}"),
         "white space patterns, content": (WHITE_SPACE_TEMPLATE, text),
+        "white space patterns, newlines": (WHITE_SPACE_TEMPLATE, "\n" * length),
     }
-    if length <= LENGTHS[0]:
-        made["white space patterns, newlines"] = (WHITE_SPACE_TEMPLATE, "\n" * length)
-    return made
 
 
 def main() -> None:

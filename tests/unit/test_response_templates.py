@@ -14,6 +14,7 @@ import pytest
 from hf_triton.errors import RequestError, SettingsError
 from hf_triton.protocol.chat import parse_chat
 from hf_triton.tasks.text_generation.message import CallArrayReader, MessageReader, NamedCallReader
+from hf_triton.tasks.text_generation.response_parser import MAX_SPACE
 from hf_triton.tasks.text_generation.response_template import (
     FOLDER,
     MessageFormat,
@@ -206,6 +207,12 @@ def test_a_long_text_of_any_pieces_is_kept() -> None:
     text = "".join(dice.choice([" ", "\n", "<", "<tool", "x", "</think>", "é", "```"]) for _ in range(20_000))
     reader = reader_of(shipped_template("qwen3"))
     assert message(reader, text, 3)["content"] == text
+
+
+def test_a_run_of_white_space_is_cut() -> None:
+    for step in (None, 1, 300):
+        made = message(reader_of(shipped_template("qwen3")), f"a{' ' * 5000}b{' ' * 1000}c{' ' * 5000}", step)
+        assert made["content"] == f"a{' ' * MAX_SPACE}b{' ' * 1000}c{' ' * MAX_SPACE}"
 
 
 def test_markers_are_the_special_tokens_that_a_template_names() -> None:

@@ -22,7 +22,7 @@ REASONING: Final = frozenset({"reasoning_content", "reasoning", "thinking"})
 MAX_PIECE: Final = 256
 """Characters that are parsed at once: patterns that begin with white space take quadratic time."""
 MAX_SPACE: Final = 1024
-"""Characters of white space that are held back at most."""
+"""Characters that a run of white space keeps: a model may write nothing else until its tokens are used up."""
 NUM_KEPT: Final = 256
 """Characters before the current one that the patterns of a template may look back to."""
 
@@ -110,12 +110,20 @@ class TemplateReader(MessageReader):
         self._has_regions = any(event["field"] != "content" for event in before)
         self._has_content, self._has_reasoning = "content" in names, bool(names & REASONING)
         self._is_behind_region = False
+        self._num_space = 0  # at the end of what was read
         self._content_space = self._reasoning_space = ""  # held back
 
     def feed(self, text: str) -> None:
         """Read a piece of the completion."""
         for start in range(0, len(text), MAX_PIECE):
-            self._feed_piece(text[start : start + MAX_PIECE])
+            self._feed_piece(self._cut_space(text[start : start + MAX_PIECE]))
+
+    def _cut_space(self, text: str) -> str:
+        """A piece without what makes a run of white space longer than `MAX_SPACE`."""
+        rest = text.lstrip()
+        space = text[: len(text) - len(rest)][: MAX_SPACE - self._num_space]
+        self._num_space = len(rest) - len(rest.rstrip()) if rest else self._num_space + len(space)
+        return space + rest
 
     def _feed_piece(self, text: str) -> None:
         if self._parser is None:
@@ -172,7 +180,7 @@ class TemplateReader(MessageReader):
         text = self._content_space + text
         if self._has_regions and not self._has_content:
             text = text.lstrip()
-        told = text.rstrip() if len(self._content_space) < MAX_SPACE else text
+        told = text.rstrip()
         self._content_space = text[len(told) :]
         if told:
             self._content += told
@@ -182,7 +190,7 @@ class TemplateReader(MessageReader):
         text = self._reasoning_space + text
         if not self._has_reasoning:
             text = text.lstrip()
-        told = text.rstrip() if len(self._reasoning_space) < MAX_SPACE else text
+        told = text.rstrip()
         self._reasoning_space = text[len(told) :]
         if told:
             self._reasoning += told
