@@ -157,8 +157,9 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, in Anthropic's form."""
     gateway = gateway_of(request)
     conversation = read_messages(body.messages, body.system)
+    chat = body.chat_fields(conversation)
     with conversation.placed_errors("messages"):
-        generation = body.generation(request_id_of(request), conversation, NAMES, **body.chat_fields(conversation))
+        generation = body.generation(request_id_of(request), conversation, NAMES, **chat)
         if body.stream:
             events = conversation.placed_stream("messages", _stream(gateway, generation))
             return EventStream(request, events, name_errors=True)
@@ -172,8 +173,9 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountRequest, request: Request) -> dict[str, int]:
     """Count the tokens of a conversation as the model's chat template writes it."""
     conversation = read_messages(body.messages, body.system)
+    chat = body.chat_fields(conversation)
     with conversation.placed_errors("messages"):
-        generation = body.generation(request_id_of(request), conversation, NAMES, **body.chat_fields(conversation))
+        generation = body.generation(request_id_of(request), conversation, NAMES, **chat)
         options = {**generation.options, "tokenize_only": True}
         asked = dataclasses.replace(generation, sampling={}, options=options, returns=("num_input_tokens",))
         outputs = await run_while_connected(request.receive, gateway_of(request).models.generate(asked))

@@ -11,15 +11,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from hf_triton.errors import clip
-from hf_triton.openai.agents import ANY, AgentRequest, function_tool, named_event, stream_steps
+from hf_triton.openai.agents import ANY, AgentRequest, function_tool, stream_steps
 from hf_triton.openai.answers import finish_reason_of, message_of, now_s, usage_of
-from hf_triton.openai.blocks import REASONING, TEXT, Block, Blocks, Step, blocks_of
+from hf_triton.openai.blocks import Block, Blocks, blocks_of
 from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields, Ignored
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
-from hf_triton.openai.response_items import item_id, output_item, read_input, text_part
+from hf_triton.openai.response_events import ResponseEvents
+from hf_triton.openai.response_items import output_item, read_input
 from hf_triton.openai.sse import RESPONSES, EventStream
 from hf_triton.openai.triton import Generation, Outputs
 
@@ -160,9 +161,9 @@ def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, in the form that agents read."""
     gateway = gateway_of(request)
-    conversation = read_input(body.input, body.instructions)
+    conversation, chat = read_input(body.input, body.instructions), body.chat_fields()
     with conversation.placed_errors("input"):
-        generation = body.generation(request_id_of(request), conversation, NAMES, **body.chat_fields())
+        generation = body.generation(request_id_of(request), conversation, NAMES, **chat)
         if body.stream:
             events = _stream(gateway, body, generation)
             return EventStream(request, conversation.placed_stream("input", events))
@@ -229,7 +230,7 @@ def _ending(generation: Generation, blocks: Sequence[Block], outputs: Outputs) -
 
 async def _stream(gateway: Gateway, body: ResponsesRequest, generation: Generation) -> AsyncGenerator[bytes]:
     """The typed events of a response, from `response.created` to its end."""
-    head, blocks, events = _head(body, generation), Blocks(), _Events(generation.request_id)
+    head, blocks, events = _head(body, generation), Blocks(), ResponseEvents(generation.request_id)
     try:
         async for steps, outputs in stream_steps(gateway, generation, blocks):
             if not events.number:
@@ -252,53 +253,3 @@ async def _stream(gateway: Gateway, body: ResponsesRequest, generation: Generati
             "output": _items(generation, blocks.blocks, "incomplete"),
         }
         yield events.event("response.failed", {"response": head | failure})
-
-
-class _Events:
-    """Numbers the events of one response."""
-
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-        self.number = 0
-        """Of the next event."""
-
-    def event(self, kind: str, data: Mapping[str, Any]) -> bytes:
-        self.number += 1
-        return named_event(kind, {"sequence_number": self.number - 1, **data})
-
-    def of(self, step: Step, status: str = "completed") -> bytes:
-        """The events of a step; `status` is that of an item which ends."""
-        action, block, piece = step
-        place = {"output_index": block.index}
-        inner = {"item_id": item_id(self._request_id, block), **place}
-        if action == "delta":
-            return self._text("delta", block, inner, {"delta": piece})
-        if action == "start":
-            added = {**place, "item": output_item(self._request_id, block, "in_progress", "")}
-            return self.event("response.output_item.added", added) + self._part("added", block, inner, "")
-        done = {"arguments" if block.kind not in (TEXT, REASONING) else "text": block.text}
-        if block.kind not in (TEXT, REASONING):
-            done["name"] = block.name
-        return b"".join(
-            (
-                self._text("done", block, inner, done),
-                self._part("done", block, inner, block.text),
-                self.event(
-                    "response.output_item.done", {**place, "item": output_item(self._request_id, block, status)}
-                ),
-            )
-        )
-
-    def _text(self, kind: str, block: Block, inner: Mapping[str, Any], data: Mapping[str, Any]) -> bytes:
-        if block.kind == TEXT:
-            return self.event(f"response.output_text.{kind}", {**inner, "content_index": 0, **data, "logprobs": []})
-        if block.kind == REASONING:
-            return self.event(f"response.reasoning_text.{kind}", {**inner, "content_index": 0, **data})
-        return self.event(f"response.function_call_arguments.{kind}", {**inner, **data})
-
-    def _part(self, kind: str, block: Block, inner: Mapping[str, Any], text: str) -> bytes:
-        """The event of a content part; tool calls have none."""
-        if block.kind not in (TEXT, REASONING):
-            return b""
-        part = text_part(text) if block.kind == TEXT else {"type": "reasoning_text", "text": text}
-        return self.event(f"response.content_part.{kind}", {**inner, "content_index": 0, "part": part})

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invalid requests of agents' APIs: each gets its API's error object, with a sentence that names the place."""
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from hf_triton.testing import TritonServer
+from tests.support.gateway import GatewayThread, num_running, wait_until
+
+HELLO = [{"role": "user", "content": "Hello!"}]
+TOOL = {"type": "function", "name": "f", "parameters": {}}
+NO_TYPE = {"type": "object", "properties": {"a": {"type": "thing"}}}
+OURS = r"Traceback|/site-packages|\.py|pydantic|max_new_tokens|num_return|messages\[|stop_strings|response_format"
+
+
+def asks(**fields: object) -> dict[str, object]:
+    return {"model": "tiny", "input": "Hello!", **fields}
+
+
+def item(**fields: object) -> dict[str, object]:
+    return asks(instructions="Be brief.", input=[*HELLO, fields])
+
+
+RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
+    "no input": ({"model": "tiny"}, "input", "input is required"),
+    "no model": ({"input": "Hello!"}, "model", "model is required"),
+    "input is a number": (asks(input=1), "input", "input must be"),
+    "input is empty": (asks(input=[]), "input", "input"),
+    "item is text": (asks(input=["Hello!"]), "input[0]", "input[0] must be a JSON object"),
+    "item without content": (item(role="user"), "input[1].content", "input[1].content is required"),
+    "item of no role": (item(role="robot", content="a"), "input[1].role", "input[1].role must be"),
+    "item with an unknown field": (item(role="user", content="a", colour=1), "input[1].colour", "'colour'"),
+    "item of a hosted tool": (item(type="web_search_call", id="1"), "input[1]", "'web_search_call'"),
+    "item of another response": (item(type="item_reference", id="1"), "input[1]", "'item_reference'"),
+    "image": (
+        item(role="user", content=[{"type": "input_image", "image_url": "data:,"}]),
+        "input[1].content[0]",
+        "'input_image'",
+    ),
+    "file": (item(role="user", content=[{"type": "input_file", "file_id": "1"}]), "input[1].content[0]", "input_file"),
+    "part without text": (item(role="user", content=[{"type": "input_text"}]), "input[1].content[0]", "must be"),
+    "content is an empty array": (item(role="user", content=[]), "input[1].content", "empty"),
+    "call without a name": (item(type="function_call", call_id="1", arguments="{}"), "input[1].name", "is required"),
+    "call whose arguments are no JSON": (
+        item(type="function_call", call_id="1", name="f", arguments="{"),
+        "input[1]",
+        "arguments is not JSON",
+    ),
+    "output without a call": (item(type="function_call_output", output="a"), "input[1].call_id", "is required"),
+    "output is an image": (
+        item(type="function_call_output", call_id="1", output=[{"type": "input_image"}]),
+        "input[1].output[0]",
+        "'input_image'",
+    ),
+    "instructions are a list": (asks(instructions=["a"]), "instructions", "instructions must be a string"),
+    "unknown field": (asks(foo=1), "foo", "there is no field 'foo'"),
+    "field of the chat": (asks(max_tokens=3), "max_tokens", "there is no field 'max_tokens'"),
+    "store": (asks(store=True), "store", "store is for stored responses"),
+    "previous response": (asks(previous_response_id="resp_1"), "previous_response_id", "stored responses"),
+    "conversation": (asks(conversation="conv_1"), "conversation", "stored responses"),
+    "background": (asks(background=True), "background", "null or false"),
+    "stored prompt": (asks(prompt={"id": "pmpt_1"}), "prompt", "stored prompt"),
+    "truncation": (asks(truncation="auto"), "truncation", "'disabled'"),
+    "included log probabilities": (asks(include=["message.output_text.logprobs"]), "include", "include"),
+    "top_logprobs": (asks(top_logprobs=3), "top_logprobs", "/v1/chat/completions"),
+    "service tier": (asks(service_tier="flex"), "service_tier", "'auto'"),
+    "hosted tool": (asks(tools=[{"type": "web_search"}]), "tools[0]", "'web_search'"),
+    "tool in the chat's form": (
+        asks(tools=[{"type": "function", "function": {"name": "f"}}]),
+        "tools[0].function",
+        "no field 'function'",
+    ),
+    "tool without a name": (asks(tools=[{"type": "function"}]), "tools[0].name", "tools[0].name is required"),
+    "tools are text": (asks(tools="f"), "tools", "tools must be a JSON array"),
+    "tool_choice of no kind": (asks(tools=[TOOL], tool_choice="some"), "tool_choice", "required"),
+    "tool_choice of a hosted tool": (
+        asks(tools=[TOOL], tool_choice={"type": "file_search"}),
+        "tool_choice",
+        "function",
+    ),
+    "tool_choice of an unknown tool": (
+        asks(tools=[TOOL], tool_choice={"type": "function", "name": "g"}),
+        "tool_choice",
+        "'g'",
+    ),
+    "tool_choice without tools": (asks(tool_choice="required"), "tool_choice", "without tools"),
+    "max_output_tokens is 0": (asks(max_output_tokens=0), "max_output_tokens", "an integer >= 1, got 0"),
+    "more tokens than the context": (asks(max_output_tokens=100_000), "input", "max_output_tokens <= "),
+    "temperature is hot": (asks(temperature=101), "temperature", "temperature must be a number >= 0 and <= 100"),
+    "top_p is 0": (asks(top_p=0), "top_p", "top_p must be a number > 0"),
+    "text is text": (asks(text="json"), "text", "text must be a JSON object"),
+    "format of no kind": (asks(text={"format": {"type": "xml"}}), "text.format", "`json_object`"),
+    "format without a schema": (asks(text={"format": {"type": "json_schema"}}), "text.format.schema", "schema"),
+    "schema with an unknown type": (
+        asks(text={"format": {"type": "json_schema", "name": "a", "schema": NO_TYPE}}),
+        "text.format",
+        "thing",
+    ),
+    "reasoning effort of no template": (
+        asks(reasoning={"effort": "high"}),
+        "chat_template_kwargs",
+        "no variable 'reasoning.effort'",
+    ),
+    "variable of no template": (asks(chat_template_kwargs={"colour": 1}), "chat_template_kwargs", "colour"),
+    "stream without a door": (asks(stream=True), "stream", "copy the folder `stream_door/`"),
+    "half of a surrogate pair": (asks(input="\ud800"), None, "surrogate"),
+}
+"""Request, `param` and a piece of the sentence; the status is 400."""
+
+
+def says(*messages: object, **fields: object) -> dict[str, object]:
+    return {"model": "tiny", "max_tokens": 3, "messages": [*HELLO, *messages], **fields}
+
+
+def block(**fields: object) -> dict[str, object]:
+    return says({"role": "assistant", "content": "Yes?"}, {"role": "user", "content": [fields]}, system="Be brief.")
+
+
+MESSAGES: dict[str, tuple[dict[str, object], str]] = {
+    "no max_tokens": ({"model": "tiny", "messages": HELLO}, "max_tokens is required"),
+    "no messages": ({"model": "tiny", "max_tokens": 3}, "messages is required"),
+    "no model": ({"max_tokens": 3, "messages": HELLO}, "model is required"),
+    "messages are empty": ({"model": "tiny", "max_tokens": 3, "messages": []}, "messages must be"),
+    "message is text": (says("Hello!"), "messages[1] must be a JSON object"),
+    "message without content": (says({"role": "user"}), "messages[1].content is required"),
+    "message of a tool": (says({"role": "tool", "content": "a"}), "messages[1].role must be"),
+    "message with an unknown field": (says({"role": "user", "content": "a", "name": "b"}), "'name'"),
+    "content is empty": (says({"role": "user", "content": []}), "messages[1].content is empty"),
+    "block is text": (says({"role": "user", "content": ["a"]}), "messages[1].content[0] must be like"),
+    "block without a type": (block(text="a"), "messages[2].content[0] must be like"),
+    "text without text": (block(type="text"), "messages[2].content[0].text is required"),
+    "image": (block(type="image", source={"type": "url", "url": "a"}), "messages[2].content[0] is of type 'image'"),
+    "document": (block(type="document", source={}), "'document'"),
+    "hosted tool's result": (block(type="web_search_tool_result", tool_use_id="1", content=[]), "'web_search_tool_"),
+    "tool use of the user": (block(type="tool_use", id="1", name="f", input={}), "of role 'user'"),
+    "tool use without input": (
+        says({"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}),
+        "messages[1].content[0].input is required",
+    ),
+    "tool result without a use": (block(type="tool_result", content="a"), "content[0].tool_use_id is required"),
+    "tool result is an image": (
+        block(type="tool_result", tool_use_id="1", content=[{"type": "image", "source": {}}]),
+        "messages[2].content[0].content[0] is of type 'image'",
+    ),
+    "system is a number": (says(system=1), "system must be"),
+    "system has an image": (says(system=[{"type": "image", "source": {}}]), "system[0] is of type 'image'"),
+    "unknown field": (says(foo=1), "there is no field 'foo'"),
+    "field of the chat": (says(stop=["a"]), "did you mean"),
+    "max_tokens is 0": (says(max_tokens=0), "max_tokens must be an integer >= 1, got 0"),
+    "max_tokens is text": (says(max_tokens="many"), "max_tokens must be"),
+    "more tokens than the context": (says(max_tokens=100_000), "max_tokens <= "),
+    "temperature is hot": (says(temperature=101), "temperature must be a number >= 0 and <= 100"),
+    "top_k is -2": (says(top_k=-2), "top_k must be an integer >= -1"),
+    "stop sequences are text": (says(stop_sequences="a"), "stop_sequences must be a JSON array"),
+    "stop sequence is empty": (says(stop_sequences=[""]), "stop_sequences"),
+    "17 stop sequences": (says(stop_sequences=["a"] * 17), "stop_sequences must be"),
+    "hosted tool": (says(tools=[{"type": "web_search_20250305", "name": "web_search"}]), "'web_search_20250305'"),
+    "tool without a schema": (says(tools=[{"name": "f"}]), "tools[0].input_schema is required"),
+    "tool without a name": (says(tools=[{"input_schema": {}}]), "tools[0].name is required"),
+    "tool_choice of no kind": (says(tools=[], tool_choice={"type": "some"}), "tool_choice must be of type"),
+    "tool_choice without a name": (says(tool_choice={"type": "tool"}), "tool_choice must be of type"),
+    "tool_choice of an unknown tool": (
+        says(tools=[{"name": "f", "input_schema": {}}], tool_choice={"type": "tool", "name": "g"}),
+        "'g'",
+    ),
+    "format without a schema": (says(output_config={"format": {"type": "json_schema"}}), "output_config.format must"),
+    "schema with an unknown type": (
+        says(output_config={"format": {"type": "json_schema", "schema": NO_TYPE}}),
+        "thing",
+    ),
+    "container": (says(container="c"), "container is for tools that run on the server"),
+    "stream without a door": (says(stream=True), "copy the folder `stream_door/`"),
+    "half of a surrogate pair": (says({"role": "user", "content": "\ud800"}), "surrogate"),
+}
+"""Request and a piece of the sentence; the status is 400."""
+
+
+def post(gateway: GatewayThread, path: str, body: Any) -> httpx.Response:
+    headers = {"content-type": "application/json"}
+    return httpx.post(gateway.url + path, content=json.dumps(body), headers=headers, timeout=60)
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_bad_response_is_refused(gateway: GatewayThread, name: str) -> None:
+    body, param, piece = RESPONSES[name]
+    answer = post(gateway, "/v1/responses", body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert piece in error["message"], error
+    assert not re.search(OURS, answer.text), error
+    assert error["param"] == param, error
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_bad_message_is_refused(gateway: GatewayThread, name: str) -> None:
+    body, piece = MESSAGES[name]
+    answer = post(gateway, "/v1/messages", body)
+    assert answer.status_code == 400, answer.text
+    assert set(answer.json()) == {"type", "error"}
+    error = answer.json()["error"]
+    assert set(error) == {"type", "message"}
+    assert error["type"] == "invalid_request_error"
+    assert piece in error["message"], error
+    assert not re.search(OURS.replace(r"messages\[|", ""), answer.text), error
+
+
+@pytest.mark.parametrize(("content", "status"), [("{", 400), ("[]", 400), ("", 400)])
+def test_body_that_is_no_object_is_refused(gateway: GatewayThread, content: str, status: int) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(gateway.url + path, content=content, headers=headers, timeout=60)
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+
+
+def test_gateway_is_healthy_afterwards(gateway: GatewayThread, triton: TritonServer) -> None:
+    assert post(gateway, "/v1/responses", asks()).status_code == 200
+    assert post(gateway, "/v1/messages", says()).status_code == 200
+    wait_until(lambda: num_running(triton) == 0)
