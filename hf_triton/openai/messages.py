@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
@@ -211,16 +212,17 @@ def _usage(outputs: Outputs) -> dict[str, int]:
 async def _stream(gateway: Gateway, generation: Generation) -> AsyncGenerator[bytes]:
     """The events of a message, from `message_start` to `message_stop`; its counts of tokens are in the last but one."""
     blocks, has_started = Blocks(), False
-    async for steps, outputs in stream_steps(gateway, generation, blocks):
-        if not has_started:
-            has_started = True
-            yield named_event("message_start", {"message": _head(generation)})
-        if steps:
-            yield b"".join(map(_event, steps))
-        if "finish_reason" in outputs:
-            ending = {"delta": _ending(outputs, calls_tools=has_calls(blocks.blocks)), "usage": _usage(outputs)}
-            yield b"".join(map(_event, blocks.end()))
-            yield named_event("message_delta", ending) + named_event("message_stop", {})
+    async with aclosing(stream_steps(gateway, generation, blocks)) as responses:
+        async for steps, outputs in responses:
+            if not has_started:
+                has_started = True
+                yield named_event("message_start", {"message": _head(generation)})
+            if steps:
+                yield b"".join(map(_event, steps))
+            if "finish_reason" in outputs:
+                ending = {"delta": _ending(outputs, calls_tools=has_calls(blocks.blocks)), "usage": _usage(outputs)}
+                yield b"".join(map(_event, blocks.end()))
+                yield named_event("message_delta", ending) + named_event("message_stop", {})
 
 
 def _event(step: Step) -> bytes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
@@ -232,18 +233,18 @@ async def _stream(gateway: Gateway, body: ResponsesRequest, generation: Generati
     """The typed events of a response, from `response.created` to its end."""
     head, blocks, events = _head(body, generation), Blocks(), ResponseEvents(generation.request_id)
     try:
-        async for steps, outputs in stream_steps(gateway, generation, blocks):
-            if not events.number:
-                for kind in ("response.created", "response.in_progress"):
-                    yield events.event(kind, {"response": head})
-            if data := b"".join(events.of(step) for step in steps):
-                yield data
-            if "finish_reason" in outputs:
-                status = _status(outputs)
-                yield b"".join(events.of(step, status) for step in blocks.end())
-                yield events.event(
-                    f"response.{status}", {"response": head | _ending(generation, blocks.blocks, outputs)}
-                )
+        async with aclosing(stream_steps(gateway, generation, blocks)) as responses:
+            async for steps, outputs in responses:
+                if not events.number:
+                    for kind in ("response.created", "response.in_progress"):
+                        yield events.event(kind, {"response": head})
+                if data := b"".join(events.of(step) for step in steps):
+                    yield data
+                if "finish_reason" in outputs:
+                    status = _status(outputs)
+                    yield b"".join(events.of(step, status) for step in blocks.end())
+                    ending = _ending(generation, blocks.blocks, outputs)
+                    yield events.event(f"response.{status}", {"response": head | ending})
     except ApiError as error:
         if not events.number:
             raise

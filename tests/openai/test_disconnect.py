@@ -19,6 +19,8 @@ LONG = {"max_tokens": 200, "ignore_eos": True}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], **LONG}),
     "completion": ("/v1/completions", {"prompt": "Hello", **LONG}),
+    "response": ("/v1/responses", {"input": "Hello!", "max_output_tokens": 200}),
+    "message": ("/v1/messages", {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 200}),
     "several completions": ("/v1/completions", {"prompt": ["Hello", "Today", "The"], **LONG}),
 }
 
