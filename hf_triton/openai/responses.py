@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Final
@@ -165,18 +166,23 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     conversation, chat = read_input(body.input, body.instructions), body.chat_fields()
     with conversation.placed_errors("input"):
         generation = body.generation(request_id_of(request), conversation, NAMES, **chat)
+        head = _head(body, generation)
         if body.stream:
-            events = _stream(gateway, body, generation)
+            events = _stream(gateway, head, generation)
             return EventStream(request, conversation.placed_stream("input", events))
         outputs = await run_while_connected(request.receive, gateway.models.generate(generation))
     blocks = blocks_of(message_of(outputs, 0))
-    return JSONResponse(_head(body, generation) | _ending(generation, blocks, outputs))
+    return JSONResponse(head | _ending(generation, blocks, outputs))
 
 
 def _head(body: ResponsesRequest, generation: Generation) -> dict[str, Any]:
-    """OpenAI's `response` in progress."""
+    """OpenAI's `response` in progress, which repeats the request.
+
+    Raises:
+        ApiError: The request holds what JSON cannot.
+    """
     text, reasoning = body.text or {}, body.reasoning or {}
-    return {
+    head = {
         "id": f"resp_{generation.request_id}",
         "object": "response",
         "created_at": now_s(),
@@ -200,6 +206,11 @@ def _head(body: ResponsesRequest, generation: Generation) -> dict[str, Any]:
         "usage": None,
         "metadata": {},
     }
+    try:
+        json.dumps(head, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the request holds NaN, Infinity, or half of a surrogate pair: JSON has none") from None
+    return head
 
 
 def _status(outputs: Outputs) -> str:
@@ -229,9 +240,9 @@ def _ending(generation: Generation, blocks: Sequence[Block], outputs: Outputs) -
     }
 
 
-async def _stream(gateway: Gateway, body: ResponsesRequest, generation: Generation) -> AsyncGenerator[bytes]:
+async def _stream(gateway: Gateway, head: dict[str, Any], generation: Generation) -> AsyncGenerator[bytes]:
     """The typed events of a response, from `response.created` to its end."""
-    head, blocks, events = _head(body, generation), Blocks(), ResponseEvents(generation.request_id)
+    blocks, events = Blocks(), ResponseEvents(generation.request_id)
     try:
         async with aclosing(stream_steps(gateway, generation, blocks)) as responses:
             async for steps, outputs in responses:

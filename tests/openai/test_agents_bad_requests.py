@@ -107,6 +107,12 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
     ),
     "variable of no template": (asks(chat_template_kwargs={"colour": 1}), "chat_template_kwargs", "colour"),
     "stream without a door": (asks(stream=True), "stream", "copy the folder `stream_door/`"),
+    "NaN that is repeated": (asks(tools=[{**TOOL, "strict": float("nan")}]), None, "NaN"),
+    "surrogate that is repeated": (
+        asks(text={"format": {"type": "json_schema", "description": "\ud800", "schema": {"type": "object"}}}),
+        None,
+        "surrogate",
+    ),
     "half of a surrogate pair": (asks(input="\ud800"), None, "surrogate"),
 }
 """Request, `param` and a piece of the sentence; the status is 400."""
