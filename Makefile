@@ -107,6 +107,7 @@ bench: $(SETUP) ## Measure the engine and the server; figures and plots go to .v
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/engine.py --out .venv/bench
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/server.py --out .venv/bench
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gateway.py --beside --out .venv/bench/gateway.json
 
 soak: $(SETUP) ## Send 20,000 requests of all kinds and watch the memory
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py

@@ -11,7 +11,7 @@ shared and noisy. Every response is checked for its length.
               own client in this process
 
 `completions x2` and `chat x2` are two gateway processes. `--beside` adds `transformers serve` with continuous batching,
-which is another engine, on the same checkpoint.
+which is another engine, on the same checkpoint; in a fourth of the rounds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from hf_triton.testing import TritonServer
 
 WIDTH, NUM_REQUESTS = 16, 32
 NUM_NEW_TOKENS, NUM_ALONE_TOKENS = 32, 8
-NUM_ALONE = 10
+NUM_ALONE = 4
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 ALONE = "alone ms"
 MODEL = "plain"
@@ -216,14 +216,15 @@ def measure(ways: dict[str, dict[str, Way | Direct]], rounds: int) -> Figures:
         return 1e3 * ways[ALONE][way].wall_s(1, 1, NUM_ALONE_TOKENS)
 
     figures = take_turns([ALONE], list(ways[ALONE]), rounds * NUM_ALONE, alone_ms)
-    for case in ("whole", "streams"):
-        figures |= take_turns([case], list(ways[case]), rounds, tokens_per_s)
+    for case in [case for case in ways if case != ALONE]:
+        few = max(2, rounds // 4) if case.startswith("beside") else rounds
+        figures |= take_turns([case], list(ways[case]), few, tokens_per_s)
     return figures
 
 
 def show(figures: Figures) -> None:
     """Print a table: each way beside its case's first."""
-    print(f"{'':10}{'':22}{'median':>10}{'to first':>10}{'quartiles':>16}")
+    print(f"{'':16}{'':22}{'median':>10}{'to first':>10}{'quartiles':>16}")
     for case, found in figures.items():
         first = next(iter(found[0]))
         for way in found[0]:
@@ -231,11 +232,11 @@ def show(figures: Figures) -> None:
             against = [each[way] - each[first] if differs else each[way] / each[first] for each in found]
             low, middle, high = statistics.quantiles(against, n=4)
             median = statistics.median(each[way] for each in found)
-            print(f"{case:10}{way:22}{median:>10.2f}{middle:>10.3f}{f'{low:.3f}-{high:.3f}':>16}")
+            print(f"{case:16}{way:22}{median:>10.2f}{middle:>10.3f}{f'{low:.3f}-{high:.3f}':>16}")
 
 
 @click.command()
-@click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Rounds of each case.")
+@click.option("--rounds", type=click.IntRange(2), default=12, show_default=True, help="Rounds of each case.")
 @click.option("--beside", is_flag=True, help="Measure `transformers serve` too.")
 @click.option("--out", type=click.Path(path_type=Path), help="Where to write all figures as JSON.")
 def main(rounds: int, beside: bool, out: Path | None) -> None:
@@ -261,12 +262,8 @@ def main(rounds: int, beside: bool, out: Path | None) -> None:
             for name, url in gateways.items():
                 found[f"completions{name}"] = way(url, "/v1/completions", is_stream=is_stream)
                 found[f"chat{name}"] = way(url, "/v1/chat/completions", is_stream=is_stream)
-            if other is not None:
-                path, model = "/v1/chat/completions", str(checkpoint)
-                found["transformers serve"] = way(other, path, model=model, is_stream=is_stream)
             return found
 
-        other = stack.enter_context(transformers_serve(checkpoint)) if beside else None
         direct = Direct(server.grpc_url, texts)
         stack.callback(direct.close)
         generate = f"/v2/models/{MODEL}/generate"
@@ -275,6 +272,13 @@ def main(rounds: int, beside: bool, out: Path | None) -> None:
             "whole": {"generate": way(server.http_url, generate), **endpoints(is_stream=False)},
             "streams": {"direct": direct, **endpoints(is_stream=True)},
         }
+        if beside:
+            other, path = stack.enter_context(transformers_serve(checkpoint)), "/v1/chat/completions"
+            for case, is_stream in {"beside": False, "beside, streams": True}.items():
+                ways[case] = {
+                    "chat": way(gateways[""], path, is_stream=is_stream),
+                    "transformers serve": way(other, path, model=str(checkpoint), is_stream=is_stream),
+                }
         before = os.getloadavg()[0]
         figures = measure(ways, rounds)
     show(figures)
