@@ -41,6 +41,8 @@ ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
 """Anthropic's type of error by status; INVALID below 500, otherwise `api_error`."""
 ANTHROPIC_PATH: Final = "/v1/messages"
 RETRY_AFTER_S: Final = 1
+UNREADABLE: Final = "There was an error parsing the body"
+"""FastAPI's own words for a body whose JSON it fails to read for another reason than its syntax."""
 
 
 class ErrorDetails(BaseModel):
@@ -155,6 +157,7 @@ def triton_error(message: str, names: Mapping[str, str], fields: Collection[str]
 
 def in_names(sentence: str, names: Mapping[str, str]) -> str:
     """A sentence with our names of parameters replaced by the client's."""
+    sentence = sentence.replace("send text_input", "send a prompt to /v1/completions")
     return re.sub(r"[a-z_]+", lambda word: names.get(word[0], word[0]), sentence)
 
 
@@ -172,6 +175,9 @@ def unknown_field(name: str, fields: Collection[str]) -> ApiError:
 async def _answer_http_exception(request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, ApiError):
         status = error.status_code if isinstance(error, HTTPException) else 500
+        if getattr(error, "detail", "") == UNREADABLE:
+            message = "the body is not JSON that can be read: it must be UTF-8, not compressed and not nested deeply"
+            return ApiError(400, message, code="invalid_json").response(request.url.path)
         error = ApiError(status, _plain_sentence(request, status, getattr(error, "detail", "")))
     return error.response(request.url.path)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hmac
 import logging
 import time
@@ -68,7 +69,7 @@ class ApiKeys:
 
     def _read(self) -> tuple[bytes, ...]:
         try:
-            lines = self._path.read_bytes().splitlines()
+            lines = self._path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
         except OSError as error:
             raise SettingsError(f"api_key_file {self._path} cannot be read: {error.strerror}") from None
         keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith(b"#"))

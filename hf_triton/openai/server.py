@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.supervisors import Multiprocess
 
@@ -112,10 +113,16 @@ class LimitedProtocol(HttpToolsProtocol):
             self._write_timer = None
 
 
+def _build_worker_app(config: GatewayConfig) -> FastAPI:
+    """The application, in the process that serves it; each of several workers sets up its own log."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    return build_app(config)
+
+
 def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
     """Uvicorn's settings for a gateway."""
     return uvicorn.Config(
-        partial(build_app, config),
+        partial(_build_worker_app, config),
         factory=True,
         host=config.host,
         port=config.port,
@@ -138,8 +145,7 @@ def run(config: GatewayConfig) -> None:
     Raises:
         SettingsError: The file of API keys cannot be read.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    build_app(config)  # its errors are raised here, not in a worker
+    _build_worker_app(config)  # its errors are raised here, not in a worker
     settings = uvicorn_config(config)
     if config.workers > 1:
         Multiprocess(settings, sockets=[settings.bind_socket()]).run()

@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from hf_triton.openai.errors import ApiError, model_not_found, triton_error
 from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.ports import TEXT_OUTPUTS
-from hf_triton.protocol.prompts import PROMPT
+from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS
 
 MAX_AGE_S: Final = 2.0
 """How long the list of models is believed."""
@@ -170,6 +170,9 @@ class TritonModels:
         if not is_stream:
             return model.folder
         if model.door is None:
+            await asyncio.shield(self._list())  # it may have come meanwhile
+            model = await self.model(name)
+        if model.door is None:
             raise ApiError(
                 400,
                 f"the model '{model.name}' does not stream: copy the folder `stream_door/` into the model repository "
@@ -251,7 +254,7 @@ class TritonModels:
             await call.done_writing()
             while (response := await call.read()) is not grpc.aio.EOF:
                 if response.error_message:
-                    raise triton_error(response.error_message, generation.names, generation.fields)
+                    raise self._triton_error(response.error_message, 500, generation)
                 if response.infer_response.outputs:
                     yield _read_outputs(response.infer_response)
             if await call.code() is not grpc.StatusCode.OK:
@@ -269,17 +272,29 @@ class TritonModels:
     def _status_error(
         self, status: grpc.StatusCode, details: str | None, generation: Generation | None = None
     ) -> ApiError:
-        names, fields = (generation.names, generation.fields) if generation else ({}, ())
         if status is grpc.StatusCode.DEADLINE_EXCEEDED:
             return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
-        if generation and "unknown model" in (details or ""):
-            self._listed_s = float("-inf")
-            self._models.pop(generation.model, None)
-            return model_not_found(generation.model)
-        coded = triton_error(details or "", names, fields, _HTTP_STATUS.get(status, 500))
+        coded = self._triton_error(details or "", _HTTP_STATUS.get(status, 500), generation)
         if coded.code is None and coded.status_code == 503:
             return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")
         return coded
+
+    def _triton_error(self, message: str, status: int, generation: Generation | None) -> ApiError:
+        """Triton's message as an error; one that is not our model's own may mean that the list of models is old."""
+        if generation is None:
+            return triton_error(message, {}, (), status)
+        error = triton_error(message, generation.names, generation.fields, status)
+        if error.code is None:
+            self._models.pop(generation.model, None)  # the next request lists the models first
+        if f"unknown model: '{generation.model}'" in message:
+            return model_not_found(generation.model)
+        if "unknown model" in message or "decoupled transaction policy" in message:
+            return ApiError(
+                503,
+                f"the model '{generation.model}' is being loaded or unloaded: send the request again later",
+                code="not_loaded",
+            )
+        return error
 
 
 _HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
@@ -322,7 +337,10 @@ def _infer_request(folder: Folder, generation: Generation, *, is_stream: bool) -
             else:
                 parameters[MESSAGES] = text
         elif generation.prompt_token_ids is not None:
-            parameters["prompt_token_ids"] = json.dumps(list(generation.prompt_token_ids))
+            if PROMPT_TOKEN_IDS in folder.inputs:
+                _add_ids(request, folder, generation.prompt_token_ids)
+            else:
+                parameters[PROMPT_TOKEN_IDS] = json.dumps(list(generation.prompt_token_ids))
         else:
             _add_strings(request, folder, PROMPT, generation.prompts)
         for name, value in parameters.items():
@@ -338,6 +356,20 @@ def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str]) 
     request.inputs.add(name=name, datatype="BYTES", shape=shape)
     encoded = [text.encode() for text in texts]
     request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
+
+
+def _add_ids(request: Any, folder: Folder, token_ids: Sequence[int]) -> None:
+    """Add a prompt's token ids as an input, which Triton demands of folders with a batch size.
+
+    Raises:
+        ApiError: An id is beyond 64 bits.
+    """
+    shape = [1, len(token_ids)] if folder.max_batch_size else [len(token_ids)]
+    request.inputs.add(name=PROMPT_TOKEN_IDS, datatype="INT64", shape=shape)
+    try:
+        request.raw_input_contents.append(struct.pack(f"<{len(token_ids)}q", *token_ids))
+    except struct.error:
+        raise ApiError(400, "prompt holds a token id that no model has", param="prompt") from None
 
 
 def _read_outputs(response: Any) -> Outputs:

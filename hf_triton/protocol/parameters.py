@@ -207,7 +207,8 @@ class GenerationParameters(BaseModel):
 
     truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(2**31 - 1)] | None = None
     """Keep only this many tokens of the prompt, the last ones; -1 keeps as many as fit the context beside
-    `max_new_tokens`. By default a prompt that does not fit is an error."""
+    `max_new_tokens`. By default a prompt that does not fit is an error. The setting `max_prompt_bytes` holds for the
+    prompt as it is sent."""
 
     max_time: Annotated[float, annotated_types.Gt(0), annotated_types.Le(MAX_SECONDS)] | None = None
     """Time limit in seconds, queueing included. When it is over, the completion ends with the tokens that it has."""

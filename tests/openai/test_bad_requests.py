@@ -142,6 +142,11 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "timeout of 0": (chat(timeout=0), "timeout", "timeout must be a number > 0"),
     "half of a surrogate pair": (message(role="user", content="\ud800"), None, "surrogate"),
     "half of a surrogate pair in a prompt": (completion(prompt="\ud800"), None, "surrogate"),
+    "chat of a model without a template": (
+        chat(model="bare"),
+        None,
+        "send a prompt to /v1/completions, or name a Jinja file",
+    ),
     "tokenize nothing": (("/tokenize", {"model": "tiny"}), "prompt", "either prompt or messages"),
     "detokenize text": (("/detokenize", {"model": "tiny", "tokens": "a"}), "tokens", "tokens must be"),
 }
@@ -154,7 +159,7 @@ RAW: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
     "an array": ("POST", CHAT, b"[]", {}, 400, "object"),
     "a number": ("POST", CHAT, b"1", {}, 400, "object"),
     "null": ("POST", CHAT, b"null", {}, 400, "object"),
-    "no UTF-8": ("POST", CHAT, b'{"model": "\xff"}', {}, 400, "body"),
+    "no UTF-8": ("POST", CHAT, b'{"model": "\xff"}', {}, 400, "not JSON that can be read"),
     "NaN": (
         "POST",
         CHAT,
@@ -163,7 +168,7 @@ RAW: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
         400,
         "",
     ),
-    "nested deeply": ("POST", CHAT, b'{"a":' * 100_000, {}, 400, "body"),
+    "nested deeply": ("POST", CHAT, b'{"a":' * 100_000, {}, 400, "not JSON that can be read"),
     "number of 10,000 digits": ("POST", COMPLETIONS, b'{"seed": ' + b"9" * 10_000 + b"}", {}, 400, ""),
     "form": ("POST", CHAT, b"{}", {"content-type": "application/x-www-form-urlencoded"}, 415, "Content-Type"),
     "unknown endpoint": ("POST", "/v1/chat", b"{}", {}, 404, "no endpoint POST /v1/chat"),

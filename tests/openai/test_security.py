@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """API keys, origins, limits, and what the log says."""
 
+import codecs
 import logging
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 from hf_triton.errors import SettingsError
 from hf_triton.openai.app import build_app
 from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.security import ApiKeys
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread, num_running, wait_until
 
@@ -46,6 +48,14 @@ def test_keys_of_a_file_are_required(triton: TritonServer, tmp_path: Path) -> No
         keys.unlink()  # the keys stay
         time.sleep(1.2)
         assert status(gateway, authorization="Bearer sk-third") == 200
+
+
+def test_key_file_of_another_editor_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(codecs.BOM_UTF8 + f"{KEY}\r\n{OTHER_KEY}\r\n".encode())
+    keys = ApiKeys(path)
+    assert keys.allow(KEY.encode())
+    assert keys.allow(OTHER_KEY.encode())
 
 
 @pytest.mark.parametrize("text", [None, "", "# no key\n"])

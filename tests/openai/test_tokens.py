@@ -48,6 +48,18 @@ def test_prompts_as_token_ids_are_completed_as_texts_are(client: openai.OpenAI, 
     assert one.choices[0].text == texts.choices[0].text
 
 
+def test_folder_that_batches_takes_token_ids(client: openai.OpenAI, gateway: GatewayThread) -> None:
+    ids = httpx.post(f"{gateway.url}/tokenize", json={"model": "batching", "prompt": "Hello"}, timeout=60).json()[
+        "tokens"
+    ]
+    text = httpx.post(f"{gateway.url}/detokenize", json={"model": "batching", "tokens": ids}, timeout=60).json()[
+        "prompt"
+    ]
+    assert text.endswith("Hello")
+    answers = [client.completions.create(model="batching", prompt=prompt, max_tokens=6) for prompt in ("Hello", ids)]
+    assert answers[0].choices[0].text == answers[1].choices[0].text
+
+
 def test_prompts_as_token_ids_stream_side_by_side(client: openai.OpenAI, token_ids: list[list[int]]) -> None:
     whole = client.completions.create(model="demo", prompt=PROMPTS, max_tokens=6, temperature=0)
     texts = [""] * len(PROMPTS)

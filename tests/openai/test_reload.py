@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are loaded and unloaded behind a gateway."""
+
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.testing import TritonServer
+from tests.support.gateway import GatewayThread, add_demo
+
+
+def control(server: TritonServer, model: str, action: str) -> None:
+    request = urllib.request.Request(f"{server.http_url}/v2/repository/models/{model}/{action}", data=b"{}")
+    urllib.request.urlopen(request, timeout=60).close()
+
+
+def ask(client: openai.OpenAI, *, stream: bool) -> str:
+    answer = client.completions.create(model="demo", prompt="Today", max_tokens=4, temperature=0, stream=stream)
+    return "".join(part.choices[0].text for part in (answer if isinstance(answer, openai.Stream) else [answer]))
+
+
+def test_loaded_and_unloaded_folders_are_noticed(tmp_path: Path) -> None:
+    add_demo(tmp_path)
+    arguments = ["--model-control-mode=explicit", "--load-model=demo"]
+    with (
+        TritonServer(tmp_path, arguments=arguments) as server,
+        GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as gateway,
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        whole = ask(client, stream=False)
+        with pytest.raises(openai.BadRequestError, match="does not stream"):
+            ask(client, stream=True)
+        control(server, "demo_stream", "load")
+        assert ask(client, stream=True) == whole
+        control(server, "demo_stream", "unload")
+        with pytest.raises((openai.InternalServerError, openai.BadRequestError), match="demo"):  # 503 at first
+            ask(client, stream=True)
+        with pytest.raises(openai.BadRequestError, match="does not stream"):
+            ask(client, stream=True)
+        assert ask(client, stream=False) == whole
+        control(server, "demo", "unload")
+        with pytest.raises(openai.NotFoundError):
+            ask(client, stream=False)
+        control(server, "demo", "load")
+        assert ask(client, stream=False) == whole
