@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make help` lists the targets. They work in .venv, without root, a GPU, the Hub or a container; only
-# `make test-container` needs podman or docker.
+# `make test-container` needs podman or docker, and `make test-page` a Chromium.
 
 # The first Python that fits: the server's Python stub needs numpy below 2, which has wheels for 3.11 and 3.12.
 IS_FIT := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -30,7 +30,7 @@ FRAMEWORKS := .venv/frameworks/.set-up
 NPM := .venv/npm/.set-up
 PROMETHEUS := .venv/prometheus/.set-up
 
-.PHONY: help setup serve test test-all test-clients bench soak check format docs test-container clean
+.PHONY: help setup serve test test-all test-clients bench soak check format docs test-page test-container clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -114,6 +114,10 @@ soak: $(SETUP) ## Send 20,000 requests of all kinds and watch the memory
 
 docs: $(SETUP) ## Write the generated tables of README.md and docs/
 	$(BIN)/python scripts/render_docs.py
+
+test-page: $(SETUP) ## Test the chat page in a headless Chromium
+	tests/openai/setup.sh
+	REQUIRE_CHROMIUM=1 $(BIN)/pytest tests/openai/test_page.py
 
 test-container: $(SETUP) ## Build the container image on a stand-in base and try it (podman or docker)
 	tests/container/setup.sh
