@@ -1,30 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: a small model, engines that are closed after the test, and kernels that are tried again."""
+"""Fixtures: small models, engines that are closed after the test, and kernels that are tried again."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.testing import build_tiny_checkpoint
+from tests.support.engine import LoadModel, StartEngine
 from tests.support.kernels import anew as anew
 from tests.support.reference import load_reference
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp("checkpoint")
-    build_tiny_checkpoint(folder, "llama", eos_token_id=None)
-    return load_reference(folder).model
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> LoadModel:
+    """Loads a tiny model by its architecture and the checkpoint's options, each once."""
+
+    @cache
+    def load(architecture: str, **options: Any) -> Any:
+        folder = build_tiny_checkpoint(tmp_path_factory.mktemp(architecture), architecture, **options)
+        return load_reference(folder).model
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def llama(model_of: LoadModel) -> Any:
+    return model_of("llama")
+
+
+@pytest.fixture(scope="module")
+def model(model_of: LoadModel) -> Any:
+    """A model without an end-of-sequence token."""
+    return model_of("llama", eos_token_id=None)
 
 
 @pytest.fixture(params=["eager", "static"])
-def start(model: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., ContinuousBatchingEngine]]:
+def start(model: Any, request: pytest.FixtureRequest) -> Iterator[StartEngine]:
+    """Starts a continuous engine, of `model` unless told otherwise."""
     engines: list[ContinuousBatchingEngine] = []
 
-    def start(**options: Any) -> ContinuousBatchingEngine:
+    def start(model: Any = model, **options: Any) -> ContinuousBatchingEngine:
         engines.append(ContinuousBatchingEngine(model, **{"max_num_seqs": 6, "decoding": request.param, **options}))
         return engines[-1]
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory limits, prefix caching and failed steps of the continuous engine."""
+"""Memory limits and prefix caching of the continuous engine."""
 
 import random
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +12,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from hf_triton.engine import executor
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import RequestError, UnavailableError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.sampler import SampledTokens
 from hf_triton.testing.checkpoints import VOCAB_SIZE
 from tests.support.engine import (
     DRAWN,
@@ -27,6 +23,7 @@ from tests.support.engine import (
     Client,
     Counting,
     Faulty,
+    StartEngine,
     error_code,
     only,
     prompts,
@@ -38,12 +35,12 @@ from tests.support.reference import solo_ids
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("piece", [16, 512])
+@pytest.mark.parametrize("chunk_size", [16, 512])
 @pytest.mark.parametrize("max_tokens", [256, 600, 1500])
 def test_small_kv_cache_is_never_exceeded_and_changes_no_output(
-    max_tokens: int, piece: int, model: Any, start: Callable[..., ContinuousBatchingEngine]
+    max_tokens: int, chunk_size: int, model: Any, start: StartEngine
 ) -> None:
-    config = EngineConfig(chunk_sizes=ChunkSizes(piece, piece // 2, per_weights=16))
+    config = EngineConfig(chunk_sizes=ChunkSizes(chunk_size, chunk_size // 2, per_weights=16))
     source = random.Random(max_tokens)
     engine = start(max_num_seqs=8, max_cache_tokens=max_tokens, config=config)
     most: list[int] = []
@@ -57,14 +54,12 @@ def test_small_kv_cache_is_never_exceeded_and_changes_no_output(
     items = [(prompt, SamplingParams(source.randrange(1, 60))) for prompt in prompts(40, seed=22)]
     for item in items:
         client.submit(*item)
-    for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
-        assert only(outcome).token_ids == solo_ids(model, prompt, plan.max_new_tokens)
+    for (prompt, params), outcome in zip(items, client.outcomes(), strict=True):
+        assert only(outcome).token_ids == solo_ids(model, prompt, params.max_new_tokens)
     assert max(most) <= max_tokens
 
 
-def test_prompt_that_can_never_fit_is_refused_at_submit(
-    start: Callable[..., ContinuousBatchingEngine],
-) -> None:
+def test_prompt_that_can_never_fit_is_refused_at_submit(start: StartEngine) -> None:
     refused = Client(start(max_cache_tokens=256)).ask(PROMPT, SamplingParams(200))
     assert isinstance(refused, RequestError)
     assert refused.code == "memory_exceeded"
@@ -72,9 +67,7 @@ def test_prompt_that_can_never_fit_is_refused_at_submit(
         assert words in refused.sentence
 
 
-def test_shrunken_memory_refuses_no_sequence_for_good(
-    model: Any, start: Callable[..., ContinuousBatchingEngine]
-) -> None:
+def test_shrunken_memory_refuses_requests_until_it_grows(model: Any, start: StartEngine) -> None:
     config = EngineConfig(max_memory_wait_s=0.1)
     engine = start(config=config)
     allowed = [0]
@@ -87,7 +80,7 @@ def test_shrunken_memory_refuses_no_sequence_for_good(
     assert only(client.ask(PROMPT, SamplingParams(5))).token_ids == solo_ids(model, PROMPT, 5)
 
 
-def test_each_context_waits_for_memory_anew(start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_each_context_waits_for_memory_anew(start: StartEngine) -> None:
     config = EngineConfig(max_memory_wait_s=1.0)
     engine = start(config=config)
     engine.memory.budget.tokens = lambda held: 0  # type: ignore[method-assign]
@@ -106,11 +99,30 @@ def test_each_context_waits_for_memory_anew(start: Callable[..., ContinuousBatch
         assert time.monotonic() - started_s >= 1.0
 
 
+def test_a_long_prompt_beside_full_buffers_stays_within_memory(model: Any, start: StartEngine) -> None:
+    engine = start(max_num_seqs=4, max_cache_tokens=640)
+    most: list[int] = []
+    Faulty(engine, lambda *_: bool(most.append(engine.memory.num_used_tokens)), RuntimeError())
+    client = Client(engine)
+    for prompt in prompts(4, seed=25, longest=30):
+        client.submit(prompt, SamplingParams(20))
+    client.outcomes()
+    long = prompts(1, seed=26, longest=2)[0] * 200
+    assert only(client.ask(long, SamplingParams(8))).token_ids == solo_ids(model, long, 8)
+    assert max(most) <= 640
+
+
+def test_a_group_that_does_not_fit_at_once_is_generated_in_parts(start: StartEngine) -> None:
+    expected = Client(start(max_num_seqs=8)).ask(PROMPT, replace(DRAWN, num_return_sequences=8))
+    outcome = Client(start(max_num_seqs=8, max_cache_tokens=512)).ask(PROMPT, replace(DRAWN, num_return_sequences=8))
+    assert token_ids(outcome) == token_ids(expected)
+
+
 # --- shared prefixes -------------------------------------------------------------------------------------------------
 
 
 def shared_prompts(seed: int) -> list[list[int]]:
-    """Prompts of which many begin alike: some with a system prompt, some going on from another."""
+    """Prompts with common prefixes: some share a system prompt, some continue another prompt."""
     source = random.Random(seed)
     systems = [[source.randrange(3, 380) for _ in range(length)] for length in (20, 45, 70)]
     items: list[list[int]] = []
@@ -123,9 +135,7 @@ def shared_prompts(seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_shared_prefix_is_computed_once_and_changes_no_text(
-    seed: int, model: Any, start: Callable[..., ContinuousBatchingEngine]
-) -> None:
+def test_a_shared_prefix_is_computed_once_and_changes_no_output(seed: int, model: Any, start: StartEngine) -> None:
     source = random.Random(seed)
     items = [(prompt, SamplingParams(source.randrange(1, 25))) for prompt in shared_prompts(seed)]
     counts = []
@@ -136,13 +146,13 @@ def test_a_shared_prefix_is_computed_once_and_changes_no_text(
         for item in items:
             client.submit(*item)
             time.sleep(source.choice([0, 0, 0.005]))
-        for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
-            assert only(outcome).token_ids == solo_ids(model, prompt, plan.max_new_tokens)
+        for (prompt, params), outcome in zip(items, client.outcomes(), strict=True):
+            assert only(outcome).token_ids == solo_ids(model, prompt, params.max_new_tokens)
         counts.append(counting.num_tokens)
     assert counts[0] < 0.8 * counts[1]
 
 
-def test_the_next_turn_computes_only_what_is_new(model: Any, start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_the_next_turn_prefills_only_new_tokens(model: Any, start: StartEngine) -> None:
     engine = start()
     counting, client = Counting(engine), Client(engine)
     conversation = list(range(10, 70))
@@ -150,13 +160,13 @@ def test_the_next_turn_computes_only_what_is_new(model: Any, start: Callable[...
         before = counting.num_tokens
         answer = only(client.ask(conversation, SamplingParams(10))).token_ids
         assert answer == solo_ids(model, conversation, 10)
-        # 9 steps, the last token of the turn before, and the 5 tokens of this turn
+        # 9 steps, the last token of the turn before and the 5 tokens of this turn
         assert counting.num_tokens - before == (60 + 9 if turn == 0 else 9 + 1 + 5)
         conversation = [*conversation, *answer, 200, 201, 202, 203, 204]
 
 
 class Closing:
-    """Lets a text hold anything, and has it end with tokens of its own."""
+    """Allows every token, and requires an ending of its own."""
 
     def bitmask(self) -> npt.NDArray[np.uint8]:
         return np.full(VOCAB_SIZE // 8 + 1, 255, np.uint8)
@@ -170,123 +180,24 @@ class Closing:
     def accept(self, token_id: int) -> None: ...
 
 
-def test_tokens_that_a_deadline_adds_to_a_text_were_not_computed(
-    model: Any, start: Callable[..., ContinuousBatchingEngine]
-) -> None:
+def test_tokens_that_a_deadline_adds_are_not_in_the_prefix_cache(model: Any, start: StartEngine) -> None:
     engine, prompt = start(), list(range(10, 40))
     slow_down(engine, 0.02)
     client = Client(engine)
-    plan = SamplingParams(240, eos_ids=frozenset([2]))
-    late = only(client.ask(prompt, plan, constraint=Closing, deadline_s=time.monotonic() + 2))
+    params = SamplingParams(240, eos_ids=frozenset([2]))
+    late = only(client.ask(prompt, params, constraint=Closing, deadline_s=time.monotonic() + 2))
     assert late.finish_reason == "deadline"
     assert late.token_ids[-5:] == [50, 51, 52, 53, 54]
     conversation = [*prompt, *late.token_ids, 200, 201]
-    (found,) = only(client.ask(conversation, SamplingParams(1, logprobs=0))).logprobs or []
+    (token,) = only(client.ask(conversation, SamplingParams(1, logprobs=0))).logprobs or []
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([conversation])).logits[0, -1].log_softmax(-1)
-    assert found.logprob == pytest.approx(expected[found.token_id].item(), abs=1e-4)
+    assert token.logprob == pytest.approx(expected[token.token_id].item(), abs=1e-4)
 
 
-def test_sharing_off_computes_everything(start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_without_prefix_caching_every_prompt_is_prefilled(start: StartEngine) -> None:
     engine = start(enable_prefix_caching=False)
     counting, client = Counting(engine), Client(engine)
     for _ in range(3):
         client.ask(list(range(10, 70)), SamplingParams(1))
     assert counting.num_tokens == 180
-
-
-# --- failures --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("boom")])
-def test_a_failure_after_a_step_changes_no_text(
-    error: Exception, model: Any, start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures = [error] * 3
-
-    def fail(logits: torch.Tensor, rows: Any, num_ahead: int) -> Any:
-        if len(rows) > 1 and failures:
-            raise failures.pop()
-        return SampledTokens(logits, rows, num_ahead)
-
-    monkeypatch.setattr(executor, "SampledTokens", fail)
-    client = Client(start())
-    items = [(prompt, SamplingParams(12)) for prompt in prompts(14, seed=23)]
-    for item in items:
-        client.submit(*item)
-    for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
-        assert only(outcome).token_ids == solo_ids(model, prompt, plan.max_new_tokens)
-    assert not failures
-
-
-def test_memory_that_ran_out_is_not_asked_for_again_at_every_step(
-    start: Callable[..., ContinuousBatchingEngine],
-) -> None:
-    engine = start(max_num_seqs=8)
-    faulty = Faulty(engine, lambda num_rows, _: num_rows > 4, torch.OutOfMemoryError("CUDA out of memory"))
-    client = Client(engine)
-    for prompt in prompts(8, seed=24):
-        client.submit(prompt, SamplingParams(60))
-    assert all(isinstance(outcome, list) for outcome in client.outcomes())
-    assert faulty.num_hits <= 3
-
-
-def test_a_long_prompt_into_full_buffers_keeps_to_the_memory(
-    model: Any, start: Callable[..., ContinuousBatchingEngine]
-) -> None:
-    engine = start(max_num_seqs=4, max_cache_tokens=640)
-    most: list[int] = []
-    Faulty(engine, lambda *_: bool(most.append(engine.memory.num_used_tokens)), RuntimeError())
-    client = Client(engine)
-    for prompt in prompts(4, seed=25, longest=30):
-        client.submit(prompt, SamplingParams(20))
-    client.outcomes()
-    long = prompts(1, seed=26, longest=2)[0] * 200
-    assert only(client.ask(long, SamplingParams(8))).token_ids == solo_ids(model, long, 8)
-    assert max(most) <= 640
-
-
-def test_more_texts_than_fit_at_a_time_are_written_one_after_another(
-    start: Callable[..., ContinuousBatchingEngine],
-) -> None:
-    wanted = Client(start(max_num_seqs=8)).ask(PROMPT, replace(DRAWN, num_return_sequences=8))
-    found = Client(start(max_num_seqs=8, max_cache_tokens=512)).ask(PROMPT, replace(DRAWN, num_return_sequences=8))
-    assert token_ids(found) == token_ids(wanted)
-
-
-def test_a_panic_while_asking_for_a_cancel_ends_its_own_text_alone(
-    start: Callable[..., ContinuousBatchingEngine],
-) -> None:
-    class PanicException(BaseException):
-        """As Rust code raises."""
-
-    def panic() -> bool:
-        raise PanicException
-
-    engine = start()
-    client = Client(engine)
-    client.submit(PROMPT, SamplingParams(20), panic)
-    client.submit(PROMPT, SamplingParams(20))
-    guilty, other = client.outcomes()
-    assert error_code(guilty) == "internal"
-    assert only(other).finish_reason == "length"
-    assert engine.is_healthy()
-
-
-def test_corrupt_memory_refuses_no_sequence(model: Any, start: Callable[..., ContinuousBatchingEngine]) -> None:
-    engine = start()
-    remove, failures = engine.memory.lanes.remove, [RuntimeError("boom")]
-
-    def fail(row: int) -> int:
-        if failures:
-            raise failures.pop()
-        return remove(row)
-
-    engine.memory.lanes.remove = fail  # type: ignore[method-assign]
-    client = Client(engine)
-    items = [(prompt, SamplingParams(5 + index)) for index, prompt in enumerate(prompts(8, seed=27))]
-    for item in items:
-        client.submit(*item)
-    for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
-        assert only(outcome).token_ids == solo_ids(model, prompt, plan.max_new_tokens)
-    assert engine.is_healthy()

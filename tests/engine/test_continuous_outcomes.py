@@ -28,6 +28,7 @@ from tests.support.engine import (
     PROMPT,
     Client,
     Counting,
+    StartEngine,
     error_code,
     only,
     prompts,
@@ -36,25 +37,23 @@ from tests.support.engine import (
 )
 from tests.support.reference import solo_ids
 
-# --- how a text ends -------------------------------------------------------------------------------------------------
+# --- finish reasons --------------------------------------------------------------------------------------------------
 
 
-def test_listener_gets_every_token_and_can_stop_the_sequence(
-    model: Any, start: Callable[..., ContinuousBatchingEngine]
-) -> None:
+def test_listener_gets_every_token_and_can_stop_the_sequence(model: Any, start: StartEngine) -> None:
     whole = solo_ids(model, PROMPT, 20)
-    heard: list[tuple[int, int]] = []
+    tokens: list[tuple[int, int]] = []
 
-    def listen(copy: int, token_id: int) -> bool:
-        heard.append((copy, token_id))
-        return len(heard) == 7
+    def listen(index: int, token_id: int) -> bool:
+        tokens.append((index, token_id))
+        return len(tokens) == 7
 
     completion = only(Client(start()).ask(PROMPT, SamplingParams(20), on_token=listen))
     assert completion == Completion(whole[:7], "stop_string")
-    assert heard == [(0, token_id) for token_id in whole[:7]]
+    assert tokens == [(0, token_id) for token_id in whole[:7]]
 
 
-def test_the_finish_reason_says_how_a_text_ended(model: Any, start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_finish_reasons(model: Any, start: StartEngine) -> None:
     whole = solo_ids(model, PROMPT, 20)
     client = Client(start())
     assert only(client.ask(PROMPT, SamplingParams(20))).finish_reason == "length"
@@ -65,26 +64,7 @@ def test_the_finish_reason_says_how_a_text_ended(model: Any, start: Callable[...
     assert whole[3] not in late.token_ids[:10]
 
 
-def test_a_listener_that_raises_harms_its_own_text_alone(
-    model: Any, start: Callable[..., ContinuousBatchingEngine]
-) -> None:
-    class PanicException(BaseException):
-        """As the tokenizer's Rust code raises."""
-
-    def panic(*_: int) -> bool:
-        raise PanicException
-
-    engine = start()
-    client = Client(engine)
-    client.submit(PROMPT, SamplingParams(20), on_token=panic)
-    client.submit(PROMPT, SamplingParams(20))
-    guilty, other = client.outcomes()
-    assert error_code(guilty) == "internal"
-    assert only(other).token_ids == solo_ids(model, PROMPT, 20)
-    assert engine.is_healthy()
-
-
-def test_a_prompt_whose_time_is_up_is_not_begun(model: Any, start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_an_expired_prompt_is_not_prefilled(model: Any, start: StartEngine) -> None:
     client = Client(start())
     for _ in range(20):
         assert error_code(client.ask(PROMPT, SamplingParams(3), deadline_s=time.monotonic())) == "deadline_exceeded"
@@ -92,30 +72,28 @@ def test_a_prompt_whose_time_is_up_is_not_begun(model: Any, start: Callable[...,
     assert error_code(cancelled) == "cancelled"
 
 
-def test_a_text_ends_at_its_deadline_with_what_it_has(
-    model: Any, start: Callable[..., ContinuousBatchingEngine]
-) -> None:
+def test_a_sequence_ends_at_its_deadline_with_its_tokens(model: Any, start: StartEngine) -> None:
     engine = start()
     slow_down(engine)
     client = Client(engine)
-    heard = threading.Event()
+    tokens = threading.Event()
 
     def listen(*_: int) -> bool:
-        heard.set()
+        tokens.set()
         return False
 
-    # Generous, because the first token must come before it on a busy machine; the whole would take longer.
-    plan = SamplingParams(240)
+    # Long enough for the first token on a busy machine; all tokens would take longer.
+    params = SamplingParams(240)
     slow_down(engine, 0.02)
-    client.submit(PROMPT, plan, deadline_s=time.monotonic() + 2, on_token=listen)
+    client.submit(PROMPT, params, deadline_s=time.monotonic() + 2, on_token=listen)
     completion = only(client.outcomes()[0])
-    assert heard.is_set()
+    assert tokens.is_set()
     assert completion.finish_reason == "deadline"
     assert 0 < len(completion.token_ids) < 240
     assert completion.token_ids == solo_ids(model, PROMPT, len(completion.token_ids))
 
 
-def test_waiting_counts_and_what_comes_too_late_is_refused(start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_a_queued_prompt_is_refused_at_its_deadline(start: StartEngine) -> None:
     engine = start(max_num_seqs=1)
     slow_down(engine, 0.02)
     client = Client(engine)
@@ -126,26 +104,26 @@ def test_waiting_counts_and_what_comes_too_late_is_refused(start: Callable[..., 
     assert error_code(second) == "deadline_exceeded"
 
 
-def test_a_cancelled_text_takes_part_in_no_further_step(start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_a_cancelled_sequence_is_in_no_further_step(start: StartEngine) -> None:
     engine = start()
-    heard: list[int] = []
+    tokens: list[int] = []
     gone = threading.Event()
 
     def listen(_: int, token_id: int) -> bool:
-        heard.append(token_id)
-        if len(heard) == 5:
+        tokens.append(token_id)
+        if len(tokens) == 5:
             gone.set()
         return False
 
     outcome = Client(engine).ask(PROMPT, SamplingParams(100), is_cancelled=gone.is_set, on_token=listen)
     assert isinstance(outcome, CancelledError)
-    assert len(heard) == 5
+    assert len(tokens) == 5
 
 
 # --- the queue -------------------------------------------------------------------------------------------------------
 
 
-def test_slow_constraint_does_not_block_the_queue(start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_slow_constraint_does_not_block_the_queue(start: StartEngine) -> None:
     engine = start(max_num_seqs=2)
     client, is_entered, may_go = Client(engine), threading.Event(), threading.Event()
 
@@ -164,9 +142,7 @@ def test_slow_constraint_does_not_block_the_queue(start: Callable[..., Continuou
     assert all(isinstance(outcome, list) for outcome in client.outcomes())
 
 
-def test_admitted_group_is_answered_if_the_engine_fails(
-    start: Callable[..., ContinuousBatchingEngine], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_admitted_group_is_answered_if_the_engine_fails(start: StartEngine, caplog: pytest.LogCaptureFixture) -> None:
     class PanicException(BaseException):
         pass
 
@@ -181,9 +157,7 @@ def test_admitted_group_is_answered_if_the_engine_fails(
     assert "secret" not in caplog.text
 
 
-def test_panic_while_sequences_are_created_refuses_their_group(
-    start: Callable[..., ContinuousBatchingEngine],
-) -> None:
+def test_panic_while_sequences_are_created_refuses_their_group(start: StartEngine) -> None:
     def leave() -> Any:
         raise SystemExit
 
@@ -195,9 +169,7 @@ def test_panic_while_sequences_are_created_refuses_their_group(
     assert isinstance(answered, list)
 
 
-def test_failed_engine_answers_all_groups_if_logging_fails(
-    start: Callable[..., ContinuousBatchingEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_engine_answers_all_groups_if_logging_fails(start: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread.logger, "error", Mock(side_effect=RuntimeError("the log is gone")))
     engine = start(max_num_seqs=2)
     engine.step = Mock(side_effect=SystemError)  # type: ignore[method-assign]
@@ -207,11 +179,11 @@ def test_failed_engine_answers_all_groups_if_logging_fails(
     assert not engine.is_healthy()
 
 
-def test_the_load_tells_free_slots(start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_the_load_counts_free_slots(start: StartEngine) -> None:
     engine = start(max_num_seqs=4)
     client = Client(engine)
     assert engine.load().num_free_slots == 4
-    with engine.queue.changed:  # it takes none meanwhile
+    with engine.queue.changed:  # it admits none meanwhile
         for _ in range(6):
             client.submit(PROMPT, SamplingParams(3))
         load = engine.load()
@@ -219,7 +191,7 @@ def test_the_load_tells_free_slots(start: Callable[..., ContinuousBatchingEngine
     assert all(isinstance(outcome, list) for outcome in client.outcomes())
 
 
-def test_the_queue_is_served_by_priority_then_in_order(start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_groups_are_admitted_by_priority_then_by_arrival(start: StartEngine) -> None:
     engine = start(max_num_seqs=1)
     slow_down(engine, 0.01)
     client = Client(engine)
@@ -241,21 +213,21 @@ def test_the_queue_is_served_by_priority_then_in_order(start: Callable[..., Cont
     assert [name for name in order if name != "first"] == list("abcdef")
 
 
-def test_requests_of_many_prompts_let_others_in_between(start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_requests_take_turns(start: StartEngine) -> None:
     engine, order = start(max_num_seqs=1), list[str]()
 
     def request(name: str, count: int, priority: int = 0) -> None:
         def note(number: int) -> Callable[[Outcome], None]:
             return lambda _: order.append(f"{name}{number}")
 
-        asked = [SequenceGroup(PROMPT, SamplingParams(1), note(number), priority=priority) for number in range(count)]
-        engine.submit(asked)
+        groups = [SequenceGroup(PROMPT, SamplingParams(1), note(number), priority=priority) for number in range(count)]
+        engine.submit(groups)
 
-    with engine.queue.changed:  # it takes nobody meanwhile
+    with engine.queue.changed:  # it admits none meanwhile
         request("a", 4)
         request("b", 2)
         request("c", 1)
-        engine.scheduler._admit()  # a0 leaves: nobody joins its turn any more
+        engine.scheduler._admit()  # a0 is admitted: its turn has begun
         request("urgent", 2, priority=-1)
         request("d", 2)
     deadline_s = time.monotonic() + 60
@@ -278,23 +250,23 @@ def test_large_request_is_not_starved_by_later_requests(
         if len(done) == 8:
             is_done.set()
 
-    def come_again(outcome: Outcome) -> None:
+    def submit_another(outcome: Outcome) -> None:
         if not is_done.is_set() and next(num_singles) < most:
-            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), come_again)])
+            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), submit_another)])
 
-    with engine.queue.changed:  # it takes nobody meanwhile
+    with engine.queue.changed:  # it admits none meanwhile
         for _ in range(6):
-            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), come_again)])
+            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), submit_another)])
         engine.submit([SequenceGroup(PROMPT, SamplingParams(1), take) for _ in range(8)])
     assert is_done.wait(120)
     engine.close()
     assert next(num_singles) < 8 * 8
 
 
-# --- several texts of one prompt -------------------------------------------------------------------------------------
+# --- sequence groups -------------------------------------------------------------------------------------------------
 
 
-def test_texts_of_one_prompt_share_its_prefill(start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_sequences_of_a_group_share_its_prefill(start: StartEngine) -> None:
     engine = start(enable_prefix_caching=False)
     counting = Counting(engine)
     outcome = Client(engine).ask(list(range(10, 110)), replace(DRAWN, max_new_tokens=1, num_return_sequences=6))
@@ -302,35 +274,33 @@ def test_texts_of_one_prompt_share_its_prefill(start: Callable[..., ContinuousBa
     assert counting.num_tokens == 100
 
 
-def test_best_of_gives_the_likeliest_texts(start: Callable[..., ContinuousBatchingEngine]) -> None:
+def test_best_of_returns_the_likeliest_sequences(start: StartEngine) -> None:
     client = Client(start())
-    everyone = client.ask(PROMPT, replace(DRAWN, num_return_sequences=5, logprobs=0))
-    assert isinstance(everyone, list)
+    every = client.ask(PROMPT, replace(DRAWN, num_return_sequences=5, logprobs=0))
+    assert isinstance(every, list)
 
     def mean(completion: Completion) -> float:
         assert completion.logprobs is not None
         return sum(each.logprob for each in completion.logprobs) / len(completion.logprobs)
 
     best = client.ask(PROMPT, replace(DRAWN, num_return_sequences=2, best_of=5))
-    ranked = sorted(everyone, key=mean, reverse=True)
+    ranked = sorted(every, key=mean, reverse=True)
     assert token_ids(best) == [each.token_ids for each in ranked[:2]]
     assert isinstance(best, list)
-    assert best[0].logprobs is None  # nobody asked for them
+    assert best[0].logprobs is None  # not asked for
 
 
 # --- log probabilities -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("piece", [16, 512])
-def test_log_probabilities_are_those_of_the_models_own_logits(
-    piece: int, model: Any, start: Callable[..., ContinuousBatchingEngine]
-) -> None:
-    config = EngineConfig(chunk_sizes=ChunkSizes(piece, 256, per_weights=16))
+@pytest.mark.parametrize("chunk_size", [16, 512])
+def test_logprobs_are_those_of_the_models_logits(chunk_size: int, model: Any, start: StartEngine) -> None:
+    config = EngineConfig(chunk_sizes=ChunkSizes(chunk_size, 256, per_weights=16))
     client = Client(start(config=config))
-    plan = SamplingParams(9, logprobs=3, prompt_logprobs=2, repetition_penalty=1.4)
+    params = SamplingParams(9, logprobs=3, prompt_logprobs=2, repetition_penalty=1.4)
     items = prompts(12, seed=21, longest=50)
     for prompt in items:
-        client.submit(prompt, plan)
+        client.submit(prompt, params)
     for prompt, outcome in zip(items, client.outcomes(), strict=True):
         completion = only(outcome)
         whole = torch.tensor([prompt + completion.token_ids])
@@ -340,10 +310,10 @@ def test_log_probabilities_are_those_of_the_models_own_logits(
         assert completion.logprobs is not None
         assert len(completion.prompt_logprobs) == len(prompt) - 1
         assert len(completion.logprobs) == len(completion.token_ids)
-        for place, found in enumerate([*completion.prompt_logprobs, *completion.logprobs]):
-            assert found.token_id == whole[0, place + 1]
-            assert found.logprob == pytest.approx(expected[place, found.token_id].item(), abs=1e-4)
-            wanted = expected[place].topk(len(found.top)).values.tolist()
-            assert [value for _, value in found.top] == pytest.approx(wanted, abs=1e-4)
+        for at, token in enumerate([*completion.prompt_logprobs, *completion.logprobs]):
+            assert token.token_id == whole[0, at + 1]
+            assert token.logprob == pytest.approx(expected[at, token.token_id].item(), abs=1e-4)
+            expected_top = expected[at].topk(len(token.top)).values.tolist()
+            assert [value for _, value in token.top] == pytest.approx(expected_top, abs=1e-4)
         assert {len(each.top) for each in completion.logprobs} == {3}
         assert {len(each.top) for each in completion.prompt_logprobs} <= {2}

@@ -25,7 +25,7 @@ class Idle(EngineThread):
         return []
 
 
-def test_the_model_s_gpu_is_its_thread_s_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_of_the_model_is_current_in_the_engine_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))

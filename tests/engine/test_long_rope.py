@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LongRoPE and dynamic NTK: what a text's length does to its frequencies, and nobody else's."""
+"""LongRoPE and dynamic NTK: each sequence's frequencies follow its own length."""
 
 import queue
 import random
@@ -36,43 +36,43 @@ def phi3(**changes: Any) -> Any:
 class Watcher(Observer):
     def __init__(self) -> None:
         self.shared: list[int] = []
-        self.num_put_back = 0
+        self.num_preempted = 0
 
     def on_prefix_hit(self, num_tokens: int) -> None:
         self.shared.append(num_tokens)
 
-    def on_preempt(self, num_rows: int) -> None:
-        self.num_put_back += num_rows
+    def on_preempt(self, num_sequences: int) -> None:
+        self.num_preempted += num_sequences
 
 
-def text(length: int, seed: int = 0) -> list[int]:
+def tokens_of(length: int, seed: int = 0) -> list[int]:
     source = random.Random(seed)
     return [source.randrange(3, 300) for _ in range(length)]
 
 
 @pytest.mark.parametrize("num_columns", [1, 7, SWITCH, SWITCH + 1, 90])
-def test_a_row_alone_has_what_transformers_gives_it(num_columns: int) -> None:
+def test_a_sequence_alone_has_the_frequencies_of_transformers(num_columns: int) -> None:
     stock, model = phi3(), phi3()
     LongRope(model)
     x, positions = torch.zeros(1, 1, 8), torch.arange(num_columns).unsqueeze(0)
-    wanted = stock.model.rotary_emb(x, positions)
-    assert all(map(torch.equal, model.model.rotary_emb(x, positions), wanted))
+    expected = stock.model.rotary_emb(x, positions)
+    assert all(map(torch.equal, model.model.rotary_emb(x, positions), expected))
 
 
-def test_rows_have_the_frequencies_of_their_own_length() -> None:
+def test_sequences_have_the_frequencies_of_their_own_length() -> None:
     stock, model = phi3(), phi3()
     rope = LongRope(model)
     x, positions = torch.zeros(2, 1, 8), torch.tensor([[SWITCH - 1], [SWITCH]])
-    wanted = [stock.model.rotary_emb(x[:1], positions[row : row + 1]) for row in range(2)]
+    expected = [stock.model.rotary_emb(x[:1], positions[row : row + 1]) for row in range(2)]
     found = model.model.rotary_emb(x, positions)
     for part in range(2):
-        assert torch.equal(found[part], torch.cat([each[part] for each in wanted]))
+        assert torch.equal(found[part], torch.cat([each[part] for each in expected]))
     with rope.prefilling(SWITCH + 1):
         first = model.model.rotary_emb(x, positions - 20)
     assert torch.equal(first[0][:1], model.model.rotary_emb(x[:1], torch.arange(SWITCH + 1).unsqueeze(0))[0][:, 19:20])
 
 
-def test_hooks_around_the_module_stay() -> None:
+def test_hooks_of_the_module_stay() -> None:
     calls: list[int] = []
 
     class Hook(ModelHook):
@@ -89,29 +89,29 @@ def test_hooks_around_the_module_stay() -> None:
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
-def test_long_texts_are_read_in_pieces_beside_running_ones(decoding: DecodingMode) -> None:
+def test_chunked_prefill_beside_running_sequences_equals_generate(decoding: DecodingMode) -> None:
     config = EngineConfig(chunk_sizes=ChunkSizes(16, 8, per_weights=16))
-    items = [(text(length, seed=length), SamplingParams(30)) for length in (12, 100, 30, 41, 70, 39, 40, 5, 120)]
+    items = [(tokens_of(length, seed=length), SamplingParams(30)) for length in (12, 100, 30, 41, 70, 39, 40, 5, 120)]
     model = phi3()
     with closing(ContinuousBatchingEngine(model, max_num_seqs=4, decoding=decoding, config=config)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
         outcomes = client.outcomes()
-    for (prompt, plan), outcome in zip(items, outcomes, strict=True):
-        assert token_ids(outcome) == [solo_ids(phi3(), prompt, plan.max_new_tokens)]
+    for (prompt, params), outcome in zip(items, outcomes, strict=True):
+        assert token_ids(outcome) == [solo_ids(phi3(), prompt, params.max_new_tokens)]
 
 
-def test_long_and_short_texts_are_not_read_together() -> None:
-    prompts, outcomes = [text(SWITCH - 3 + number, seed=number) for number in range(8)], queue.SimpleQueue[Any]()
+def test_long_and_short_contexts_share_no_prefill_batch() -> None:
+    prompts, outcomes = [tokens_of(SWITCH - 3 + number, seed=number) for number in range(8)], queue.SimpleQueue[Any]()
     with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=8)) as engine:
         engine.submit([SequenceGroup(prompt, SamplingParams(1), outcomes.put) for prompt in prompts])
         found = sorted(outcomes.get(timeout=60)[0].token_ids for _ in prompts)
     assert found == sorted(solo_ids(phi3(), prompt, 1) for prompt in prompts)
 
 
-def test_the_batch_engine_runs_each_text_alone() -> None:
-    model, items = phi3(), [(text(length, seed=length), SamplingParams(20)) for length in (30, 38, 5, 60, 25)]
+def test_the_batch_engine_runs_each_sequence_alone() -> None:
+    model, items = phi3(), [(tokens_of(length, seed=length), SamplingParams(20)) for length in (30, 38, 5, 60, 25)]
     options: dict[str, Any] = {"max_cache_tokens": None, "enable_prefix_caching": True}
     with closing(
         build_engine(
@@ -121,34 +121,38 @@ def test_the_batch_engine_runs_each_text_alone() -> None:
         client = Client(engine)
         for item in items:
             client.submit(*item)
-        for (prompt, plan), outcome in zip(items, client.outcomes(), strict=True):
-            assert token_ids(outcome) == [solo_ids(phi3(), prompt, plan.max_new_tokens)]
+        for (prompt, params), outcome in zip(items, client.outcomes(), strict=True):
+            assert token_ids(outcome) == [solo_ids(phi3(), prompt, params.max_new_tokens)]
 
 
-def test_a_text_that_outgrows_the_first_frequencies_is_read_anew_once() -> None:
+def test_a_sequence_that_outgrows_the_short_frequencies_is_recomputed_once() -> None:
     watcher = Watcher()
     with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=4, observer=watcher)) as engine:
-        found = Client(engine).ask(text(30), SamplingParams(50))
-    assert token_ids(found) == [solo_ids(phi3(), text(30), 50)]
-    assert watcher.num_put_back == 1
+        found = Client(engine).ask(tokens_of(30), SamplingParams(50))
+    assert token_ids(found) == [solo_ids(phi3(), tokens_of(30), 50)]
+    assert watcher.num_preempted == 1
 
 
-def test_long_texts_share_with_long_ones_and_short_with_short() -> None:
-    watcher, start = Watcher(), text(32)
+def test_prefixes_are_shared_among_long_and_among_short_contexts() -> None:
+    watcher, start = Watcher(), tokens_of(32)
     with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=1, observer=watcher)) as engine:
         client = Client(engine)
         for tail in (3, 30, 4, 31):
-            prompt = [*start, *text(tail, seed=tail)]
+            prompt = [*start, *tokens_of(tail, seed=tail)]
             assert token_ids(client.ask(prompt, SamplingParams(2))) == [solo_ids(phi3(), prompt, 2)]
     assert watcher.shared == [0, 0, len(start), len(start)]
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
-def test_a_text_that_ends_where_it_outgrows_them_is_kept_as_a_short_one(decoding: DecodingMode) -> None:
-    first, shorter, longer = text(SWITCH - 6), [*text(25), *text(3, seed=1)], [*text(25), *text(40, seed=2)]
+def test_a_sequence_that_ends_at_the_limit_is_stored_as_a_short_one(decoding: DecodingMode) -> None:
+    first, shorter, longer = (
+        tokens_of(SWITCH - 6),
+        [*tokens_of(25), *tokens_of(3, seed=1)],
+        [*tokens_of(25), *tokens_of(40, seed=2)],
+    )
     with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=4, decoding=decoding)) as engine:
         client = Client(engine)
-        client.submit(text(5, seed=3), SamplingParams(60))  # beside it, a static step runs ahead
+        client.submit(tokens_of(5, seed=3), SamplingParams(60))  # beside it, a static step runs ahead
         client.submit(first, SamplingParams(7))
         client.outcomes()
         for prompt in (longer, shorter):
@@ -156,12 +160,12 @@ def test_a_text_that_ends_where_it_outgrows_them_is_kept_as_a_short_one(decoding
 
 
 @pytest.mark.parametrize("decoding", ["eager", "static"])
-def test_a_drawn_text_is_the_same_in_company(decoding: DecodingMode) -> None:
-    plans = [SamplingParams(40, do_sample=True, temperature=0.9, seed=seed) for seed in range(6)]
-    items = [(text(10 + 5 * seed, seed), plan) for seed, plan in enumerate(plans)]
+def test_sampled_output_is_the_same_alone_and_in_a_batch(decoding: DecodingMode) -> None:
+    all_params = [SamplingParams(40, do_sample=True, temperature=0.9, seed=seed) for seed in range(6)]
+    items = [(tokens_of(10 + 5 * seed, seed), params) for seed, params in enumerate(all_params)]
     found = []
-    for max_rows in (1, 6):
-        with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=max_rows, decoding=decoding)) as engine:
+    for max_num_seqs in (1, 6):
+        with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=max_num_seqs, decoding=decoding)) as engine:
             client = Client(engine)
             for item in items:
                 client.submit(*item)
@@ -169,20 +173,20 @@ def test_a_drawn_text_is_the_same_in_company(decoding: DecodingMode) -> None:
     assert found[0] == found[1]
 
 
-def test_log_probabilities_of_a_long_prompt() -> None:
+def test_prompt_logprobs_of_a_long_prompt() -> None:
     config = EngineConfig(chunk_sizes=ChunkSizes(16, 8, per_weights=16))
-    model, prompt = phi3(), text(60)
+    model, prompt = phi3(), tokens_of(60)
     with torch.inference_mode():
         logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=2, config=config)) as engine:
         [completion] = Client(engine).ask(prompt, SamplingParams(1, prompt_logprobs=0))  # type: ignore[misc]
     assert completion.prompt_logprobs is not None
     found = torch.tensor([each.logprob for each in completion.prompt_logprobs])
-    wanted = logprobs[:-1].gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).flatten()
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    expected = logprobs[:-1].gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).flatten()
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_that_goes_on_with_keys_of_both_is_not_of_this_kind() -> None:
+def test_a_model_that_mixes_keys_of_both_frequencies_has_no_long_rope() -> None:
     name, arguments = "LlamaConfig", dict(CONTINUOUS["phi3-longrope"][1])
     model = build(name, arguments)
     assert not has_long_rope(model)
@@ -194,14 +198,14 @@ def test_a_model_that_goes_on_with_keys_of_both_is_not_of_this_kind() -> None:
 
 
 @pytest.mark.parametrize("context_length", [32, 33])
-def test_dynamic_frequencies_matter_beyond_the_first_length_alone(context_length: int, tmp_path: Path) -> None:
+def test_dynamic_frequencies_are_continuous_up_to_the_original_length(context_length: int, tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     build_tiny_checkpoint(tmp_path, "llama", eos_token_id=None, rope_parameters=rope, max_position_embeddings=32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     with closing(start_engine(model, max_num_seqs=8, context_length=context_length)) as engine:
         assert isinstance(engine, ContinuousBatchingEngine) is (context_length == 32)
         client = Client(engine)
-        prompts = [text(length, seed=length) for length in (3, 20, 9, 22)]
+        prompts = [tokens_of(length, seed=length) for length in (3, 20, 9, 22)]
         for prompt in prompts:
             client.submit(prompt, SamplingParams(10))
         for prompt, outcome in zip(prompts, client.outcomes(), strict=True):
@@ -213,8 +217,8 @@ def dynamic() -> Any:
     return build("LlamaConfig", BASE | {"max_position_embeddings": 32, "rope_parameters": rope})
 
 
-def test_dynamic_frequencies_are_not_those_of_a_text_before() -> None:
-    prompts = [text(length, seed=length) for length in (100, 60, 32, 40)]
+def test_dynamic_frequencies_are_not_those_of_an_earlier_prompt() -> None:
+    prompts = [tokens_of(length, seed=length) for length in (100, 60, 32, 40)]
     with closing(start_engine(dynamic(), max_num_seqs=8, context_length=128)) as engine:
         client = Client(engine)
         for prompt in prompts:

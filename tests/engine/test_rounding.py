@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """In bfloat16 and float16 a batch's shape changes the last bits: the continuous engine rounds no worse than `generate`.
 
-The log probabilities of every text are compared with those that the same weights give it in float64. The engine's stray
-from them by as much as those of `generate` do, alone or in padded batches, and its text differs from the one of
+The logprobs of every sequence are compared with those that the same weights give it in float64. The engine's differ
+from them by no more than those of `generate` do, alone or in padded batches, and its tokens differ from those of
 `generate` only after a tie that is nearer than that.
 """
 
@@ -22,21 +22,21 @@ from tests.support.reference import load_reference
 
 NUM_NEW = 24
 ITEMS = prompts(32, seed=31)
-SLACK = 2  # the largest of so many roundings, beside the largest of so many others
+SLACK = 2  # both sides are the largest of many roundings
 
 
 OTHER_KERNELS = (("falcon", torch.bfloat16),)
 """`generate` has the same bits there, alone and padded, by torch's plain products; the engine calls a fused kernel."""
 
-Text = tuple[list[int], list[float]]
-"""Tokens, and the log probability of each."""
+Scored = tuple[list[int], list[float]]
+"""Tokens, and the logprob of each."""
 
 
-def generate(model: Any, width: int) -> list[Text]:
+def generate(model: Any, width: int) -> list[Scored]:
     return [each for start in range(0, len(ITEMS), width) for each in run(model, ITEMS[start : start + width])]
 
 
-def run(model: Any, batch: list[list[int]]) -> list[Text]:
+def run(model: Any, batch: list[list[int]]) -> list[Scored]:
     input_ids, attention_mask = pad(batch, 0, torch.device("cpu"), at_left=True)
     output = model.generate(
         input_ids=input_ids,
@@ -51,57 +51,57 @@ def run(model: Any, batch: list[list[int]]) -> list[Text]:
     return [(each.argmax(-1).tolist(), each.max(-1).values.tolist()) for each in scores]
 
 
-def generate_continuous(model: Any) -> list[Text]:
+def generate_continuous(model: Any) -> list[Scored]:
     engine = ContinuousBatchingEngine(model, max_num_seqs=8)
     client = Client(engine)
     for prompt in ITEMS:
         client.submit(prompt, SamplingParams(NUM_NEW, logprobs=0))
     completions = [outcome[0] for outcome in client.outcomes() if isinstance(outcome, list)]
     engine.close()
-    return [plain(each) for each in completions]
+    return [scored(each) for each in completions]
 
 
-def plain(completion: Completion) -> Text:
+def scored(completion: Completion) -> Scored:
     assert completion.logprobs is not None
     return completion.token_ids, [each.logprob for each in completion.logprobs]
 
 
 @torch.inference_mode()
 def exact_scores(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Log probabilities `[steps, vocabulary]` of what follows a prompt and each of a text's tokens but the last."""
+    """Log probabilities `[steps, vocabulary]` after a prompt and after each of the tokens but the last."""
     logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0]
     return logits[len(prompt) - 1 :].log_softmax(-1)
 
 
-def largest_rounding(model: Any, texts: list[Text]) -> float:
-    """How far the log probabilities of texts stray from the exact ones."""
-    found = []
-    for prompt, (tokens, logprobs) in zip(ITEMS, texts, strict=True):
+def largest_rounding(model: Any, outputs: list[Scored]) -> float:
+    """The largest distance of the logprobs from the exact ones."""
+    distances = []
+    for prompt, (tokens, logprobs) in zip(ITEMS, outputs, strict=True):
         exact = exact_scores(model, prompt, tokens).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        found.append((exact - torch.tensor(logprobs)).abs().max().item())
-    return max(found)
+        distances.append((exact - torch.tensor(logprobs)).abs().max().item())
+    return max(distances)
 
 
-def largest_difference(texts: list[Text], others: list[Text]) -> float:
-    """How far the log probabilities of texts stray from those of others while the tokens are equal."""
-    found = [0.0]
-    for one, other in zip(texts, others, strict=True):
+def largest_difference(outputs: list[Scored], others: list[Scored]) -> float:
+    """The largest distance of the logprobs from those of `others` while the tokens are equal."""
+    distances = [0.0]
+    for one, other in zip(outputs, others, strict=True):
         for token_id, logprob, other_id, other_logprob in zip(*one, *other, strict=True):
             if token_id != other_id:
                 break
-            found.append(abs(logprob - other_logprob))
-    return max(found)
+            distances.append(abs(logprob - other_logprob))
+    return max(distances)
 
 
-def largest_gap(model: Any, texts: list[Text], others: list[Text]) -> float:
-    """The exact distance of the tokens in which texts part."""
-    found = [0.0]
-    for prompt, (tokens, _), (other_tokens, _) in zip(ITEMS, texts, others, strict=True):
+def largest_gap(model: Any, outputs: list[Scored], others: list[Scored]) -> float:
+    """The largest exact distance of two tokens at which outputs diverge."""
+    distances = [0.0]
+    for prompt, (tokens, _), (other_tokens, _) in zip(ITEMS, outputs, others, strict=True):
         parted = [place for place, (one, other) in enumerate(zip(tokens, other_tokens, strict=True)) if one != other]
         if parted:
             scores = exact_scores(model, prompt, tokens)[parted[0]]
-            found.append(abs(float(scores[tokens[parted[0]]] - scores[other_tokens[parted[0]]])))
-    return max(found)
+            distances.append(abs(float(scores[tokens[parted[0]]] - scores[other_tokens[parted[0]]])))
+    return max(distances)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that follow a grammar through the engines, written by models that know nothing of it."""
+"""Guided completions of both engines, by models with random weights."""
 
 import json
 import threading
@@ -63,7 +63,7 @@ def start() -> Iterator[Callable[..., Engine]]:
 
 
 class Writer:
-    """Writes texts that follow a grammar, and others."""
+    """Submits guided prompts, and others, to an engine."""
 
     def __init__(self, engine: Engine, reference: Reference) -> None:
         self.engine, self.reference = engine, reference
@@ -72,10 +72,10 @@ class Writer:
         self.preceding = [] if reference.model.config.is_encoder_decoder else self.prompt_ids
         self._compiler = GrammarCompiler(reference.tokenizer, VOCAB_SIZE, eos_ids(reference.model))
 
-    def submit(self, plan: SamplingParams, grammar: Grammar | None, **options: Any) -> Callable[[], list[Completion]]:
+    def submit(self, params: SamplingParams, grammar: Grammar | None, **options: Any) -> Callable[[], list[Completion]]:
         constraint = None
         if grammar:
-            plan, constraint = self._compiler.compile(grammar, plan)
+            params, constraint = self._compiler.compile(grammar, params)
         outcomes: list[Outcome] = []
         is_done = threading.Event()
 
@@ -83,7 +83,7 @@ class Writer:
             outcomes.append(outcome)
             is_done.set()
 
-        self.engine.submit([SequenceGroup(self.prompt_ids, plan, on_finish, constraint=constraint, **options)])
+        self.engine.submit([SequenceGroup(self.prompt_ids, params, on_finish, constraint=constraint, **options)])
 
         def wait() -> list[Completion]:
             assert is_done.wait(WAIT_S)
@@ -101,13 +101,13 @@ class Writer:
 @pytest.mark.parametrize(
     ("architecture", "engine"), [("llama", "continuous"), ("llama", "batch"), ("t5", "batch"), ("mamba", "batch")]
 )
-def test_every_text_is_whole_whatever_its_settings_and_company(
+def test_guided_completions_are_whole_with_any_settings(
     architecture: str, engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
 ) -> None:
     reference = load(architecture)
     writer = Writer(start(reference.model, engine), reference)
     drawn = {"do_sample": True, "temperature": 1.5}
-    plans = [
+    all_params = [
         SamplingParams(30),
         SamplingParams(30, repetition_penalty=1.5, min_new_tokens=30),
         SamplingParams(30, bad_words_ids=tuple((token_id,) for token_id in range(3, 60))),
@@ -115,35 +115,35 @@ def test_every_text_is_whole_whatever_its_settings_and_company(
         SamplingParams(40, **drawn, seed=2, num_return_sequences=1, best_of=3),
         SamplingParams(90, **drawn, top_k=5, logprobs=2),
     ]
-    waits = [writer.submit(plan, GRAMMAR) for plan in plans]
+    waits = [writer.submit(params, GRAMMAR) for params in all_params]
     free = writer.submit(SamplingParams(20), None)
-    for plan, wait in zip(plans, waits, strict=True):
+    for params, wait in zip(all_params, waits, strict=True):
         completions = wait()
-        assert len(completions) == plan.num_return_sequences
+        assert len(completions) == params.num_return_sequences
         for completion in completions:
-            assert len(completion.token_ids) <= plan.max_new_tokens
+            assert len(completion.token_ids) <= params.max_new_tokens
             assert completion.finish_reason in ("eos", "length")
             writer.check(completion)
     assert free()[0].token_ids == solo_ids(reference.model, writer.prompt_ids, 20)
 
 
-def test_a_seed_gives_the_same_text_in_both_engines(
+def test_a_seed_gives_the_same_completion_in_both_engines(
     load: Callable[[str], Reference], start: Callable[..., Engine]
 ) -> None:
-    reference, texts = load("llama"), []
+    reference, outputs = load("llama"), []
     for name in ("continuous", "batch"):
         writer = Writer(start(reference.model, name), reference)
         waits = [writer.submit(SamplingParams(60, do_sample=True, seed=seed), GRAMMAR) for seed in range(4)]
-        texts.append([wait()[0].token_ids for wait in waits])
-    assert texts[0] == texts[1]
-    assert len({tuple(token_ids) for token_ids in texts[0]}) > 1
+        outputs.append([wait()[0].token_ids for wait in waits])
+    assert outputs[0] == outputs[1]
+    assert len({tuple(token_ids) for token_ids in outputs[0]}) > 1
 
 
 @pytest.mark.parametrize("engine", ["continuous", "batch"])
-def test_a_text_whose_time_is_up_is_whole_too(
+def test_a_guided_completion_is_whole_at_its_deadline(
     engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
 ) -> None:
-    """What it needs to be whole is not left to the model any more; its listener is told all the same."""
+    """The tokens that it lacks come from the grammar, not from the model; its listener gets them too."""
     reference = load("llama")
     writer = Writer(start(reference.model, engine), reference)
     name = {"type": "string", "minLength": 60}
@@ -151,7 +151,7 @@ def test_a_text_whose_time_is_up_is_whole_too(
     grammar = Grammar("json_schema", json.dumps(schema), "guided_json")
     heard: list[int] = []
 
-    def listen(copy: int, token_id: int) -> bool:
+    def listen(index: int, token_id: int) -> bool:
         heard.append(token_id)
         time.sleep(0.05)
         return False

@@ -92,7 +92,7 @@ class Input:
 
 
 class Board:
-    """A sink that keeps what it is told."""
+    """A sink that keeps the observed amounts."""
 
     def __init__(self) -> None:
         self.seen: dict[Metric, list[float]] = defaultdict(list)
@@ -108,11 +108,11 @@ class Board:
 
 
 def times_of(response: Response) -> dict[str, int]:
-    told: dict[str, int] = json.loads(response.parameters())
-    assert set(told) == set(NAMES)
-    assert all(type(value) is int for value in told.values())
-    assert 0 <= told["queue_time_us"] <= told["time_to_first_token_us"] <= told["e2e_request_latency_us"]
-    return told
+    timings: dict[str, int] = json.loads(response.parameters())
+    assert set(timings) == set(NAMES)
+    assert all(type(value) is int for value in timings.values())
+    assert 0 <= timings["queue_time_us"] <= timings["time_to_first_token_us"] <= timings["e2e_request_latency_us"]
+    return timings
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def door() -> Iterator[Any]:
 
 @pytest.fixture(params=["continuous", "batch"])
 def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterator[Callable[..., TritonPythonModel]]:
-    """A model as `initialize` makes it, without what ties it to a server's process; it writes one text at a time."""
+    """A model as `initialize` makes it, but independent of a server's process; it generates one sequence at a time."""
     started: list[TritonPythonModel] = []
 
     def start(meter: Meter, *, is_decoupled: bool = False) -> TritonPythonModel:
@@ -158,60 +158,64 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
         model.finalize()
 
 
-def test_they_are_the_metrics_own_readings_in_their_order(start: Callable[..., TritonPythonModel]) -> None:
+def test_timings_equal_the_metrics_and_are_in_order(start: Callable[..., TritonPythonModel]) -> None:
     board = Board()
     meter = MetricsMeter(board)
     model = start(meter)
     requests = [Request("The sea", return_timings=True), Request("Where", return_timings=True)]
     began_s = time.monotonic()
     model.execute(requests)
-    told = sorted((times_of(request.wait()) for request in requests), key=lambda each: each[NAMES[0]])
+    timings = sorted((times_of(request.wait()) for request in requests), key=lambda each: each[NAMES[0]])
     passed_us = (time.monotonic() - began_s) * 1e6
     model.finalize()
     meter.start(lambda: EngineLoad())
     meter.close()
     for metric, name in ((QUEUE_TIME, NAMES[0]), (TIME_TO_FIRST_TOKEN, NAMES[1])):
-        assert [round(seconds * 1e6) for seconds in board.seen[metric]] == [each[name] for each in told]
-    for each, latency_s in zip(told, board.seen[LATENCY], strict=True):
+        assert [round(seconds * 1e6) for seconds in board.seen[metric]] == [each[name] for each in timings]
+    for each, latency_s in zip(timings, board.seen[LATENCY], strict=True):
         assert each[NAMES[2]] <= min(passed_us, latency_s * 1e6)
         assert each[NAMES[2]] - each[NAMES[1]] > (NUM_TOKENS - 1) * TOKEN_S * 1e6
-    assert told[1][NAMES[0]] > (NUM_TOKENS - 1) * TOKEN_S * 1e6, "the other one was written first"
+    assert timings[1][NAMES[0]] > (NUM_TOKENS - 1) * TOKEN_S * 1e6, "the other one ran first"
 
 
-def test_they_are_told_without_metrics_too_and_nobody_is_told_unasked(start: Callable[..., TritonPythonModel]) -> None:
+def test_timings_need_no_metrics_and_are_returned_only_if_asked_for(start: Callable[..., TritonPythonModel]) -> None:
     model = start(Meter())
-    asks, unasked, says_no = Request("x", return_timings=True), Request("x"), Request("x", return_timings=False)
-    model.execute([asks, unasked, says_no])
-    times_of(asks.wait())
-    assert [each.wait().parameters() for each in (unasked, says_no)] == ["{}", "{}"]
-    texts = [each.wait().tensors["text_output"].tolist() for each in (asks, unasked, says_no)]
-    assert texts[1:] == texts[:1] * 2
+    with_timings, without, declined = (
+        Request("x", return_timings=True),
+        Request("x"),
+        Request("x", return_timings=False),
+    )
+    model.execute([with_timings, without, declined])
+    times_of(with_timings.wait())
+    assert [each.wait().parameters() for each in (without, declined)] == ["{}", "{}"]
+    outputs = [each.wait().tensors["text_output"].tolist() for each in (with_timings, without, declined)]
+    assert outputs[1:] == outputs[:1] * 2
 
 
-def test_several_prompts_have_the_times_of_the_first(start: Callable[..., TritonPythonModel]) -> None:
+def test_timings_of_several_prompts_are_those_of_the_first(start: Callable[..., TritonPythonModel]) -> None:
     model = start(Meter())
     request = Request("The sea", "Where", "x", return_timings=True)
     model.execute([request])
-    told = times_of(request.wait())
+    timings = times_of(request.wait())
     others_us = 2 * NUM_TOKENS * TOKEN_S * 1e6
-    assert told[NAMES[1]] < told[NAMES[2]] - others_us
+    assert timings[NAMES[1]] < timings[NAMES[2]] - others_us
 
 
 @pytest.mark.parametrize("error", ["invalid_parameter", "context_exceeded"])
-def test_errors_are_what_they_are_without(start: Callable[..., TritonPythonModel], error: str) -> None:
+def test_errors_carry_no_timings(start: Callable[..., TritonPythonModel], error: str) -> None:
     model = start(Meter())
     wrong = {"top_p": 2.0} if error == "invalid_parameter" else {"max_new_tokens": 100_000}
     requests = [Request("x", **wrong), Request("x", return_timings=True, **wrong)]
     model.execute(requests)
-    without, asked = (request.wait() for request in requests)
-    assert asked.error is not None
+    without, with_timings = (request.wait() for request in requests)
+    assert with_timings.error is not None
     assert without.error is not None
-    assert (asked.error.message, asked.error.code) == (without.error.message, without.error.code)
-    assert asked.error.message.startswith(f"{error}: ")
-    assert asked.parameters() == "{}"
+    assert (with_timings.error.message, with_timings.error.code) == (without.error.message, without.error.code)
+    assert with_timings.error.message.startswith(f"{error}: ")
+    assert with_timings.parameters() == "{}"
 
 
-def test_a_stream_has_them_in_its_last_response(start: Callable[..., TritonPythonModel]) -> None:
+def test_a_stream_has_timings_in_its_last_response(start: Callable[..., TritonPythonModel]) -> None:
     model = start(Meter(), is_decoupled=True)
     request = Request("x", stream=True, return_timings=True)
     model.execute([request])
@@ -220,7 +224,7 @@ def test_a_stream_has_them_in_its_last_response(start: Callable[..., TritonPytho
     assert {part.parameters() for part in request.sender.parts} == {"{}"}
 
 
-def test_they_pass_a_stream_door(
+def test_timings_pass_a_stream_door(
     start: Callable[..., TritonPythonModel], door: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, request = start(Meter()), Request("x", stream=True, return_timings=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose contexts must be read at once: Mamba's first kind, whose scan begins anew with every forward."""
+"""Models that need whole prompts in one prefill: Mamba 1, whose scan starts again with every forward."""
 
 import logging
 import random
@@ -27,26 +27,26 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The contexts and columns of every forward that reads."""
-    found: list[tuple[int, int]] = []
+def prefills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Contexts and columns of every prefill."""
+    calls: list[tuple[int, int]] = []
     call = Forward.__call__
 
     def noted(forward: Forward, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         if input_ids.shape[1] > 1:
-            found.append((input_ids.shape[0], input_ids.shape[1]))
+            calls.append((input_ids.shape[0], input_ids.shape[1]))
         return call(forward, input_ids, *arguments, **options)
 
     monkeypatch.setattr(Forward, "__call__", noted)
-    return found
+    return calls
 
 
-def test_it_is_found_out_by_trying(model: Any) -> None:
+def test_the_probe_finds_whole_prefill(model: Any) -> None:
     assert probe_continuous_batching(model) == "whole"
     assert probe_continuous_batching(build(*CONTINUOUS["granite4"])) == "chunked"
 
 
-def test_tokens_that_see_those_behind_them_are_not_for_rows() -> None:
+def test_bidirectional_attention_needs_the_batch_engine() -> None:
     model = build("Gemma3TextConfig", BASE | HEADS | {"use_bidirectional_attention": True})
     assert probe_continuous_batching(model) is None
     engine = start_engine(model, max_num_seqs=4, context_length=128)
@@ -56,7 +56,7 @@ def test_tokens_that_see_those_behind_them_are_not_for_rows() -> None:
         engine.close()
 
 
-def test_a_long_prompt_is_read_at_once_beside_running_texts(model: Any, reads: list[tuple[int, int]]) -> None:
+def test_a_long_prompt_is_prefilled_whole_beside_running_sequences(model: Any, prefills: list[tuple[int, int]]) -> None:
     config = EngineConfig(chunk_sizes=ChunkSizes(16, 8, per_weights=4))
     source = random.Random(1)
     items = [
@@ -65,14 +65,14 @@ def test_a_long_prompt_is_read_at_once_beside_running_texts(model: Any, reads: l
     ]
     engine = start_engine(model, max_num_seqs=4, context_length=256, config=config)
     try:
-        reads.clear()
-        check(model, Client(engine), items, pause=lambda: None)
+        prefills.clear()
+        check(model, Client(engine), items)
     finally:
         engine.close()
-    assert {(1, 100), (1, 90)} <= set(reads)
+    assert {(1, 100), (1, 90)} <= set(prefills)
 
 
-def test_nothing_is_shared_and_the_log_says_so(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_prefix_caching_is_off_and_logged(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     prompt, shares = list(range(3, 60)), PrefixHits()
     with caplog.at_level(logging.INFO, logger="hf_triton"):
         engine = start_engine(model, max_num_seqs=4, context_length=256, observer=shares)
@@ -86,38 +86,38 @@ def test_nothing_is_shared_and_the_log_says_so(model: Any, caplog: pytest.LogCap
     assert not any(shares.counts)
 
 
-def test_texts_that_are_put_back_go_on_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_sequences_continue_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "COLUMN_STEP", 16)
     model = build(*WHOLE["jamba"])
-    source, put_back = random.Random(3), PreemptCounter()
-    engine = start_engine(model, max_num_seqs=6, context_length=256, max_cache_tokens=300, observer=put_back)
+    source, preempted = random.Random(3), PreemptCounter()
+    engine = start_engine(model, max_num_seqs=6, context_length=256, max_cache_tokens=300, observer=preempted)
     try:
         items = [(prompt[:40], SamplingParams(60)) for prompt, _ in requests(12, source)]
-        check(model, Client(engine), items, pause=lambda: None)
+        check(model, Client(engine), items)
         assert isinstance(engine, ContinuousBatchingEngine)
     finally:
         engine.close()
-    assert put_back.num_sequences > 0
+    assert preempted.num_sequences > 0
 
 
-def test_prompts_are_scored_and_texts_drawn_from_one_reading(model: Any) -> None:
+def test_prompt_logprobs_and_sampling_share_one_prefill(model: Any) -> None:
     prompt = list(range(3, 40))
-    plan = SamplingParams(12, do_sample=True, seed=5, num_return_sequences=3, prompt_logprobs=1)
+    params = SamplingParams(12, do_sample=True, seed=5, num_return_sequences=3, prompt_logprobs=1)
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float().log_softmax(-1)
-    wanted = [float(logits[place, token]) for place, token in enumerate(prompt[1:])]
+    expected = [float(logits[place, token]) for place, token in enumerate(prompt[1:])]
     engine = start_engine(model, max_num_seqs=5, context_length=256)
     try:
         client = Client(engine)
-        alone = client.ask(prompt, plan)
-        for other, other_plan in requests(8, random.Random(2)):
-            client.submit(other, other_plan)
-        beside = client.ask(prompt, plan)
+        alone = client.ask(prompt, params)
+        for other, other_params in requests(8, random.Random(2)):
+            client.submit(other, other_params)
+        beside = client.ask(prompt, params)
     finally:
         engine.close()
     assert token_ids(alone) == token_ids(beside)
     assert isinstance(alone, list)
     assert len({tuple(each.token_ids) for each in alone}) == 3
-    found = alone[0].prompt_logprobs
-    assert found is not None
-    assert [each.logprob for each in found] == pytest.approx(wanted, abs=1e-4)
+    logprobs = alone[0].prompt_logprobs
+    assert logprobs is not None
+    assert [each.logprob for each in logprobs] == pytest.approx(expected, abs=1e-4)

@@ -21,7 +21,7 @@ from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import CONTINUOUS, WHOLE, build
 from tests.support.engine import NOT_CONTINUOUS
 from tests.support.reference import solo_ids
-from tests.support.running_texts import Texts, prompts, schedule
+from tests.support.running_sequences import RunningSequences, prompts, schedule
 from tests.support.simulated_gpu import HAS_GPU, Device
 
 pytestmark = pytest.mark.full
@@ -74,26 +74,26 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "CUDA_SHAPE", (2, 16))
 
 
-def run(texts: Texts, contexts: list[list[int]]) -> dict[int, list[int]]:
+def run(running: RunningSequences, contexts: list[list[int]]) -> dict[int, list[int]]:
     for verb, number in schedule(len(contexts), max_num_seqs=5):
-        if verb == "join":
-            texts.join(number, contexts[number])
-        elif verb == "leave":
-            texts.leave(number)
+        if verb == "add":
+            running.add(number, contexts[number])
+        elif verb == "remove":
+            running.remove(number)
         else:
-            texts.step()
-    return texts.tokens
+            running.step()
+    return running.tokens
 
 
 def check(name: str, mode: DecodingMode, folder: Path) -> Decoder:
-    """Texts are those of `generate`; a simulated device rounds as the host does, where that is done sooner."""
+    """The completions are those of `generate`; a simulated device rounds as the host does."""
     plain, contexts = on_host(name, folder), prompts(12 if HAS_GPU else 5)
     model = copy.deepcopy(plain).to("cuda")
-    texts = Texts(model, mode)
-    for number, written in run(texts, contexts).items():
-        found = texts.comparable(contexts[number], written)
+    running = RunningSequences(model, mode)
+    for number, written in run(running, contexts).items():
+        found = running.comparable(contexts[number], written)
         assert found == solo_ids(model if HAS_GPU else plain, contexts[number], len(found))
-    return texts.decoder
+    return running.decoder
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *SHIPPED])
@@ -110,18 +110,18 @@ def test_greedy_output_of_eager_steps_equals_generate(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_graphs_are_the_eager_ones(name: str, dtype: torch.dtype) -> None:
     model, contexts = load(name, dtype), prompts(12 if HAS_GPU else 5)
-    eager, graphs = Texts(model, "eager"), Texts(model, "auto")
+    eager, graphs = RunningSequences(model, "eager"), RunningSequences(model, "auto")
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     for verb, number in schedule(len(contexts), max_num_seqs=5):
-        for texts in (eager, graphs):
-            if verb == "join":
-                texts.join(number, contexts[number])
-            elif verb == "leave":
-                texts.leave(number)
+        for running in (eager, graphs):
+            if verb == "add":
+                running.add(number, contexts[number])
+            elif verb == "remove":
+                running.remove(number)
         if verb == "step":
             wanted, found = eager.step(), graphs.step()
             assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
-            for (_, its), (_, others) in zip(graphs.rows, eager.rows, strict=True):
+            for (_, its), (_, others) in zip(graphs.slots, eager.slots, strict=True):
                 its[-1] = others[-1]  # two tokens may be as likely as each other in bfloat16
     assert graphs.decoder.is_static
 
@@ -151,15 +151,15 @@ PLANS = (SamplingParams(9), SamplingParams(9, do_sample=True, top_p=0.9, top_k=5
 @pytest.mark.parametrize("plans", [PLANS[:1] * 3, PLANS[1:] * 3, [*PLANS, PLANS[0]]], ids=["greedy", "drawn", "mixed"])
 def test_step_never_synchronizes_with_the_device(plans: list[SamplingParams]) -> None:
     samplers = [SequenceSampler(plan, 0, []) for plan in plans]
-    texts = Texts(load("llama"), "cuda_graphs")
+    running = RunningSequences(load("llama"), "cuda_graphs")
     for number, prompt in enumerate(prompts(3, longest=8)):
-        texts.join(number, prompt)
-    texts.step()
-    SampledTokens(texts.step(), samplers).read()  # what is allocated at the first time
-    picks = SampledTokens(texts.decoder.step(texts.memory, texts.newest()), samplers)
+        running.add(number, prompt)
+    running.step()
+    SampledTokens(running.step(), samplers).read()  # what is allocated at the first time
+    picks = SampledTokens(running.decoder.step(running.memory, running.newest()), samplers)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        ahead = SampledTokens(texts.decoder.step(texts.memory, picks.tokens), samplers, 1)
+        ahead = SampledTokens(running.decoder.step(running.memory, picks.tokens), samplers, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(picks.read()) == len(ahead.read()) == 3
@@ -189,14 +189,14 @@ def test_no_layer_of_a_prompt_waits(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_graphs_survive_when_all_sequences_finish() -> None:
-    texts = Texts(load("llama"), "cuda_graphs")
+    running = RunningSequences(load("llama"), "cuda_graphs")
     for number in range(2):
-        texts.join(number, [5, 6, 7])
-        texts.step()
-        before = dict(texts.decoder._graphs)
-        texts.leave(0)
-        assert number == 0 or texts.decoder._graphs == before
-    assert len(texts.decoder._graphs) == 1
+        running.add(number, [5, 6, 7])
+        running.step()
+        before = dict(running.decoder._graphs)
+        running.remove(0)
+        assert number == 0 or running.decoder._graphs == before
+    assert len(running.decoder._graphs) == 1
 
 
 class Waiting(Forward):
@@ -213,8 +213,8 @@ def test_a_model_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureF
         decoder = Decoder(Waiting(model), "auto")
     assert not decoder.is_static
     assert [record.name for record in caplog.records] == [decode.__name__]
-    texts, contexts = Texts(model, "eager"), prompts(12)
-    texts.decoder = decoder
-    assert run(texts, contexts) == run(Texts(model, "eager"), contexts)
+    running, contexts = RunningSequences(model, "eager"), prompts(12)
+    running.decoder = decoder
+    assert run(running, contexts) == run(RunningSequences(model, "eager"), contexts)
     torch.cuda.empty_cache()  # raises where a capture has broken off
     assert Decoder(Forward(model), "auto").is_static

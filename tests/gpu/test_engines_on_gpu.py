@@ -29,8 +29,8 @@ from hf_triton.testing import build_tiny_checkpoint
 from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build
 from tests.support.engine import Client, PrefixHits, start_engine, token_ids
 from tests.support.reference import load_reference, solo_ids
-from tests.support.running_texts import prompts
-from tests.support.sampling import ONE_BY_ONE, VOCABULARY, Text
+from tests.support.running_sequences import prompts
+from tests.support.sampling import ONE_BY_ONE, VOCABULARY, RandomSequence
 from tests.support.simulated_gpu import CAPTURE, HAS_GPU, Device
 
 pytestmark = pytest.mark.full
@@ -42,7 +42,7 @@ PLANS = {
 
 
 def check(engine: Any, reference: Any, count: int = 12) -> None:
-    """Texts are those of `generate`, also for prompts that begin alike."""
+    """Output is that of `generate`, also for prompts that begin alike."""
     client, source = Client(engine), random.Random(1)
     contexts = prompts(count, longest=40)
     contexts += [[*source.choice(contexts), 5, number + 6] for number in range(count)]
@@ -174,7 +174,7 @@ def test_device_samples_what_the_host_samples() -> None:
         rows = []
         for number, arguments in enumerate([*ONE_BY_ONE.values()] * 4):
             plan = SamplingParams(99, do_sample=number % 2 == 0, seed=number, **arguments)
-            rows.append(Text(source).sampler(dataclasses.replace(plan, logprobs=number % 3 or None)))
+            rows.append(RandomSequence(source).sampler(dataclasses.replace(plan, logprobs=number % 3 or None)))
         return rows
 
     on_host, on_device = sample_tokens(logits, samplers()), sample_tokens(logits.to("cuda"), samplers())

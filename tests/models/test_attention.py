@@ -20,7 +20,7 @@ from hf_triton.runner.forward import Forward
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.engine import Client, start_engine
-from tests.support.running_texts import Texts, prompts
+from tests.support.running_sequences import RunningSequences, prompts
 
 ROWS, HEADS, NEW, COLUMNS, SIZE = 3, 5, 4, 9, 8
 
@@ -77,13 +77,13 @@ def test_attention_is_what_torch_broadcasts(mask: str, new: int, dtype: torch.dt
     attn_mask = masks(new)[mask]
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.clamp(min=-1e4).to(dtype)
-    wanted = scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=0.3)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=0.3)
     mode, calls = FastTorch(), Calls()
     with calls, mode:
         by_name = scaled_dot_product_attention(query=query, key=key, value=value, attn_mask=attn_mask, scale=0.3)
         in_order = scaled_dot_product_attention(query, key, value, attn_mask, 0.0, False, scale=0.3)
-    torch.testing.assert_close(by_name, wanted)
-    torch.testing.assert_close(in_order, wanted)
+    torch.testing.assert_close(by_name, expected)
+    torch.testing.assert_close(in_order, expected)
     assert mode.is_usable
     assert all(queries == keys for queries, keys in calls.heads)
     assert calls.keys == [(torch.float32, COLUMNS)] * 2
@@ -92,9 +92,9 @@ def test_attention_is_what_torch_broadcasts(mask: str, new: int, dtype: torch.dt
 @pytest.mark.parametrize("new", [1, COLUMNS])
 def test_causal_attention_is_what_torch_broadcasts(new: int) -> None:
     query, key, value = tensors(new)
-    wanted = scaled_dot_product_attention(query, key, value, is_causal=True)
+    expected = scaled_dot_product_attention(query, key, value, is_causal=True)
     with FastTorch():
-        torch.testing.assert_close(scaled_dot_product_attention(query, key, value, is_causal=True), wanted)
+        torch.testing.assert_close(scaled_dot_product_attention(query, key, value, is_causal=True), expected)
 
 
 @pytest.mark.parametrize("num_keys", [1, HEADS])
@@ -103,11 +103,11 @@ def test_unequal_heads_of_keys_and_values_are_left_to_torch(num_keys: int) -> No
     key, value = (
         tensor.expand(-1, heads, -1, -1) for tensor, heads in ((key, num_keys), (value, HEADS + 1 - num_keys))
     )
-    wanted = scaled_dot_product_attention(query, key, value)
+    expected = scaled_dot_product_attention(query, key, value)
     with FastTorch():
-        torch.testing.assert_close(scaled_dot_product_attention(query, key, value), wanted)
-        found = scaled_dot_product_attention(query, key.expand(-1, HEADS, -1, -1), value[:1].expand(-1, HEADS, -1, -1))
-    torch.testing.assert_close(found, scaled_dot_product_attention(query, key, value[:1]))
+        torch.testing.assert_close(scaled_dot_product_attention(query, key, value), expected)
+        output = scaled_dot_product_attention(query, key.expand(-1, HEADS, -1, -1), value[:1].expand(-1, HEADS, -1, -1))
+    torch.testing.assert_close(output, scaled_dot_product_attention(query, key, value[:1]))
 
 
 def test_other_attention_is_left_alone() -> None:
@@ -132,11 +132,11 @@ def sixteen_bits(heads: int, key_heads: int) -> tuple[torch.Tensor, torch.Tensor
 @torch.inference_mode()
 def test_a_step_in_16_bits_does_not_call_torch(key_heads: int, options: dict[str, Any]) -> None:
     query, key, value = sixteen_bits(6, key_heads)
-    wanted = scaled_dot_product_attention(query.double(), key.double(), value.double(), **options).half()
+    expected = scaled_dot_product_attention(query.double(), key.double(), value.double(), **options).half()
     mode, calls = FastTorch(), Calls()
     with calls, mode:
-        found = scaled_dot_product_attention(query, key, value, **options)
-    torch.testing.assert_close(found, wanted)
+        output = scaled_dot_product_attention(query, key, value, **options)
+    torch.testing.assert_close(output, expected)
     assert mode.is_usable
     assert not calls.heads
 
@@ -146,9 +146,9 @@ def test_a_step_in_16_bits_does_not_call_torch(key_heads: int, options: dict[str
 @torch.inference_mode()
 def test_a_step_with_dropout_or_causal_is_left_to_torch(options: dict[str, Any]) -> None:
     query, key, value = sixteen_bits(6, 6)
-    wanted = scaled_dot_product_attention(query, key, value, **options)
+    expected = scaled_dot_product_attention(query, key, value, **options)
     with FastTorch():
-        torch.testing.assert_close(scaled_dot_product_attention(query, key, value, **options), wanted)
+        torch.testing.assert_close(scaled_dot_product_attention(query, key, value, **options), expected)
 
 
 @pytest.mark.usefixtures("always")
@@ -175,9 +175,9 @@ def test_errors_are_torchs_own() -> None:
 @torch.inference_mode()
 def test_a_step_with_one_key_head_does_not_call_torch() -> None:
     call, calls = tensors(1), Calls()
-    wanted = scaled_dot_product_attention(*call)
+    expected = scaled_dot_product_attention(*call)
     with calls, FastTorch():
-        torch.testing.assert_close(scaled_dot_product_attention(*call), wanted)
+        torch.testing.assert_close(scaled_dot_product_attention(*call), expected)
     assert not calls.heads
 
 
@@ -200,10 +200,10 @@ def test_prefill_in_16_bits_is_left_to_torch() -> None:
 def test_a_models_step_in_16_bits_does_not_call_torch(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, architecture, eos_token_id=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    texts, calls = Texts(model, "eager"), Calls()
-    texts.join(0, prompts(1)[0])
+    running, calls = RunningSequences(model, "eager"), Calls()
+    running.add(0, prompts(1)[0])
     with calls:
-        texts.step()  # alone: llama shares keys, and has torch know it
+        running.step()  # alone: llama shares keys, and has torch know it
     assert not calls.heads
 
 
@@ -234,9 +234,9 @@ def test_other_threads_have_plain_attention(monkeypatch: pytest.MonkeyPatch) -> 
 def test_result_has_transformers_shape() -> None:
     call = torch.nn.Module(), *sixteen_bits(6, 6), None
     with FastAttention():
-        found, weights = attention.attend_fast(*call, scaling=0.3)
-    wanted, _ = attention.sdpa_attention_forward(*call, scaling=0.3)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+        output, weights = attention.attend_fast(*call, scaling=0.3)
+    expected, _ = attention.sdpa_attention_forward(*call, scaling=0.3)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-3)
     assert weights is None
 
 
@@ -248,10 +248,10 @@ def test_result_has_transformers_shape() -> None:
 )
 @torch.inference_mode()
 def test_special_attention_is_left_to_transformers(special: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     def plain(*_: object, **options: Any) -> None:
-        asked.append(options)
+        calls.append(options)
 
     monkeypatch.setattr(attention, "sdpa_attention_forward", plain)
     query, key, value = sixteen_bits(6, 6)
@@ -259,11 +259,11 @@ def test_special_attention_is_left_to_transformers(special: dict[str, Any], monk
         attention.attend_fast(
             torch.nn.Module(), query, key, value, None, sliding_window=9, softcap=None, position_bias=None, cache=None
         )
-        assert not asked
+        assert not calls
         attention.attend_fast(torch.nn.Module(), query, key, value, None, **special)
-    assert len(asked) == 1
+    assert len(calls) == 1
     for name in special.keys() - {"dropout"}:
-        assert asked[0][name] is special[name]
+        assert calls[0][name] is special[name]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "falcon"])
@@ -272,10 +272,10 @@ def test_compiled_models_have_plain_attention(architecture: str, tmp_path: Path)
     build_tiny_checkpoint(tmp_path, architecture)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     input_ids = torch.tensor([[3]])
-    wanted = model(input_ids=input_ids).logits
+    expected = model(input_ids=input_ids).logits
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with FastAttention():
-        torch.testing.assert_close(compiled(input_ids=input_ids).logits, wanted)
+        torch.testing.assert_close(compiled(input_ids=input_ids).logits, expected)
 
 
 @torch.inference_mode()
@@ -299,10 +299,10 @@ def test_batch_engine_has_fast_attention(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_kernels_are_compiled_at_load(architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, architecture)
     auto_class = AutoModelForSeq2SeqLM if architecture == "bart" else AutoModelForCausalLM
-    asked: list[torch.dtype] = []
-    monkeypatch.setattr(decode_attention, "kernel_for", lambda dtype, *_: asked.append(dtype))
+    calls: list[torch.dtype] = []
+    monkeypatch.setattr(decode_attention, "kernel_for", lambda dtype, *_: calls.append(dtype))
     start_engine(auto_class.from_pretrained(tmp_path), max_num_seqs=2, context_length=64).close()
-    assert set(asked) == {torch.float32}
+    assert set(calls) == {torch.float32}
 
 
 def test_attention_replaced_by_other_code_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,11 +323,11 @@ def test_falcon_copies_no_keys_for_its_heads(decoding: DecodingMode, tmp_path: P
         model(input_ids=torch.ones(2, 3, dtype=torch.int64))
     assert plain_calls.heads
     assert all(queries > keys == 1 for queries, keys in plain_calls.heads)  # so it does by itself
-    texts = Texts(model, decoding)
+    running = RunningSequences(model, decoding)
     with calls:
         for number, context in enumerate(prompts(3)):
-            texts.join(number, context)
-        texts.step()
+            running.add(number, context)
+        running.step()
     assert calls.heads
     assert all(queries == keys for queries, keys in calls.heads)
 

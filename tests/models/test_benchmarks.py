@@ -38,7 +38,7 @@ def test_the_engine_is_measured_beside_generate_and_a_bare_loop(benchmark: Modul
 
 
 @pytest.mark.parametrize("benchmark", ["engine"], indirect=True)
-def test_a_text_that_fails_is_no_figure(benchmark: ModuleType) -> None:
+def test_a_failed_request_is_no_figure(benchmark: ModuleType) -> None:
     engine = ContinuousBatchingEngine(benchmark.build_model(), max_num_seqs=2, max_cache_tokens=128)
     try:
         with pytest.raises(HfTritonError, match="max_cache_tokens"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode step alone: static shapes give what eager steps and `generate` give, whoever joins and leaves."""
+"""The decode step alone: static shapes give what eager steps and `generate` give, as sequences come and go."""
 
 import logging
 from pathlib import Path
@@ -18,7 +18,7 @@ from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import CONTINUOUS, NEO, WHOLE, build
 from tests.support.engine import NOT_CONTINUOUS
 from tests.support.reference import solo_ids
-from tests.support.running_texts import Texts, prompts, schedule
+from tests.support.running_sequences import RunningSequences, prompts, schedule
 
 NOT_STATIC = ("gpt-neo",)  # its local layers take the newest column to be the last one
 ALL = [*CONTINUOUS, *WHOLE, *(name for name in ARCHITECTURES if name not in NOT_CONTINUOUS)]
@@ -42,19 +42,19 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_static_decoding_equals_eager_and_generate(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path)
-    eager, static = Texts(model, "eager"), Texts(model, "static")
+    eager, static = RunningSequences(model, "eager"), RunningSequences(model, "static")
     contexts = prompts(12)
     shapes = set()
     for verb, number in schedule(len(contexts), max_num_seqs=5):
-        for texts in (eager, static):
-            if verb == "join":
-                texts.join(number, contexts[number])
-            elif verb == "leave":
-                texts.leave(number)
+        for running in (eager, static):
+            if verb == "add":
+                running.add(number, contexts[number])
+            elif verb == "remove":
+                running.remove(number)
         if verb == "step":
-            wanted, found = eager.step(), static.step()
-            assert found.shape == wanted.shape
-            assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+            expected, logits = eager.step(), static.step()
+            assert logits.shape == expected.shape
+            assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
             shapes.add(static.memory.shape)
     assert static.decoder.is_static is (name not in NOT_STATIC)
     assert len(shapes) > 3  # they did grow
@@ -79,16 +79,19 @@ def test_a_model_on_several_devices_runs_eagerly(tmp_path: Path, caplog: pytest.
 
 @torch.inference_mode()
 def test_unused_slots_do_not_touch_used_ones() -> None:
-    static, alone = Texts(build(*CONTINUOUS["mixtral"]), "static"), Texts(build(*CONTINUOUS["mixtral"]), "static")
-    for texts, count in ((static, 6), (alone, 1)):
+    static, alone = (
+        RunningSequences(build(*CONTINUOUS["mixtral"]), "static"),
+        RunningSequences(build(*CONTINUOUS["mixtral"]), "static"),
+    )
+    for running, count in ((static, 6), (alone, 1)):
         for number, prompt in enumerate(prompts(count)):
-            texts.join(number, prompt)
-        texts.step()
+            running.add(number, prompt)
+        running.step()
     for row in reversed(range(1, 6)):
         static.memory.layers()[0].value_rows[row] = torch.nan
-        static.leave(row)
-    static.join(9, [5, 6, 7])
-    static.leave(1)
+        static.remove(row)
+    static.add(9, [5, 6, 7])
+    static.remove(1)
     for _ in range(3):
         torch.testing.assert_close(static.step(), alone.step())
 
@@ -96,14 +99,14 @@ def test_unused_slots_do_not_touch_used_ones() -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("mode", ["eager", "static"])
 def test_nan_of_a_sequence_does_not_leak_into_the_next(mode: DecodingMode, tmp_path: Path) -> None:
-    texts = Texts(load("llama", tmp_path), mode)
-    texts.join(0, [5] * 40)
-    texts.join(1, [6] * 30)
-    for layer in texts.memory.layers():
+    running = RunningSequences(load("llama", tmp_path), mode)
+    running.add(0, [5] * 40)
+    running.add(1, [6] * 30)
+    for layer in running.memory.layers():
         layer.key_rows[1] = layer.value_rows[1] = torch.nan
-    texts.leave(1)
-    texts.join(2, [7] * 3)
-    assert texts.step().isfinite().all()
+    running.remove(1)
+    running.add(2, [7] * 3)
+    assert running.step().isfinite().all()
 
 
 class Stubborn(Forward):

@@ -51,7 +51,7 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: 
 @pytest.mark.parametrize("key_heads", [6, 2, 1])
 @pytest.mark.parametrize("dtype", READERS)
 @torch.inference_mode()
-def test_rows_attend_to_their_own_columns(
+def test_sequences_attend_to_their_own_columns(
     dtype: torch.dtype, key_heads: int, lengths: list[int] | None, scale: float | None
 ) -> None:
     query, key, value = tensors(dtype, key_heads=key_heads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVCacheLanes of rows: a text is as wide as those beside it in its lane, and every row is found by its number."""
+"""KV cache lanes: a sequence is padded to the longest of its lane, and has one slot number in all lanes together."""
 
 import math
 import random
@@ -34,122 +34,122 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 class Running:
-    """Rows in lanes, and the text of each."""
+    """Running sequences in lanes, and the tokens of each."""
 
     def __init__(self, model: Any, max_padding: float = MAX_PADDING) -> None:
         self.forward = Forward(model)
         self.decoder = Decoder(self.forward, "eager")
         self.lanes = KVCacheLanes(self.forward.device, max_padding)
-        self.texts: list[list[int]] = []
+        self.sequences: list[list[int]] = []
 
     @property
     def widths(self) -> list[tuple[int, int]]:
         return [(lane.num_rows, lane.width) for lane in self.lanes._lanes]
 
     @torch.inference_mode()
-    def join(self, text: list[int]) -> None:
-        prefilled, logits = self.forward.prefill(text)
-        place = self.lanes.add(prefilled, 0, len(text))
-        self.texts.insert(place, [*text, int(logits.argmax())])
+    def add(self, tokens: list[int]) -> None:
+        prefilled, logits = self.forward.prefill(tokens)
+        place = self.lanes.add(prefilled, 0, len(tokens))
+        self.sequences.insert(place, [*tokens, int(logits.argmax())])
 
     def step(self) -> None:
-        logits = self.lanes.step(self.decoder, torch.tensor([text[-1] for text in self.texts]))
-        for text, token in zip(self.texts, logits.argmax(-1).tolist(), strict=True):
-            text.append(token)
+        logits = self.lanes.step(self.decoder, torch.tensor([tokens[-1] for tokens in self.sequences]))
+        for tokens, token in zip(self.sequences, logits.argmax(-1).tolist(), strict=True):
+            tokens.append(token)
 
     @torch.inference_mode()
-    def leave(self, row: int) -> list[int]:
-        text, last = self.texts[row], self.lanes.remove(row)
-        self.texts[row] = self.texts[last]
-        del self.texts[last]
-        return text
+    def remove(self, row: int) -> list[int]:
+        tokens, last = self.sequences[row], self.lanes.remove(row)
+        self.sequences[row] = self.sequences[last]
+        del self.sequences[last]
+        return tokens
 
 
-def test_a_long_text_beside_short_ones_has_a_lane_of_its_own(model: Any) -> None:
+def test_a_long_sequence_beside_short_ones_has_a_lane_of_its_own(model: Any) -> None:
     running = Running(model)
     for length in (20, 25, 200, 22, 190, 30):
-        running.join(prompt(length))
+        running.add(prompt(length))
     assert running.widths == [(4, 30), (2, 200)]
     assert sum(rows for rows, _ in running.widths) == 6
     assert running.lanes.width == 200
     assert running.lanes.num_tokens < 6 * 256
 
 
-def test_a_new_lane_for_which_there_is_no_memory_is_not_there(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_without_memory_is_not_added(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     running = Running(model)
-    running.join(prompt(20))
+    running.add(prompt(20))
     with monkeypatch.context() as patch:
         patch.setattr(KVCache, "add", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
         with pytest.raises(torch.OutOfMemoryError):
-            running.join(prompt(200))
+            running.add(prompt(200))
     assert running.widths == [(1, 20)]
     running.step()
-    assert running.texts == [[*prompt(20), *solo_ids(model, prompt(20), 2)]]
+    assert running.sequences == [[*prompt(20), *solo_ids(model, prompt(20), 2)]]
 
 
-def test_one_lane_where_padding_does_not_matter(model: Any) -> None:
+def test_unlimited_padding_needs_one_lane(model: Any) -> None:
     running = Running(model, math.inf)
     for length in (20, 200, 22):
-        running.join(prompt(length))
+        running.add(prompt(length))
     assert running.widths == [(3, 200)]
 
 
-def test_a_lane_that_is_empty_is_given_back_but_for_the_last(model: Any) -> None:
+def test_empty_lanes_are_freed_but_for_the_last(model: Any) -> None:
     running = Running(model)
     for length in (20, 200):
-        running.join(prompt(length))
-    held = running.lanes.num_tokens
-    running.leave(0)
+        running.add(prompt(length))
+    num_before = running.lanes.num_tokens
+    running.remove(0)
     assert running.widths == [(1, 200)]
-    assert running.lanes.num_tokens < held
-    running.leave(0)
-    assert running.lanes.num_tokens > 0  # kept for the next text
-    running.join(prompt(10))
+    assert running.lanes.num_tokens < num_before
+    running.remove(0)
+    assert running.lanes.num_tokens > 0  # kept for the next sequence
+    running.add(prompt(10))
     assert running.widths == [(1, 10)]
-    running.leave(0)
+    running.remove(0)
     running.lanes.release()
     assert running.lanes.num_tokens == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_texts_are_those_of_generate_whatever_lane_they_are_in(seed: int, model: Any) -> None:
+def test_sequences_in_any_lane_equal_generate(seed: int, model: Any) -> None:
     source, running, done, most = random.Random(seed), Running(model), [], 0
-    lengths: dict[int, int] = {}  # of prompts, by their first token, which is a number of their own
+    lengths: dict[int, int] = {}  # of prompts, by their first token, which no other has
     for number in range(120):
-        act = source.random()
-        if act < 0.3 and len(running.texts) < 8:
-            text = [number + 3, *prompt(source.choice([3, 10, 40, 120, 200]) + source.randrange(10), seed=number)]
-            lengths[number + 3] = len(text)
-            running.join(text)
-        elif act < 0.4 and running.texts:
-            done.append(running.leave(source.randrange(len(running.texts))))
-        elif running.texts:
+        action = source.random()
+        if action < 0.3 and len(running.sequences) < 8:
+            tokens = [number + 3, *prompt(source.choice([3, 10, 40, 120, 200]) + source.randrange(10), seed=number)]
+            lengths[number + 3] = len(tokens)
+            running.add(tokens)
+        elif action < 0.4 and running.sequences:
+            done.append(running.remove(source.randrange(len(running.sequences))))
+        elif running.sequences:
             running.step()
         most = max(most, len(running.widths))
     assert most > 1
-    for text in [*done, *running.texts]:
-        length = lengths[text[0]]
-        assert text[length:] == solo_ids(model, text[:length], len(text) - length)
+    for tokens in [*done, *running.sequences]:
+        length = lengths[tokens[0]]
+        assert tokens[length:] == solo_ids(model, tokens[:length], len(tokens) - length)
 
 
-def test_what_it_says_it_needs_is_what_it_takes(model: Any) -> None:
+def test_predicted_tokens_equal_the_allocated_ones(model: Any) -> None:
     source = random.Random(1)
     for _ in range(20):
         running = Running(model)
         running.lanes.limit([], 0)
         lengths = [source.choice([5, 60, 130, 300]) for _ in range(source.randrange(1, 7))]
-        told = running.lanes.tokens_with(lengths)
+        predicted = running.lanes.tokens_with(lengths)
         running.lanes.limit(lengths, running.lanes.most_with(lengths))
         for length in lengths:
-            running.join(prompt(length))
+            running.add(prompt(length))
         running.lanes.limit([], running.lanes.most_with([]))
         running.step()
-        assert running.lanes.num_tokens == told
+        assert running.lanes.num_tokens == predicted
     assert running.lanes.tokens_with([]) == sum(buffer_tokens(rows, width + 1) for rows, width in running.widths)
-    assert told % COLUMN_STEP == 0
+    assert predicted % COLUMN_STEP == 0
 
 
-def test_a_step_that_breaks_off_between_two_lanes_tears_the_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_fails_between_two_lanes_marks_lanes_corrupt(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     running, step, count = Running(model), Decoder.step, []
 
     def fail(self: Decoder, *arguments: Any) -> torch.Tensor:
@@ -159,7 +159,7 @@ def test_a_step_that_breaks_off_between_two_lanes_tears_the_rows(model: Any, mon
         return step(self, *arguments)
 
     for length in (20, 200):
-        running.join(prompt(length))
+        running.add(prompt(length))
     monkeypatch.setattr(Decoder, "step", fail)
     with pytest.raises(RuntimeError, match="boom"):
         running.step()
@@ -168,7 +168,7 @@ def test_a_step_that_breaks_off_between_two_lanes_tears_the_rows(model: Any, mon
 
 def test_step_without_memory_for_logits_marks_lanes_corrupt(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Torch:
-        """torch, but for one function."""
+        """torch, except for one function."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
@@ -178,7 +178,7 @@ def test_step_without_memory_for_logits_marks_lanes_corrupt(model: Any, monkeypa
 
     running = Running(model)
     for length in (20, 200):
-        running.join(prompt(length))
+        running.add(prompt(length))
     monkeypatch.setattr(lanes, "torch", Torch())
     with pytest.raises(torch.OutOfMemoryError):
         running.step()
@@ -186,7 +186,9 @@ def test_step_without_memory_for_logits_marks_lanes_corrupt(model: Any, monkeypa
 
 
 @pytest.mark.parametrize("failing", [1, 2, 5])
-def test_the_engine_goes_on_after_such_a_step(failing: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_continues_after_a_step_that_failed_between_lanes(
+    failing: int, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, step, count = ContinuousBatchingEngine(model, max_num_seqs=8), Decoder.step, [0]
     items = [(prompt(length, seed=length), 12) for length in (5, 300, 9, 280, 14, 100)]
 
@@ -209,7 +211,7 @@ def test_the_engine_goes_on_after_such_a_step(failing: int, model: Any, monkeypa
     assert count[0] > failing
 
 
-def test_a_budget_is_kept_with_lanes(model: Any) -> None:
+def test_lanes_stay_within_the_budget(model: Any) -> None:
     most, allowed = 0, 1536
     engine = ContinuousBatchingEngine(model, max_num_seqs=8, max_cache_tokens=allowed)
     items = [(prompt(length, seed=length), 10) for length in (5, 300, 9, 280, 14, 100, 310, 6, 290)]

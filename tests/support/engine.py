@@ -21,6 +21,11 @@ WAIT_S = 60.0
 PROMPT = [5, 6, 7, 8]
 DRAWN = SamplingParams(12, do_sample=True, temperature=1.5, seed=1)
 
+LoadModel = Callable[..., Any]
+"""Of an architecture and a tiny checkpoint's options."""
+StartEngine = Callable[..., ContinuousBatchingEngine]
+"""Of the engine's options."""
+
 
 class Client:
     """Submits to an engine and collects outcomes; a second outcome for one sequence fails."""
@@ -56,10 +61,10 @@ class Client:
         return self.outcomes()[-1]
 
 
-def start_engine(model: Any, **options: Any) -> Any:
-    """The engine that a folder without settings gets."""
+def start_engine(model: Any, engine: str = "auto", **options: Any) -> Any:
+    """The engine that a folder without settings gets, unless `options` say otherwise."""
     defaults = {"max_cache_tokens": None, "enable_prefix_caching": True, "decoding": "auto"}
-    return build_engine(model, "auto", **{**defaults, "on_fatal": lambda: None, **options})
+    return build_engine(model, engine, **{**defaults, "on_fatal": lambda: None, **options})
 
 
 def prompts(count: int, seed: int, longest: int = 60) -> list[list[int]]:

@@ -24,7 +24,7 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
     "no_repeat_ngram_size 1": {"no_repeat_ngram_size": 1},
     "no_repeat_ngram_size 2": {"no_repeat_ngram_size": 2},
     "no_repeat_ngram_size 3": {"no_repeat_ngram_size": 3},
-    "no_repeat_ngram_size beyond the text": {"no_repeat_ngram_size": 120},
+    "no_repeat_ngram_size beyond the sequence": {"no_repeat_ngram_size": 120},
     "bad_words_ids": {"bad_words_ids": ((3,), (7,), (1, 2), (2, 1), (0, 1, 2), (0, 1, 3), (1, 0))},
     "logit_bias": {"logit_bias": ((0, 50.0), (1, -3.5), (199, 2.0))},
     "min_new_tokens": {"min_new_tokens": 1000},
@@ -34,7 +34,7 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
 }
 
 
-class Text:
+class RandomSequence:
     """A random prompt and its continuation, of few tokens or of many."""
 
     def __init__(self, source: random.Random) -> None:
@@ -42,8 +42,8 @@ class Text:
         self.prompt = [source.randrange(vocabulary) for _ in range(source.randrange(1, 40))]
         self.new = [source.randrange(vocabulary) for _ in range(source.randrange(4, 30))]
 
-    def sampler(self, plan: SamplingParams) -> SequenceSampler:
-        row = SequenceSampler(plan, 0, self.prompt, EOS_IDS)
+    def sampler(self, params: SamplingParams) -> SequenceSampler:
+        sampler = SequenceSampler(params, 0, self.prompt, EOS_IDS)
         for token_id in self.new:
-            row.accept(token_id)
-        return row
+            sampler.accept(token_id)
+        return sampler
