@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_triton.engine.plan import ScheduledStep
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.executor import Executor
+from hf_triton.engine.plan import ScheduledStep
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.decode import DecodingMode
