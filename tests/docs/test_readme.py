@@ -267,9 +267,10 @@ def texts_of(answer: object) -> list[str]:
     return [text for value in values for text in texts_of(value)]
 
 
-def test_openai_client_gets_the_pieces(demo: TritonServer, gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
-    [block] = python_blocks(port="9000")
-    assert len(run_python(demo, block.replace("localhost:9000", gateway), capsys)) > 10
+def test_openai_client_gets_an_answer(demo: TritonServer, gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, streamed = python_blocks(port="9000")
+    for block in (whole, streamed):
+        assert len(run_python(demo, block.replace("localhost:9000", gateway), capsys)) > 10
 
 
 def test_the_stream_has_several_pieces(demo: TritonServer) -> None:
