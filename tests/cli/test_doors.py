@@ -126,6 +126,7 @@ def test_without_doors_no_folder_is_added(tmp_path: Path, make_folder: Callable[
         assert status.stdout != b"200"
 
 
+@pytest.mark.full
 def test_exit_on_error_names_the_folder_and_exits(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     make_folder(tmp_path / "repository", "mine", huggingface_model=DEMO)
     make_folder(tmp_path / "repository", "bad", huggingface_model="./nowhere")

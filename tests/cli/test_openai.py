@@ -106,6 +106,7 @@ def test_a_gateway_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     assert "keys has no key" in result.stderr
 
 
+@pytest.mark.full
 def test_requests_in_flight_are_answered_at_the_end(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")
     folder = make_folder(tmp_path / "repository", "slow", huggingface_model=checkpoint)
@@ -123,6 +124,7 @@ def test_requests_in_flight_are_answered_at_the_end(tmp_path: Path, make_folder:
         assert serving.output().endswith("Stopped.\n")
 
 
+@pytest.mark.full
 def test_keys_are_asked_for_and_a_proxy_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:1")

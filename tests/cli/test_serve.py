@@ -83,6 +83,7 @@ def test_ctrl_c_while_starting_stops_all_processes(serving: Serving) -> None:
     wait_until_gone(family)
 
 
+@pytest.mark.full
 def test_server_ends_when_the_command_is_killed(serving: Serving) -> None:
     serving.wait_for("Ctrl+C stops the server")
     family = serving.descendants()
@@ -182,6 +183,7 @@ def make_defective_folders(repository: Path, make_folder: Callable[..., Path]) -
     (repository / "stray").mkdir()
 
 
+@pytest.mark.full
 def test_served_folders_and_reasons_of_the_others_are_printed(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     repository = tmp_path / "repository"
     make_defective_folders(repository, make_folder)

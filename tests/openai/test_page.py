@@ -24,6 +24,8 @@ from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread, num_running, wait_until
 from tests.support.paths import load_script
 
+pytestmark = pytest.mark.full  # `make test-page` runs it, too
+
 FIGURES = re.compile(r"\d+ tokens · [\d.e+]+ tokens/s · first token after [\d.]+ s")
 HTML = "<img src=x onerror=document.title='run'><b>bold</b>"
 WIDE, NARROW = 1280, 390

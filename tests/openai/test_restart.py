@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import free_ports
@@ -45,6 +46,7 @@ def status(gateway: GatewayThread, path: str, body: Any = None) -> int:
     return httpx.request(method, gateway.url + path, json=body, timeout=PATIENCE_S).status_code
 
 
+@pytest.mark.full
 def test_killed_triton_is_an_error_at_once_and_is_found_again(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     checkpoint, repository = build_chat_checkpoint(tmp_path / "chat"), tmp_path / "repository"
     folder = make_folder(repository, "slow", huggingface_model=checkpoint, config=DECOUPLED)

@@ -22,6 +22,8 @@ from hf_triton.openai.app import build_app
 from hf_triton.openai.config import GatewayConfig
 from tests.support.gateway import GatewayThread
 
+pytestmark = pytest.mark.full
+
 CHECKS: list[Any] = [
     not_a_server_error,
     status_code_conformance,

@@ -37,6 +37,7 @@ def wait_for_threads(server: TritonServer, model: str, wanted: int) -> None:
 
 @pytest.mark.skipif(NUM_CORES < 2, reason="one core has one thread")
 @pytest.mark.serial
+@pytest.mark.full
 def test_model_uses_its_share_of_the_cores_beside_a_busy_model(
     tmp_path: Path, make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,6 +192,7 @@ def test_a_reload_under_load_answers_every_request(server: TritonServer, canary:
     assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
 
 
+@pytest.mark.full
 def test_sigterm_under_load_answers_every_accepted_request(server: TritonServer, canary: str, repository: Path) -> None:
     with start(repository, "slow") as other:
         assert other.process is not None
@@ -210,6 +211,7 @@ def test_sigterm_under_load_answers_every_accepted_request(server: TritonServer,
     assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
 
 
+@pytest.mark.full
 def test_server_death_is_not_reported_as_a_model_error(repository: Path) -> None:
     with start(repository, "slow") as server:
         assert server.process is not None

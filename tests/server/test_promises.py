@@ -164,6 +164,7 @@ def test_cancelled_requests_leave_the_server_and_the_others_alone(server: Triton
 
 
 @pytest.mark.usefixtures("canary")
+@pytest.mark.full
 def test_unload_answers_requests_in_flight(server: TritonServer) -> None:
     running = in_background(lambda: generate(server, "faulty", "slow", max_new_tokens=IS_SLOW), 3)
     time.sleep(0.7)
@@ -174,6 +175,7 @@ def test_unload_answers_requests_in_flight(server: TritonServer) -> None:
     assert get(server, "/v2/models/faulty/ready").status == 200
 
 
+@pytest.mark.full
 def test_sigterm_answers_requests_in_flight(repository: Path) -> None:
     with TritonServer(repository, arguments=["--model-control-mode=explicit", "--load-model=faulty"]) as server:
         running = in_background(lambda: generate(server, "faulty", "slow", max_new_tokens=IS_SLOW), 3)

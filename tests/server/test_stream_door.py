@@ -433,6 +433,7 @@ def unload(server: TritonServer, model: str) -> None:
     assert post(server, f"/v2/repository/models/{model}/unload", {}).status == 200
 
 
+@pytest.mark.full
 def test_model_may_load_after_its_door_and_be_reloaded(controlled: TritonServer) -> None:
     assert "not_loaded" in stream(controlled, "plain_stream")[0]["error"]
     load(controlled, "plain")
@@ -485,6 +486,7 @@ def test_streams_end_when_the_model_is_killed_and_the_server_with_them(controlle
     assert controlled.process.wait(timeout=60) is not None
 
 
+@pytest.mark.full
 def test_killed_stream_door_ends_the_server(controlled: TritonServer) -> None:
     load(controlled, "slow")
     arrived = threading.Event()
