@@ -115,6 +115,33 @@ def test_short_prompts_overtake_a_long_one_after_each_chunk() -> None:
     assert simulation.steps(4) == ["prefill 8", "decode 1", "prefill 8", "decode 1"]
 
 
+def test_short_prompts_overtake_long_ones_that_wait() -> None:
+    simulation = Simulation()
+    simulation.submit(3)
+    simulation.step()
+    simulation.submit(32)
+    simulation.steps(2)
+    simulation.submit(20, 2)
+    simulation.finish()
+    assert [[len(group.prompt_ids) for group in batch] for batch in simulation.prefilled] == [[3], [32], [2], [20]]
+
+
+def test_short_prompts_beside_running_sequences_take_turns_of_one_chunk() -> None:
+    simulation = Simulation()
+    simulation.submit(3)
+    simulation.step()
+    simulation.submit(1, 7, 1)
+    assert simulation.steps(6) == ["decode 1", "prefill 1", "prefill 7", "decode 3", "prefill 1", "decode 4"]
+
+
+def test_a_model_without_chunked_prefill_gets_whole_prompts() -> None:
+    simulation = Simulation(prefills_whole=True)
+    simulation.submit(3)
+    simulation.step()
+    simulation.submit(40)
+    assert simulation.steps(3) == ["decode 1", "prefill 40", "decode 2"]
+
+
 def test_cached_tokens_are_not_prefilled() -> None:
     simulation = Simulation()
     simulation.submit(40)
