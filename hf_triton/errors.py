@@ -71,6 +71,10 @@ CODES: dict[str, str] = {
     "device_unavailable": "the device that Triton or the folder asks for does not exist",
     "server_not_found": "no tritonserver is installed",
     "server_failed": "tritonserver did not start, or exited",
+    "server_unreachable": "no Triton answers at the address that a command was given",
+    "model_not_found": "Triton has no model of this name",
+    "restricted": "Triton restricts the API, and the command did not send the key",
+    "client_missing": "packages that a command needs are not installed",
     "gateway_failed": "the OpenAI gateway did not start, or exited",
 }
 """Every code and its meaning; the documents' table is generated from it."""

@@ -8,8 +8,15 @@ import sys
 import click
 
 from hf_triton import __version__
+from hf_triton.cli.bench import bench
+from hf_triton.cli.chat import chat
+from hf_triton.cli.exit_codes import EXIT_CODES, FAILED
+from hf_triton.cli.generate import generate
+from hf_triton.cli.listing import list_models
+from hf_triton.cli.models import load, unload
 from hf_triton.cli.openai import openai
 from hf_triton.cli.serve import serve
+from hf_triton.cli.status import status
 from hf_triton.errors import HfTritonError
 
 
@@ -21,12 +28,14 @@ def cli() -> None:
 
 cli.add_command(serve)
 cli.add_command(openai)
+for command in (list_models, status, load, unload, generate, chat, bench):
+    cli.add_command(command)
 
 
 def main() -> None:
-    """Run the command; an `HfTritonError` becomes one line on standard error and exit code 1."""
+    """Run the command; an `HfTritonError` becomes one line on standard error and an exit code."""
     try:
         cli()
     except HfTritonError as error:
         click.echo(f"error: {error}", err=True)
-        sys.exit(1)
+        sys.exit(EXIT_CODES.get(error.code, FAILED))

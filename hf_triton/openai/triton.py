@@ -24,6 +24,8 @@ MAX_AGE_S: Final = 2.0
 CONTROL_TIMEOUT_S: Final = 5.0
 """Limit of a call that lists models or asks for their state."""
 DOOR_SUFFIX: Final = "_stream"
+RESTRICTED: Final = "This protocol is restricted"
+"""Triton's words to a call without the header of `--grpc-restricted-protocol`; the name of the header follows."""
 TEXT_GENERATION: Final = "text-generation"
 CHANNEL_OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),  # http_proxy is for the Hub
@@ -51,6 +53,18 @@ class Folder:
     inputs: frozenset[str]
     outputs: frozenset[str]
     parameters: Mapping[str, str]
+
+    @classmethod
+    def from_config(cls, name: str, config: Any) -> Folder:
+        """The folder of a `ModelConfig` message."""
+        return cls(
+            name,
+            config.max_batch_size,
+            config.model_transaction_policy.decoupled,
+            frozenset(port.name for port in config.input),
+            frozenset(port.name for port in config.output),
+            {key: value.string_value for key, value in config.parameters.items()},
+        )
 
     @property
     def task(self) -> str | None:
@@ -111,10 +125,12 @@ class TritonModels:
     Args:
         address: Triton's gRPC address, HOST:PORT.
         timeout_s: Longest time of a generation, in seconds.
+        headers: Sent with each call, for a Triton with restricted APIs; names are in lower case.
     """
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> None:
         self._address = address
+        self._headers = tuple((headers or {}).items())
         self._timeout_s = timeout_s
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -129,7 +145,9 @@ class TritonModels:
     async def is_ready(self) -> bool:
         """Whether Triton answers that it is ready."""
         try:
-            answer = await self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=CONTROL_TIMEOUT_S)
+            answer = await self._stub.ServerReady(
+                service_pb2.ServerReadyRequest(), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
+            )
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.ready)
@@ -192,7 +210,7 @@ class TritonModels:
     async def _read_models(self) -> None:
         try:
             index = await self._stub.RepositoryIndex(
-                service_pb2.RepositoryIndexRequest(ready=True), timeout=CONTROL_TIMEOUT_S
+                service_pb2.RepositoryIndexRequest(ready=True), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
             )
             folders = await asyncio.gather(*map(self._read_folder, sorted({entry.name for entry in index.models})))
         except grpc.aio.AioRpcError as error:
@@ -203,20 +221,14 @@ class TritonModels:
 
     async def _read_folder(self, name: str) -> Folder | None:
         try:
-            answer = await self._stub.ModelConfig(service_pb2.ModelConfigRequest(name=name), timeout=CONTROL_TIMEOUT_S)
+            answer = await self._stub.ModelConfig(
+                service_pb2.ModelConfigRequest(name=name), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
+            )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE and "unknown model" not in (error.details() or ""):
                 raise
             return None  # unloaded meanwhile
-        config = answer.config
-        return Folder(
-            name,
-            config.max_batch_size,
-            config.model_transaction_policy.decoupled,
-            frozenset(port.name for port in config.input),
-            frozenset(port.name for port in config.output),
-            {key: value.string_value for key, value in config.parameters.items()},
-        )
+        return Folder.from_config(name, answer.config)
 
     async def generate(self, generation: Generation) -> Outputs:
         """Generate, and return the whole response. Cancelling the task cancels the request.
@@ -230,7 +242,9 @@ class TritonModels:
             return responses[-1]
         message = _infer_request(folder, generation, is_stream=False)
         try:
-            return _read_outputs(await self._stub.ModelInfer(message, timeout=self._timeout_s))
+            return _read_outputs(
+                await self._stub.ModelInfer(message, timeout=self._timeout_s, metadata=self._headers)
+            )
         except grpc.aio.AioRpcError as error:
             raise self._error(error, generation) from None
 
@@ -248,7 +262,7 @@ class TritonModels:
 
     async def _stream(self, folder: Folder, generation: Generation, *, is_stream: bool) -> AsyncGenerator[Outputs]:
         message = _infer_request(folder, generation, is_stream=is_stream)
-        call = self._stub.ModelStreamInfer(timeout=self._timeout_s)
+        call = self._stub.ModelStreamInfer(timeout=self._timeout_s, metadata=self._headers)
         try:
             await call.write(message)
             await call.done_writing()
@@ -274,6 +288,8 @@ class TritonModels:
     ) -> ApiError:
         if status is grpc.StatusCode.DEADLINE_EXCEEDED:
             return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
+        if RESTRICTED in (details or ""):
+            return ApiError(403, f"Triton restricts this API: {details}", code="restricted")
         coded = self._triton_error(details or "", _HTTP_STATUS.get(status, 500), generation)
         if coded.code is None and coded.status_code == 503:
             return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton bench`: NVIDIA's AIPerf against a running Triton, through a gateway of its own. Measures nothing itself.
+
+AIPerf pins versions of rich and prometheus_client that differ from this package's, so it lives in its own environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from hf_triton.cli.client import Triton, require_client, triton_options
+from hf_triton.cli.gateway import GatewayProcess
+from hf_triton.cli.tables import show_table
+from hf_triton.errors import ServerError, clip
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.server import describe_status, free_ports
+
+VERSION: Final = "0.13.0"
+INSTALL: Final = f"pipx install aiperf=={VERSION}"
+REPORT: Final = "profile_export_aiperf.json"
+PERCENTILES: Final = ("p50", "p90", "p99")
+RATES: Final[Mapping[str, str]] = {"request_throughput": "requests/s", "output_token_throughput": "tokens/s"}
+TIMES: Final[Mapping[str, str]] = {
+    "time_to_first_token": "TTFT",
+    "inter_token_latency": "ITL",
+    "request_latency": "latency",
+}
+"""AIPerf's names of what is measured in milliseconds, and the table's."""
+
+
+@click.command(epilog="Example: hf-triton bench demo --concurrency 1,4,16 --requests 64 --out bench")
+@click.argument("model", required=False)
+@triton_options
+@click.option("--concurrency", default="1,4,16", show_default=True, metavar="N,N,...", help="Requests at a time.")
+@click.option("--requests", type=click.IntRange(1), default=64, show_default=True, help="Requests per concurrency.")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="Length of a prompt.")
+@click.option("--output-tokens", type=click.IntRange(1), default=64, show_default=True, help="Length of a completion.")
+@click.option("--tokenizer", default="builtin", show_default=True, help="AIPerf's: builtin, a Hub name or a path.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for reports, JSON and a plot.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
+def bench(
+    model: str | None,
+    triton: str,
+    headers: dict[str, str],
+    concurrency: str,
+    requests: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    tokenizer: str,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure MODEL under load with AIPerf; MODEL may be left out if one is served.
+
+    Requests go through an OpenAI gateway that the command starts and stops.
+    """
+    levels = _read_levels(concurrency)
+    require_client()
+    program = shutil.which("aiperf")
+    if program is None:
+        raise ServerError("client_missing", f"there is no aiperf on PATH: `{INSTALL}`")
+    if headers:
+        raise click.UsageError("--header does not reach the gateway: measure a Triton without restricted APIs")
+    name = asyncio.run(_choose(Triton(triton, headers), model))
+    folder = out or Path(f"bench-{name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = ["--synthetic-input-tokens-mean", prompt_tokens, "--output-tokens-mean", output_tokens]
+    rows = []
+    gateway = GatewayProcess(GatewayConfig(triton=triton, port=free_ports(1)[0]))
+    try:
+        gateway.start()
+        gateway.wait_until_started()
+        gateway.wait_until_connected()
+        for level in levels:
+            click.echo(f"{name}: {requests} requests, {level} at a time ...", err=True)
+            report = folder / f"concurrency-{level}"
+            load = ["--concurrency", level, "--request-count", requests, *shape]
+            own = ["--model", name, "--url", f"http://127.0.0.1:{gateway.config.port}", "--tokenizer", tokenizer]
+            rows.append(_describe(level, _measure(program, [*own, *load], report)))
+    finally:
+        gateway.stop()
+    (folder / "bench.json").write_text(json.dumps(rows, indent=2) + "\n")
+    _plot(name, rows, folder / "bench.png")
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        show_table(rows)
+    click.echo(f"Reports are in {folder}.", err=True)
+
+
+def _read_levels(text: str) -> list[int]:
+    levels = [int(part) for part in text.split(",") if part.strip().isascii() and part.strip().isdigit()]
+    if len(levels) != text.count(",") + 1 or min(levels) < 1:
+        raise click.BadParameter(f"must be integers >= 1, as in 1,4,16, got {clip(text)}", param_hint="--concurrency")
+    return levels
+
+
+async def _choose(triton: Triton, name: str | None) -> str:
+    models = triton.models()
+    try:
+        return (await triton.choose(models, name)).name
+    finally:
+        await models.close()
+
+
+def _measure(program: str, arguments: Sequence[object], report: Path) -> Mapping[str, Any]:
+    """Run AIPerf; returns its summary.
+
+    Raises:
+        ServerError: It failed.
+    """
+    report.mkdir(exist_ok=True)
+    fixed = ["--endpoint-type", "completions", "--streaming", "--use-server-token-count", "--ui", "none"]
+    command = [program, "profile", *map(str, arguments), *fixed, "--artifact-dir", str(report)]
+    log = report / "aiperf.log"
+    with log.open("wb") as output:
+        status = subprocess.run(
+            [*command, "--extra-inputs", "ignore_eos:true"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        ).returncode
+    found = sorted(report.rglob(REPORT))
+    if status or not found:
+        raise ServerError("server_failed", f"aiperf exited {describe_status(status)}: {log} says why")
+    summary: Mapping[str, Any] = json.loads(found[-1].read_text())
+    return summary
+
+
+def _describe(level: int, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the table; what AIPerf does not report is None."""
+    row: dict[str, Any] = {"concurrency": level}
+    for metric, title in RATES.items():
+        row[title] = _rounded(summary.get(metric, {}).get("avg"))
+    for metric, title in TIMES.items():
+        for percentile in PERCENTILES:
+            row[f"{title} {percentile} ms"] = _rounded(summary.get(metric, {}).get(percentile))
+    return row
+
+
+def _rounded(figure: float | None) -> float | None:
+    return None if figure is None else round(figure, 2)
+
+
+def _plot(name: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Throughput and latency by concurrency; nothing where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        click.echo("No plot: `pip install 'hf-triton[bench]'` installs matplotlib.", err=True)
+        return
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    levels = [row["concurrency"] for row in rows]
+    left.plot(levels, [row["tokens/s"] for row in rows], marker="o")
+    left.set(title=name, xlabel="concurrency", ylabel="tokens/s")
+    for percentile in PERCENTILES:
+        right.plot(levels, [row[f"latency {percentile} ms"] for row in rows], marker="o", label=percentile)
+    right.set(xlabel="concurrency", ylabel="latency, ms")
+    right.legend()
+    figure.savefig(file)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands against a running Triton share: its address, calls, errors as one sentence, the choice of a model.
+
+Knows gRPC by tritonclient alone, which is imported when a command runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from hf_triton.cli.openai import PACKAGES
+from hf_triton.errors import HfTritonError, ServerError, clip
+
+if TYPE_CHECKING:
+    from tritonclient.grpc import InferenceServerClient
+
+    from hf_triton.openai.errors import ApiError
+    from hf_triton.openai.triton import Model, TritonModels
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+CALL_TIMEOUT_S: Final = 10.0
+"""Limit of a call that neither loads nor generates."""
+READY: Final = "READY"
+ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")
+HEADER: Final = re.compile(r"([a-z0-9_.-]+):\s*([\x20-\x7e]+)")
+
+
+@dataclass(frozen=True)
+class Triton:
+    """A Triton that runs somewhere."""
+
+    address: str
+    """Of its gRPC, HOST:PORT."""
+    headers: Mapping[str, str]
+    """Sent with each call."""
+
+    @contextlib.contextmanager
+    def connect(self) -> Iterator[InferenceServerClient]:
+        """A client whose failures are errors of ours.
+
+        Raises:
+            HfTritonError: A call failed.
+        """
+        from tritonclient.grpc import InferenceServerClient
+        from tritonclient.utils import InferenceServerException
+
+        from hf_triton.openai.triton import CHANNEL_OPTIONS
+
+        with InferenceServerClient(self.address, channel_args=list(CHANNEL_OPTIONS)) as client:
+            try:
+                yield client
+            except InferenceServerException as error:
+                raise self.error(error.status() or "", error.message() or "") from None
+
+    def models(self, timeout_s: float = 3600.0) -> TritonModels:
+        """A client that generates. Belongs to the running event loop."""
+        from hf_triton.openai.triton import TritonModels
+
+        return TritonModels(self.address, timeout_s, self.headers)
+
+    def error(self, status: str, details: str) -> HfTritonError:
+        """A failed call as an error of ours.
+
+        Args:
+            status: gRPC's: `StatusCode.UNAVAILABLE`.
+            details: The message, gRPC's or Triton's.
+        """
+        from hf_triton.openai.triton import RESTRICTED
+
+        if RESTRICTED in details:
+            return ServerError("restricted", _restricted(details))
+        if status.endswith("DEADLINE_EXCEEDED"):
+            return self.unreachable("it did not answer in time")
+        if status.endswith("UNIMPLEMENTED"):
+            return self.unreachable("what listens there is no Triton")
+        if status.endswith("UNAVAILABLE") and _is_transport(details):
+            return self.unreachable(_transport_reason(details))
+        return ServerError("server_failed", first_sentence(details) or f"the call failed with {status}")
+
+    def unreachable(self, reason: str) -> ServerError:
+        """No Triton answers."""
+        return ServerError(
+            "server_unreachable",
+            f"no Triton answers gRPC at {self.address} ({reason}): start one with `hf-triton serve`, or name its gRPC "
+            "port, usually 8001, with --triton HOST:PORT",
+        )
+
+    def index(self) -> list[Any]:
+        """Every folder and version with its state, as Triton's index has them."""
+        with self.connect() as client:
+            answer = client.get_model_repository_index(headers=dict(self.headers), client_timeout=CALL_TIMEOUT_S)
+        return sorted(answer.models, key=lambda entry: (entry.name, entry.version))
+
+    def api_error(self, error: ApiError) -> HfTritonError:
+        """A failed generation as an error of ours."""
+        if error.code == "unavailable":
+            return self.unreachable("the connection was refused, or broke off")
+        if error.code == "restricted":
+            return ServerError("restricted", _restricted(error.message))
+        return ServerError(error.code or "server_failed", error.message)
+
+    async def choose(self, models: TritonModels, name: str | None) -> Model:
+        """The model of a name, or the only one that generates text.
+
+        Raises:
+            click.UsageError: No name is given, and there are several.
+            HfTritonError: It does not exist, is not ready or generates no text; or Triton cannot be reached.
+        """
+        from hf_triton.openai.errors import ApiError
+
+        try:
+            served = {model.name: model for model in await models.models()}
+        except ApiError as error:
+            if error.code == "unavailable":
+                self.index()  # says more
+            raise self.api_error(error) from None
+        if name in served:
+            return served[name]
+        if name is not None:
+            raise self._not_served(name, served)
+        if len(served) > 1:
+            raise click.UsageError(f"there are several models, name one: {', '.join(served)}")
+        if not served:
+            raise ServerError("model_not_found", "no model that generates text is ready: `hf-triton list` shows all")
+        return next(iter(served.values()))
+
+    def _not_served(self, name: str, served: Mapping[str, Model]) -> ServerError:
+        entries = [entry for entry in self.index() if entry.name == name]
+        if any(entry.state == READY for entry in entries):
+            doors = [model.name for model in served.values() if model.door and model.door.name == name]
+            more = f" but streams for {doors[0]}: name that" if doors else ""
+            return ServerError("not_loaded", f"the model {clip(name)} generates no text{more}")
+        if entries:
+            state, reason = entries[0].state or "not loaded", first_sentence(entries[0].reason)
+            return ServerError("not_loaded", f"the model {clip(name)} is not ready: {reason or state.lower()}")
+        return unknown_model(name, served)
+
+
+def unknown_model(name: str, known: Mapping[str, object] | Sequence[str]) -> ServerError:
+    """No model has this name; the message has a near one, or all."""
+    close = difflib.get_close_matches(name[:60], list(known), n=1)
+    hint = f", did you mean '{close[0]}'?" if close else f"; there are {', '.join(known)}" if known else ""
+    return ServerError("model_not_found", f"there is no model {clip(name)}{hint}")
+
+
+def first_sentence(reason: str) -> str:
+    """Our sentence in a reason of Triton's, which may go on with a traceback."""
+    message = reason.partition("TritonModelException: ")[2] or reason
+    return message.partition("\n")[0].strip()
+
+
+def _restricted(details: str) -> str:
+    header = re.search(r"expecting header '?([^'\s]+)", details)
+    name = header[1] if header else "NAME"
+    return f"this Triton restricts the API that the command needs: give its key with --header {name}:KEY"
+
+
+def _is_transport(details: str) -> bool:
+    """Whether gRPC itself says it, not Triton, whose sentences are UNAVAILABLE as well."""
+    if "TritonModelException" in details:
+        return False
+    words = ("failed to connect", "Socket closed", "Connection reset", "DNS", "recvmsg", "GOAWAY", "http1", "http2")
+    return any(word in details for word in words)
+
+
+def _transport_reason(details: str) -> str:
+    if "http1" in details or "http2" in details:
+        return "what listens there speaks HTTP/1: is it the HTTP port?"
+    if "refused" in details:
+        return "the connection is refused"
+    if "DNS" in details or "name resolution" in details:
+        return "there is no such host"
+    return "the connection broke off"
+
+
+def triton_options(command: Command) -> Command:
+    """Give a command `--triton` and `--header`; it gets them as `triton`."""
+    header = click.option(
+        "--header",
+        "headers",
+        multiple=True,
+        metavar="NAME:VALUE",
+        callback=_read_headers,
+        help="Header to send, for restricted APIs: triton-grpc-protocol-KEY:VALUE. Repeatable.",
+    )
+    address = click.option(
+        "--triton",
+        metavar="HOST:PORT",
+        envvar="HF_TRITON_SERVER",
+        default="localhost:8001",
+        show_default=True,
+        show_envvar=True,
+        callback=_read_address,
+        help="Triton's gRPC address.",
+    )
+    return address(header(command))
+
+
+def _read_address(context: click.Context, option: click.Parameter, value: str) -> str:
+    matched = ADDRESS.fullmatch(value)
+    if not matched or not 1 <= int(matched[2]) <= 65535:
+        raise click.BadParameter(f"must be HOST:PORT, got {clip(value)}: the gRPC port is usually 8001")
+    return value
+
+
+def _read_headers(context: click.Context, option: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    headers = {}
+    for value in values:
+        name, colon, key = value.partition(":")
+        matched = HEADER.fullmatch(name.strip().lower() + colon + key)
+        if not matched:
+            raise click.BadParameter("must be NAME:VALUE in ASCII")  # without the value, which is a key
+        headers[matched[1]] = matched[2]
+    return headers
+
+
+def require_client() -> None:
+    """Check that the packages of the clients are installed.
+
+    Raises:
+        ServerError: One is not.
+    """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ServerError("client_missing", f"this needs {', '.join(missing)}: `pip install 'hf-triton[openai]'`")

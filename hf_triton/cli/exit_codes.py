@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exit codes of `hf-triton`, by an error's code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+FAILED: Final = 1
+NOT_FOUND: Final = 3
+UNREACHABLE: Final = 4
+INTERRUPTED: Final = 130
+
+EXIT_CODES: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("model_not_found", "restricted"), NOT_FOUND),
+    "server_unreachable": UNREACHABLE,
+}
+"""Other errors are FAILED; click's own, for wrong usage, are 2."""

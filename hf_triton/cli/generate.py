@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton generate`: one completion of a running Triton, streamed to the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from hf_triton.cli.client import Triton, require_client, triton_options
+from hf_triton.cli.exit_codes import INTERRUPTED
+from hf_triton.cli.tables import printable
+from hf_triton.errors import clip
+from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS
+from hf_triton.protocol.ports import TEXT_OUTPUTS
+from hf_triton.protocol.validation import parse_json
+
+if TYPE_CHECKING:
+    from hf_triton.openai.triton import Generation, Model, Outputs, TritonModels
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+SEVERAL: Final = ("n", "num_return_sequences", "best_of")
+"""Parameters with which the completions come at once, not in pieces."""
+COMMAND_DECIDES: Final = ("stream", "exclude_input_in_output", "sampling_parameters", "cancel", "messages")
+
+
+def sampling_options(command: Command) -> Command:
+    """Give a command options for generation parameters; it gets them as `sampling`'s arguments."""
+    options = (
+        click.option("--max-tokens", type=click.IntRange(1), help="Maximum number of tokens to generate."),
+        click.option("--temperature", type=click.FloatRange(0, 100), help="0 is greedy."),
+        click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Sample from the likeliest tokens."),
+        click.option("--seed", type=click.IntRange(0), help="Seed of the random generator."),
+        click.option("--stop", multiple=True, metavar="TEXT", help="Generation stops before TEXT. Repeatable."),
+        click.option(
+            "--param",
+            "params",
+            multiple=True,
+            metavar="KEY=VALUE",
+            callback=_read_params,
+            help="Any other request parameter; VALUE is JSON, or else a string. Repeatable.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _read_params(context: click.Context, option: click.Parameter, values: Sequence[str]) -> dict[str, object]:
+    params: dict[str, object] = {}
+    for given in values:
+        name, equals, text = given.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"must be KEY=VALUE, got {clip(given)}")
+        if name in params:
+            raise click.BadParameter(f"{clip(name)} is given twice: give it once")
+        if name in COMMAND_DECIDES:
+            raise click.BadParameter(f"{name} is for the command to decide: leave it out")
+        try:
+            params[name] = parse_json(text)
+        except ValueError:
+            params[name] = text
+    return params
+
+
+def split_parameters(params: Mapping[str, object], **given: object) -> tuple[dict[str, object], dict[str, Any]]:
+    """Generation parameters, and options of the request as Triton takes them.
+
+    Args:
+        params: Those of `--param`.
+        given: Those with an option of their own; None and () are not given.
+
+    Raises:
+        click.UsageError: A parameter is given both ways.
+    """
+    named = {name: value for name, value in given.items() if value not in (None, ())}
+    if twice := sorted(named.keys() & params.keys()):
+        raise click.UsageError(f"{twice[0]} is given twice: give it once")
+    is_option = OPTIONS | CHAT_OPTIONS
+    options = {name: _scalar(value) for name, value in params.items() if name in is_option}
+    return {**named, **{name: value for name, value in params.items() if name not in is_option}}, options
+
+
+def _scalar(value: object) -> bool | int | str:
+    """Triton's request parameters are booleans, integers and strings; others go as JSON."""
+    return value if isinstance(value, bool | int | str) else json.dumps(value)
+
+
+@click.command(epilog='Example: hf-triton generate demo "The model" --max-tokens 20 --temperature 0.8 --seed 7')
+@click.argument("words", nargs=-1, metavar="[MODEL] [PROMPT]")
+@triton_options
+@sampling_options
+@click.option("--json", "as_json", is_flag=True, help="Print the whole answer as a JSON object.")
+def generate(
+    words: tuple[str, ...],
+    triton: str,
+    headers: dict[str, str],
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    seed: int | None,
+    stop: tuple[str, ...],
+    params: dict[str, object],
+    as_json: bool,
+) -> None:
+    """Generate a completion of PROMPT, and print it as it comes.
+
+    One argument is the prompt if standard input is a terminal, and the model if it is not; PROMPT - also reads the
+    standard input. MODEL may be left out if one is served. Ctrl+C cancels the request.
+    """
+    require_client()
+    name, prompt = _read_words(words)
+    sampling, options = split_parameters(
+        params, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
+    )
+    try:
+        asyncio.run(_generate(Triton(triton, headers), name, prompt, sampling, options, as_json))
+    except KeyboardInterrupt:
+        click.echo("\nCancelled.", err=True)
+        sys.exit(INTERRUPTED)
+
+
+def _read_words(words: tuple[str, ...]) -> tuple[str | None, str]:
+    """The model, if it is named, and the prompt.
+
+    Raises:
+        click.UsageError: There is no prompt, or there are more than two words.
+    """
+    if len(words) > 2:
+        raise click.UsageError("there are more than MODEL and PROMPT: quote the prompt")
+    is_piped = not sys.stdin.isatty()
+    if len(words) == 2:
+        name, prompt = words
+    elif len(words) == 1 and (words[0] == "-" or not is_piped):
+        name, prompt = None, words[0]
+    elif is_piped:
+        name, prompt = (words[0] if words else None), "-"
+    else:
+        raise click.UsageError("there is no prompt: give it as an argument, or pipe it in")
+    text = click.get_text_stream("stdin", errors="surrogateescape").read() if prompt == "-" else prompt
+    if not text:
+        raise click.UsageError("the prompt is empty: standard input has no text")
+    return name, text
+
+
+async def _generate(
+    triton: Triton,
+    name: str | None,
+    prompt: str,
+    sampling: Mapping[str, object],
+    options: Mapping[str, Any],
+    as_json: bool,
+) -> None:
+    from hf_triton.openai.errors import ApiError
+    from hf_triton.openai.triton import Generation
+
+    models = triton.models()
+    try:
+        model = await triton.choose(models, name)
+        options = {**options, "exclude_input_in_output": True}
+        generation = Generation(model.name, uuid.uuid4().hex, sampling, options, prompts=[prompt])
+        if as_json:
+            _print_json(model.name, await models.generate(generation))
+        elif model.door is None or any(parameter in sampling for parameter in SEVERAL):
+            click.echo("\n---\n".join(map(shown, texts_of(await models.generate(generation)))))
+        else:
+            await _print_stream(models, model, generation)
+    except ApiError as error:
+        raise triton.api_error(error) from None
+    finally:
+        await models.close()
+
+
+async def _print_stream(models: TritonModels, model: Model, generation: Generation) -> None:
+    async with aclosing(await models.stream(generation)) as responses:
+        try:
+            async for outputs in responses:
+                click.echo(shown(texts_of(outputs)[0]), nl=False)
+        finally:
+            click.echo()  # an error begins on a line of its own
+
+
+def texts_of(outputs: Outputs) -> list[str]:
+    """The completions, or the deltas of them."""
+    return next((list(map(str, outputs[name])) for name in TEXT_OUTPUTS if name in outputs), [""])
+
+
+def shown(text: str) -> str:
+    """A completion as the terminal gets it; whoever reads a pipe gets it as it is."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def _print_json(model: str, outputs: Outputs) -> None:
+    texts = texts_of(outputs)
+    more = {name: values for name, values in outputs.items() if name not in TEXT_OUTPUTS}
+    each = [
+        {"text": text, **{name: values[index] for name, values in more.items() if len(values) == len(texts)}}
+        for index, text in enumerate(texts)
+    ]
+    click.echo(json.dumps({"model": model, "completions": each}, ensure_ascii=False, indent=2))

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton list`: the models of a running Triton and their states."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from hf_triton.cli.client import CALL_TIMEOUT_S, READY, Triton, first_sentence, require_client, triton_options
+from hf_triton.cli.tables import show_table
+
+
+@click.command("list", epilog="Example: hf-triton list --triton gpu1:8001 --json")
+@triton_options
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
+def list_models(triton: str, headers: dict[str, str], as_json: bool) -> None:
+    """Show the models of a running Triton: state, version, task, stream door, adapters."""
+    require_client()
+    models = describe_models(Triton(triton, headers))
+    if as_json:
+        click.echo(json.dumps(models, ensure_ascii=False, indent=2))
+    elif not models:
+        click.echo("There is no model: the model repository is empty.")
+    else:
+        show_table([{**model, "adapters": ", ".join(model["adapters"])} for model in models])
+
+
+def describe_models(triton: Triton) -> list[dict[str, Any]]:
+    """Each model folder with its state, by name; a stream door is part of its model.
+
+    Raises:
+        HfTritonError: Triton cannot be reached, or refuses.
+    """
+    from hf_triton.openai.triton import Folder
+
+    entries = triton.index()
+    folders: dict[str, Folder] = {}
+    with triton.connect() as client:
+        for name in {entry.name for entry in entries if entry.state == READY}:
+            answer = client.get_model_config(name, headers=dict(triton.headers), client_timeout=CALL_TIMEOUT_S)
+            folders[name] = Folder.from_config(name, answer.config)
+    doors = {folder.stream_of: name for name, folder in folders.items() if folder.stream_of}
+    return [_describe(entry, folders.get(entry.name), doors) for entry in entries if entry.name not in doors.values()]
+
+
+def _describe(entry: Any, folder: Any, doors: dict[str | None, str]) -> dict[str, Any]:
+    streams = "itself" if folder is not None and folder.is_decoupled else doors.get(entry.name)
+    return {
+        "model": entry.name,
+        "version": entry.version,
+        "state": entry.state or "NOT LOADED",
+        "task": folder and folder.task,
+        "stream": streams,
+        "adapters": _adapters(folder.parameters.get("adapters", "")) if folder else [],
+        "reason": first_sentence(entry.reason),
+    }
+
+
+def _adapters(setting: str) -> list[str]:
+    try:
+        return sorted(json.loads(setting)) if setting else []
+    except (ValueError, TypeError):
+        return []

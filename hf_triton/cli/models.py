@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton load` and `hf-triton unload`: for a Triton in explicit mode."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import click
+
+from hf_triton.cli.client import READY, Triton, first_sentence, require_client, triton_options, unknown_model
+from hf_triton.errors import HfTritonError, ServerError
+
+POLL_S: Final = 0.2
+NOT_EXPLICIT: Final = "explicit"
+"""In Triton's sentence: explicit model load / unload is not allowed if polling is enabled."""
+TIMEOUT: Final = click.option(
+    "--timeout", type=click.FloatRange(1), default=7200, show_default=True, help="Seconds to wait, downloads included."
+)
+
+
+@click.command(epilog="Example: hf-triton load llama7b")
+@click.argument("name")
+@triton_options
+@TIMEOUT
+def load(name: str, triton: str, headers: dict[str, str], timeout: float) -> None:
+    """Load the model folder NAME, or load it again, and wait until it is ready."""
+    require_client()
+    server = Triton(triton, headers)
+    _require_folder(server, name)
+    started_s = time.monotonic()
+    with _explicit(name), _progress(f"Loading {name}"), server.connect() as client:
+        client.load_model(name, headers=headers, client_timeout=timeout)
+    states = [entry for entry in server.index() if entry.name == name]
+    if not any(entry.state == READY for entry in states):
+        reason = next((first_sentence(entry.reason) for entry in states if entry.reason), "the server's log says why")
+        raise ServerError("server_failed", f"{name} is not ready after loading: {reason}")
+    click.echo(f"{name} is ready after {time.monotonic() - started_s:.1f} s.")
+
+
+@click.command(epilog="Example: hf-triton unload llama7b")
+@click.argument("name")
+@triton_options
+@TIMEOUT
+def unload(name: str, triton: str, headers: dict[str, str], timeout: float) -> None:
+    """Unload the model folder NAME, and wait until its requests in flight are answered and it is out of memory."""
+    require_client()
+    server = Triton(triton, headers)
+    _require_folder(server, name)
+    started_s = time.monotonic()
+    with _explicit(name), _progress(f"Unloading {name}"):
+        with server.connect() as client:
+            client.unload_model(name, headers=headers, client_timeout=timeout)
+        while any(entry.name == name and entry.state in (READY, "UNLOADING") for entry in server.index()):
+            if time.monotonic() - started_s > timeout:
+                raise ServerError("server_failed", f"{name} is still being unloaded after {timeout:g} s")
+            time.sleep(POLL_S)
+    click.echo(f"{name} is unloaded after {time.monotonic() - started_s:.1f} s.")
+
+
+def _require_folder(server: Triton, name: str) -> None:
+    names = sorted({entry.name for entry in server.index()})
+    if name not in names:
+        raise unknown_model(name, names)
+
+
+@contextlib.contextmanager
+def _explicit(name: str) -> Iterator[None]:
+    """Say how to start a server that loads on demand, where this one does not; else why the folder fails."""
+    try:
+        yield
+    except HfTritonError as error:
+        if NOT_EXPLICIT in error.sentence and "not allowed" in error.sentence:
+            raise ServerError(
+                "server_failed",
+                "this Triton loads and unloads no models by request: start it with `hf-triton serve REPOSITORY -- "
+                "--model-control-mode=explicit --load-model=*`",
+            ) from None
+        if error.code == "server_failed":
+            raise ServerError("server_failed", f"{name}: {first_sentence(error.sentence)}") from None
+        raise
+
+
+@contextlib.contextmanager
+def _progress(title: str) -> Iterator[None]:
+    """Show that something is under way: a spinner with the time on a terminal, otherwise one line."""
+    if not sys.stderr.isatty():
+        click.echo(f"{title} ...", err=True)
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        progress.add_task(title, total=None)
+        yield

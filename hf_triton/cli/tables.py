@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables on the terminal; lines with tabs where standard output is none."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections.abc import Mapping, Sequence
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def show_table(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print rows of the same columns; None is shown as a dash."""
+    if not rows:
+        return
+    columns = list(rows[0])
+    cells = [["-" if row[column] in (None, "") else printable(str(row[column])) for column in columns] for row in rows]
+    if not sys.stdout.isatty():
+        click.echo("\n".join("\t".join(" ".join(cell.split()) for cell in line) for line in [columns, *cells]))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for line in cells:
+        table.add_row(*map(Text, line))
+    Console().print(table)
+
+
+def printable(text: str) -> str:
+    """A text without control characters, which could steer the terminal; line ends and tabs stay."""
+    return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) != "Cc")

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`list`, `status`, `load`, `unload`, `generate` and `chat` on a real server, and their wrong uses."""
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hf_triton.server import free_ports
+from hf_triton.testing import TritonServer
+from tests.support.chat import build_chat_checkpoint
+from tests.support.commands import Terminal, hf_triton
+from tests.support.gateway import add_demo, num_running, wait_until
+from tests.support.serving import COMMAND
+from tests.support.slow_model import DECOUPLED, SLOW_MODEL
+
+KEY = "triton-grpc-protocol-secret"
+ENDLESS = ("--max-tokens=300", "--param=ignore_eos=true")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[TritonServer]:
+    """A server in explicit mode with `demo`, the slow `slow`, `broken`, and `spare`, which is not loaded."""
+    root = tmp_path_factory.mktemp("commands")
+    repository, checkpoint = root / "repository", build_chat_checkpoint(root / "chat")
+    add_demo(repository)
+    slow = make_folder(repository, "slow", huggingface_model=checkpoint, config=DECOUPLED, max_output_length=400)
+    (slow / "1" / "model.py").write_text(SLOW_MODEL)
+    make_folder(repository, "spare", huggingface_model=checkpoint)
+    make_folder(repository, "broken", huggingface_model="./nowhere")
+    loaded = [f"--load-model={name}" for name in ("demo", "demo_stream", "slow", "broken")]
+    with TritonServer(repository, arguments=["--model-control-mode=explicit", *loaded]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server without explicit mode that restricts three of its APIs."""
+    repository = tmp_path_factory.mktemp("plain")
+    add_demo(repository)
+    restricted = "--grpc-restricted-protocol=inference,model-config:secret=open"
+    with TritonServer(repository, arguments=[restricted]) as running:
+        yield running
+
+
+def run(server: TritonServer, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return hf_triton(*arguments, f"--triton={server.grpc_url}", stdin=stdin)
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    """The sentence of a command that failed: one line, no traceback."""
+    [line] = [line for line in done.stderr.splitlines() if line.lower().startswith("error: ")]
+    assert "Traceback" not in done.stderr
+    return line
+
+
+def test_list_shows_states_reasons_and_doors(server: TritonServer) -> None:
+    models = {model["model"]: model for model in json.loads(run(server, "list", "--json").stdout)}
+    assert sorted(models) == ["broken", "demo", "slow", "spare"]
+    assert (models["demo"]["state"], models["demo"]["stream"]) == ("READY", "demo_stream")
+    assert (models["slow"]["stream"], models["demo"]["task"]) == ("itself", "text-generation")
+    assert "path_not_found" in models["broken"]["reason"]
+    assert models["spare"]["state"] != "READY"
+    lines = run(server, "list").stdout.splitlines()
+    assert [line.split("\t")[0] for line in lines] == ["model", "broken", "demo", "slow", "spare"]
+
+
+def test_status_shows_server_and_figures(server: TritonServer) -> None:
+    run(server, "generate", "demo", "The model", "--max-tokens=4")
+    status = ("status", "demo", "--json", f"--metrics=127.0.0.1:{server.metrics_port}")
+    wait_until(lambda: json.loads(run(server, *status).stdout)["models"][0]["requests"] > 0)
+    answer = json.loads(run(server, *status).stdout)
+    assert answer["server"]["live"]
+    assert "model_repository" in answer["server"]["extensions"]
+    [model] = answer["models"]
+    assert (model["engine"], model["running"], model["waiting"]) == ("continuous", 0, 0)
+    assert 0 <= model["kv_use"] <= 1
+    assert model["generated_tokens"] >= 4
+
+
+def test_status_without_metrics_says_so(server: TritonServer) -> None:
+    done = run(server, "status", f"--metrics=127.0.0.1:{free_ports(1)[0]}")
+    assert done.returncode == 0
+    assert "name it with --metrics" in done.stdout
+
+
+def test_load_and_unload(server: TritonServer) -> None:
+    loaded = run(server, "load", "spare")
+    assert (loaded.returncode, loaded.stdout[:14]) == (0, "spare is ready")
+    assert server.is_model_ready("spare")
+    unloaded = run(server, "unload", "spare")
+    assert (unloaded.returncode, unloaded.stdout[:17]) == (0, "spare is unloaded")
+    assert not server.is_model_ready("spare")
+
+
+def test_unload_waits_for_requests_in_flight(server: TritonServer) -> None:
+    run(server, "load", "slow")
+    command = [COMMAND, "generate", "slow", "Hello", "--max-tokens=20", "--param=ignore_eos=true"]
+    with subprocess.Popen(
+        [*command, f"--triton={server.grpc_url}"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    ) as generating:
+        wait_until(lambda: num_running(server) > 0)
+        assert run(server, "unload", "slow").returncode == 0
+        assert generating.wait(60) == 0
+    assert run(server, "load", "slow").returncode == 0
+
+
+def test_generate_streams_what_generate_returns(server: TritonServer) -> None:
+    streamed = run(server, "generate", "demo", "The model", "--max-tokens=12")
+    whole = run(server, "generate", "demo", "-", "--max-tokens=12", "--json", stdin="The model")
+    assert streamed.returncode == whole.returncode == 0
+    [completion] = json.loads(whole.stdout)["completions"]
+    assert completion["text"]
+    assert streamed.stdout == completion["text"] + "\n"
+    assert completion["num_output_tokens"] <= 12
+    piped = run(server, "generate", "demo", "--max-tokens=12", stdin="The model")
+    assert piped.stdout == streamed.stdout
+
+
+def test_generate_takes_any_parameter(server: TritonServer) -> None:
+    options = ("--temperature=0.9", "--seed=3", "--param=n=2", "--json")
+    answer = json.loads(run(server, "generate", "demo", "Today", *options).stdout)
+    assert len(answer["completions"]) == 2
+
+
+def test_ctrl_c_cancels_the_request_on_the_server(server: TritonServer) -> None:
+    with Terminal("generate", "slow", "Hello", *ENDLESS, f"--triton={server.grpc_url}") as terminal:
+        wait_until(lambda: num_running(server) > 0)
+        terminal.type("\x03")
+        assert terminal.wait() == 130
+    assert "Traceback" not in terminal.output
+    wait_until(lambda: num_running(server) == 0)
+
+
+def test_chat_from_a_pipe_answers_line_by_line(server: TritonServer, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    lines = ["Hello \\", "there", "", "How are you?", f"/save {file}", "/reset", "/quit", "never"]
+    done = run(server, "chat", "demo", "--system=Be brief.", "--max-tokens=8", stdin="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    messages = json.loads(file.read_text())
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages[1]["content"] == "Hello \nthere"
+    assert messages[2]["content"] in done.stdout
+
+
+def test_chat_on_a_terminal(server: TritonServer) -> None:
+    with Terminal("chat", "slow", *ENDLESS, f"--triton={server.grpc_url}") as terminal:
+        terminal.wait_for(">>> ")
+        terminal.type("Hello\n")
+        wait_until(lambda: num_running(server) > 0)
+        terminal.type("\x03")
+        terminal.wait_for("Cancelled")
+        terminal.wait_for(">>> ")
+        wait_until(lambda: num_running(server) == 0)
+        terminal.type("/nonsense\n")
+        terminal.wait_for("there is no command /nonsense")
+        terminal.type("/quit\n")
+        assert terminal.wait() == 0
+
+
+WRONG: dict[str, tuple[list[str], int, str]] = {
+    "unknown model": (["generate", "dem", "x"], 3, "there is no model 'dem', did you mean 'demo'?"),
+    "unknown model of status": (["status", "dmo"], 3, "did you mean 'demo'?"),
+    "unknown model of load": (["load", "spar"], 3, "did you mean 'spare'?"),
+    "unknown model of unload": (["unload", "spar"], 3, "did you mean 'spare'?"),
+    "model not ready": (["generate", "broken", "x"], 1, "the model 'broken' is not ready: path_not_found"),
+    "chat with a model not ready": (["chat", "spare"], 1, "the model 'spare' is not ready"),
+    "model that cannot be loaded": (["load", "broken"], 1, "broken: path_not_found"),
+    "stream door": (["generate", "demo_stream", "x"], 1, "generates no text but streams for demo: name that"),
+    "several models": (["generate", "-"], 2, "there are several models, name one: demo, slow"),
+    "three words": (["generate", "demo", "The", "model"], 2, "quote the prompt"),
+    "empty prompt": (["generate", "demo", "-"], 2, "the prompt is empty"),
+    "temperature": (["generate", "demo", "x", "--temperature=-1"], 2, "-1"),
+    "top_p": (["generate", "demo", "x", "--top-p=0"], 2, "0"),
+    "unknown parameter": (["generate", "demo", "x", "--param=tempratur=1"], 1, "did you mean 'temperature'?"),
+    "value of a parameter": (["generate", "demo", "x", "--param=top_k=many"], 1, "top_k must be an integer"),
+    "parameter without value": (["generate", "demo", "x", "--param=top_k"], 2, "must be KEY=VALUE, got 'top_k'"),
+    "parameter twice": (["generate", "demo", "x", "--seed=1", "--param=seed=2"], 2, "seed is given twice"),
+    "parameter of the command": (["generate", "demo", "x", "--param=stream=true"], 2, "stream is for the command"),
+    "header": (["list", "--header=secret"], 2, "must be NAME:VALUE"),
+    "address": (["list", "--triton=http://localhost"], 2, "must be HOST:PORT"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use_is_one_sentence(server: TritonServer, case: str) -> None:
+    arguments, code, sentence = WRONG[case]
+    address = [] if "--triton" in arguments[-1] else [f"--triton={server.grpc_url}"]
+    stdin = "" if case == "empty prompt" else "Hello"
+    done = hf_triton(*arguments, *address, stdin=stdin)
+    assert done.returncode == code, done.stderr
+    assert sentence in refusal(done)
+
+
+@pytest.mark.parametrize(
+    "command", [["list"], ["status"], ["load", "demo"], ["unload", "demo"], ["generate", "demo", "x"], ["chat"]]
+)
+def test_no_server_is_named(command: list[str]) -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    done = hf_triton(*command, HF_TRITON_SERVER=address)
+    assert done.returncode == 4, done.stderr
+    assert f"no Triton answers gRPC at {address}" in refusal(done)
+
+
+@pytest.mark.parametrize("command", [["list"], ["generate", "demo", "x"]])
+def test_http_port_is_named(server: TritonServer, command: list[str]) -> None:
+    done = hf_triton(*command, f"--triton=127.0.0.1:{server.http_port}")
+    assert done.returncode == 4, done.stderr
+    assert "is it the HTTP port?" in refusal(done)
+
+
+@pytest.mark.parametrize("command", ["load", "unload"])
+def test_server_without_explicit_mode_is_explained(plain: TritonServer, command: str) -> None:
+    done = run(plain, command, "demo")
+    assert done.returncode == 1
+    assert "--model-control-mode=explicit" in refusal(done)
+
+
+@pytest.mark.parametrize("command", [["list"], ["generate", "demo", "Today"]])
+def test_restricted_api_needs_its_header(plain: TritonServer, command: list[str]) -> None:
+    done = run(plain, *command)
+    assert done.returncode == 3, done.stderr
+    assert f"give its key with --header {KEY}:KEY" in refusal(done)
+    wrong = run(plain, *command, f"--header={KEY}:wrong-key")
+    assert wrong.returncode == 3
+    assert "wrong-key" not in wrong.stderr
+    assert run(plain, *command, f"--header={KEY}:open").returncode == 0
+
+
+def test_killed_server_ends_a_stream_with_a_sentence(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    checkpoint = build_chat_checkpoint(tmp_path / "chat")
+    folder = make_folder(tmp_path / "repository", "slow", huggingface_model=checkpoint, config=DECOUPLED)
+    (folder / "1" / "model.py").write_text(SLOW_MODEL)
+    with TritonServer(tmp_path / "repository") as server:
+        command = [COMMAND, "generate", "slow", "Hello", "--max-tokens=300", "--param=ignore_eos=true"]
+        with subprocess.Popen(
+            [*command, f"--triton={server.grpc_url}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as generating:
+            wait_until(lambda: num_running(server) > 0)
+            assert server.process is not None
+            server.process.send_signal(signal.SIGKILL)
+            _, errors = generating.communicate(timeout=60)
+    assert generating.returncode == 4
+    assert errors.count("error: ") == 1
+    assert "Traceback" not in errors
+
+
+def test_prompts_are_not_in_the_servers_log(server: TritonServer) -> None:
+    run(server, "generate", "demo", "zebra crossing", "--max-tokens=2")
+    run(server, "generate", "demo", "zebra crossing", "--param=top_k=many")
+    assert "zebra" not in server.read_log()

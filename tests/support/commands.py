@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton` commands against a running server: as processes with pipes, and on a terminal."""
+
+import os
+import pty
+import select
+import subprocess
+import time
+
+from tests.support.serving import COMMAND
+
+TIMEOUT_S = 90
+
+
+def hf_triton(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=os.environ | environment,
+    )
+
+
+class Terminal:
+    """A command on a pseudo-terminal, as a context manager; it is killed at the end."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [COMMAND, *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=_take_terminal,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
+        )
+        os.close(slave)
+        self.output = ""
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def wait_for(self, text: str) -> str:
+        """Read until `text` comes after what was read so far; returns what came up to it."""
+        deadline, seen = time.monotonic() + TIMEOUT_S, ""
+        while text not in seen:
+            assert time.monotonic() < deadline, f"{text!r} did not come: {self.output!r}"
+            if select.select([self._master], [], [], 0.5)[0]:
+                try:
+                    piece = os.read(self._master, 65536).decode(errors="replace")
+                except OSError:  # the command has ended
+                    raise AssertionError(f"{text!r} did not come: {self.output!r}") from None
+                seen += piece
+                self.output += piece
+        return seen
+
+    def wait(self) -> int:
+        """Read to the end; returns the exit code."""
+        try:
+            while piece := os.read(self._master, 65536):
+                self.output += piece.decode(errors="replace")
+        except OSError:
+            pass
+        return self.process.wait(TIMEOUT_S)
+
+
+def _take_terminal() -> None:
+    """Make standard input the controlling terminal, so that Ctrl+C is a signal."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
