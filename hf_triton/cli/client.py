@@ -167,13 +167,13 @@ def _is_transport(details: str) -> bool:
     """Whether gRPC itself says it, not Triton, whose sentences are UNAVAILABLE as well."""
     if "TritonModelException" in details:
         return False
-    words = ("failed to connect", "Socket closed", "Connection reset", "DNS", "recvmsg", "GOAWAY", "http1", "http2")
+    words = ("failed to connect", "Socket closed", "Connection reset", "DNS", "recvmsg", "GOAWAY")
     return any(word in details for word in words)
 
 
 def _transport_reason(details: str) -> str:
-    if "http1" in details or "http2" in details:
-        return "what listens there speaks HTTP/1: is it the HTTP port?"
+    if "failed to connect" in details and "Socket closed" in details:
+        return "what listens there speaks no gRPC: is it the HTTP port?"
     if "refused" in details:
         return "the connection is refused"
     if "DNS" in details or "name resolution" in details:

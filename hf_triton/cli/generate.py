@@ -143,10 +143,17 @@ def _read_words(words: tuple[str, ...]) -> tuple[str | None, str]:
         name, prompt = (words[0] if words else None), "-"
     else:
         raise click.UsageError("there is no prompt: give it as an argument, or pipe it in")
-    text = click.get_text_stream("stdin", errors="surrogateescape").read() if prompt == "-" else prompt
+    text = _read_stdin() if prompt == "-" else prompt
     if not text:
         raise click.UsageError("the prompt is empty: standard input has no text")
     return name, text
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError:
+        raise click.UsageError("standard input is not UTF-8 text") from None
 
 
 async def _generate(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -45,7 +46,7 @@ def describe_models(triton: Triton) -> list[dict[str, Any]]:
     return [_describe(entry, folders.get(entry.name), doors) for entry in entries if entry.name not in doors.values()]
 
 
-def _describe(entry: Any, folder: Any, doors: dict[str | None, str]) -> dict[str, Any]:
+def _describe(entry: Any, folder: Any, doors: Mapping[str, str]) -> dict[str, Any]:
     streams = "itself" if folder is not None and folder.is_decoupled else doors.get(entry.name)
     return {
         "model": entry.name,

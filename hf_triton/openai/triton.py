@@ -242,9 +242,7 @@ class TritonModels:
             return responses[-1]
         message = _infer_request(folder, generation, is_stream=False)
         try:
-            return _read_outputs(
-                await self._stub.ModelInfer(message, timeout=self._timeout_s, metadata=self._headers)
-            )
+            return _read_outputs(await self._stub.ModelInfer(message, timeout=self._timeout_s, metadata=self._headers))
         except grpc.aio.AioRpcError as error:
             raise self._error(error, generation) from None
 

@@ -18,7 +18,7 @@ from tests.support.serving import COMMAND
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL
 
 KEY = "triton-grpc-protocol-secret"
-ENDLESS = ("--max-tokens=300", "--param=ignore_eos=true")
+ENDLESS = ("--max-tokens=200", "--param=ignore_eos=true")
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_killed_server_ends_a_stream_with_a_sentence(tmp_path: Path, make_folder
     folder = make_folder(tmp_path / "repository", "slow", huggingface_model=checkpoint, config=DECOUPLED)
     (folder / "1" / "model.py").write_text(SLOW_MODEL)
     with TritonServer(tmp_path / "repository") as server:
-        command = [COMMAND, "generate", "slow", "Hello", "--max-tokens=300", "--param=ignore_eos=true"]
+        command = [COMMAND, "generate", "slow", "Hello", "--max-tokens=200", "--param=ignore_eos=true"]
         with subprocess.Popen(
             [*command, f"--triton={server.grpc_url}"],
             stdin=subprocess.DEVNULL,
