@@ -117,6 +117,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     from hf_triton.tasks.text_generation.response_template import load_response_template
     from hf_triton.tasks.text_generation.task import build_text_generation
     from hf_triton.triton_backend.cancellation import RequestPoller
+    from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
     from hf_triton.triton_backend.metrics_sink import MetricsSink
     from hf_triton.triton_backend.process import Sentinel, freeze_objects, stop_server
     from hf_triton.triton_backend.request import takes_response_parameters
@@ -141,7 +142,14 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     )
     meter.start(task.load)
     poller = RequestPoller()
-    service = Service(task, config, poller=poller, meter=meter, cancel_elsewhere=partial(cancel_elsewhere, name))
+    service = Service(
+        task,
+        config,
+        poller=poller,
+        meter=meter,
+        cancel_elsewhere=partial(cancel_elsewhere, name),
+        headers=find_forwarded_headers(settings.forwarded_headers),
+    )
     door = DoorServer(name, int(version), take=service.take, begin_request=meter.begin_request, poller=poller)
     door.open()
     service.closers = (Sentinel(name).dismiss, door.drain, task.close, config.sender.close, door.close, meter.close)

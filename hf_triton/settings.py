@@ -8,16 +8,17 @@ Knows neither Triton nor the Hub. A setting comes from config.pbtxt's `parameter
 from __future__ import annotations
 
 import json
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Generic, Literal, Self, TypeVar
 
 import annotated_types
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from hf_triton.errors import RequestError, SettingsError
+from hf_triton.errors import RequestError, SettingsError, clip
 from hf_triton.protocol.dialects import ALIASES
 from hf_triton.protocol.parameters import GenerationParameters, parse_parameters
 from hf_triton.protocol.validation import parse_boolean, problems, suggest
@@ -29,6 +30,24 @@ SECRET_WORDS: Final = ("token", "secret", "password", "api_key")
 
 Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(7 * 24 * 3600)]
 Count = Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)]
+
+
+def compile_header_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern of headers' names as Triton does: capitals count if it begins with `(?-i)` alone.
+
+    Raises:
+        ValueError: It is no regular expression.
+    """
+    is_exact = pattern.startswith("(?-i)")
+    try:
+        return re.compile(pattern.removeprefix("(?-i)"), re.NOFLAG if is_exact else re.IGNORECASE)
+    except re.error as error:
+        raise ValueError(f"forwarded_headers must be a regular expression, got {clip(pattern)}: {error}") from None
+
+
+def _check_header_pattern(pattern: str) -> str:
+    compile_header_pattern(pattern)
+    return pattern
 
 
 @dataclass(frozen=True)
@@ -173,6 +192,11 @@ class ModelSettings(BaseModel):
     """Whether to declare every request parameter as an optional input tensor, for clients that send tensors. JSON
     clients then get Triton's own messages for values of a wrong type."""
 
+    forwarded_headers: Annotated[str, AfterValidator(_check_header_pattern)] | None = None
+    """Regular expression that finds the names of the HTTP and gRPC headers that Triton forwards as parameters, in
+    capitals or not. By default those of the server's own `--http-header-forward-pattern` and
+    `--grpc-header-forward-pattern`."""
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.load_format == "dummy" and self.quantization_config:
@@ -193,6 +217,11 @@ class DoorSettings(BaseModel):
 
     parameters_as_inputs: bool = False
     """Whether to declare every request parameter as an optional input tensor."""
+
+    forwarded_headers: Annotated[str, AfterValidator(_check_header_pattern)] | None = None
+    """Regular expression that finds the names of the HTTP and gRPC headers that Triton forwards as parameters, in
+    capitals or not. By default those of the server's own `--http-header-forward-pattern` and
+    `--grpc-header-forward-pattern`."""
 
 
 def _accepted_names(settings_class: type[BaseModel]) -> dict[str, str]:

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, TypeVar
 
 from pydantic import BaseModel
 
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.chat import MESSAGES, Chat
-from hf_triton.protocol.dialects import ALIASES, GUIDES, has_no_effect
+from hf_triton.protocol.dialects import ALIASES, GUIDES, NO_EFFECT, SUGGESTIONS, UNSUPPORTED, has_no_effect
 from hf_triton.protocol.options import CANCEL, CHAT_OPTIONS, OPTIONS, PARAMETERS, RequestOptions, parse_options
 from hf_triton.protocol.parameters import GenerationParameters, parse_parameters, unknown_parameter
 from hf_triton.protocol.ports import PROMPT_LOGPROBS, element_type, is_array
@@ -30,9 +33,14 @@ from hf_triton.protocol.prompts import (
 from hf_triton.protocol.tensors import Array, values_per_prompt
 from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, reject_duplicates
 
-TRITON_PARAMETERS: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
-"""Triton's own parameters that `/generate` forwards, beside those that begin with `triton_`."""
+TRACE_CONTEXT: Final = frozenset({"traceparent", "tracestate"})
+"""The caller's trace, by W3C Trace Context: headers of Triton's that are parameters too, as the gateway sends them."""
+TRITON_PARAMETERS: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"}) | TRACE_CONTEXT
+"""Parameters that a request carries for others; `/generate` forwards Triton's own, as those with `triton_`."""
 MAX_NUMBER_CHARS: Final = 64
+MAX_NAMES: Final = 1024
+MIN_LIKENESS: Final = 0.75
+"""Of two names, from 0 to 1, if one is taken for the other misspelt."""
 Parsed = TypeVar("Parsed")
 
 
@@ -176,9 +184,27 @@ def check_parameter_names(parameters: Mapping[str, object]) -> None:
         RequestError: Names the parameter and suggests a known one.
     """
     for name, value in parameters.items():
-        is_known = ALIASES.get(name, name) in PARAMETERS or name in (MESSAGES, PROMPT_TOKEN_IDS, *GUIDES)
-        if not (is_known or _is_triton_parameter(name) or has_no_effect(name, value)):
+        if not (_is_known(name) or has_no_effect(name, value)):
             raise unknown_parameter(name, (*OPTIONS, *CHAT_OPTIONS, *SOURCES))
+
+
+def is_parameter_name(name: str) -> bool:
+    """Whether a name is a parameter's, one that is refused with advice included."""
+    return _is_known(name) or name in UNSUPPORTED or name in NO_EFFECT or name in SOURCES
+
+
+@lru_cache(MAX_NAMES)
+def resembles_parameter(name: str) -> bool:
+    """Whether a name looks like a misspelt parameter."""
+    if not re.fullmatch("[a-z0-9_]{1,64}", name):
+        return False
+    known = [*PARAMETERS, *ALIASES, *GUIDES, *SOURCES, *SUGGESTIONS]
+    return bool(difflib.get_close_matches(name, known, n=1, cutoff=MIN_LIKENESS))
+
+
+def _is_known(name: str) -> bool:
+    is_own = ALIASES.get(name, name) in PARAMETERS or name in (MESSAGES, PROMPT_TOKEN_IDS, *GUIDES)
+    return is_own or _is_triton_parameter(name)
 
 
 def _is_triton_parameter(name: str) -> bool:

@@ -53,6 +53,7 @@ class StreamDoor:
         from hf_triton.tasks.meter import Meter
         from hf_triton.triton_backend.cancellation import RequestPoller
         from hf_triton.triton_backend.config import load_failures, read_config
+        from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
         from hf_triton.triton_backend.process import Sentinel, start_process
         from hf_triton.triton_backend.service import Service
 
@@ -73,6 +74,7 @@ class StreamDoor:
                 poller=RequestPoller(),
                 meter=Meter(),  # the model that generates counts
                 cancel_elsewhere=partial(cancel_elsewhere, other),  # which reaches the requests of all doors
+                headers=find_forwarded_headers(self.settings.forwarded_headers),
             )
             self._service.closers = (Sentinel(args["model_name"]).dismiss, *self._service.closers)
 

@@ -19,15 +19,16 @@ import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
-from hf_triton.protocol.validation import reject_duplicates
 from hf_triton.tasks.metrics import OK
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.triton_backend.cancellation import RequestPoller
+from hf_triton.triton_backend.forwarded_headers import ForwardedHeaders
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY: Final = "/dev/shm"
 """Where Triton and its Python processes pass tensors to each other."""
+NO_HEADERS: Final = ForwardedHeaders()
 AMPLE_BYTES: Final = 32 * 2**20
 """Shared-memory headroom above which a response is assumed to fit."""
 
@@ -39,6 +40,7 @@ class TritonRequest(InferenceRequest):
         request: Triton's.
         poller: Polls the request until it is answered.
         on_answer: Called once, with `ok` or the error's code.
+        headers: Those that the server adds to the parameters.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class TritonRequest(InferenceRequest):
         request: pb_utils.InferenceRequest,
         poller: RequestPoller,
         on_answer: Callable[[str], None] = lambda outcome: None,
+        headers: ForwardedHeaders = NO_HEADERS,
     ) -> None:
         timeout_us: int = request.timeout()  # of `/infer` and of the clients
         super().__init__(_request_id(request), timeout_us / 1e6 if timeout_us else None)
         self._on_answer = on_answer
+        self._headers = headers
         self._sender = request.get_response_sender()
         self._request = request
         poller.add(self)
@@ -70,10 +74,12 @@ class TritonRequest(InferenceRequest):
         """
         try:
             parsed: dict[str, object] = json.loads(
-                self._request.parameters() or "{}", object_pairs_hook=reject_duplicates
+                self._request.parameters() or "{}", object_pairs_hook=self._headers.parameters
             )
         except UnicodeDecodeError:
-            raise RequestError("invalid_parameter", "a parameter's name or value is not valid UTF-8") from None
+            raise RequestError(
+                "invalid_parameter", "a parameter's or a forwarded header's name or value is not valid UTF-8"
+            ) from None
         return parsed
 
     def requested_outputs(self) -> list[str]:

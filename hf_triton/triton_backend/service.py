@@ -19,7 +19,8 @@ from hf_triton.tasks.interface import ResponseConfig, Task
 from hf_triton.tasks.meter import Meter
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.triton_backend.cancellation import RequestPoller
-from hf_triton.triton_backend.request import TritonRequest
+from hf_triton.triton_backend.forwarded_headers import ForwardedHeaders
+from hf_triton.triton_backend.request import NO_HEADERS, TritonRequest
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Service:
         poller: Polls this process's requests.
         meter: Counts requests.
         cancel_elsewhere: Cancels the requests of an id in the server's other processes; may take seconds.
+        headers: Those that the server adds to requests' parameters.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Service:
         poller: RequestPoller,
         meter: Meter,
         cancel_elsewhere: Callable[[str], None],
+        headers: ForwardedHeaders = NO_HEADERS,
     ) -> None:
         self.task = task
         self.closers: Sequence[Callable[[], None]] = (task.close, config.sender.close)
@@ -51,6 +54,7 @@ class Service:
         self._poller = poller
         self._meter = meter
         self._cancel_elsewhere = cancel_elsewhere
+        self._headers = headers
         self._cancel_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-cancel")
 
     def execute(self, requests: list[Any]) -> None:
@@ -59,7 +63,7 @@ class Service:
         An exception would show file paths to the client, and could crash the server.
         """
         for triton_request in requests:
-            request = TritonRequest(triton_request, self._poller, self._meter.begin_request())
+            request = TritonRequest(triton_request, self._poller, self._meter.begin_request(), self._headers)
             self.take(request, self._config)
             request.release_inputs()
 
