@@ -26,6 +26,7 @@ SETUP := .venv/.set-up
 PERF_ANALYZER := .venv/perf_analyzer/.set-up
 LITELLM := .venv/litellm/.set-up
 GENAI_PERF := .venv/genai_perf/.set-up
+AIPERF := .venv/aiperf/.set-up
 FRAMEWORKS := .venv/frameworks/.set-up
 NPM := .venv/npm/.set-up
 PROMETHEUS := .venv/prometheus/.set-up
@@ -69,8 +70,9 @@ $(PROMETHEUS): $(SETUP) tests/server/prometheus.sh
 	tests/server/prometheus.sh $(@D)
 	@touch $@
 
-test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) $(FRAMEWORKS) $(NPM) ## Run other clients (1.6 GB, npm)
-	REQUIRE_CLIENTS=1 $(BIN)/pytest tests/server/test_dialects.py tests/openai/test_clients_frameworks.py
+test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) $(AIPERF) $(FRAMEWORKS) $(NPM) ## Run other clients (1.6 GB, npm)
+	REQUIRE_CLIENTS=1 $(BIN)/pytest tests/server/test_dialects.py tests/openai/test_clients_frameworks.py \
+	  tests/cli/test_bench.py
 
 # They need other versions of packages in .venv.
 $(LITELLM): $(SETUP)
@@ -81,6 +83,11 @@ $(LITELLM): $(SETUP)
 $(GENAI_PERF): $(SETUP)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet genai-perf==0.0.16
+	@touch $@
+
+$(AIPERF): $(SETUP)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet aiperf==0.13.0
 	@touch $@
 
 $(FRAMEWORKS): $(SETUP)

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -22,6 +22,9 @@ from hf_triton.cli.tables import show_table
 from hf_triton.errors import ServerError, clip
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import describe_status, free_ports
+
+if TYPE_CHECKING:
+    from hf_triton.openai.triton import Model
 
 VERSION: Final = "0.13.0"
 INSTALL: Final = f"pipx install aiperf=={VERSION}"
@@ -43,7 +46,7 @@ TIMES: Final[Mapping[str, str]] = {
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, help="Requests per concurrency.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="Length of a prompt.")
 @click.option("--output-tokens", type=click.IntRange(1), default=64, show_default=True, help="Length of a completion.")
-@click.option("--tokenizer", default="builtin", show_default=True, help="AIPerf's: builtin, a Hub name or a path.")
+@click.option("--tokenizer", help="AIPerf's for prompts: builtin, a Hub name or a path; by default the model's own.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for reports, JSON and a plot.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
 def bench(
@@ -54,7 +57,7 @@ def bench(
     requests: int,
     prompt_tokens: int,
     output_tokens: int,
-    tokenizer: str,
+    tokenizer: str | None,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -69,7 +72,8 @@ def bench(
         raise ServerError("client_missing", f"there is no aiperf on PATH: `{INSTALL}`")
     if headers:
         raise click.UsageError("--header does not reach the gateway: measure a Triton without restricted APIs")
-    name = asyncio.run(_choose(Triton(triton, headers), model))
+    chosen = asyncio.run(_choose(Triton(triton, headers), model))
+    name, tokenizer = chosen.name, tokenizer or _tokenizer(chosen.folder.parameters)
     folder = out or Path(f"bench-{name}")
     folder.mkdir(parents=True, exist_ok=True)
     shape = ["--synthetic-input-tokens-mean", prompt_tokens, "--output-tokens-mean", output_tokens]
@@ -103,12 +107,19 @@ def _read_levels(text: str) -> list[int]:
     return levels
 
 
-async def _choose(triton: Triton, name: str | None) -> str:
+async def _choose(triton: Triton, name: str | None) -> Model:
     models = triton.models()
     try:
-        return (await triton.choose(models, name)).name
+        return await triton.choose(models, name)
     finally:
         await models.close()
+
+
+def _tokenizer(settings: Mapping[str, str]) -> str:
+    """The tokenizer that a folder names; AIPerf's own if it is a path that does not exist here."""
+    name = settings.get("tokenizer") or settings.get("huggingface_model", "")
+    is_elsewhere = name.startswith((".", "/")) and not (name.startswith("/") and Path(name).is_dir())
+    return name if name and not is_elsewhere else "builtin"
 
 
 def _measure(program: str, arguments: Sequence[object], report: Path) -> Mapping[str, Any]:
