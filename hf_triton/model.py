@@ -117,6 +117,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     from hf_triton.tasks.text_generation.response_template import load_response_template
     from hf_triton.tasks.text_generation.task import build_text_generation
     from hf_triton.triton_backend.cancellation import RequestPoller
+    from hf_triton.triton_backend.config import count_instances
     from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
     from hf_triton.triton_backend.metrics_sink import MetricsSink
     from hf_triton.triton_backend.process import Sentinel, freeze_objects, stop_server
@@ -129,7 +130,10 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     check_hooks(type(hooks), TritonPythonModel)
     placement = Placement(args["model_instance_kind"], int(args["model_instance_device_id"]))
     checkpoint = checked_load(hooks, load_checkpoint(Hub(folder, settings, os.environ), settings, placement))
-    meter = build_meter(lambda: MetricsSink({"model": name, "version": version})) if settings.metrics else Meter()
+    meter = Meter()
+    if settings.metrics:
+        num_instances = count_instances(json.loads(args["model_config"]))
+        meter = build_meter(lambda: MetricsSink({"model": name, "version": version}), num_instances)
     task = build_text_generation(
         checkpoint,
         settings,

@@ -18,14 +18,22 @@ from hf_triton.protocol.validation import problems
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _UNLIKE_FIELDS: Final = {"allowed_origins": "--allow-origin"}
-_METAVARS: Final = {"triton": "HOST:PORT", "host": "ADDRESS", "allowed_origins": "ORIGIN", "api_key_file": "FILE"}
+_METAVARS: Final = {
+    "triton": "HOST:PORT",
+    "host": "ADDRESS",
+    "allowed_origins": "ORIGIN",
+    "api_key_file": "FILE",
+    "triton_headers_file": "FILE",
+}
+_SHORT: Final = ("api_key_file", "allowed_origins", "triton_headers_file")
+"""Fields whose options are the same beside Triton."""
 
 ALONE: Final[Mapping[str, str]] = {
     name: _UNLIKE_FIELDS.get(name, f"--{name.replace('_', '-')}") for name in GatewayConfig.model_fields
 }
 """The options of `hf-triton openai`, by field."""
 BESIDE_TRITON: Final[Mapping[str, str]] = {
-    name: option if name in ("api_key_file", "allowed_origins") else option.replace("--", "--openai-", 1)
+    name: option if name in _SHORT else option.replace("--", "--openai-", 1)
     for name, option in ALONE.items()
     if name not in ("triton", "host", "port")
 }

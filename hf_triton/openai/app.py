@@ -20,6 +20,7 @@ from hf_triton.openai.observe import Observe
 from hf_triton.openai.page import mount_page
 from hf_triton.openai.security import ApiKeys, KeyCheck
 from hf_triton.openai.triton import TritonModels
+from hf_triton.openai.triton_headers import read_headers
 
 ROUTERS: Final[tuple[APIRouter, ...]] = (
     models.router,
@@ -38,13 +39,14 @@ def build_app(config: GatewayConfig) -> FastAPI:
     """Build the gateway's application; it connects to Triton when it starts.
 
     Raises:
-        SettingsError: The file of API keys cannot be read.
+        SettingsError: The file of API keys or of Triton's headers cannot be read.
     """
+    headers = None if config.triton_headers_file is None else read_headers(config.triton_headers_file)
     metrics = Metrics()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, GatewayConfig]]:
-        models = TritonModels(config.triton, config.timeout_s)
+        models = TritonModels(config.triton, config.timeout_s, headers)
         app.state.gateway = Gateway(config, models, metrics)
         yield {"config": config}  # for the protocol of `server.py`
         await models.close()

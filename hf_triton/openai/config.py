@@ -23,6 +23,10 @@ class GatewayConfig(BaseModel):
     triton: Address = "localhost:8001"
     """Triton's gRPC address, HOST:PORT."""
 
+    triton_headers_file: Path | None = None
+    """File of headers to send to Triton with every call, `NAME: VALUE`, one a line; lines that begin with # are
+    comments. Triton's `--grpc-restricted-protocol=...:KEY=VALUE` wants `triton-grpc-protocol-KEY: VALUE`."""
+
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
 

@@ -62,9 +62,14 @@ class MetricsMeter(Meter):
     """Notes counts from any thread, and sends the figures to a sink from a thread of its own.
 
     Gauges are sent as differences, so that several instances of a model add up under the same labels.
+
+    Args:
+        sink: Receives the figures.
+        num_instances: Instances of the model under the sink's labels; a ratio is their mean.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Sink, num_instances: int = 1) -> None:
+        self._num_instances = num_instances
         self._sink = sink
         self._load: Callable[[], EngineLoad] = lambda: EngineLoad()
         # Appending is safe from any thread and takes no lock: the destructor of a dropped request counts it, wherever
@@ -144,6 +149,8 @@ class MetricsMeter(Meter):
             self._totals[metrics.RUNNING, ""] = load.num_running
             self._totals[metrics.USED_TOKENS, ""] = load.num_used_tokens
             self._totals[metrics.MAX_TOKENS, ""] = load.max_used_tokens
+            usage = min(load.num_used_tokens / load.max_used_tokens, 1.0) if load.max_used_tokens else 0.0
+            self._totals[metrics.KV_CACHE_USAGE, ""] = usage / self._num_instances
         self._totals[metrics.GENERATED_TOKENS, ""] = self.num_generated
         for _ in range(len(self._notes)):  # without later ones
             metric, value, amount = self._notes.popleft()
@@ -217,10 +224,10 @@ class _SequenceMeter(SequenceObserver):
                 self._meter.note(metrics.TIME_PER_TOKEN, (last_s - first_s) / (num_tokens - 1))
 
 
-def build_meter(make_sink: Callable[[], Sink]) -> Meter:
+def build_meter(make_sink: Callable[[], Sink], num_instances: int = 1) -> Meter:
     """A meter for a sink; if the sink fails, one that counts nothing, because serving continues without metrics."""
     try:
-        return MetricsMeter(make_sink())
+        return MetricsMeter(make_sink(), num_instances)
     except Exception as error:
         logger.warning("no metrics: the server does not take them (%s)", where(error))
         return Meter()

@@ -104,10 +104,15 @@ USED_TOKENS: Final = Metric(
     "KV cache tokens in use by the continuous engine, padding included; a hybrid model's states count by their size.",
 )
 MAX_TOKENS: Final = Metric("hf_triton_kv_cache_max_tokens", "gauge", "Tokens that the KV cache may hold now.")
+KV_CACHE_USAGE: Final = Metric(
+    "hf_triton_kv_cache_usage_ratio",
+    "gauge",
+    "Use of the KV cache, from 0 to 1: its tokens by those that it may hold; the mean of a model's instances.",
+)
 
 METRICS: Final = (
     *(REQUESTS, IN_FLIGHT, WAITING, RUNNING),
     *(QUEUE_TIME, TIME_TO_FIRST_TOKEN, TIME_PER_TOKEN, LATENCY),
     *(PROMPT_TOKENS, GENERATED_TOKENS, SHARED_TOKENS, COMPLETIONS),
-    *(STEPS, STEP_ROWS, PREEMPTIONS, USED_TOKENS, MAX_TOKENS),
+    *(STEPS, STEP_ROWS, PREEMPTIONS, USED_TOKENS, MAX_TOKENS, KV_CACHE_USAGE),
 )

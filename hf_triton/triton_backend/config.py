@@ -72,6 +72,17 @@ def read_config(config: Mapping[str, Any], settings_class: type[AnySettings]) ->
     )
 
 
+def count_instances(config: Mapping[str, Any]) -> int:
+    """Instances of a version of a folder; at least 1.
+
+    Args:
+        config: config.pbtxt, completed.
+    """
+    groups = config.get("instance_group", [])
+    count: int = sum(group.get("count", 1) * max(1, len(group.get("gpus", []))) for group in groups)
+    return max(count, 1)
+
+
 def _load_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) -> LoadedSettings[AnySettings]:
     declared: object = settings_class
     if not (isinstance(declared, type) and issubclass(declared, (ModelSettings, DoorSettings))):

@@ -17,6 +17,7 @@ from hf_triton.tasks.metrics import (
     COMPLETIONS,
     GENERATED_TOKENS,
     IN_FLIGHT,
+    KV_CACHE_USAGE,
     LATENCY,
     METRICS,
     PROMPT_TOKENS,
@@ -118,16 +119,18 @@ def test_counts_from_many_threads_add_up() -> None:
 
 def test_instances_that_share_a_sink_add_up_and_leave_nothing() -> None:
     board = Board()
-    meters = [MetricsMeter(board), MetricsMeter(board)]
+    meters = [MetricsMeter(board, num_instances=2), MetricsMeter(board, num_instances=2)]
     for meter in meters:
         meter.start(lambda: EngineLoad(num_waiting=1, num_running=3, num_used_tokens=100, max_used_tokens=1000))
         meter.begin_request()
     wait_until(lambda: (board.values[RUNNING, ""], board.values[USED_TOKENS, ""]) == (6, 200))
+    wait_until(lambda: board.values[KV_CACHE_USAGE, ""] == pytest.approx(0.1))
     assert board.values[IN_FLIGHT, ""] == 2
     meters[0].close()
     assert (board.values[RUNNING, ""], board.values[USED_TOKENS, ""]) == (3, 100)
     meters[1].close()
     assert (board.values[RUNNING, ""], board.values[USED_TOKENS, ""]) == (0, 0)
+    assert board.values[KV_CACHE_USAGE, ""] == pytest.approx(0)
 
 
 def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
