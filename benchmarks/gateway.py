@@ -137,7 +137,7 @@ class Direct:
         async def ask() -> None:
             for text in texts:
                 generation = Generation(MODEL, "", {"max_new_tokens": num_tokens}, {}, prompts=[text])
-                pieces = [out["text_output"][0] async for out in await self._models.stream(generation)]
+                pieces = [out["text_output"][0] async for out in self._models.stream(generation)]
                 if len("".join(pieces).split()) != num_tokens:
                     raise LostAnswerError(f"{len(pieces)} pieces for {num_tokens} tokens")
 

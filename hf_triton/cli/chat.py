@@ -251,7 +251,7 @@ class Session:
         if self._model.door is None:
             yield message_of(await self._models.generate(generation), 0)
             return
-        async with aclosing(await self._models.stream(generation)) as responses:
+        async with aclosing(self._models.stream(generation)) as responses:
             async for outputs in responses:
                 if delta := delta_of(outputs, 0):
                     yield json.loads(delta)

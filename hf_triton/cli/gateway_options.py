@@ -24,8 +24,10 @@ _METAVARS: Final = {
     "allowed_origins": "ORIGIN",
     "api_key_file": "FILE",
     "triton_headers_file": "FILE",
+    "keep_alive": "DURATION",
+    "triton_metrics": "HOST:PORT",
 }
-_SHORT: Final = ("api_key_file", "allowed_origins", "triton_headers_file")
+_SHORT: Final = ("api_key_file", "allowed_origins", "triton_headers_file", "on_demand", "keep_alive", "max_loaded")
 """Fields whose options are the same beside Triton."""
 
 ALONE: Final[Mapping[str, str]] = {
@@ -35,7 +37,7 @@ ALONE: Final[Mapping[str, str]] = {
 BESIDE_TRITON: Final[Mapping[str, str]] = {
     name: option if name in _SHORT else option.replace("--", "--openai-", 1)
     for name, option in ALONE.items()
-    if name not in ("triton", "host", "port")
+    if name not in ("triton", "host", "port", "triton_metrics")
 }
 """The options of `hf-triton serve`, by field; the others follow from the server's own."""
 
@@ -53,6 +55,9 @@ def gateway_options(options: Mapping[str, str]) -> Callable[[Command], Command]:
 
 def _option(name: str, option: str) -> Callable[[Command], Command]:
     field = GatewayConfig.model_fields[name]
+    text = " ".join((field.description or "").replace("`", "").split())
+    if field.annotation is bool:
+        return click.option(option, name, is_flag=True, help=text)
     is_file = Path in typing.get_args(field.annotation)
     return click.option(
         option,
@@ -62,7 +67,7 @@ def _option(name: str, option: str) -> Callable[[Command], Command]:
         default=field.default,
         show_default=field.default not in (None, ()),
         metavar=_METAVARS.get(name, "NUMBER"),
-        help=" ".join((field.description or "").replace("`", "").split()),
+        help=text,
     )
 
 
@@ -92,7 +97,7 @@ def as_arguments(config: GatewayConfig) -> list[str]:
     """The arguments of `hf-triton openai` that give this config."""
     changed = config.model_dump(mode="json", exclude_defaults=True)
     return [
-        f"{ALONE[name]}={entry}"
+        ALONE[name] if entry is True else f"{ALONE[name]}={entry}"
         for name, value in changed.items()
         for entry in (value if isinstance(value, list) else [value])
     ]

@@ -185,7 +185,7 @@ async def _generate(
 
 
 async def _print_stream(models: TritonModels, model: Model, generation: Generation) -> None:
-    async with aclosing(await models.stream(generation)) as responses:
+    async with aclosing(models.stream(generation)) as responses:
         try:
             async for outputs in responses:
                 click.echo(shown(texts_of(outputs)[0]), nl=False)

@@ -93,7 +93,7 @@ async def stream_steps(
     Raises:
         ApiError: The request is refused, or fails.
     """
-    async with aclosing(await gateway.models.stream(generation)) as responses:
+    async with aclosing(gateway.models.stream(generation)) as responses:
         outputs: Outputs
         async for outputs in responses:
             delta = delta_of(outputs, 0)

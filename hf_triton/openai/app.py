@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 from fastapi import APIRouter, FastAPI
@@ -17,7 +17,9 @@ from hf_triton.openai.gateway import Gateway
 from hf_triton.openai.limits import Limits
 from hf_triton.openai.metrics import Metrics
 from hf_triton.openai.observe import Observe
+from hf_triton.openai.on_demand import OnDemand
 from hf_triton.openai.page import mount_page
+from hf_triton.openai.repository import TritonRepository
 from hf_triton.openai.security import ApiKeys, KeyCheck
 from hf_triton.openai.triton import TritonModels
 from hf_triton.openai.triton_headers import read_headers
@@ -46,10 +48,14 @@ def build_app(config: GatewayConfig) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, GatewayConfig]]:
-        models = TritonModels(config.triton, config.timeout_s, headers)
-        app.state.gateway = Gateway(config, models, metrics)
-        yield {"config": config}  # for the protocol of `server.py`
-        await models.close()
+        async with contextlib.AsyncExitStack() as stack:
+            on_demand = (
+                await stack.enter_async_context(_on_demand(config, headers, metrics)) if config.on_demand else None
+            )
+            models = TritonModels(config.triton, config.timeout_s, headers, on_demand)
+            stack.push_async_callback(models.close)
+            app.state.gateway = Gateway(config, models, metrics)
+            yield {"config": config}  # for the protocol of `server.py`
 
     app = FastAPI(title="hf_triton", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     for router in ROUTERS:
@@ -69,3 +75,17 @@ def build_app(config: GatewayConfig) -> FastAPI:
         )
     app.add_middleware(Observe, metrics=metrics)  # the outermost
     return app
+
+
+@contextlib.asynccontextmanager
+async def _on_demand(
+    config: GatewayConfig, headers: Mapping[str, str] | None, metrics: Metrics
+) -> AsyncIterator[OnDemand]:
+    """Loading on demand while the gateway runs."""
+    repository = TritonRepository(config.triton, config.triton_metrics, headers)
+    on_demand = OnDemand(repository, metrics, config.idle_limit_s, config.max_loaded)
+    try:
+        async with on_demand.running():
+            yield on_demand
+    finally:
+        await repository.close()

@@ -168,7 +168,7 @@ async def stream_chat(gateway: Gateway, body: ChatRequest, generation: Generatio
     start = chunk_start(head | no_usage)
     has_tool_calls = [False] * body.num_choices
     is_first = True
-    async with aclosing(await gateway.models.stream(generation)) as responses:
+    async with aclosing(gateway.models.stream(generation)) as responses:
         outputs: Outputs
         async for outputs in responses:
             if is_first:

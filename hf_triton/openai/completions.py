@@ -161,7 +161,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     gateway = gateway_of(request)
     if body.stream and body.only_scores:
         raise ApiError(400, "max_tokens must be an integer >= 1 for a stream, got 0", param="max_tokens")
-    folder = await gateway.models.folder(body.model, is_stream=bool(body.stream))
+    folder = await run_while_connected(request.receive, gateway.models.folder(body.model, is_stream=bool(body.stream)))
     answers = _answers(body, body.generations(request_id_of(request), folder.max_batch_size))
     if body.stream:
         return EventStream(request, _stream(gateway, body, answers))
@@ -204,7 +204,7 @@ async def _stream(gateway: Gateway, body: CompletionRequest, answers: Sequence[_
     head = _head(answers[0].generation)
     no_usage = {"usage": None} if body.includes_usage else {}
     start, usages = chunk_start(head | no_usage), []
-    streams = [await gateway.models.stream(answer.generation) for answer in answers]
+    streams = [gateway.models.stream(answer.generation) for answer in answers]
     async with aclosing(merged(streams)) as responses:
         place: int
         outputs: Outputs

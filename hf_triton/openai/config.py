@@ -3,16 +3,43 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import annotated_types
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationInfo, field_validator
+
+from hf_triton.errors import clip
 
 Address = Annotated[str, StringConstraints(pattern=r"^[^\s/]+:[0-9]{1,5}$")]
 Port = Annotated[int, annotated_types.Ge(0), annotated_types.Le(65535)]
 Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(7 * 24 * 3600)]
 Count = Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)]
+UNITS_S: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+FOR_EVER: Final = -1.0
+DEFAULT_KEEP_ALIVE_S: Final = 600.0
+
+
+def read_duration(value: object) -> object:
+    """Seconds of a duration such as `10m`.
+
+    Raises:
+        ValueError: It is none.
+    """
+    parsed = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", value) if isinstance(value, str) else None
+    if parsed is not None:
+        return float(parsed[1]) * UNITS_S[parsed[2]]
+    if value is None or (isinstance(value, float | int) and (value >= 0 or value == FOR_EVER)):
+        return value
+    if isinstance(value, str) and re.fullmatch(r"-1(\.0)?", value):
+        return FOR_EVER
+    raise ValueError(
+        f"keep_alive must be a duration such as 30s, 10m or 1h, 0 (unload at once) or -1 (for ever), got {clip(value)}"
+    )
+
+
+Duration = Annotated[float, BeforeValidator(read_duration)]
 
 
 class GatewayConfig(BaseModel):
@@ -61,3 +88,40 @@ class GatewayConfig(BaseModel):
 
     workers: Count = 1
     """Processes that accept requests on the port."""
+
+    on_demand: bool = False
+    """Load models when they are asked for, and unload idle ones. Triton must run with --model-control-mode=explicit."""
+
+    keep_alive: Duration | None = None
+    """With --on-demand: unload a model that is idle for this long, 30s, 10m or 1h; 0: at once; -1: never. By default
+    10m."""
+
+    max_loaded: Count | None = None
+    """With --on-demand: most models that are loaded at a time; the least recently used idle one is unloaded for
+    another. Without it, any number."""
+
+    triton_metrics: Address | None = None
+    """With --on-demand: Triton's metrics address, HOST:PORT; a model is then kept while requests that bypass the
+    gateway are in flight."""
+
+    @property
+    def idle_limit_s(self) -> float | None:
+        """Time after which an idle model is unloaded, in seconds; None: never."""
+        given = DEFAULT_KEEP_ALIVE_S if self.keep_alive is None else self.keep_alive
+        return None if given == FOR_EVER else given
+
+    @field_validator("on_demand")
+    @classmethod
+    def _needs_one_worker(cls, on_demand: bool, info: ValidationInfo) -> bool:
+        if on_demand and info.data.get("workers", 1) > 1:
+            raise ValueError(
+                f"on_demand needs one worker, got {info.data['workers']}: they would unload each other's models"
+            )
+        return on_demand
+
+    @field_validator("keep_alive", "max_loaded", "triton_metrics")
+    @classmethod
+    def _needs_on_demand(cls, value: object, info: ValidationInfo) -> object:
+        if value is not None and not info.data.get("on_demand", True):
+            raise ValueError(f"{info.field_name} needs --on-demand")
+        return value

@@ -34,3 +34,24 @@ class Metrics:
             buckets=BUCKETS_S,
             registry=self.registry,
         )
+        self.loads = Counter(
+            f"{PREFIX}_model_loads",
+            "Loads on demand by model and outcome.",
+            ("model", "outcome"),
+            registry=self.registry,
+        )
+        self.load_seconds = Histogram(
+            f"{PREFIX}_model_load_seconds",
+            "Time that loading a model took, in seconds.",
+            ("model",),
+            buckets=BUCKETS_S,
+            registry=self.registry,
+        )
+        self.unloads = Counter(
+            f"{PREFIX}_model_unloads", "Idle models that were unloaded.", ("model",), registry=self.registry
+        )
+        self.waiting_for_load = Gauge(
+            f"{PREFIX}_requests_waiting_for_load",
+            "Requests that wait for a model to be loaded.",
+            registry=self.registry,
+        )

@@ -31,4 +31,5 @@ async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
 
 
 def _describe(model: Model) -> dict[str, Any]:
-    return {"id": model.name, "object": "model", "created": model.created_s, "owned_by": "hf_triton"}
+    described = {"id": model.name, "object": "model", "created": model.created_s, "owned_by": "hf_triton"}
+    return described if model.is_loaded is None else described | {"loaded": model.is_loaded}

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import struct
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -15,6 +17,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.openai.errors import ApiError, model_not_found, triton_error
+from hf_triton.openai.on_demand import OnDemand, Use
 from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.ports import TEXT_OUTPUTS
 from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS
@@ -23,6 +26,10 @@ MAX_AGE_S: Final = 2.0
 """How long the list of models is believed."""
 CONTROL_TIMEOUT_S: Final = 5.0
 """Limit of a call that lists models or asks for their state."""
+MAX_LOADS: Final = 3
+"""Loads for one request, whose model others may unload meanwhile."""
+LOST: Final = ("model_not_found", "not_loaded", "shutting_down")
+"""Codes of a model that is not loaded any more."""
 DOOR_SUFFIX: Final = "_stream"
 RESTRICTED: Final = "This protocol is restricted"
 """Triton's words to a call without the header of `--grpc-restricted-protocol`; the name of the header follows."""
@@ -90,6 +97,8 @@ class Model:
     """The folder that streams; None if requests with `stream` are refused."""
     created_s: int
     """When the gateway first saw it, in seconds since 1970."""
+    is_loaded: bool | None = None
+    """With loading on demand: whether it is loaded."""
 
     @property
     def name(self) -> str:
@@ -126,17 +135,27 @@ class TritonModels:
         address: Triton's gRPC address, HOST:PORT.
         timeout_s: Longest time of a generation, in seconds.
         headers: Sent with each call, for a Triton with restricted APIs; names are in lower case.
+        on_demand: Loads and unloads models; None: the models are those that are ready.
     """
 
-    def __init__(self, address: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        on_demand: OnDemand | None = None,
+    ) -> None:
         self._address = address
         self._headers = tuple((headers or {}).items())
         self._timeout_s = timeout_s
+        self._on_demand = on_demand
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._models: dict[str, Model] = {}
         self._listed_s = float("-inf")
         self._listing: asyncio.Task[None] | None = None
+        self._seen: dict[str, Model] = {}
+        self._changes: dict[str, int] = {}
 
     async def close(self) -> None:
         """Cancel what is in flight and disconnect."""
@@ -153,21 +172,31 @@ class TritonModels:
         return bool(answer.ready)
 
     async def models(self) -> list[Model]:
-        """The models that are ready, by name.
+        """The models that are ready, by name; with loading on demand, all in the repository.
 
         Raises:
             ApiError: Triton cannot be reached.
         """
         if time.monotonic() - self._listed_s > MAX_AGE_S:
             await asyncio.shield(self._list())
-        return sorted(self._models.values(), key=lambda model: model.name)
+        models = dict(self._models)
+        if self._on_demand is not None:
+            for name, is_loaded in (await self._on_demand.names()).items():
+                model = models.get(name) or self._seen.get(name) or _unknown_model(name)
+                self._seen[name] = models[name] = dataclasses.replace(model, is_loaded=is_loaded)
+        return sorted(models.values(), key=lambda model: model.name)
 
     async def model(self, name: str) -> Model:
-        """The model of a name.
+        """The model of a name, loaded or not.
 
         Raises:
             ApiError: There is none, or Triton cannot be reached.
         """
+        if self._on_demand is not None and name in await self._on_demand.names():
+            return self._seen.get(name) or _unknown_model(name)
+        return await self._model(name)
+
+    async def _model(self, name: str) -> Model:
         is_old = time.monotonic() - self._listed_s > MAX_AGE_S
         if name in self._models:
             if is_old:
@@ -179,17 +208,24 @@ class TritonModels:
         return self._models[name]
 
     async def folder(self, name: str, *, is_stream: bool = False) -> Folder:
-        """The folder that answers a model's requests.
+        """The folder that answers a model's requests; with loading on demand, as it was when it was last loaded.
 
         Raises:
             ApiError: The model does not exist or does not stream, or Triton cannot be reached.
         """
-        model = await self.model(name)
+        seen = self._seen.get(name) if self._on_demand is not None else None
+        if seen is not None and (folder := seen.door if is_stream else seen.folder) is not None and folder.inputs:
+            return folder
+        async with self._in_use(name):
+            return await self._folder(name, is_stream=is_stream)
+
+    async def _folder(self, name: str, *, is_stream: bool) -> Folder:
+        model = await self._model(name)
         if not is_stream:
             return model.folder
         if model.door is None:
             await asyncio.shield(self._list())  # it may have come meanwhile
-            model = await self.model(name)
+            model = await self._model(name)
         if model.door is None:
             raise ApiError(
                 400,
@@ -199,6 +235,27 @@ class TritonModels:
                 code="stream_not_available",
             )
         return model.door
+
+    @contextlib.asynccontextmanager
+    async def _in_use(self, name: str) -> AsyncIterator[Use]:
+        """Where requests enter: with loading on demand, the model is loaded, and stays so meanwhile."""
+        if self._on_demand is None:
+            yield Use(name, 0, self._timeout_s)
+            return
+        async with self._on_demand.in_use(name, self._timeout_s) as use:
+            if self._changes.get(name) != use.change:
+                if self._listing is not None and not self._listing.done():
+                    await asyncio.wait([self._listing])  # it began before the load
+                await asyncio.shield(self._list())
+                self._changes[name] = use.change
+            yield use
+
+    def _is_lost(self, use: Use, error: ApiError) -> bool:
+        """Whether a request failed since its model is not loaded any more; it will be loaded again."""
+        if self._on_demand is None or error.code not in LOST:
+            return False
+        self._on_demand.lost(use)
+        return True
 
     def _list(self) -> asyncio.Task[None]:
         """Start listing the models, or join those who wait for the list."""
@@ -216,7 +273,8 @@ class TritonModels:
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         by_name = {folder.name: folder for folder in folders if folder is not None}
-        self._models = _models(by_name, self._models)
+        self._models = _models(by_name, self._seen)
+        self._seen.update(self._models)
         self._listed_s = time.monotonic()
 
     async def _read_folder(self, name: str) -> Folder | None:
@@ -236,31 +294,57 @@ class TritonModels:
         Raises:
             ApiError: The request is refused, or failed.
         """
-        folder = await self.folder(generation.model)
+        for _ in range(MAX_LOADS - 1):
+            async with self._in_use(generation.model) as use:
+                try:
+                    return await self._generate(generation, use.left_s)
+                except ApiError as error:
+                    if not self._is_lost(use, error):
+                        raise
+        async with self._in_use(generation.model) as use:
+            return await self._generate(generation, use.left_s)
+
+    async def _generate(self, generation: Generation, timeout_s: float) -> Outputs:
+        folder = await self._folder(generation.model, is_stream=False)
         if folder.is_decoupled:  # such folders refuse ModelInfer
-            responses = [response async for response in self._stream(folder, generation, is_stream=False)]
+            responses = [response async for response in self._stream(folder, generation, timeout_s, is_stream=False)]
             return responses[-1]
         message = _infer_request(folder, generation, is_stream=False)
         try:
-            return _read_outputs(await self._stub.ModelInfer(message, timeout=self._timeout_s, metadata=self._headers))
+            return _read_outputs(await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._headers))
         except grpc.aio.AioRpcError as error:
             raise self._error(error, generation) from None
 
     async def stream(self, generation: Generation) -> AsyncGenerator[Outputs]:
         """Start generating; the iterator gives the responses as they come. Closing it cancels the request.
 
-        The text is a delta; finish reasons, counts and log probabilities are in the last response. The iterator raises
-        `ApiError` if the request is refused or fails.
+        The text is a delta; finish reasons, counts and log probabilities are in the last response.
 
         Raises:
-            ApiError: The model does not exist or does not stream, or Triton cannot be reached.
+            ApiError: The model does not exist or does not stream, the request is refused or fails, or Triton cannot be
+                reached; by the iterator.
         """
-        folder = await self.folder(generation.model, is_stream=True)
-        return self._stream(folder, generation, is_stream=True)
+        for num_loads in range(1, MAX_LOADS + 1):
+            has_started = False
+            async with self._in_use(generation.model) as use:
+                try:
+                    folder = await self._folder(generation.model, is_stream=True)
+                    async with contextlib.aclosing(
+                        self._stream(folder, generation, use.left_s, is_stream=True)
+                    ) as responses:
+                        async for outputs in responses:
+                            has_started = True
+                            yield outputs
+                    return
+                except ApiError as error:
+                    if has_started or num_loads == MAX_LOADS or not self._is_lost(use, error):
+                        raise
 
-    async def _stream(self, folder: Folder, generation: Generation, *, is_stream: bool) -> AsyncGenerator[Outputs]:
+    async def _stream(
+        self, folder: Folder, generation: Generation, timeout_s: float, *, is_stream: bool
+    ) -> AsyncGenerator[Outputs]:
         message = _infer_request(folder, generation, is_stream=is_stream)
-        call = self._stub.ModelStreamInfer(timeout=self._timeout_s, metadata=self._headers)
+        call = self._stub.ModelStreamInfer(timeout=timeout_s, metadata=self._headers)
         try:
             await call.write(message)
             await call.done_writing()
@@ -318,6 +402,11 @@ _HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 400,
     grpc.StatusCode.UNAVAILABLE: 503,
 }
+
+
+def _unknown_model(name: str) -> Model:
+    """A model that was never loaded: its config is not known."""
+    return Model(Folder(name, 0, False, frozenset(), frozenset(), {}), None, int(time.time()))
 
 
 def _models(folders: Mapping[str, Folder], known: Mapping[str, Model]) -> dict[str, Model]:

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's model repository over gRPC: what it holds, loading, unloading; a stream door goes with its model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+import urllib.request
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from hf_triton.errors import clip
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.on_demand import Activity
+from hf_triton.openai.triton import CHANNEL_OPTIONS, CONTROL_TIMEOUT_S, DOOR_SUFFIX, RESTRICTED
+from hf_triton.server import open_local
+
+LOG: Final = logging.getLogger("hf_triton.openai")
+UNLOAD_LIMIT_S: Final = 60.0
+"""A model that Triton has not unloaded by then is not waited for: Triton 24.10 may miss the end of a stream."""
+UNLOAD_POLL_S: Final = 0.05
+PRESENT: Final = ("READY", "UNLOADING", "LOADING")
+IN_FLIGHT: Final = re.compile(r'^hf_triton_requests_in_flight\{[^}]*model="([^"]*)"[^}]*\} (\S+)$', re.MULTILINE)
+_REASON: Final = re.compile(r"(?:TritonModelException: )(?:[a-z_]+: )?([^\n]*)")
+
+
+class TritonRepository:
+    """The repository of one Triton. Belongs to one event loop.
+
+    Args:
+        address: Triton's gRPC address, HOST:PORT.
+        metrics: Its metrics address, HOST:PORT; None: requests in flight that are not the gateway's are not seen.
+        headers: Sent with each call, for a Triton with restricted APIs; names are in lower case.
+    """
+
+    def __init__(self, address: str, metrics: str | None, headers: Mapping[str, str] | None = None) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._metrics = metrics
+        self._headers = tuple((headers or {}).items())
+
+    async def close(self) -> None:
+        """Disconnect; Triton finishes a load under way."""
+        await self._channel.close()
+
+    async def check(self) -> None:
+        """Check that Triton loads and unloads on request.
+
+        Raises:
+            ApiError: It does not, or cannot be reached.
+        """
+        request = service_pb2.RepositoryModelUnloadRequest(model_name="")  # refused or ignored, by the mode
+        try:
+            await self._stub.RepositoryModelUnload(request, timeout=CONTROL_TIMEOUT_S, metadata=self._headers)
+        except grpc.aio.AioRpcError as error:
+            if "explicit model load" in (error.details() or ""):
+                raise ApiError(503, NOT_EXPLICIT, code="not_loaded") from None
+            if error.code() is grpc.StatusCode.UNAVAILABLE or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise _error(error) from None
+
+    async def loaded(self) -> Mapping[str, bool]:
+        """Each model, and whether it is loaded. Stream doors are part of their models."""
+        states = await self._states()
+        names = [name for name in states if not _is_door(name, states)]
+        return {name: states[name] == "READY" for name in names}
+
+    async def _states(self) -> dict[str, str]:
+        """Triton's state of each folder; empty if it was never loaded."""
+        try:
+            index = await self._stub.RepositoryIndex(
+                service_pb2.RepositoryIndexRequest(), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _error(error) from None
+        states: dict[str, str] = {}
+        for entry in index.models:  # one for each version
+            if states.get(entry.name) != "READY":
+                states[entry.name] = entry.state
+        return states
+
+    async def activity(self) -> Mapping[str, Activity]:
+        """Of the loaded models, as Triton's statistics and the models' gauges say."""
+        try:
+            answer = await self._stub.ModelStatistics(
+                service_pb2.ModelStatisticsRequest(), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _error(error) from None
+        in_flight = {} if self._metrics is None else await asyncio.to_thread(_read_gauges, self._metrics)
+        idle_s = {
+            stats.name: max(0.0, time.time() - stats.last_inference / 1e3)
+            for stats in answer.model_stats
+            if stats.last_inference
+        }
+        return {
+            name: Activity(
+                in_flight.get(name, 0),
+                min(idle_s.get(name, float("inf")), idle_s.get(name + DOOR_SUFFIX, float("inf"))),
+            )
+            for name in {stats.name for stats in answer.model_stats}
+        }
+
+    async def load(self, name: str) -> None:
+        """Load a model and its stream door; return when they are ready.
+
+        Raises:
+            ApiError: Triton cannot load it; the message has its reason.
+        """
+        await self._load(name)
+        door = name + DOOR_SUFFIX
+        if door in await self._states():
+            try:
+                await self._load(door)
+            except ApiError as error:  # the model answers whole responses all the same
+                LOG.warning("%s", error.message)
+
+    async def _load(self, name: str) -> None:
+        try:
+            await self._stub.RepositoryModelLoad(
+                service_pb2.RepositoryModelLoadRequest(model_name=name), metadata=self._headers
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and "explicit" not in (error.details() or ""):
+                raise _error(error) from None
+            sentence = f"the model {clip(name)} cannot be loaded: {_reason(error.details() or '')}"
+            raise ApiError(503, sentence, code="not_loaded") from None
+
+    async def unload(self, name: str) -> None:
+        """Unload a model and its stream door; return when they are unloaded.
+
+        Raises:
+            ApiError: Triton cannot be reached, or is not done within `UNLOAD_LIMIT_S`.
+        """
+        states = await self._states()
+        folders = [folder for folder in (name + DOOR_SUFFIX, name) if states.get(folder) in PRESENT]
+        try:
+            for folder in folders:
+                request = service_pb2.RepositoryModelUnloadRequest(model_name=folder)
+                await self._stub.RepositoryModelUnload(request, timeout=UNLOAD_LIMIT_S, metadata=self._headers)
+            async with asyncio.timeout(UNLOAD_LIMIT_S):
+                while await self._is_present(folders):
+                    await asyncio.sleep(UNLOAD_POLL_S)
+        except grpc.aio.AioRpcError as error:
+            raise _error(error) from None
+        except TimeoutError:
+            raise ApiError(504, f"Triton has not unloaded {clip(name)} within {UNLOAD_LIMIT_S:g} s") from None
+
+    async def _is_present(self, folders: Iterable[str]) -> bool:
+        states = await self._states()
+        return any(states.get(folder) in PRESENT for folder in folders)
+
+
+NOT_EXPLICIT: Final = (
+    "--on-demand needs a Triton that loads models on request: start it with --model-control-mode=explicit"
+)
+
+
+def _is_door(name: str, names: Mapping[str, str]) -> bool:
+    return name.endswith(DOOR_SUFFIX) and name.removesuffix(DOOR_SUFFIX) in names
+
+
+def _read_gauges(metrics: str) -> dict[str, int]:
+    """Requests in flight by model; empty if the metrics cannot be read."""
+    counts: dict[str, int] = {}
+    with contextlib.suppress(OSError, ValueError):
+        request = urllib.request.Request(f"http://{metrics}/metrics", headers={"Connection": "close"})
+        with open_local(request, CONTROL_TIMEOUT_S) as answer:
+            for name, count in IN_FLIGHT.findall(answer.read().decode(errors="replace")):
+                counts[name] = counts.get(name, 0) + int(float(count))
+    return counts
+
+
+def _error(error: grpc.aio.AioRpcError) -> ApiError:
+    if RESTRICTED in (error.details() or ""):
+        return ApiError(403, f"Triton restricts this API: {error.details()}", code="restricted")
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
+    return ApiError(503, f"Triton refused to tell its models: {_reason(error.details() or '')}", code="not_loaded")
+
+
+def _reason(details: str) -> str:
+    """Our own sentence inside Triton's message, or the message's first line."""
+    found = _REASON.search(details)
+    return found[1] if found else details.partition("\n")[0]

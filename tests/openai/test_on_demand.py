@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that the gateway loads when they are asked for, on a Triton that starts with none."""
+
+import asyncio
+import itertools
+import os
+import re
+import shutil
+import signal
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.server import free_ports
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.support.gateway import GatewayThread, wait_until
+from tests.support.paths import ROOT
+from tests.support.slow_model import slow_model
+
+EXPLICIT = ["--model-control-mode=explicit"]
+NAMES = ("one", "two", "three")
+STREAM_DOOR = ROOT / "stream_door"
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Path:
+    """Three models with different weights, two with stream doors; `broken`, whose checkpoint is missing."""
+    root = tmp_path_factory.mktemp("on_demand")
+    folders = root / "repository"
+    for seed, name in enumerate(NAMES):
+        checkpoint = build_tiny_checkpoint(root / name, "llama", eos_token_id=None, seed=seed)
+        make_folder(folders, name, huggingface_model=checkpoint, max_output_length=64)
+    (folders / "one" / "1" / "model.py").write_text(slow_model(0.02))
+    for name in ("one", "two"):
+        shutil.copytree(STREAM_DOOR, folders / f"{name}_stream")
+    make_folder(folders, "broken", huggingface_model=root / "nowhere")
+    return folders
+
+
+@contextmanager
+def served(repository: Path, ports: tuple[int, int, int] | None = None) -> Iterator[TritonServer]:
+    with TritonServer(repository, arguments=EXPLICIT, ports=ports) as server:
+        yield server
+
+
+@contextmanager
+def on_demand(server: TritonServer, **fields: Any) -> Iterator[GatewayThread]:
+    metrics = f"127.0.0.1:{server.metrics_port}"
+    config = GatewayConfig(triton=server.grpc_url, port=0, on_demand=True, triton_metrics=metrics, **fields)
+    with GatewayThread(config) as gateway:
+        yield gateway
+
+
+@contextmanager
+def connected(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, model: str, num_tokens: int = 4) -> str:
+    answer = client.completions.create(model=model, prompt="Today", max_tokens=num_tokens, temperature=0)
+    return answer.choices[0].text
+
+
+def stream(client: openai.OpenAI, model: str, num_tokens: int = 4) -> Iterator[str]:
+    answer = client.completions.create(model=model, prompt="Today", max_tokens=num_tokens, temperature=0, stream=True)
+    for part in answer:
+        yield part.choices[0].text
+
+
+def loaded(client: openai.OpenAI) -> set[str]:
+    return {model.id for model in client.models.list() if model.model_dump()["loaded"]}
+
+
+def test_models_are_loaded_when_asked_for_and_listed_before(repository: Path) -> None:
+    with served(repository) as server, on_demand(server, max_loaded=1) as gateway, connected(gateway) as client:
+        assert {model.id for model in client.models.list()} == {*NAMES, "broken"}
+        assert loaded(client) == set()
+        assert client.models.retrieve("two").model_dump()["loaded"] is False
+        texts = {name: ask(client, name) for name in NAMES}
+        assert len(set(texts.values())) == len(NAMES)
+        assert loaded(client) == {"three"}
+        assert "".join(stream(client, "one")) == texts["one"]
+        assert {model.name for model in server.models() if model.state == "READY"} == {"one", "one_stream"}
+        with pytest.raises(openai.BadRequestError, match="does not stream"):
+            list(stream(client, "three"))
+        with pytest.raises(openai.NotFoundError):
+            ask(client, "none")
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match="nowhere") as failed:
+                ask(client, "broken")
+            assert failed.value.status_code == 503
+            assert failed.value.code == "not_loaded"
+        assert ask(client, "two") == texts["two"]
+        metrics = httpx.get(f"{gateway.url}/metrics").text
+        assert 'hf_triton_openai_model_loads_total{model="broken",outcome="failed"} 1.0' in metrics
+        assert 'hf_triton_openai_model_unloads_total{model="one"} 2.0' in metrics
+        assert "hf_triton_openai_requests_waiting_for_load 0.0" in metrics
+
+
+@pytest.mark.parametrize("max_loaded", [1, 2])
+def test_mixed_load_with_swapping_loses_nothing(repository: Path, max_loaded: int) -> None:
+    with (
+        served(repository) as server,
+        on_demand(server, max_loaded=max_loaded) as gateway,
+        connected(gateway) as client,
+    ):
+        solo = {name: ask(client, name, 12) for name in NAMES}
+
+        async def client_of(connection: openai.AsyncOpenAI, number: int) -> list[str]:
+            answers = []
+            for place in range(4):
+                name = NAMES[(number + place * (1 + number % 2)) % len(NAMES)]
+                is_stream = name != "three" and (number + place) % 2 == 0
+                answer = await connection.completions.create(
+                    model=name, prompt="Today", max_tokens=12, temperature=0, stream=is_stream
+                )
+                if isinstance(answer, openai.AsyncStream):
+                    text = "".join([part.choices[0].text async for part in answer])
+                else:
+                    text = answer.choices[0].text
+                answers.append(name if text == solo[name] else f"{name}: {text}")
+            return answers
+
+        async def all_clients() -> list[str]:
+            async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as connection:
+                answers = await asyncio.gather(*(client_of(connection, number) for number in range(12)))
+            return list(itertools.chain(*answers))
+
+        answers = asyncio.run(all_clients())
+        assert len(answers) == 48
+        assert set(answers) == set(NAMES)
+
+
+def test_stream_in_flight_is_not_cut_by_another_model(repository: Path) -> None:
+    with served(repository) as server, on_demand(server, max_loaded=1) as gateway, connected(gateway) as client:
+        whole = ask(client, "one", 60)
+        pieces = stream(client, "one", 60)
+        text = next(pieces)
+        others: list[str] = []
+        other = threading.Thread(target=lambda: others.append(ask(client, "two")))
+        other.start()
+        text += "".join(pieces)
+        assert others == []
+        other.join(60)
+        assert text == whole
+        assert len(others) == 1
+
+
+def test_idle_model_is_unloaded_and_its_process_ends(repository: Path) -> None:
+    with served(repository) as server, on_demand(server, keep_alive="1s") as gateway, connected(gateway) as client:
+        text = ask(client, "one")
+        assert stub_pids(server)
+        wait_until(lambda: loaded(client) == set())
+        wait_until(lambda: not stub_pids(server))
+        assert ask(client, "one") == text
+
+
+def test_unload_by_others_and_removed_folder(repository: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(repository, tmp_path / "repository")
+    with served(copied) as server, on_demand(server) as gateway, connected(gateway) as client:
+        text = ask(client, "two")
+        request = urllib.request.Request(f"{server.http_url}/v2/repository/models/two/unload", data=b"{}")
+        urllib.request.urlopen(request, timeout=60).close()
+        assert ask(client, "two") == text
+        shutil.rmtree(copied / "three")
+        wait_until(lambda: "three" not in {model.id for model in client.models.list()})
+        with pytest.raises(openai.NotFoundError):
+            ask(client, "three")
+        with on_demand(server, max_loaded=1) as second, connected(second) as another:  # finds `two` loaded
+            assert loaded(another) == {"two"}
+            assert ask(another, "two") == text
+
+
+@pytest.mark.full
+def test_killed_model_process_ends_triton_and_a_new_one_is_found(repository: Path) -> None:
+    http, grpc, metrics = free_ports(3)
+    with served(repository, (http, grpc, metrics)) as server:
+        gateway_context = on_demand(server)
+        with gateway_context as gateway, connected(gateway) as client:
+            text = ask(client, "two")
+            for pid in stub_pids(server):
+                os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: not server.is_running())
+            with pytest.raises(openai.InternalServerError, match="cannot be reached"):
+                ask(client, "one")
+            with served(repository, (http, grpc, metrics)):
+                wait_until(lambda: httpx.get(f"{gateway.url}/health").status_code == 200)
+                assert ask(client, "two") == text
+
+
+def test_triton_that_loads_by_itself_is_refused(repository: Path, tmp_path: Path) -> None:
+    shutil.copytree(repository / "two", tmp_path / "two")
+    refusal = pytest.raises(openai.InternalServerError, match="start it with --model-control-mode=explicit")
+    with TritonServer(tmp_path) as server, on_demand(server) as gateway, connected(gateway) as client, refusal:
+        ask(client, "two")
+
+
+def stub_pids(server: TritonServer) -> list[int]:
+    """The model processes of a server."""
+    assert server.process is not None
+    pids = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:  # it has ended
+            continue
+        fields = text.rpartition(")")[2].split()
+        if int(fields[2]) == server.process.pid and re.search(r"\(triton_python_b", text) and fields[0] != "Z":
+            pids.append(int(stat.parent.name))
+    return pids
