@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import signal
@@ -13,6 +14,7 @@ import click
 from hf_triton.cli.gateway_options import ALONE, gateway_options, read_config
 from hf_triton.cli.ports import check_ports
 from hf_triton.errors import ServerError
+from hf_triton.openai.config import GatewayConfig
 
 PACKAGES: Final = ("fastapi", "grpc", "prometheus_client", "tritonclient", "uvicorn")
 
@@ -29,9 +31,36 @@ def openai(**values: Any) -> None:
     check_ports({ALONE["port"]: config.port})
     from hf_triton.openai.server import run
 
+    if config.on_demand:
+        _require_explicit_mode(config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises a signal again after it has stopped
     with contextlib.suppress(KeyboardInterrupt):
         run(config)
+
+
+def _require_explicit_mode(config: GatewayConfig) -> None:
+    """Check that Triton loads models on request; one that is not there yet is asked later.
+
+    Raises:
+        ServerError: It does not.
+    """
+    from hf_triton.openai.errors import ApiError
+    from hf_triton.openai.repository import TritonRepository
+    from hf_triton.openai.triton_headers import read_headers
+
+    async def check() -> None:
+        headers = None if config.triton_headers_file is None else read_headers(config.triton_headers_file)
+        repository = TritonRepository(config.triton, None, headers)
+        try:
+            await repository.check()
+        finally:
+            await repository.close()
+
+    try:
+        asyncio.run(check())
+    except ApiError as error:
+        if error.code == "not_loaded":
+            raise ServerError("gateway_failed", error.message) from None
 
 
 def require_gateway() -> None:

@@ -72,10 +72,14 @@ def serve(
     excluded = {} if model_repository is None else _check_folders(model_repository, exit_on_error)
     log = sys.stderr.fileno() if verbose or model_repository is not None else None
     gateway = None
+    on_demand = bool(gateway_values["on_demand"])
+    if on_demand and not openai:
+        raise click.UsageError("--on-demand needs the gateway, which loads the models: leave --no-openai out")
     if openai:
         require_gateway()
         triton = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{grpc_port}"
-        config = read_config(BESIDE_TRITON, gateway_values, triton=triton, host=host, port=openai_port)
+        metrics = {"triton_metrics": triton.replace(f":{grpc_port}", f":{metrics_port}")} if on_demand else {}
+        config = read_config(BESIDE_TRITON, gateway_values, triton=triton, host=host, port=openai_port, **metrics)
         gateway = GatewayProcess(config, log)
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's `&` ignores SIGINT
         signal.signal(number, signal.default_int_handler)
@@ -86,13 +90,18 @@ def serve(
             *([stack.enter_context(door_repository(repository, excluded))] if doors else []),
             ports=(http_port, grpc_port, metrics_port),
             host=host,
+            arguments=["--model-control-mode=explicit"] if on_demand else [],
             ready_timeout_s=load_timeout,
             log=log,
         )
-        click.echo("Starting tritonserver and loading models; a model that is not cached is downloaded first.")
+        loading = "; models are loaded when they are asked for" if on_demand else " and loading models"
+        click.echo(f"Starting tritonserver{loading}; a model that is not cached is downloaded first.")
         was_ready = False
         with contextlib.suppress(KeyboardInterrupt), _running(server, gateway):
-            _show(server, gateway, excluded, exit_on_error)
+            if on_demand and gateway is not None:
+                _show_on_demand(server, gateway.config, excluded)
+            else:
+                _show(server, gateway, excluded, exit_on_error)
             was_ready = True
             _wait(server, gateway)
     was_killed = was_ready and server.process is not None and server.process.returncode != 0
@@ -175,6 +184,17 @@ def _show(
     if gateway is not None:
         requests += "\n" + _openai_example(server, gateway.config, choose_folder(configs)["name"])
     click.echo(TRY.format(requests=requests))
+
+
+def _show_on_demand(server: TritonServer, config: GatewayConfig, excluded: Mapping[str, str]) -> None:
+    """Print which folders are loaded when they are asked for, and why the others are not served."""
+    _show_reasons(excluded)
+    folders = {folder.name for folder in model_folders(server.model_repository)} - set(excluded)
+    names = sorted(name for name in folders if name.removesuffix("_stream") not in folders - {name})
+    click.echo(f"Loaded on demand: {', '.join(names)}.")
+    needs_key = config.api_key_file is not None
+    request = openai_request(names[0], config.host, config.port, takes_chats=False, needs_key=needs_key)
+    click.echo(TRY.format(requests=request))
 
 
 def _openai_example(server: TritonServer, config: GatewayConfig, name: str) -> str:

@@ -162,8 +162,12 @@ class TritonModels:
         await self._channel.close()
 
     async def is_ready(self) -> bool:
-        """Whether Triton answers that it is ready."""
+        """Whether Triton answers that it is ready; with loading on demand, that it lives."""
         try:
+            if self._on_demand is not None:  # Triton is not ready while a model is loading, or has failed
+                request = service_pb2.ServerLiveRequest()
+                alive = await self._stub.ServerLive(request, timeout=CONTROL_TIMEOUT_S, metadata=self._headers)
+                return bool(alive.live)
             answer = await self._stub.ServerReady(
                 service_pb2.ServerReadyRequest(), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
             )

@@ -182,6 +182,15 @@ REFUSALS = {
     "openai --workers=0": "--workers must be an integer >= 1 and <= 2147483647, got '0'",
     "openai --timeout-s=never": "--timeout-s must be a number > 0",
     "openai --api-key-file=nowhere": "'--api-key-file': File 'nowhere' does not exist.",
+    "openai --keep-alive=10m": "--keep-alive needs --on-demand",
+    "openai --max-loaded=2": "--max-loaded needs --on-demand",
+    "openai --on-demand --max-loaded=0": "--max-loaded must be an integer >= 1 and <= 2147483647, got '0'",
+    "openai --on-demand --keep-alive=soon": "--keep-alive must be a duration such as 30s, 10m or 1h, 0 (unload",
+    "openai --on-demand --keep-alive=-2": "or -1 (for ever), got '-2'",
+    "openai --on-demand --workers=2": "--on-demand needs one worker, got 2",
+    "serve --on-demand --no-openai": "--on-demand needs the gateway",
+    "serve --keep-alive=10m": "--keep-alive needs --on-demand",
+    "serve --on-demand --openai-workers=2": "needs one worker, got 2",
     "openai --tritn=a:1": "No such option '--tritn'.",
     "serve --openai-port=0": "'--openai-port': 0 is not in the range 1<=x<=65535.",
     "serve --openai-workers=many": "--openai-workers must be an integer >= 1 and <= 2147483647, got 'many'",
@@ -223,6 +232,7 @@ def test_options_and_config_are_the_same(tmp_path: Path) -> None:
         "triton": "triton:1", "host": "0.0.0.0", "port": 1, "api_key_file": tmp_path / "keys",
         "allowed_origins": ("https://a.example", "https://b.example"), "timeout_s": 1.5, "workers": 2,
     }  # fmt: skip
-    for config in (GatewayConfig(), GatewayConfig.model_validate(changed)):
+    on_demand = {"on_demand": True, "keep_alive": "90s", "max_loaded": 2, "triton_metrics": "a:8002"}
+    for config in (GatewayConfig(), *map(GatewayConfig.model_validate, (changed, on_demand))):
         context: click.Context = openai.make_context("openai", as_arguments(config))
         assert read_config(ALONE, context.params) == config

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.gateway import GatewayThread, wait_until
 from tests.support.paths import ROOT
+from tests.support.serving import COMMAND, running
 from tests.support.slow_model import slow_model
 
 EXPLICIT = ["--model-control-mode=explicit"]
@@ -197,11 +199,36 @@ def test_killed_model_process_ends_triton_and_a_new_one_is_found(repository: Pat
                 assert ask(client, "two") == text
 
 
+def test_serve_loads_on_demand(repository: Path, tmp_path: Path) -> None:
+    options = ("--on-demand", "--keep-alive=1h", "--max-loaded=1")
+    with running(str(repository), *options, output=tmp_path / "output") as serving:
+        output = serving.wait_for("Ctrl+C stops the server")
+        assert "Loaded on demand: broken, one, three, two." in output
+        url = f"http://127.0.0.1:{serving.openai_port}"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            assert loaded(client) == set()
+            assert "".join(stream(client, "two")) == ask(client, "two")
+            assert "".join(stream(client, "three")) == ask(client, "three")  # by the stream door that serve adds
+            assert loaded(client) == {"three"}
+            with pytest.raises(openai.InternalServerError, match="nowhere"):
+                ask(client, "broken")
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
 def test_triton_that_loads_by_itself_is_refused(repository: Path, tmp_path: Path) -> None:
     shutil.copytree(repository / "two", tmp_path / "two")
     refusal = pytest.raises(openai.InternalServerError, match="start it with --model-control-mode=explicit")
     with TritonServer(tmp_path) as server, on_demand(server) as gateway, connected(gateway) as client, refusal:
         ask(client, "two")
+
+
+def test_command_ends_if_triton_loads_by_itself(repository: Path, tmp_path: Path) -> None:
+    shutil.copytree(repository / "two", tmp_path / "two")
+    with TritonServer(tmp_path) as server:
+        command = [COMMAND, "openai", f"--triton={server.grpc_url}", f"--port={free_ports(1)[0]}", "--on-demand"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "--on-demand needs a Triton that loads models on request" in result.stderr
 
 
 def stub_pids(server: TritonServer) -> list[int]:
