@@ -116,6 +116,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     from hf_triton.tasks.text_generation.chat_template import load_chat_template
     from hf_triton.tasks.text_generation.response_template import load_response_template
     from hf_triton.tasks.text_generation.task import build_text_generation
+    from hf_triton.tasks.tracing import build_request_tracer
     from hf_triton.triton_backend.cancellation import RequestPoller
     from hf_triton.triton_backend.config import count_instances
     from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
@@ -145,7 +146,7 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
         returns_timings=takes_response_parameters(),
     )
     meter.start(task.load)
-    poller = RequestPoller()
+    poller, tracer = RequestPoller(), build_request_tracer(os.environ, name)
     service = Service(
         task,
         config,
@@ -153,9 +154,12 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
         meter=meter,
         cancel_elsewhere=partial(cancel_elsewhere, name),
         headers=find_forwarded_headers(settings.forwarded_headers),
+        tracer=tracer,
     )
     door = DoorServer(name, int(version), take=service.take, begin_request=meter.begin_request, poller=poller)
     door.open()
     service.closers = (Sentinel(name).dismiss, door.drain, task.close, config.sender.close, door.close, meter.close)
+    if tracer is not None:
+        service.closers = (*service.closers, tracer.close)
     freeze_objects()
     return service

@@ -42,6 +42,15 @@ Outcome = list[Completion] | HfTritonError
 
 
 @dataclass
+class RequestUsage:
+    """What a request's completions hold, for its trace."""
+
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reasons: list[FinishReason] = field(default_factory=list)
+
+
+@dataclass
 class RequestTimes:
     """Times of a request, by `time.monotonic()`. Its sequence groups share the object and run in one thread."""
 
@@ -50,6 +59,15 @@ class RequestTimes:
     """When the first of its sequence groups left the queue."""
     first_token_s: float | None = None
     """When the first of its sequences had a token."""
+    usage: RequestUsage | None = None
+    """Counted unless None."""
+
+    def note_completions(self, num_prompt_tokens: int, completions: list[Completion]) -> None:
+        """A sequence group has finished."""
+        if self.usage is not None:
+            self.usage.num_input_tokens += num_prompt_tokens
+            self.usage.num_output_tokens += sum(len(completion.token_ids) for completion in completions)
+            self.usage.finish_reasons += [completion.finish_reason for completion in completions]
 
     def note_admitted(self, now_s: float) -> None:
         """A sequence group leaves the queue."""

@@ -11,6 +11,7 @@ from hf_triton.engine.sequence import (
     FinishReason,
     Outcome,
     RequestTimes,
+    RequestUsage,
     SequenceGroup,
     SequenceObserver,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "Observer",
     "Outcome",
     "RequestTimes",
+    "RequestUsage",
     "SequenceGroup",
     "SequenceObserver",
     "eos_ids",

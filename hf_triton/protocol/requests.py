@@ -31,11 +31,10 @@ from hf_triton.protocol.prompts import (
     prompt_shape,
 )
 from hf_triton.protocol.tensors import Array, values_per_prompt
+from hf_triton.protocol.tracing import TRACE_CONTEXT
 from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, reject_duplicates
 
-TRACE_CONTEXT: Final = frozenset({"traceparent", "tracestate"})
-"""The caller's trace, by W3C Trace Context: headers of Triton's that are parameters too, as the gateway sends them."""
-TRITON_PARAMETERS: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"}) | TRACE_CONTEXT
+TRITON_PARAMETERS: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end", *TRACE_CONTEXT})
 """Parameters that a request carries for others; `/generate` forwards Triton's own, as those with `triton_`."""
 MAX_NUMBER_CHARS: Final = 64
 MAX_NAMES: Final = 1024

@@ -76,7 +76,7 @@ class RemoteRequest(InferenceRequest):
         """Cancel a request whose door is gone: no response can be sent."""
         self._is_cancelled = True
         if self._end():
-            self._on_answer(CancelledError().code)
+            self._note_answer(CancelledError().code)
 
     def add(self, outputs: Mapping[str, Array]) -> None:
         """Send a response with more to follow."""
@@ -106,7 +106,7 @@ class RemoteRequest(InferenceRequest):
         """Send the final response, once."""
         if self._end():
             self._peer.forget(self._number)
-            self._on_answer(outcome)
+            self._note_answer(outcome)
             self._peer.connection.send_framed(framed)
 
     def _end(self) -> bool:
@@ -120,7 +120,7 @@ class RemoteRequest(InferenceRequest):
             self._peer.refuse(
                 self._number, HfTritonError("internal", "the request was dropped; the server's log may say why")
             )
-            self._on_answer("internal")
+            self._note_answer("internal")
 
 
 class _Peer:

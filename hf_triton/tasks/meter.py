@@ -182,11 +182,16 @@ class _SequenceTimer(SequenceObserver):
 
     def __init__(self, group: SequenceGroup) -> None:
         self._times = group.times
+        self._num_prompt_tokens = len(group.prompt_ids)
 
     def on_token_sampled(self, index: int, *, is_text: bool) -> None:
         """See `SequenceObserver`."""
         if self._times.first_token_s is None:
             self._times.note_token(time.monotonic())
+
+    def on_complete(self, completions: list[Completion]) -> None:
+        """See `SequenceObserver`."""
+        self._times.note_completions(self._num_prompt_tokens, completions)
 
 
 class _SequenceMeter(SequenceObserver):
@@ -217,6 +222,7 @@ class _SequenceMeter(SequenceObserver):
 
     def on_complete(self, completions: list[Completion]) -> None:
         """See `SequenceObserver`."""
+        self._times.note_completions(self._num_prompt_tokens, completions)
         for completion in completions:
             self._meter.note(metrics.COMPLETIONS, 1, completion.finish_reason)
         for first_s, last_s, num_tokens in zip(self._firsts_s, self._lasts_s, self._nums_tokens, strict=True):

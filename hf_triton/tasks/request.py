@@ -31,6 +31,9 @@ class InferenceRequest(ABC):
         self.request_id = request_id
         self.timeout_s = timeout_s
         self.times = RequestTimes()
+        self.on_traced: Callable[[str], None] | None = None
+        """Called once, with the outcome, if the request is traced."""
+        self._on_answer: Callable[[str], None] = lambda outcome: None
         self._lock = threading.Lock()
         self._is_answered = False
         self._is_cancelled = False
@@ -67,6 +70,12 @@ class InferenceRequest(ABC):
             self._on_ending = None
             callback(error)
         return not self._is_answered
+
+    def _note_answer(self, outcome: str) -> None:
+        """Count the final response: `ok`, or the error's code."""
+        self._on_answer(outcome)
+        if self.on_traced is not None:
+            self.on_traced(outcome)
 
     @abstractmethod
     def inputs(self) -> dict[str, npt.NDArray[Any]]:

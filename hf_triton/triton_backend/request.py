@@ -19,6 +19,7 @@ import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
+from hf_triton.protocol.tracing import wants_traces
 from hf_triton.tasks.metrics import OK
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.triton_backend.cancellation import RequestPoller
@@ -80,7 +81,7 @@ class TritonRequest(InferenceRequest):
             raise RequestError(
                 "invalid_parameter", "a parameter's or a forwarded header's name or value is not valid UTF-8"
             ) from None
-        return parsed
+        return parsed | (trace_context(self._request) if traces_requests() else {})
 
     def requested_outputs(self) -> list[str]:
         """The outputs that the client names; all of them if it names none."""
@@ -139,7 +140,7 @@ class TritonRequest(InferenceRequest):
             self._has_sent(partial(self._sender.send, _out_of_shared_memory()))
         if not is_ample:
             self._has_sent(partial(self._sender.send, flags=final))
-        self._on_answer(outcome)
+        self._note_answer(outcome)
 
     @staticmethod
     def _has_sent(send: Callable[[], None]) -> bool:
@@ -160,6 +161,19 @@ def _request_id(request: pb_utils.InferenceRequest) -> str:
         return request.request_id()
     except UnicodeDecodeError:  # `parameters` contains it too, and refuses the request
         return ""
+
+
+@cache
+def traces_requests() -> bool:
+    """Whether this process's environment asks for spans."""
+    return wants_traces(os.environ)
+
+
+def trace_context(request: pb_utils.InferenceRequest) -> dict[str, object]:
+    """`traceparent` of Triton's own span, the parent of ours, if the server traces this request; Triton 24.10 says."""
+    trace = getattr(request, "trace", None)  # older servers have none
+    context = None if trace is None else trace().get_context()
+    return dict(json.loads(context)) if context else {}
 
 
 @cache

@@ -18,6 +18,7 @@ from hf_triton.protocol.tensors import encode_strings
 from hf_triton.tasks.interface import ResponseConfig, Task
 from hf_triton.tasks.meter import Meter
 from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.tracing import RequestTracer
 from hf_triton.triton_backend.cancellation import RequestPoller
 from hf_triton.triton_backend.forwarded_headers import ForwardedHeaders
 from hf_triton.triton_backend.request import NO_HEADERS, TritonRequest
@@ -35,6 +36,7 @@ class Service:
         meter: Counts requests.
         cancel_elsewhere: Cancels the requests of an id in the server's other processes; may take seconds.
         headers: Those that the server adds to requests' parameters.
+        tracer: Makes the spans of requests.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Service:
         meter: Meter,
         cancel_elsewhere: Callable[[str], None],
         headers: ForwardedHeaders = NO_HEADERS,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self.task = task
         self.closers: Sequence[Callable[[], None]] = (task.close, config.sender.close)
@@ -55,6 +58,7 @@ class Service:
         self._meter = meter
         self._cancel_elsewhere = cancel_elsewhere
         self._headers = headers
+        self._tracer = tracer
         self._cancel_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-cancel")
 
     def execute(self, requests: list[Any]) -> None:
@@ -74,6 +78,8 @@ class Service:
             if is_cancel_request(parameters):
                 self._cancel(request, parameters)
             else:
+                if self._tracer is not None:
+                    self._tracer.begin(request, parameters)
                 self.task.submit(request, config)
         except HfTritonError as error:
             request.refuse(error)
