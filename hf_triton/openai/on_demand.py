@@ -317,7 +317,8 @@ class OnDemand:
             entry = self._entries.setdefault(name, _Entry(name))
             if entry.change == changes.get(name, 0):  # otherwise Triton's answer may be older
                 self._adopt(entry, is_loaded)
-            self._see(entry, activity.get(name, Activity(0, float("inf"))))
+            if name in activity:
+                self._see(entry, activity[name])
 
     def _adopt(self, entry: _Entry, is_loaded: bool) -> None:
         if is_loaded and entry.state is State.UNLOADED:

@@ -85,13 +85,13 @@ class TritonRepository:
         return states
 
     async def activity(self) -> Mapping[str, Activity]:
-        """Of the loaded models, as Triton's statistics and the models' gauges say."""
+        """Of the loaded models, as Triton's statistics and the models' gauges say; empty if they are changing."""
         try:
             answer = await self._stub.ModelStatistics(
                 service_pb2.ModelStatisticsRequest(), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
             )
-        except grpc.aio.AioRpcError as error:
-            raise _error(error) from None
+        except grpc.aio.AioRpcError:
+            return {}
         in_flight = {} if self._metrics is None else await asyncio.to_thread(_read_gauges, self._metrics)
         idle_s = {
             stats.name: max(0.0, time.time() - stats.last_inference / 1e3)

@@ -22,7 +22,7 @@ import pytest
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.support.gateway import GatewayThread, wait_until
+from tests.support.gateway import GatewayThread, num_running, wait_until
 from tests.support.paths import ROOT
 from tests.support.serving import COMMAND, running
 from tests.support.slow_model import slow_model
@@ -155,6 +155,28 @@ def test_stream_in_flight_is_not_cut_by_another_model(repository: Path) -> None:
         other.join(60)
         assert text == whole
         assert len(others) == 1
+
+
+def test_direct_request_is_not_cut_by_another_model(repository: Path) -> None:
+    with served(repository) as server, on_demand(server, max_loaded=1) as gateway, connected(gateway) as client:
+        ask(client, "one")
+        direct = {"text_input": "Today", "max_new_tokens": 200, "stream": False}
+        url, answers = f"{server.http_url}/v2/models/one/generate", list[httpx.Response]()
+        request = threading.Thread(target=lambda: answers.append(httpx.post(url, json=direct, timeout=120)))
+        request.start()
+        wait_until(lambda: num_running(server) > 0)
+        assert ask(client, "two")
+        assert [answer.status_code for answer in answers] == [200]
+        request.join()
+
+
+def test_client_that_leaves_lets_the_load_go_on(repository: Path) -> None:
+    with served(repository) as server, on_demand(server) as gateway, connected(gateway) as client:
+        body = {"model": "two", "prompt": "Today", "max_tokens": 4}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=httpx.Timeout(20, read=0.2))
+        wait_until(lambda: loaded(client) == {"two"}, timeout_s=60)
+        assert ask(client, "two")
 
 
 def test_idle_model_is_unloaded_and_its_process_ends(repository: Path) -> None:

@@ -159,7 +159,7 @@ def test_direct_requests_keep_a_model() -> None:
         waiting = asyncio.ensure_future(use(on_demand, "b"))
         await settle()
         assert repository.log == ["load a"]
-        repository.direct.clear()
+        repository.direct["a"] = 0
         clock.now_s += 1.5
         await waiting
         assert repository.log == ["load a", "unload a", "load b"]
