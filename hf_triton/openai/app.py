@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
@@ -21,6 +22,7 @@ from hf_triton.openai.on_demand import OnDemand
 from hf_triton.openai.page import mount_page
 from hf_triton.openai.repository import TritonRepository
 from hf_triton.openai.security import ApiKeys, KeyCheck
+from hf_triton.openai.tracing import GatewayTracer
 from hf_triton.openai.triton import TritonModels
 from hf_triton.openai.triton_headers import read_headers
 
@@ -44,11 +46,13 @@ def build_app(config: GatewayConfig) -> FastAPI:
         SettingsError: The file of API keys or of Triton's headers cannot be read.
     """
     headers = None if config.triton_headers_file is None else read_headers(config.triton_headers_file)
-    metrics = Metrics()
+    metrics, tracer = Metrics(), GatewayTracer()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, GatewayConfig]]:
         async with contextlib.AsyncExitStack() as stack:
+            tracer.open(os.environ)
+            stack.push_async_callback(tracer.close)
             on_demand = (
                 await stack.enter_async_context(_on_demand(config, headers, metrics)) if config.on_demand else None
             )
@@ -73,7 +77,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    app.add_middleware(Observe, metrics=metrics)  # the outermost
+    app.add_middleware(Observe, metrics=metrics, tracer=tracer)  # the outermost
     return app
 
 

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hf_triton.errors import clip, where
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.metrics import Metrics
+from hf_triton.openai.tracing import GatewayTracer
 
 LOG: Final = logging.getLogger("hf_triton.openai")
 REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
@@ -25,9 +26,10 @@ CLIENT_LEFT: Final = 499
 class Observe:
     """ASGI middleware, the outermost: whatever happens inside, the request is answered, counted and logged."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: GatewayTracer) -> None:
         self._app = app
         self._metrics = metrics
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -38,6 +40,7 @@ class Observe:
         request_id = _request_id(scope)
         scope.setdefault("state", {}).update(request_id=request_id, arrival_s=arrival_s)
         status = 0
+        span = self._tracer.begin(scope)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -59,14 +62,20 @@ class Observe:
         finally:
             self._metrics.in_flight.dec()
             self._record(scope, status or CLIENT_LEFT, time.monotonic() - arrival_s)
+            if span is not None:
+                self._tracer.end(span, _endpoint(scope), status or CLIENT_LEFT)
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
-        endpoint = getattr(scope.get("route"), "path", OTHER)
+        endpoint = _endpoint(scope)
         self._metrics.requests.labels(endpoint, status).inc()
         self._metrics.duration.labels(endpoint).observe(duration_s)
         client = scope["client"][0] if scope.get("client") else "-"
         place, request_id = clip(scope["path"]), scope["state"]["request_id"]
         LOG.info("%s %s %s %d %.1f ms %s", client, scope["method"], place, status, duration_s * 1e3, request_id)
+
+
+def _endpoint(scope: Scope) -> str:
+    return str(getattr(scope.get("route"), "path", OTHER))
 
 
 def _request_id(scope: Scope) -> str:

@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.openai.errors import ApiError, model_not_found, triton_error
 from hf_triton.openai.on_demand import OnDemand, Use
+from hf_triton.openai.tracing import caller
 from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.ports import TEXT_OUTPUTS
 from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS
@@ -160,6 +161,10 @@ class TritonModels:
     async def close(self) -> None:
         """Cancel what is in flight and disconnect."""
         await self._channel.close()
+
+    def _call_headers(self) -> tuple[tuple[str, str], ...]:
+        """The headers of a generation's call."""
+        return (*self._headers, *caller().items())
 
     async def is_ready(self) -> bool:
         """Whether Triton answers that it is ready; with loading on demand, that it lives."""
@@ -315,7 +320,7 @@ class TritonModels:
             return responses[-1]
         message = _infer_request(folder, generation, is_stream=False)
         try:
-            return _read_outputs(await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._headers))
+            return _read_outputs(await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._call_headers()))
         except grpc.aio.AioRpcError as error:
             raise self._error(error, generation) from None
 
@@ -348,7 +353,7 @@ class TritonModels:
         self, folder: Folder, generation: Generation, timeout_s: float, *, is_stream: bool
     ) -> AsyncGenerator[Outputs]:
         message = _infer_request(folder, generation, is_stream=is_stream)
-        call = self._stub.ModelStreamInfer(timeout=timeout_s, metadata=self._headers)
+        call = self._stub.ModelStreamInfer(timeout=timeout_s, metadata=self._call_headers())
         try:
             await call.write(message)
             await call.done_writing()
@@ -433,7 +438,7 @@ def _infer_request(folder: Folder, generation: Generation, *, is_stream: bool) -
     """
     request = service_pb2.ModelInferRequest(model_name=folder.name, id=generation.request_id)
     returns = {f"return_{name}": True for name in generation.returns if name in folder.outputs}
-    parameters: dict[str, object] = {"stream": is_stream, **returns, **generation.options}
+    parameters: dict[str, object] = {"stream": is_stream, **returns, **generation.options, **caller()}
     try:
         if generation.sampling:
             parameters["sampling_parameters"] = json.dumps(generation.sampling)

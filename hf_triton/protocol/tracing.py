@@ -9,6 +9,8 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_triton.errors import where
+
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
@@ -70,7 +72,7 @@ class Tracing:
 
 
 def build_tracing(environment: Mapping[str, str], service_name: str) -> Tracing | None:
-    """Spans as the environment asks for them; None without. A missing package is a warning.
+    """Spans as the environment asks for them; None without. What prevents them is a warning.
 
     Args:
         environment: The process's; OpenTelemetry reads it too.
@@ -79,13 +81,20 @@ def build_tracing(environment: Mapping[str, str], service_name: str) -> Tracing 
     if not wants_traces(environment):
         return None
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        return Tracing(_build_provider(environment, service_name))
     except ImportError:
         logger.warning("no traces: OpenTelemetry is not installed: pip install 'hf-triton[tracing]'")
-        return None
+    except Exception as error:  # a variable that OpenTelemetry cannot read
+        logger.warning("no traces: OpenTelemetry does not start (%s)", where(error))
+    return None
+
+
+def _build_provider(environment: Mapping[str, str], service_name: str) -> TracerProvider:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     protocol = next(filter(None, map(environment.get, PROTOCOLS)), "")
     if protocol not in HTTP:
         logger.warning("traces are sent as http/protobuf, and not as %s, to the endpoint given", protocol)
@@ -94,4 +103,4 @@ def build_tracing(environment: Mapping[str, str], service_name: str) -> Tracing 
         resource = resource.merge(Resource({"service.name": service_name}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return Tracing(provider)
+    return provider

@@ -126,9 +126,5 @@ class RequestTracer:
 
 def build_request_tracer(environment: Mapping[str, str], model_name: str) -> RequestTracer | None:
     """The tracer of a model's requests; None if the environment asks for no spans, or OpenTelemetry is missing."""
-    try:
-        tracing = build_tracing(environment, "hf_triton")
-    except Exception as error:  # a variable that OpenTelemetry cannot read
-        logger.warning("no traces: OpenTelemetry does not start (%s)", where(error))
-        return None
+    tracing = build_tracing(environment, "hf_triton")
     return None if tracing is None else RequestTracer(tracing, model_name)

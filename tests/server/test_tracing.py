@@ -2,17 +2,20 @@
 """Spans of a real server in a real collector's protocol: parents, times, errors, a collector that is down."""
 
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
-from hf_triton.protocol.tracing import wants_traces
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.protocol.tracing import build_tracing, wants_traces
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, generate_stream, infer, open_stream, post
-from tests.support.gateway import add_demo
+from tests.support.gateway import GatewayThread, add_demo
 from tests.support.otlp import ERROR, Collector, Span
 from tests.support.slow_model import DECOUPLED, slow_model
 
@@ -137,6 +140,45 @@ def test_below_tritons_own_trace_and_a_forwarded_header(repository: Path) -> Non
         assert request.parent_id != span_id
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_gateways_span_is_between_caller_and_model(
+    server: TritonServer, collector: Collector, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    for name, value in collector.environment.items():
+        monkeypatch.setenv(name, value)
+    trace_id, span_id, traceparent = new_trace()
+    chat = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4, "stream": is_stream}
+    with (
+        GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as gateway,
+        httpx.Client(trust_env=False, timeout=60, headers={"traceparent": traceparent}) as client,
+    ):
+        answer = client.post(f"{gateway.url}/v1/chat/completions", json=chat)
+        assert answer.status_code == 200, answer.text
+        assert client.get(f"{gateway.url}/v1/models").status_code == 200
+    spans = collector.wait_for(5, trace_id)
+    (outer,) = (span for span in spans if span.service == "hf_triton_gateway")
+    request, *phases = in_order([span for span in spans if span is not outer])
+    assert (outer.name, outer.parent_id, request.parent_id) == ("POST /v1/chat/completions", span_id, outer.span_id)
+    assert outer.attributes["http.response.status_code"] == 200
+    assert outer.start_ns <= request.start_ns < outer.end_ns
+    assert len(phases) == 3
+    assert b"Wolverine" not in collector.texts
+
+
+def test_a_gateway_without_spans_passes_the_caller_on(server: TritonServer, collector: Collector) -> None:
+    trace_id, span_id, traceparent = new_trace()
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 4}
+    with (
+        GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as gateway,
+        httpx.Client(trust_env=False, timeout=60) as client,
+    ):
+        url = f"{gateway.url}/v1/completions"
+        assert client.post(url, json=body, headers={"traceparent": traceparent}).status_code == 200
+        assert client.post(url, json=body, headers={"traceparent": "00-nonsense"}).status_code == 200
+    request, *_ = in_order(collector.wait_for(4, trace_id))
+    assert request.parent_id == span_id
+
+
 def test_a_forwarded_header_is_the_parent(repository: Path) -> None:
     with Collector() as collector:
         trace_id, span_id, traceparent = new_trace()
@@ -155,6 +197,14 @@ def test_without_a_collector_every_request_is_answered(repository: Path) -> None
         statuses = list(pool.map(lambda _: infer_in(server, ""), range(NUM_REQUESTS)))
         assert statuses == [200] * NUM_REQUESTS
         assert server.stop() == 0
+
+
+def test_a_missing_package_is_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    assert build_tracing({"OTEL_TRACES_EXPORTER": "otlp"}, "any") is None
+    assert [record.message for record in caplog.records] == [
+        "no traces: OpenTelemetry is not installed: pip install 'hf-triton[tracing]'"
+    ]
 
 
 @pytest.mark.parametrize(
