@@ -158,6 +158,13 @@ def open_local(request: urllib.request.Request | str, timeout_s: float) -> Any:
     return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s)
 
 
+def restricted_api_headers(arguments: Sequence[str]) -> dict[str, str]:
+    """The headers that `--http-restricted-api=API,...:NAME=VALUE` in tritonserver's arguments asks for."""
+    flag = "--http-restricted-api="
+    keys = [argument.removeprefix(flag).partition(":")[2] for argument in arguments if argument.startswith(flag)]
+    return {name: value for name, equals, value in (key.partition("=") for key in keys) if equals}
+
+
 def is_shell_safe(name: str) -> bool:
     """Whether a name or path has ASCII letters, digits and `@%_-+=:,./` only.
 
@@ -223,6 +230,7 @@ class TritonServer:
         self.grpc_url = f"{host}:{grpc}"
         self.metrics_url = f"http://{host}:{metrics}/metrics"
         self._arguments = list(arguments)
+        self._headers = restricted_api_headers(self._arguments)
         self._environment = server_environment(environment)
         self._shm_prefix = f"hf_triton_{os.getpid()}_{http}_"
         self._ready_timeout_s = ready_timeout_s
@@ -328,7 +336,7 @@ class TritonServer:
 
     def _status(self, path: str) -> int:
         try:
-            with open_local(self.http_url + path, 5) as response:
+            with open_local(urllib.request.Request(self.http_url + path, headers=self._headers), 5) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             with error:
@@ -349,7 +357,7 @@ class TritonServer:
         return config
 
     def _json(self, path: str, data: bytes | None = None) -> Any:
-        request = urllib.request.Request(self.http_url + path, data=data)
+        request = urllib.request.Request(self.http_url + path, data, self._headers)
         request.add_header("Connection", "close")
         with open_local(request, 5) as response:
             return json.load(response)

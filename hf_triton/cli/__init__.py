@@ -14,7 +14,9 @@ from hf_triton.cli.exit_codes import EXIT_CODES, FAILED
 from hf_triton.cli.generate import generate
 from hf_triton.cli.listing import list_models
 from hf_triton.cli.models import load, unload
+from hf_triton.cli.new import new
 from hf_triton.cli.openai import openai
+from hf_triton.cli.pull import pull
 from hf_triton.cli.serve import serve
 from hf_triton.cli.status import status
 from hf_triton.errors import HfTritonError
@@ -28,7 +30,7 @@ def cli() -> None:
 
 cli.add_command(serve)
 cli.add_command(openai)
-for command in (list_models, status, load, unload, generate, chat, bench):
+for command in (new, pull, list_models, status, load, unload, generate, chat, bench):
     cli.add_command(command)
 
 

@@ -7,12 +7,17 @@ from collections.abc import Mapping
 from typing import Final
 
 FAILED: Final = 1
+USAGE: Final = 2
+"""Also of click."""
 NOT_FOUND: Final = 3
 UNREACHABLE: Final = 4
 INTERRUPTED: Final = 130
 
 EXIT_CODES: Final[Mapping[str, int]] = {
-    **dict.fromkeys(("model_not_found", "restricted"), NOT_FOUND),
-    "server_unreachable": UNREACHABLE,
+    **dict.fromkeys(("model_not_found", "restricted", "path_not_found"), NOT_FOUND),
+    **dict.fromkeys(("hub_not_found", "hub_revision_not_found", "hub_auth", "hub_gated"), NOT_FOUND),
+    **dict.fromkeys(("server_unreachable", "hub_unavailable", "hub_timeout", "hub_rate_limited"), UNREACHABLE),
+    "offline_and_not_cached": UNREACHABLE,
+    "invalid_setting": USAGE,
 }
-"""Other errors are FAILED; click's own, for wrong usage, are 2."""
+"""Other errors are FAILED."""

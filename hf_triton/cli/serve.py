@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,21 +15,41 @@ import click
 
 from hf_triton.cli.doors import door_repository
 from hf_triton.cli.examples import TRY, choose_folder, example_requests, openai_request, takes_chats
-from hf_triton.cli.folders import defects, guess_reason, is_model_folder, model_folders, with_remedy
+from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
 from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.gateway_options import BESIDE_TRITON, gateway_options, read_config
+from hf_triton.cli.model_folder import SET, TASK
 from hf_triton.cli.openai import require_gateway
 from hf_triton.cli.ports import PORT, check_ports
 from hf_triton.cli.repositories import served_repository
+from hf_triton.cli.sources import is_repository, model_repository, split_flags
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import TritonServer
+from hf_triton.stream_door.model import SUFFIX
 
 DEFAULT_OPENAI_PORT: Final = GatewayConfig.model_fields["port"].default
+EXPLICIT: Final = "--model-control-mode=explicit"
+LOAD: Final = "--load-model="
+OWN_FLAGS: Final[Mapping[str, str]] = {
+    **{f"--{port}-port": f"--{port}-port" for port in ("http", "grpc", "metrics")},
+    **{f"--{port}-address": "--host" for port in ("http", "grpc", "metrics")},
+    "--exit-on-error": "--exit-on-error",
+    "--model-repository": "a model repository",
+}
+"""tritonserver's flags that have an option of their own."""
+EXAMPLES: Final = """\b
+Examples:
+  hf-triton serve Qwen/Qwen3-0.6B --set max_output_length=200
+  hf-triton serve model_repository -- --model-control-mode=explicit
+"""
 
 
-@click.command()
-@click.argument("model_repository", type=click.Path(exists=True, file_okay=False, path_type=Path), required=False)
+@click.command(epilog=EXAMPLES)
+@click.argument("what", nargs=-1, metavar="[MODEL|FOLDER]... [-- TRITON FLAGS]")
+@click.option("--stream", is_flag=True, help="Checkpoints' folders stream themselves, and refuse /infer.")
+@TASK
+@SET
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--http-port", type=PORT, default=8000, show_default=True)
 @click.option("--grpc-port", type=PORT, default=8001, show_default=True)
@@ -53,7 +73,10 @@ DEFAULT_OPENAI_PORT: Final = GatewayConfig.model_fields["port"].default
 @click.option("--verbose", is_flag=True, help="Show the server's own log.")
 @gateway_options(BESIDE_TRITON)
 def serve(
-    model_repository: Path | None,
+    what: Sequence[str],
+    stream: bool,
+    task: str,
+    settings: Mapping[str, str],
     host: str,
     http_port: int,
     grpc_port: int,
@@ -66,15 +89,24 @@ def serve(
     verbose: bool,
     **gateway_values: Any,
 ) -> None:
-    """Serve the folders in MODEL_REPOSITORY; without one, the small demo model that comes with hf_triton."""
+    """Serve models: names on the Hub, paths of checkpoints, model folders, or a model repository.
+
+    Without any, serve the small demo model that comes with hf_triton. Nothing is written but to the Hub's cache. Flags
+    of tritonserver itself follow behind `--`.
+    """
+    what, flags = split_flags(what)
+    _check_flags(flags)
+    if not what and (settings or stream):
+        raise click.UsageError("--set and --stream are for models: name one")
     ports = {"--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port}
     check_ports(ports | ({"--openai-port": openai_port} if openai else {}))
-    excluded = {} if model_repository is None else _check_folders(model_repository, exit_on_error)
-    log = sys.stderr.fileno() if verbose or model_repository is not None else None
+    log = sys.stderr.fileno() if verbose or what else None
     gateway = None
     on_demand = bool(gateway_values["on_demand"])
     if on_demand and not openai:
         raise click.UsageError("--on-demand needs the gateway, which loads the models: leave --no-openai out")
+    if on_demand and EXPLICIT not in flags:
+        flags = [*flags, EXPLICIT]
     if openai:
         require_gateway()
         triton = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{grpc_port}"
@@ -84,13 +116,18 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's `&` ignores SIGINT
         signal.signal(number, signal.default_int_handler)
     with contextlib.ExitStack() as stack:
-        repository = stack.enter_context(served_repository(model_repository, excluded))
+        given = Path(what[0]) if len(what) == 1 and is_repository(what[0]) and not (settings or stream) else None
+        if given is None and what:
+            given = stack.enter_context(model_repository(what, settings, stream=stream))
+        excluded = {} if given is None else _check_folders(given, exit_on_error)
+        repository = stack.enter_context(served_repository(given, excluded))
+        door_folders = stack.enter_context(door_repository(repository, excluded)) if doors else None
         server = TritonServer(
             repository,
-            *([stack.enter_context(door_repository(repository, excluded))] if doors else []),
+            *([door_folders] if door_folders else []),
             ports=(http_port, grpc_port, metrics_port),
             host=host,
-            arguments=["--model-control-mode=explicit"] if on_demand else [],
+            arguments=[*flags, *_load_doors(flags, door_folders)],
             ready_timeout_s=load_timeout,
             log=log,
         )
@@ -101,7 +138,7 @@ def serve(
             if on_demand and gateway is not None:
                 _show_on_demand(server, gateway.config, excluded)
             else:
-                _show(server, gateway, excluded, exit_on_error)
+                _show(server, gateway, excluded, exit_on_error, is_explicit=EXPLICIT in flags)
             was_ready = True
             _wait(server, gateway)
     was_killed = was_ready and server.process is not None and server.process.returncode != 0
@@ -138,11 +175,6 @@ def _check_folders(repository: Path, exit_on_error: bool) -> Mapping[str, str]:
         click.UsageError: The folder is not a model repository.
         ServerError: All of its folders have defects, or one has and `exit_on_error` is set.
     """
-    if is_model_folder(repository):
-        raise click.UsageError(
-            f"{repository} is a model folder, not a model repository: pass its parent folder to serve all folders in "
-            "it; to serve this one alone, copy it into a new folder and pass that"
-        )
     folders = model_folders(repository)
     if not folders:
         raise click.UsageError(f"there is no model folder in {repository}: copy one in")
@@ -153,13 +185,37 @@ def _check_folders(repository: Path, exit_on_error: bool) -> Mapping[str, str]:
     return excluded
 
 
+def _check_flags(flags: Sequence[str]) -> None:
+    """Refuse flags that the command sets itself.
+
+    Raises:
+        click.UsageError: There is one.
+    """
+    for flag in flags:
+        own = OWN_FLAGS.get(flag.partition("=")[0])
+        if own:
+            raise click.UsageError(f"{flag} is for the command itself: give {own} before --")
+
+
+def _load_doors(flags: Sequence[str], doors: Path | None) -> list[str]:
+    """The flags that load the stream doors of the folders which flags load."""
+    loaded = [flag.removeprefix(LOAD) for flag in flags if flag.startswith(LOAD)]
+    names = [f"{name}{SUFFIX}" for name in loaded]
+    return [f"{LOAD}{name}" for name in names if doors and (doors / name).exists()]
+
+
 def _refusal(is_none_served: bool) -> str:
     subject = "no model is served" if is_none_served else "a model cannot be served, and --exit-on-error is set"
     return f"{subject}: correct the errors above"
 
 
 def _show(
-    server: TritonServer, gateway: GatewayProcess | None, excluded: Mapping[str, str], exit_on_error: bool
+    server: TritonServer,
+    gateway: GatewayProcess | None,
+    excluded: Mapping[str, str],
+    exit_on_error: bool,
+    *,
+    is_explicit: bool,
 ) -> None:
     """Print which folders are served, and why the others are not.
 
@@ -172,9 +228,12 @@ def _show(
     reasons = {
         model.name: with_remedy(model.sentence) or guess_reason(server.model_repository / model.name)
         for model in models
-        if model.name not in ready
+        if model.name not in ready and (model.reason or not is_explicit)
     }
     _show_reasons({**excluded, **reasons})
+    if is_explicit and not (ready or reasons):
+        click.echo("Ready; no model is loaded: `hf-triton load NAME` loads one.")
+        return
     if not ready or (reasons and exit_on_error):
         more = "--verbose shows the server's log" if server.read_log() else "the log above it may say more"
         raise ServerError("server_failed", f"{_refusal(not ready)}; {more}")

@@ -37,7 +37,13 @@ class DownloadLimits:
     log_interval_s: float = 10.0
 
 
-def download(spec: CheckpointSpec, cache_dir: Path, environment: Mapping[str, str], limits: DownloadLimits) -> Path:
+def download(
+    spec: CheckpointSpec,
+    cache_dir: Path,
+    environment: Mapping[str, str],
+    limits: DownloadLimits,
+    on_event: Callable[[_Event], None] = lambda event: None,
+) -> Path:
     """Download a checkpoint; progress and retries are logged.
 
     Args:
@@ -45,6 +51,7 @@ def download(spec: CheckpointSpec, cache_dir: Path, environment: Mapping[str, st
         cache_dir: A cache in the layout of the Hub's client.
         environment: The process's, including the access token in HF_TOKEN.
         limits: When to give up.
+        on_event: Gets each event, see `hf_triton.hub.download`.
 
     Returns:
         The snapshot folder, which has every needed file.
@@ -73,6 +80,7 @@ def download(spec: CheckpointSpec, cache_dir: Path, environment: Mapping[str, st
                     "whether it starts, and try again",
                 )
             watch.update(event)
+            on_event(event)
 
 
 class DownloadWatch:

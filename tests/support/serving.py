@@ -26,7 +26,7 @@ class Serving:
         self._output = output
         with output.open("wb") as file:
             self.process = subprocess.Popen(
-                [COMMAND, "serve", *arguments, *port_options(ports)],
+                [COMMAND, "serve", *port_options(ports), *arguments],
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
@@ -76,7 +76,7 @@ def port_options(ports: list[int]) -> list[str]:
 
 
 def serve_until_exit(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [COMMAND, "serve", *arguments, *port_options(free_ports(len(PORTS)))]
+    command = [COMMAND, "serve", *port_options(free_ports(len(PORTS))), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes model folders: for `hf-triton new` into the user's tree, for `hf-triton serve ID` into a temporary one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import click
+
+from hf_triton.errors import SettingsError, clip
+from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
+
+TASKS: Final = ("text-generation",)
+DECOUPLED: Final = "model_transaction_policy { decoupled: true }\n"
+MODEL: Final = '''# SPDX-License-Identifier: Apache-2.0
+import hf_triton
+
+
+class TritonPythonModel(hf_triton.TritonPythonModel):
+    """Adds nothing: config.pbtxt names the checkpoint."""
+'''
+HUB_NAME: Final = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([\w./-]+))?")
+"""A name on the Hub, and the revision behind `@`."""
+
+
+def folder_name(model: str, taken: Collection[str] = ()) -> str:
+    """A folder's name for a checkpoint: the last part of its name in lower case, made unique by a number."""
+    last = Path(model).name.lower()
+    name = re.sub(r"[^a-z0-9._-]+", "-", last).strip("-.") or "model"
+    number = 2
+    unique = name
+    while unique in taken:
+        unique, number = f"{name}-{number}", number + 1
+    return unique
+
+
+def model_settings(model: str, more: Mapping[str, str]) -> dict[str, str]:
+    """The settings of a folder: the checkpoint, and what is given beside it.
+
+    Args:
+        model: A name on the Hub, with `@REVISION` or without, or a path.
+        more: Further settings, by name.
+    """
+    named = HUB_NAME.fullmatch(model)
+    if os.path.isdir(os.path.expanduser(model)):
+        own = {"huggingface_model": os.path.abspath(os.path.expanduser(model))}
+    elif named and named[2]:
+        own = {"huggingface_model": named[1], "revision": named[2]}
+    else:
+        own = {"huggingface_model": model}
+    for name in own.keys() & more.keys():
+        raise SettingsError(f"{name} is given twice, by the model's name and by --set: leave one out")
+    return own | dict(more)
+
+
+def check_settings(settings: Mapping[str, str]) -> LoadedSettings[ModelSettings]:
+    """Check a folder's settings.
+
+    Raises:
+        SettingsError: One is unknown or impossible.
+    """
+    return load_settings(settings, os.environ, ModelSettings)
+
+
+def write_model_folder(folder: Path, settings: Mapping[str, str], *, stream: bool = False) -> None:
+    """Write a folder that Triton loads as it is.
+
+    Args:
+        folder: It must not exist.
+        settings: By name; `huggingface_model` is one of them.
+        stream: Whether it streams itself, and so refuses `/infer`.
+
+    Raises:
+        SettingsError: A setting is unknown or impossible.
+        FileExistsError: The folder exists.
+    """
+    check_settings(settings)
+    lines = [
+        f"parameters {{ key: {_quoted(key)} value {{ string_value: {_quoted(settings[key])} }} }}" for key in settings
+    ]
+    (folder / "1").mkdir(parents=True)
+    config = 'backend: "python"\n' + (DECOUPLED if stream else "") + "\n" + "\n".join(lines) + "\n"
+    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+    (folder / "1" / "model.py").write_text(MODEL)
+
+
+def _quoted(text: str) -> str:
+    """A string of a config.pbtxt."""
+    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    return '"' + "".join(escapes.get(char, char) for char in text) + '"'
+
+
+def read_settings(context: click.Context, option: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """The `--set key=value` of a command, by key."""
+    settings: dict[str, str] = {}
+    for given in values:
+        name, equals, text = given.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"must be KEY=VALUE, got {clip(given)}")
+        if name in settings:
+            raise click.BadParameter(f"{clip(name)} is given twice: give it once")
+        settings[name] = text
+    return settings
+
+
+SET: Final = click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", callback=read_settings, help="A setting. Repeatable."
+)
+TASK: Final = click.option(
+    "--task", type=click.Choice(TASKS), default=TASKS[0], show_default=True, help="What the model does."
+)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton new`: writes a model folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from hf_triton.cli.doors import DOOR_FOLDER
+from hf_triton.cli.model_folder import SET, TASK, model_settings, write_model_folder
+from hf_triton.errors import clip
+from hf_triton.server import is_shell_safe
+from hf_triton.stream_door.model import SUFFIX
+
+
+@click.command(epilog="Example: hf-triton new qwen3 --model Qwen/Qwen3-0.6B --into model_repository")
+@click.argument("name")
+@click.option("--model", required=True, help="Hub name, with @REVISION or without, or path of a checkpoint.")
+@click.option(
+    "--into",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=".",
+    show_default=True,
+    help="The model repository.",
+)
+@click.option("--stream", is_flag=True, help="The folder streams itself; it refuses /infer then.")
+@click.option("--stream-door", is_flag=True, help=f"Add a stream door, NAME{SUFFIX}.")
+@TASK
+@SET
+def new(
+    name: str, model: str, into: Path, stream: bool, stream_door: bool, task: str, settings: Mapping[str, str]
+) -> None:
+    """Write the model folder NAME."""
+    if stream and stream_door:
+        raise click.UsageError("--stream and --stream-door exclude each other: a folder that streams needs no door")
+    if not name.isascii() or "/" in name or name.startswith(".") or not is_shell_safe(name):
+        raise click.UsageError(f"NAME must have ASCII letters, digits and . _ - only, got {clip(name)}")
+    folders = [into / name, *([into / f"{name}{SUFFIX}"] if stream_door else [])]
+    for folder in folders:
+        if folder.exists():
+            raise click.UsageError(f"{folder} exists: choose another name, or remove it")
+    write_model_folder(folders[0], model_settings(model, settings), stream=stream)
+    for door in folders[1:]:
+        shutil.copytree(DOOR_FOLDER, door, ignore=shutil.ignore_patterns("__pycache__"))
+    click.echo(f"Wrote {' and '.join(map(str, folders))}. Serve it: hf-triton serve {folders[0]}")

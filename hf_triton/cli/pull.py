@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton pull`: downloads checkpoints into the cache, or into a folder for a machine without network."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from hf_triton.cli.download import fetch, use_standard_cache
+from hf_triton.cli.model_folder import SET, check_settings, model_settings
+from hf_triton.errors import HubError
+
+
+@click.command(epilog="Example: hf-triton pull Qwen/Qwen3-0.6B --into-folder qwen3-checkpoint")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.option(
+    "--into-folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Copy the checkpoint there, as plain files; huggingface_model may be this path.",
+)
+@SET
+def pull(models: Sequence[str], into_folder: Path | None, settings: Mapping[str, str]) -> None:
+    """Download MODEL, a Hub name with @REVISION or without, unless the cache has it."""
+    if into_folder is not None and (len(models) > 1 or (into_folder.exists() and any(into_folder.iterdir()))):
+        raise click.UsageError("--into-folder takes one model and a folder that is empty or does not exist")
+    use_standard_cache()
+    for model in models:
+        folder = fetch(Path.cwd(), check_settings(model_settings(model, settings)).settings)
+        if into_folder is not None:
+            folder = _copy(folder, into_folder)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        click.echo(f"{model}: {folder} ({size / 1e9:.2f} GB)")
+
+
+def _copy(snapshot: Path, folder: Path) -> Path:
+    """Copy a snapshot's files; its links point into the cache."""
+    try:
+        shutil.copytree(snapshot, folder, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as error:
+        raise HubError("disk_full", f"the checkpoint cannot be copied to {folder}: {error}") from None
+    return folder

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `hf-triton serve` is asked to serve: names on the Hub, checkpoints, model folders, model repositories."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from hf_triton.cli.download import fetch, use_standard_cache
+from hf_triton.cli.folders import is_model_folder, model_folders
+from hf_triton.cli.model_folder import HUB_NAME, check_settings, folder_name, model_settings, write_model_folder
+from hf_triton.errors import HubError, clip
+
+
+def is_repository(path: str) -> bool:
+    """Whether a path is a folder of model folders, or an empty one."""
+    folder = Path(path).expanduser()
+    return folder.is_dir() and not is_model_folder(folder) and not (folder / "config.json").exists()
+
+
+def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What to serve, and tritonserver's flags, which stand behind `--`.
+
+    Raises:
+        click.UsageError: A flag is apart from its value.
+    """
+    flags = [word for word in words if word.startswith("-")]
+    what = [word for word in words if not word.startswith("-")]
+    if flags and list(words[len(what) :]) != flags:
+        raise click.UsageError("behind -- are tritonserver's flags alone: write --flag=value")
+    return what, flags
+
+
+@contextlib.contextmanager
+def model_repository(what: Sequence[str], settings: Mapping[str, str], *, stream: bool) -> Iterator[Path]:
+    """A temporary model repository of links to the user's folders and of folders written for checkpoints.
+
+    Checkpoints of the Hub are downloaded first.
+
+    Args:
+        what: Hub names, and paths of checkpoints, model folders and model repositories.
+        settings: Of each checkpoint's folder, by name.
+        stream: Whether these folders stream themselves.
+
+    Raises:
+        click.UsageError: Settings are given for a model folder, or two folders have one name.
+        HfTritonError: A model does not exist, cannot be downloaded, or has a wrong setting.
+    """
+    use_standard_cache()
+    with tempfile.TemporaryDirectory(prefix="hf_triton_served_") as root:
+        for word in what:
+            path = Path(word).expanduser()
+            if is_model_folder(path):
+                _refuse_settings(word, settings, stream=stream)
+                _link(path, Path(root))
+            elif is_repository(word):
+                _refuse_settings(word, settings, stream=stream)
+                for folder in model_folders(path):
+                    _link(folder, Path(root))
+            else:
+                _write(word, Path(root), settings, stream=stream)
+        yield Path(root)
+
+
+def _refuse_settings(word: str, settings: Mapping[str, str], *, stream: bool) -> None:
+    if settings or stream:
+        option = "--set" if settings else "--stream"
+        raise click.UsageError(f"{option} is for models without a folder: edit the config.pbtxt in {word}")
+
+
+def _link(folder: Path, repository: Path) -> None:
+    link = repository / folder.name
+    if link.is_symlink() or link.exists():
+        raise click.UsageError(f"two folders are named {folder.name}: rename one")
+    link.symlink_to(folder.resolve())
+
+
+def _write(model: str, repository: Path, settings: Mapping[str, str], *, stream: bool) -> None:
+    own = model_settings(model, settings)
+    if not _may_exist(own["huggingface_model"]):
+        raise HubError("path_not_found", f"there is no folder {clip(model)}, and it is no name on the Hub (OWNER/NAME)")
+    name = folder_name(own["huggingface_model"], os.listdir(repository))
+    loaded = check_settings(own).settings
+    write_model_folder(repository / name, own, stream=stream)
+    try:
+        fetch(repository / name, loaded)
+    except HubError as error:
+        similar = Path(model).parent if Path(model).parent.is_dir() and "/" in model else None
+        more = f" (there is no such folder in {similar} either)" if similar else ""
+        raise HubError(error.code, error.sentence + more) from None
+
+
+def _may_exist(name: str) -> bool:
+    """Whether it is a folder, or has the form of a name on the Hub."""
+    return os.path.isdir(name) or (not name.startswith(("/", ".", "~")) and HUB_NAME.fullmatch(name) is not None)

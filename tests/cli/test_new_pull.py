@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton new` writes folders that load as they are; `hf-triton pull` fills the cache or a folder."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
+from tests.support.client import generate
+from tests.support.commands import hf_triton
+
+NAME = "Qwen/Qwen3-0.6B"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
+    with LoopbackHub() as hub:
+        hub.add(NAME, build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", "qwen3"))
+        yield hub
+
+
+def test_a_new_folder_loads_as_it_is_after_a_pull(hub: LoopbackHub, tmp_path: Path) -> None:
+    environment = hub.environment() | {"HF_HOME": str(tmp_path / "home")}
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    options = [f"--model={NAME}", f"--into={repository}", "--stream-door", "--set", "max_output_length=3"]
+    done = hf_triton("new", "mine", *options)
+    assert done.returncode == 0, done.stderr
+    pulled = hf_triton("pull", NAME, **environment)
+    assert pulled.returncode == 0, pulled.stderr
+    offline = environment | {"HF_HUB_OFFLINE": "1"}
+    with TritonServer(repository, environment=offline) as server:
+        assert {model.name for model in server.models() if model.state == "READY"} == {"mine", "mine_stream"}
+        assert generate(server, "mine", "Hello").json()["text_output"]
+
+
+def test_a_pulled_folder_serves_without_the_hub(hub: LoopbackHub, tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    done = hf_triton("pull", NAME, f"--into-folder={folder}", HF_HOME=str(tmp_path / "home"), **hub.environment())
+    assert done.returncode == 0, done.stderr
+    assert str(folder) in done.stdout
+    assert not any(path.is_symlink() for path in folder.rglob("*"))
+    assert hf_triton("new", "mine", f"--model={folder}", f"--into={tmp_path}").returncode == 0
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "mine").rename(tmp_path / "repository" / "mine")
+    with TritonServer(tmp_path / "repository", environment={"HF_HUB_OFFLINE": "1"}) as server:
+        assert generate(server, "mine", "Hello").json()["text_output"]
+
+
+WRONG = {
+    "existing folder": (["new", "here", "--model=a/b"], 2, "here exists: choose another name"),
+    "no model": (["new", "mine"], 2, "--model"),
+    "bad name": (["new", "a b", "--model=a/b"], 2, "NAME must have ASCII letters"),
+    "two ways to stream": (["new", "mine", "--model=a/b", "--stream", "--stream-door"], 2, "exclude each other"),
+    "unknown setting": (["new", "mine", "--model=a/b", "--set", "dtipe=int8"], 2, "did you mean 'dtype'?"),
+    "a name twice": (["new", "mine", "--model=a/b", "--set", "huggingface_model=c/d"], 2, "is given twice"),
+    "no repository": (["new", "mine", "--model=a/b", "--into=nowhere"], 2, "'nowhere' does not exist"),
+    "nothing to pull": (["pull", "nobody/nothing"], 3, "hub_not_found"),
+    "two into one folder": (["pull", "a/b", "c/d", "--into-folder=x"], 2, "takes one model"),
+    "a folder that is not empty": (
+        ["pull", "a/b", "--into-folder=here"],
+        2,
+        "takes one model and a folder that is empty",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use_has_a_sentence_and_an_exit_code(
+    case: str, hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, code, sentence = WRONG[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").touch()
+    done = hf_triton(*arguments, HF_HOME=str(tmp_path / "home"), COLUMNS="200", **hub.environment())
+    assert done.returncode == code, done.stderr
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(os.listdir(tmp_path)) in (["here"], ["here", "home"])
+
+
+def test_a_broken_download_is_resumed(hub: LoopbackHub, tmp_path: Path) -> None:
+    hub.fail(503, path=f"{NAME}/resolve")
+    environment = hub.environment() | {"HF_HOME": str(tmp_path / "home")}
+    assert hf_triton("pull", NAME, **environment).returncode == 4
+    hub.heal()
+    assert hf_triton("pull", NAME, **environment).returncode == 0

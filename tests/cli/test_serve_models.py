@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton serve` with names, checkpoints and folders, with tritonserver's flags, and wrong uses of both."""
+
+import json
+import os
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hf_triton.testing import LoopbackHub, build_tiny_checkpoint
+from tests.support.commands import hf_triton
+from tests.support.paths import ROOT
+from tests.support.serving import COMMAND, running, serve_until_exit
+
+NAME = "Qwen/Qwen3-0.6B"
+GATED = "meta-llama/Llama-3.2-1B"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", "qwen3")
+
+
+@pytest.fixture
+def hub(checkpoint: Path) -> Iterator[LoopbackHub]:
+    with LoopbackHub() as hub:
+        hub.add(NAME, checkpoint)
+        hub.add(GATED, checkpoint, gated=True)
+        yield hub
+
+
+def ask(port: int, path: str, body: dict[str, object] | None = None, **headers: str) -> dict[str, object]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        loaded: dict[str, object] = json.load(answer)
+        return loaded
+
+
+def generate(port: int, name: str) -> object:
+    return ask(port, f"/v2/models/{name}/generate", {"text_input": "Hello", "max_new_tokens": 4})["text_output"]
+
+
+def test_names_checkpoints_and_folders_are_served_at_once(hub: LoopbackHub, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(ROOT / "falcon7b", folder)
+    config = folder / "config.pbtxt"
+    config.write_text(config.read_text().replace("tiiuae/falcon-7b", str(checkpoint)))
+    before = sorted(tmp_path.rglob("*"))
+    what = [NAME, str(checkpoint), str(folder)]
+    environment = hub.environment() | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": ""}
+    with running(*what, output=tmp_path / "output", **environment) as serving:
+        output = serving.wait_for("Ready: mine, qwen3-0.6b, tiny.")
+        serving.wait_for("/v1/")
+        texts = {generate(serving.http_port, name) for name in ("mine", "qwen3-0.6b", "tiny")}
+    assert len(texts) == 1
+    assert f"{NAME} (revision main): downloading" in output
+    left = {path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts}
+    assert left - {path for path in left if path.is_relative_to(tmp_path / "home")} == {*before, tmp_path / "output"}
+
+
+def test_settings_apply_to_what_has_no_folder(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = [str(checkpoint), "--stream", "--set", "max_output_length=3", "--no-openai"]
+    with running(*arguments, output=tmp_path / "output") as serving:
+        serving.wait_for("Ready: tiny.")
+        config = ask(serving.http_port, "/v2/models/tiny/config")
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    assert config["parameters"]["max_output_length"] == {"string_value": "3"}  # type: ignore[index]
+
+
+def test_explicit_mode_and_restricted_apis(checkpoint: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    assert hf_triton("new", "tiny", f"--model={checkpoint}", f"--into={tmp_path}").returncode == 0
+    repository.mkdir()
+    (tmp_path / "tiny").rename(repository / "tiny")
+    restricted = "--http-restricted-api=health,metadata,model-repository:secret=open"
+    flags = ["--", "--model-control-mode=explicit", restricted]
+    with running(str(repository), "--no-openai", *flags, output=tmp_path / "output") as serving:
+        serving.wait_for("no model is loaded: `hf-triton load NAME` loads one")
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            ask(serving.http_port, "/v2/repository/index", {})
+        load = urllib.request.Request(
+            f"http://127.0.0.1:{serving.http_port}/v2/repository/models/tiny/load", b"{}", {"secret": "open"}
+        )
+        with urllib.request.urlopen(load, timeout=60):
+            pass
+        assert generate(serving.http_port, "tiny")
+
+
+def test_models_named_by_a_flag_are_loaded_with_their_doors(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--", "--model-control-mode=explicit", "--load-model=tiny"]
+    with running(str(checkpoint), *flags, output=tmp_path / "output") as serving:
+        serving.wait_for("/v1/")
+        assert ask(serving.http_port, "/v2/models/tiny_stream/config")["name"] == "tiny_stream"
+
+
+WRONG = {
+    "no such folder": (["./nowhere"], 3, "there is no folder './nowhere', and it is no name on the Hub"),
+    "no such name": (["nobody/nothing"], 3, "hub_not_found"),
+    "gated": ([GATED], 3, "hub_gated"),
+    "no such revision": ([f"{NAME}@v9"], 3, "hub_revision_not_found"),
+    "unknown setting": ([NAME, "--set", "max_output_lenght=3"], 2, "did you mean 'max_output_length'?"),
+    "impossible setting": ([NAME, "--set", "max_output_length=-3"], 2, "max_output_length"),
+    "set without value": ([NAME, "--set", "revision"], 2, "must be KEY=VALUE"),
+    "set without model": (["--set", "revision=main"], 2, "--set and --stream are for models: name one"),
+    "unknown task": ([NAME, "--task", "translation"], 2, "'translation' is not 'text-generation'"),
+    "own flag": ([NAME, "--", "--http-port=1"], 2, "give --http-port before --"),
+    "flag apart from its value": ([NAME, "--", "--log-verbose", "1"], 2, "write --flag=value"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use_has_a_sentence_and_an_exit_code(case: str, hub: LoopbackHub, tmp_path: Path) -> None:
+    arguments, code, sentence = WRONG[case]
+    environment = hub.environment() | {"HF_HOME": str(tmp_path), "HF_TOKEN": "", "COLUMNS": "200"}
+    done = subprocess.run(
+        [COMMAND, "serve", *arguments], capture_output=True, text=True, timeout=60, env=os.environ | environment
+    )
+    assert done.returncode == code, done.stderr
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_hub_is_one_sentence(tmp_path: Path) -> None:
+    done = serve_until_exit(NAME, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    assert done.returncode == 4
+    assert "error: hub_unavailable" in done.stderr
+
+
+def test_an_unknown_flag_ends_with_tritons_sentence(checkpoint: Path) -> None:
+    done = serve_until_exit(str(checkpoint), "--no-openai", "--", "--no-such-flag=1")
+    assert done.returncode == 1
+    assert "no-such-flag" in done.stderr
