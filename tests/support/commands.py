@@ -39,6 +39,7 @@ class Terminal:
         )
         os.close(slave)
         self.output = ""
+        self._num_read = 0
 
     def __enter__(self) -> "Terminal":
         return self
@@ -52,18 +53,17 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def wait_for(self, text: str) -> str:
-        """Read until `text` comes after what was read so far; returns what came up to it."""
-        deadline, seen = time.monotonic() + TIMEOUT_S, ""
-        while text not in seen:
+        """Read until `text` comes after what the last call waited for; returns what came up to its end."""
+        deadline, start = time.monotonic() + TIMEOUT_S, self._num_read
+        while (found := self.output.find(text, start)) < 0:
             assert time.monotonic() < deadline, f"{text!r} did not come: {self.output!r}"
             if select.select([self._master], [], [], 0.5)[0]:
                 try:
-                    piece = os.read(self._master, 65536).decode(errors="replace")
+                    self.output += os.read(self._master, 65536).decode(errors="replace")
                 except OSError:  # the command has ended
                     raise AssertionError(f"{text!r} did not come: {self.output!r}") from None
-                seen += piece
-                self.output += piece
-        return seen
+        self._num_read = found + len(text)
+        return self.output[start : self._num_read]
 
     def wait(self) -> int:
         """Read to the end; returns the exit code."""
