@@ -230,6 +230,7 @@ def test_restricted_api_needs_its_header(plain: TritonServer, command: list[str]
     assert run(plain, *command, f"--header={KEY}:open").returncode == 0
 
 
+@pytest.mark.full
 def test_killed_server_ends_a_stream_with_a_sentence(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     checkpoint = build_chat_checkpoint(tmp_path / "chat")
     folder = make_folder(tmp_path / "repository", "slow", huggingface_model=checkpoint, config=DECOUPLED)

@@ -57,6 +57,7 @@ def test_printed_commands_work_and_a_signal_stops_all_processes(serving: Serving
     assert serving.output().endswith("Stopped.\n")
 
 
+@pytest.mark.full
 def test_second_ctrl_c_reports_unanswered_requests(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")
     folder = make_folder(tmp_path / "repository", "slow", huggingface_model=checkpoint)

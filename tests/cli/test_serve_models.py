@@ -91,6 +91,7 @@ def test_explicit_mode_and_restricted_apis(checkpoint: Path, tmp_path: Path) -> 
         assert generate(serving.http_port, "tiny")
 
 
+@pytest.mark.full
 def test_models_named_by_a_flag_are_loaded_with_their_doors(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--", "--model-control-mode=explicit", "--load-model=tiny"]
     with running(str(checkpoint), *flags, output=tmp_path / "output") as serving:

@@ -157,6 +157,7 @@ def test_stream_in_flight_is_not_cut_by_another_model(repository: Path) -> None:
         assert len(others) == 1
 
 
+@pytest.mark.full
 def test_direct_request_is_not_cut_by_another_model(repository: Path) -> None:
     with served(repository) as server, on_demand(server, max_loaded=1) as gateway, connected(gateway) as client:
         ask(client, "one")
@@ -179,6 +180,7 @@ def test_client_that_leaves_lets_the_load_go_on(repository: Path) -> None:
         assert ask(client, "two")
 
 
+@pytest.mark.full
 def test_idle_model_is_unloaded_and_its_process_ends(repository: Path) -> None:
     with served(repository) as server, on_demand(server, keep_alive="1s") as gateway, connected(gateway) as client:
         text = ask(client, "one")
@@ -188,6 +190,7 @@ def test_idle_model_is_unloaded_and_its_process_ends(repository: Path) -> None:
         assert ask(client, "one") == text
 
 
+@pytest.mark.full
 def test_unload_by_others_and_removed_folder(repository: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(repository, tmp_path / "repository")
     with served(copied) as server, on_demand(server) as gateway, connected(gateway) as client:

@@ -22,6 +22,7 @@ def ask(client: openai.OpenAI, *, stream: bool) -> str:
     return "".join(part.choices[0].text for part in (answer if isinstance(answer, openai.Stream) else [answer]))
 
 
+@pytest.mark.full
 def test_loaded_and_unloaded_folders_are_noticed(tmp_path: Path) -> None:
     add_demo(tmp_path)
     arguments = ["--model-control-mode=explicit", "--load-model=demo"]

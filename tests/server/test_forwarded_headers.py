@@ -46,7 +46,9 @@ def repository(make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPa
     return root / "repository"
 
 
-@pytest.fixture(scope="module", params=PATTERNS)
+@pytest.fixture(
+    scope="module", params=[PATTERNS[0], *(pytest.param(each, marks=pytest.mark.full) for each in PATTERNS[1:])]
+)
 def server(repository: Path, request: pytest.FixtureRequest) -> Iterator[TritonServer]:
     with TritonServer(repository, arguments=flags(request.param)) as running:
         for name in ("demo", "demo_stream", "tiny", "tiny_stream", "named"):

@@ -16,6 +16,8 @@ from tests.support.client import generate, infer
 from tests.support.paths import ROOT
 from tests.support.reference import Reference, load_reference
 
+pytestmark = pytest.mark.full
+
 NAMED = {"opt": "facebook/opt-125m", "gpt_neox": "EleutherAI/pythia-70m", "qwen3": "Qwen/Qwen3-0.6B"}
 """Served by the Hub under these names; the others are folders on disk."""
 ARCHITECTURES = (*NAMED, "qwen3_5", "mamba", "t5")

@@ -476,6 +476,7 @@ def test_a_model_is_loaded_anew_under_its_streams(controlled: TritonServer) -> N
     assert num_texts >= 3
 
 
+@pytest.mark.full
 def test_streams_end_when_the_model_is_killed_and_the_server_with_them(controlled: TritonServer) -> None:
     load(controlled, "slow")
     streams = start_streams(controlled, "slow_stream", 4, max_new_tokens=NUM_LONG)

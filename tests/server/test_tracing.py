@@ -125,6 +125,7 @@ def test_a_wrong_caller_gives_a_trace_of_its_own(server: TritonServer, collector
     assert request.parent_id == ""
 
 
+@pytest.mark.full
 def test_below_tritons_own_trace_and_a_forwarded_header(repository: Path) -> None:
     with Collector() as collector:
         arguments = ["--http-header-forward-pattern=^traceparent$", "--trace-config", "mode=opentelemetry"]
@@ -179,6 +180,7 @@ def test_a_gateway_without_spans_passes_the_caller_on(server: TritonServer, coll
     assert request.parent_id == span_id
 
 
+@pytest.mark.full
 def test_a_forwarded_header_is_the_parent(repository: Path) -> None:
     with Collector() as collector:
         trace_id, span_id, traceparent = new_trace()

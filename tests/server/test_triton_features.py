@@ -193,6 +193,7 @@ def test_compression(server: TritonServer, wanted: list[str], module: Any, algor
     assert [text.decode() for text in found] == wanted
 
 
+@pytest.mark.full
 def test_classification_of_string_outputs_ends_triton(
     checkpoint: Path, make_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
