@@ -10,7 +10,7 @@
 #
 #   docker build -t triton_transformer_server \
 #     --build-arg TRANSFORMERS=git+https://github.com/huggingface/transformers.git .
-ARG BASE_IMAGE=nvcr.io/nvidia/tritonserver:26.07-py3
+ARG BASE_IMAGE=nvcr.io/nvidia/tritonserver:26.11-py3
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE}
 

@@ -18,14 +18,15 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from hf_triton.errors import HubError
+from hf_triton.errors import CheckpointError, HubError
 from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub, is_transient, one_line
+from hf_triton.hub.kind import describe_other_kind
 from hf_triton.hub.snapshot import is_sound, missing_files, weight_files
 from hf_triton.hub.spec import CheckpointSpec
 
@@ -80,10 +81,14 @@ class Downloader:
         spec = self._spec
         commit, sizes = self._list_files()
         patterns = SMALL_FILES + (("*.py",) if spec.trust_remote_code else ())
-        snapshot = self._fetch([name for name in sizes if _matches(name, patterns)], sizes, commit)
+        small = [name for name in sizes if _matches(name, patterns)]
+        if not small:
+            self._check_kind(self._repository, sizes)
+        snapshot = self._fetch(small, sizes, commit)
         if spec.needs_weights:
             names = weight_files(snapshot, sizes, spec.allow_pickle)
             if not names:
+                self._check_kind(snapshot, sizes)
                 raise self._no_weights(sizes)
             self._fetch(names, sizes, commit)
         missing = missing_files(snapshot, spec)
@@ -98,6 +103,11 @@ class Downloader:
         commit = _retry(lambda: self._api.model_info(spec.name, revision=revision)).sha or spec.revision
         tree = _retry(lambda: list(self._api.list_repo_tree(spec.name, recursive=True, revision=commit)))
         return commit, {entry.path: entry.size for entry in tree if hasattr(entry, "size")}
+
+    def _check_kind(self, folder: Path, names: Collection[str]) -> None:
+        other = describe_other_kind(folder, names)
+        if other:
+            raise CheckpointError("checkpoint_incomplete", f"{self._spec.name} {other}")
 
     def _no_weights(self, available: Iterable[str]) -> Exception:
         pickles = [name for name in available if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]

@@ -232,8 +232,8 @@ def explain_load(error: Exception, part: str, name: str, has_quantization_settin
             "setting that asks for it",
         )
     remedy = "fetch the checkpoint again, or choose another revision"
-    if has_quantization_setting and "quantiz" in message.lower():
-        remedy = "correct the setting quantization_config"
+    if has_quantization_setting and part == "the weights":
+        remedy = "correct the setting quantization_config" + ("" if "quantiz" in message.lower() else f", or {remedy}")
     return CheckpointError(
         "checkpoint_invalid", f"{part} of {name} cannot be loaded ({type(error).__name__}: {short}): {remedy}"
     )

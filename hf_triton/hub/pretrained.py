@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError
 from hf_triton.hub.failures import explain_load
+from hf_triton.hub.kind import is_embedding_model
 from hf_triton.settings import ModelSettings
 
 CHAT_TEMPLATE: Final = "chat_template.json"
@@ -97,7 +98,7 @@ def load_model(folder: Path, config: Any, settings: ModelSettings, device_map: A
     Raises:
         CheckpointError: The model does not generate text, or its weights cannot be loaded or do not match its config.
     """
-    _check_task(settings, config)
+    _check_task(folder, settings, config)
     auto_class = auto_class_of(config)
     if settings.load_format == "dummy":
         with loading("the model", settings):
@@ -122,8 +123,14 @@ def load_model(folder: Path, config: Any, settings: ModelSettings, device_map: A
     return model
 
 
-def _check_task(settings: ModelSettings, config: Any) -> None:
+def _check_task(folder: Path, settings: ModelSettings, config: Any) -> None:
     """Refuse a model for another task, to which transformers would add an untrained language model head."""
+    if is_embedding_model(folder, config.architectures or ()):
+        raise CheckpointError(
+            "unsupported_model",
+            f"{settings.huggingface_model} is an embedding model of sentence-transformers, which does not generate "
+            "text: choose a model that does",
+        )
     for name in config.architectures or ():
         if name.endswith(OTHER_TASKS):
             raise CheckpointError(
@@ -207,6 +214,8 @@ def check_weights(settings: ModelSettings, info: Any) -> None:
     if faults:
         only_extra = [kind for kind, names in names_by_fault.items() if names] == ["not in the model"]
         hint = ", or set allow_extra_weights to true to ignore them" if only_extra else ""
+        if info["missing_keys"]:
+            hint += "; a model for embeddings or another task than text generation lacks such tensors and is not served"
         revision = "" if settings.revision == "main" else f" (revision {settings.revision})"
         raise CheckpointError(
             "weights_mismatch",

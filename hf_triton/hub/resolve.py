@@ -16,6 +16,7 @@ from typing import Final
 
 from hf_triton.errors import CheckpointError, HubError, SettingsError
 from hf_triton.hub.failures import FOLDER_HINT
+from hf_triton.hub.kind import describe_other_kind
 from hf_triton.hub.process import DownloadLimits, download
 from hf_triton.hub.snapshot import has_only_pickle, missing_files
 from hf_triton.hub.spec import CheckpointSpec
@@ -155,6 +156,9 @@ class Hub:
                 f"{folder} has pickle weights only, which can run code when they are read: convert them to "
                 "safetensors, or set allow_pickle to true if you trust them",
             )
+        other = describe_other_kind(folder, [path.name for path in folder.iterdir()]) if missing else None
+        if other:
+            raise CheckpointError("unsupported_model", f"{folder} {other}")
         if missing:
             raise CheckpointError(
                 "checkpoint_incomplete", f"{folder} has no {', '.join(missing[:3])}: copy the whole checkpoint there"
