@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Final
 
 FAILED: Final = 1
-USAGE: Final = 2
-"""Also of click."""
 NOT_FOUND: Final = 3
 UNREACHABLE: Final = 4
 INTERRUPTED: Final = 130
@@ -18,6 +16,5 @@ EXIT_CODES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("hub_not_found", "hub_revision_not_found", "hub_auth", "hub_gated"), NOT_FOUND),
     **dict.fromkeys(("server_unreachable", "hub_unavailable", "hub_timeout", "hub_rate_limited"), UNREACHABLE),
     "offline_and_not_cached": UNREACHABLE,
-    "invalid_setting": USAGE,
 }
-"""Other errors are FAILED."""
+"""Other errors are FAILED; click's own, for wrong usage, are 2."""

@@ -53,7 +53,7 @@ def model_settings(model: str, more: Mapping[str, str]) -> dict[str, str]:
     else:
         own = {"huggingface_model": model}
     for name in own.keys() & more.keys():
-        raise SettingsError(f"{name} is given twice, by the model's name and by --set: leave one out")
+        raise click.UsageError(f"{name} is given twice, by the model's name and by --set: leave one out")
     return own | dict(more)
 
 
@@ -61,9 +61,12 @@ def check_settings(settings: Mapping[str, str]) -> LoadedSettings[ModelSettings]
     """Check a folder's settings.
 
     Raises:
-        SettingsError: One is unknown or impossible.
+        click.UsageError: One is unknown or impossible.
     """
-    return load_settings(settings, os.environ, ModelSettings)
+    try:
+        return load_settings(settings, os.environ, ModelSettings)
+    except SettingsError as error:
+        raise click.UsageError(error.sentence) from None
 
 
 def write_model_folder(folder: Path, settings: Mapping[str, str], *, stream: bool = False) -> None:
@@ -75,7 +78,7 @@ def write_model_folder(folder: Path, settings: Mapping[str, str], *, stream: boo
         stream: Whether it streams itself, and so refuses `/infer`.
 
     Raises:
-        SettingsError: A setting is unknown or impossible.
+        click.UsageError: A setting is unknown or impossible.
         FileExistsError: The folder exists.
     """
     check_settings(settings)
