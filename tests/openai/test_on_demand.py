@@ -108,7 +108,8 @@ def test_models_are_loaded_when_asked_for_and_listed_before(repository: Path) ->
         assert "hf_triton_openai_requests_waiting_for_load 0.0" in metrics
 
 
-@pytest.mark.parametrize("max_loaded", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("max_loaded", [1, 2])
 def test_mixed_load_with_swapping_loses_nothing(repository: Path, max_loaded: int) -> None:
     with (
         served(repository) as server,

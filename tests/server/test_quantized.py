@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised checkpoints on a real server: saved by transformers on the spot, or quantised at load by a setting."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.support.client import generate
+
+pytestmark = pytest.mark.full
+
+PROMPT = "Where does the river go?"
+SETTINGS: Mapping[str, dict[str, Any]] = {
+    "bnb_8bit": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "bnb_4bit": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+}
+
+
+def text_of(folder: Path, **arguments: Any) -> str:
+    """What transformers itself generates from the same weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **arguments)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    output = model.generate(**ids, max_new_tokens=8, do_sample=False)
+    text: str = tokenizer.decode(output[0][ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """By folder: the checkpoint and the completion."""
+    root = tmp_path_factory.mktemp("quantized")
+    plain = build_tiny_checkpoint(root / "plain")
+    found: dict[str, tuple[Path, str]] = {}
+    for name, config in SETTINGS.items():
+        options = {key: value for key, value in config.items() if key != "quant_method"}
+        quantization = BitsAndBytesConfig(**options)
+        model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, quantization_config=quantization)
+        model.save_pretrained(root / name)
+        AutoTokenizer.from_pretrained(plain).save_pretrained(root / name)
+        found[name] = (root / name, text_of(root / name))
+        found[f"{name}_at_load"] = (plain, text_of(plain, quantization_config=quantization))
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(
+    expected: dict[str, tuple[Path, str]],
+    tmp_path_factory: pytest.TempPathFactory,
+    make_folder: Callable[..., Path],
+) -> Iterator[TritonServer]:
+    repository = tmp_path_factory.mktemp("repository")
+    for name, (checkpoint, _) in expected.items():
+        more = {}
+        if name.endswith("_at_load"):
+            more = {"quantization_config": json.dumps(SETTINGS[name.removesuffix("_at_load")])}
+        make_folder(repository, name, huggingface_model=checkpoint, dtype="float32", **more)
+    with TritonServer(repository) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *(f"{name}_at_load" for name in SETTINGS)])
+def test_completion_equals_that_of_transformers(
+    server: TritonServer, expected: dict[str, tuple[Path, str]], name: str
+) -> None:
+    answer = generate(server, name, PROMPT, max_new_tokens=8, exclude_input_in_output=True).json()
+    assert answer.get("text_output") == expected[name][1], answer
+
+
+def test_quantised_models_run_in_continuous_batches(server: TritonServer) -> None:
+    log = server.read_log()
+    assert "engine batch" not in log
