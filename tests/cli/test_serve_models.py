@@ -2,9 +2,7 @@
 """`hf-triton serve` with names, checkpoints and folders, with tritonserver's flags, and wrong uses of both."""
 
 import json
-import os
 import shutil
-import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 from hf_triton.testing import LoopbackHub, build_tiny_checkpoint
 from tests.support.commands import hf_triton
 from tests.support.paths import ROOT
-from tests.support.serving import COMMAND, running, serve_until_exit
+from tests.support.serving import running, serve_until_exit
 
 NAME = "Qwen/Qwen3-0.6B"
 GATED = "meta-llama/Llama-3.2-1B"
@@ -118,9 +116,7 @@ WRONG = {
 def test_wrong_use_has_a_sentence_and_an_exit_code(case: str, hub: LoopbackHub, tmp_path: Path) -> None:
     arguments, code, sentence = WRONG[case]
     environment = hub.environment() | {"HF_HOME": str(tmp_path), "HF_TOKEN": "", "COLUMNS": "200"}
-    done = subprocess.run(
-        [COMMAND, "serve", *arguments], capture_output=True, text=True, timeout=60, env=os.environ | environment
-    )
+    done = serve_until_exit(*arguments, **environment)
     assert done.returncode == code, done.stderr
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
