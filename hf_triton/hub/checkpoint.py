@@ -20,6 +20,7 @@ from hf_triton.protocol.parameters import (
     parse_parameters,
 )
 from hf_triton.runner.device import DeviceContext
+from hf_triton.runner.dtypes import has_instructions
 from hf_triton.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -164,19 +165,11 @@ def _warn_of_slow_dtype(model: Any) -> None:
     """Warn if the CPU has no instructions for the model's dtype."""
     import torch
 
-    if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return
-    has_instructions = {
-        # oneDNN accepts bfloat16 with any AVX-512, of which early versions have no instructions for it.
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        and (not torch.cpu._is_avx512_supported() or torch.cpu._is_avx512_bf16_supported()),
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-    }
-    if not has_instructions.get(model.dtype, True):
+    if model.device.type == "cpu" and not has_instructions(model.dtype):
         logger.warning(
             "this processor has no instructions for %s: generation is several times faster with the setting dtype %s",
             str(model.dtype).removeprefix("torch."),
-            "bfloat16" if has_instructions[torch.bfloat16] else "float32",
+            "bfloat16" if has_instructions(torch.bfloat16) else "float32",
         )
 
 
