@@ -47,6 +47,8 @@ CODES: dict[str, str] = {
     "engine_failed": "the engine stopped after a fatal error; the server restarts or must be restarted",
     "cancelled": "the client cancelled the request, or another request with its id did (`cancel` true)",
     "generation_failed": "the model failed on this request; the server's log has the error",
+    "not_finite": "the model's outputs for this text are NaN or infinite: broken weights, or numbers too large for 16 "
+    "bits",
     "hook_failed": "a hook of the folder's `1/model.py` failed or returned a wrong value",
     "internal": "a bug in hf_triton; the server's log has the error",
     "invalid_setting": "a setting in config.pbtxt or the environment is unknown, impossible or contradicts another one",

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention within each sequence of a packed row, behind transformers' `AttentionInterface`.
+
+The name is registered for the whole process; it computes `sdpa` in threads that run no packed row.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hf_triton.encoder.packing import PackedRow
+
+NAME: Final = "hf_triton_packed"
+UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
+"""Arguments that change attention in a way which is not computed here."""
+
+
+class NotPackableError(RuntimeError):
+    """The model's attention needs what a packed row does not have."""
+
+
+class _Thread(threading.local):
+    row: PackedRow | None = None
+
+
+_thread = _Thread()
+
+
+def register() -> None:
+    """Make the attention known to transformers under `NAME`."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+@contextmanager
+def running(row: PackedRow) -> Iterator[None]:
+    """While it is entered, attention of this thread is that of `row`."""
+    _thread.row = row
+    try:
+        yield
+    finally:
+        _thread.row = None
+
+
+def current_row() -> PackedRow | None:
+    """The packed row that this thread runs."""
+    return _thread.row
+
+
+def make_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """None for a packed row, which needs no mask; else that of `sdpa`."""
+    if _thread.row is not None:
+        return None
+    mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers calls it: queries `[1, heads, tokens, head_dim]` to outputs `[1, tokens, heads, head_dim]`."""
+    row = _thread.row
+    if row is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
+    unsupported = [name for name in UNSUPPORTED if others.get(name) is not None]
+    if attention_mask is not None or unsupported or query.shape[2] != key.shape[2]:
+        raise NotPackableError(f"attention has {', '.join(unsupported) or 'a mask or keys of its own'}")
+    row.num_attention_calls += 1
+    is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if _has_varlen(query):
+        return _attend_varlen(row, query, key, value, scaling, is_causal, sliding_window), None
+    return _attend_by_length(row, module, query, key, value, scaling, is_causal, sliding_window), None
+
+
+def _attend_by_length(
+    row: PackedRow,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    is_causal: bool,
+    window: int | None,
+) -> torch.Tensor:
+    """`sdpa` once for the sequences of each length: their states are views of the row."""
+    outputs = []
+    for block in row.blocks:
+        queries, keys, values = (
+            states[0, :, block.tokens].view(states.shape[1], block.count, block.length, -1).transpose(0, 1)
+            for states in (query, key, value)
+        )
+        mask = _window_mask(row, block.length, window, is_causal)
+        output, _ = sdpa_attention_forward(module, queries, keys, values, mask, 0.0, scaling, is_causal)
+        outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs).unsqueeze(0)
+
+
+def _window_mask(row: PackedRow, length: int, window: int | None, is_causal: bool) -> torch.Tensor | None:
+    """Which keys a token attends to, `[1, 1, length, length]` bool; None: all, or all up to itself if causal."""
+    if window is None or length <= window:
+        return None
+    mask = row.masks.get((length, window, is_causal))
+    if mask is None:
+        positions = torch.arange(length, device=row.ids.device)
+        distance = positions.unsqueeze(1) - positions
+        mask = (distance >= 0) & (distance < window) if is_causal else distance.abs() < window
+        mask = row.masks[length, window, is_causal] = mask.unsqueeze(0).unsqueeze(0)
+    return mask
+
+
+# --- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+def _has_varlen(query: torch.Tensor) -> bool:
+    """Whether torch has a kernel for sequences of any length here: flash attention, of 16 bits and a GPU."""
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] > 256:
+        return False
+    try:
+        from torch.nn.attention import varlen  # noqa: F401  (new in torch 2.10)
+    except ImportError:
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _attend_varlen(
+    row: PackedRow,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    is_causal: bool,
+    window: int | None,
+) -> torch.Tensor:
+    """All sequences in one kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends, longest = row.cumulative_lengths, row.lengths[-1]
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output = varlen_attn(
+        queries,
+        keys,
+        values,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=window_sides(window, is_causal),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, torch.Tensor)
+    return output.unsqueeze(0)
+
+
+def window_sides(window: int | None, is_causal: bool) -> tuple[int, int]:
+    """Keys before and after a token that it attends to, as flash attention takes them: -1 for all."""
+    reach = -1 if window is None else window - 1
+    return reach, 0 if is_causal else reach

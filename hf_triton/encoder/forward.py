@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's outputs for sequences of any lengths: packed in one row, padded with others of similar length, or alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from hf_triton.encoder.attention import running
+from hf_triton.encoder.packed_base import PackedBase
+from hf_triton.encoder.packing import MIN_ROWS, pack_row, pad_batch, split_by_padding
+from hf_triton.encoder.probe import Way, max_positions, probe_way
+from hf_triton.encoder.types import EncoderInput
+from hf_triton.errors import HfTritonError, RequestError
+
+Reduce = Callable[..., torch.Tensor]
+
+MAX_PADDED_TOKENS: Final = {"cpu": 512, "cuda": 16384}
+"""Of a padded batch, by torch's device type; other accelerators take CUDA's. On a CPU more is only cache misses."""
+MAX_STATES_TOKENS: Final = {"cpu": 32768, "cuda": 131072}
+"""Of the padded states that a head gets from a packed row."""
+
+
+def build_forward(
+    model: Any, outputs: tuple[str, ...], *, per_token: bool, reduce: Reduce | None = None
+) -> EncoderForward:
+    """Choose how the model's sequences share a forward.
+
+    Args:
+        model: A transformers model in eval mode, on its device.
+        outputs: Names of the model's outputs, as `("start_logits", "end_logits")`.
+        per_token: Whether an output has a row for each token.
+        reduce: Applied on the device to each sequence's outputs in float32, for pooling.
+    """
+
+    def build(way: Way) -> EncoderForward:
+        return EncoderForward(model, outputs, per_token=per_token, reduce=None, way=way)
+
+    way = probe_way(model, build, per_token=per_token)
+    return EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way=way)
+
+
+class EncoderForward:
+    """Computes a model's outputs for each sequence as if it were alone. For one thread at a time.
+
+    Args:
+        model: A transformers model in eval mode, on its device.
+        outputs: Names of the model's outputs, as `("start_logits", "end_logits")`.
+        per_token: Whether an output has a row for each token.
+        reduce: Applied on the device to each sequence's outputs in float32, for pooling.
+        way: How sequences share a forward, see `probe_way`.
+
+    Raises:
+        NotPackableError: `way` is `packed`, and the model has no place for it.
+    """
+
+    def __init__(
+        self, model: Any, outputs: tuple[str, ...], *, per_token: bool, reduce: Reduce | None, way: Way
+    ) -> None:
+        self._model = model
+        self._outputs = outputs
+        self._per_token = per_token
+        self._reduce = reduce
+        self.way: Way = way
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
+        self.num_attention_calls = 0
+        """How often the last call computed attention in a packed row."""
+        _make_no_cache(model)
+        self._base = PackedBase(model, per_token=per_token) if way == "packed" else None
+        pad_id = getattr(model.config.get_text_config(), "pad_token_id", None)
+        self._pad_id = pad_id if isinstance(pad_id, int) else 0
+        self._max_padded = MAX_PADDED_TOKENS.get(self.device.type, MAX_PADDED_TOKENS["cuda"])
+        self._max_states = MAX_STATES_TOKENS.get(self.device.type, MAX_STATES_TOKENS["cuda"])
+        self._max_positions = max_positions(model)
+        self._num_ids: int = model.get_input_embeddings().weight.shape[0]
+
+    @torch.inference_mode()
+    def __call__(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
+        """The outputs of each sequence, float32 on the device: `[tokens, ...]` if per token, else `[...]`.
+
+        Several outputs are stacked on a new first axis. What `reduce` gives may have any shape.
+        """
+        lengths = [len(each.ids) for each in inputs]
+        order = sorted(range(len(inputs)), key=lengths.__getitem__)
+        results: list[torch.Tensor | None] = [None] * len(inputs)
+        for batch in self._split(order, lengths):
+            members = [inputs[index] for index in batch]
+            outputs = self._packed(members) if self._base else self._padded(members)
+            for index, output in zip(batch, outputs, strict=True):
+                results[index] = self._finish(output)
+        return [result for result in results if result is not None]
+
+    def input_error(self, each: EncoderInput) -> HfTritonError | None:
+        """The error of a sequence that the model has no embeddings for, which would end a GPU's process."""
+        if not each.ids:
+            return RequestError("invalid_input", "the text has no tokens: send a text that is not empty")
+        if self._max_positions is not None and len(each.ids) > self._max_positions:
+            return RequestError(
+                "context_exceeded",
+                f"the text has {len(each.ids)} tokens, and the model takes {self._max_positions}: shorten it",
+            )
+        if not 0 <= min(each.ids) <= max(each.ids) < self._num_ids:
+            return RequestError("invalid_input", f"token ids must be in 0 to {self._num_ids - 1}")
+        return None
+
+    def release(self) -> None:
+        """Give the model back as it was."""
+        if self._base:
+            self._base.restore()
+
+    def _split(self, order: list[int], lengths: list[int]) -> list[list[int]]:
+        """What is computed together, by length, ascending."""
+        if self.way == "alone":
+            return [[index] for index in order]
+        if self.way == "padded":
+            return list(split_by_padding(order, lengths, self._max_padded))
+        if self._per_token:
+            return [order]
+        return list(split_by_padding(order, lengths, self._max_states))
+
+    def _packed(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
+        assert self._base is not None
+        num_fillers = max(0, MIN_ROWS - sum(len(each.ids) for each in inputs))
+        members = [EncoderInput(inputs[0].ids[:1])] * num_fillers + inputs
+        row = pack_row(members, self._base.position_ids, self.device)
+        with running(row):
+            if self._per_token:
+                outputs = self._run(row.ids, row.type_ids, None)[:, 0]
+                counts = [_num_wanted(each) for each in members]
+                parts = torch.split(outputs[:, : sum(counts)], counts, dim=1)
+            else:
+                rows = members + members[-1:] * (MIN_ROWS - len(members))
+                batch = pad_batch(rows, self._pad_id, self.device)
+                parts = self._run(batch.ids, batch.type_ids, batch.mask).unbind(1)[: len(members)]
+        self.num_attention_calls = row.num_attention_calls
+        return [self._unstack(part) for part in parts[num_fillers:]]
+
+    def _padded(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
+        batch = pad_batch(inputs, max(self._pad_id, 0), self.device)
+        rows = self._run(batch.ids, batch.type_ids, batch.mask).unbind(1)
+        if self._per_token:
+            rows = tuple(_wanted(row, each) for row, each in zip(rows, inputs, strict=True))
+        return [self._unstack(row) for row in rows]
+
+    def _run(self, ids: torch.Tensor, type_ids: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
+        """The named outputs, stacked, `[outputs, rows, ...]`."""
+        types = {"token_type_ids": type_ids} if type_ids is not None and self._takes_types else {}
+        output = self._model(input_ids=ids, attention_mask=mask, **types)
+        return torch.stack([output[name] for name in self._outputs])
+
+    def _unstack(self, stacked: torch.Tensor) -> torch.Tensor:
+        return stacked[0] if len(self._outputs) == 1 else stacked
+
+    def _finish(self, output: torch.Tensor) -> torch.Tensor:
+        output = output.float()
+        return output if self._reduce is None else self._reduce(output).float()
+
+
+def _make_no_cache(model: Any) -> None:
+    """Keep a decoder from making a KV cache."""
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+
+
+def _num_wanted(each: EncoderInput) -> int:
+    return len(each.ids) if each.output_positions is None else len(each.output_positions)
+
+
+def _wanted(row: torch.Tensor, each: EncoderInput) -> torch.Tensor:
+    """A padded row's outputs, `[outputs, longest, ...]`, of the tokens that are wanted."""
+    if each.output_positions is None:
+        return row[:, : len(each.ids)]
+    return row[:, torch.tensor(each.output_positions, dtype=torch.long, device=row.device)]

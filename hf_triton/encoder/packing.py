@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lays sequences one behind the other in one row, or beside each other with padding. Knows no model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hf_triton.encoder.types import EncoderInput
+
+PositionIds = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+"""The position ids of one sequence's token ids, both `[tokens]`."""
+
+MIN_ROWS: Final = 8
+"""Matrices get at least so many rows: MKL computes fewer than 4 in another order, and so to other bits."""
+
+
+@dataclass(frozen=True)
+class EqualLengths:
+    """Sequences of one length that lie side by side in a packed row."""
+
+    start: int
+    count: int
+    length: int
+
+    @property
+    def tokens(self) -> slice:
+        """Their tokens in the row."""
+        return slice(self.start, self.start + self.count * self.length)
+
+
+@dataclass
+class PackedRow:
+    """Sequences in one row `[1, tokens]`, the shortest first."""
+
+    ids: torch.Tensor
+    type_ids: torch.Tensor | None
+    position_ids: torch.Tensor
+    lengths: list[int]
+    """Tokens of each sequence, ascending."""
+    kept: torch.Tensor | None = None
+    """Indices of the tokens whose outputs are wanted, and any others up to `MIN_ROWS`; None: all."""
+    num_attention_calls: int = 0
+    """How often attention was computed for the row."""
+    masks: dict[tuple[int, int, bool], torch.Tensor] = field(default_factory=dict)
+    """Masks of sliding windows, by length, window and causality: every layer needs the same."""
+
+    @cached_property
+    def blocks(self) -> list[EqualLengths]:
+        """The row's sequences by length."""
+        blocks, start = [], 0
+        for length, equal in itertools.groupby(self.lengths):
+            blocks.append(EqualLengths(start, sum(1 for _ in equal), length))
+            start += blocks[-1].count * length
+        return blocks
+
+    @cached_property
+    def cumulative_lengths(self) -> torch.Tensor:
+        """Where sequences begin, and the row's end, `[sequences + 1]` int32 on the device."""
+        ends = list(itertools.accumulate(self.lengths, initial=0))
+        return torch.tensor(ends, dtype=torch.int32, device=self.ids.device)
+
+    @cached_property
+    def cells(self) -> torch.Tensor:
+        """The place of each token in a padded batch `[sequences, longest]` that is flattened, `[tokens]`."""
+        lengths = torch.tensor(self.lengths)
+        columns = torch.cat([torch.arange(length) for length in self.lengths])
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        return (rows * self.lengths[-1] + columns).to(self.ids.device)
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """Give each sequence a row of its own: `[1, tokens, size]` to `[rows, longest, size]`, zeros elsewhere.
+
+        There are at least `MIN_ROWS` rows; the last ones may belong to no sequence.
+        """
+        num_rows, longest = max(len(self.lengths), MIN_ROWS), self.lengths[-1]
+        padded = packed.new_zeros(num_rows * longest, packed.shape[-1])
+        padded[self.cells] = packed[0]
+        return padded.view(num_rows, longest, -1)
+
+
+@dataclass
+class PaddedBatch:
+    """Sequences beside each other, `[sequences, longest]`, padded at the right."""
+
+    ids: torch.Tensor
+    type_ids: torch.Tensor | None
+    mask: torch.Tensor
+    """1 for tokens, 0 for padding."""
+
+
+def pack_row(inputs: list[EncoderInput], position_ids: PositionIds, device: torch.device) -> PackedRow:
+    """Lay sequences one behind the other.
+
+    Args:
+        inputs: Sorted by length, ascending.
+        position_ids: The model's own rule.
+        device: Where the row goes.
+    """
+    ids = [np.asarray(each.ids, np.int64) for each in inputs]
+
+    def row(arrays: list[npt.NDArray[np.int64]]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).unsqueeze(0).to(device)
+
+    has_types = any(each.type_ids is not None for each in inputs)
+    return PackedRow(
+        ids=row(ids),
+        type_ids=row([_type_ids(each) for each in inputs]) if has_types else None,
+        position_ids=row([position_ids(each) for each in ids]),
+        lengths=[len(each) for each in ids],
+        kept=_kept(inputs, device),
+    )
+
+
+def pad_batch(inputs: list[EncoderInput], pad_id: int, device: torch.device) -> PaddedBatch:
+    """Lay sequences beside each other."""
+    longest = max(len(each.ids) for each in inputs)
+    ids = np.full((len(inputs), longest), pad_id, np.int64)
+    type_ids, mask = np.zeros_like(ids), np.zeros_like(ids)
+    for row, each in enumerate(inputs):
+        length = len(each.ids)
+        ids[row, :length], type_ids[row, :length], mask[row, :length] = each.ids, _type_ids(each), 1
+    has_types = any(each.type_ids is not None for each in inputs)
+    return PaddedBatch(
+        torch.from_numpy(ids).to(device),
+        torch.from_numpy(type_ids).to(device) if has_types else None,
+        torch.from_numpy(mask).to(device),
+    )
+
+
+def split_by_padding(order: list[int], lengths: list[int], max_padded_tokens: int) -> Iterator[list[int]]:
+    """Split sequences into batches of bounded size, padding counted; one sequence may be larger.
+
+    Args:
+        order: Indices of the sequences by length, ascending.
+        lengths: Tokens of each sequence.
+        max_padded_tokens: Sequences times the longest one's tokens.
+    """
+    batch: list[int] = []
+    for index in order:
+        if batch and (len(batch) + 1) * lengths[index] > max_padded_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _type_ids(each: EncoderInput) -> npt.NDArray[np.int64]:
+    return np.zeros(len(each.ids), np.int64) if each.type_ids is None else np.asarray(each.type_ids, np.int64)
+
+
+def _kept(inputs: list[EncoderInput], device: torch.device) -> torch.Tensor | None:
+    """Where the wanted tokens of a row are; None: all are wanted."""
+    if all(each.output_positions is None for each in inputs):
+        return None
+    starts = itertools.accumulate((len(each.ids) for each in inputs), initial=0)
+    kept = [
+        start + position
+        for start, each in zip(starts, inputs, strict=False)
+        for position in (range(len(each.ids)) if each.output_positions is None else each.output_positions)
+    ]
+    fillers = (kept[-1:] or [0]) * (MIN_ROWS - len(kept))
+    return torch.tensor(kept + fillers, dtype=torch.long, device=device)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probe an encoder at load: how sequences share a forward is measured, not looked up by architecture."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any, Final, Literal, Protocol
+
+import torch
+
+from hf_triton.encoder.types import EncoderInput
+from hf_triton.runner.faults import described
+
+logger = logging.getLogger(__name__)
+
+Way = Literal["packed", "padded", "alone"]
+"""How sequences share a forward: one row without padding, a padded batch of similar lengths, or not at all."""
+
+TOLERANCE: Final = 1e-4
+"""Part of the largest output that rounding may change."""
+HALF_TOLERANCE: Final = 5e-2
+"""Of 16 bits."""
+WINDOWS: Final = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size")
+"""Where configs say how far attention reaches."""
+MAX_WINDOW: Final = 1024
+"""The probe's sequences are longer than windows up to this; for larger ones they would take too long on a CPU."""
+SHORT: Final = 7
+LONG: Final = 21
+"""Tokens of the probe's sequences; the long ones have as many more than the model's window."""
+
+
+class Forward(Protocol):
+    """What the probe tries."""
+
+    num_attention_calls: int
+    """How often the last call computed attention in a packed row."""
+
+    def __call__(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
+        """The outputs of each sequence."""
+
+    def release(self) -> None:
+        """Give the model back as it was."""
+
+
+def probe_way(model: Any, build: Callable[[Way], Forward], *, per_token: bool) -> Way:
+    """How sequences share a forward with the outputs that each has alone; logs which way and why.
+
+    An exception on a sequence alone propagates: such a model cannot be served.
+
+    Args:
+        model: A transformers model in eval mode, on its device.
+        build: Builds a forward that goes one way.
+        per_token: Whether an output has a row for each token.
+    """
+    inputs = probe_inputs(model, per_token=per_token)
+    expected = build("alone")(inputs)
+    ways: tuple[Way, ...] = ("packed", "padded")
+    for way in ways:
+        reason = _failure(build, way, inputs, expected, model.dtype)
+        if reason is None:
+            logger.info("sequences run %s: each has the outputs that it has alone", way)
+            return way
+        logger.info("sequences do not run %s: %s", way, reason)
+    logger.warning("every sequence runs alone, which is slow under load: in company its outputs would differ")
+    return "alone"
+
+
+def probe_inputs(model: Any, *, per_token: bool) -> list[EncoderInput]:
+    """Sequences of four lengths: two longer than the model's window, one that has a padding token, two equally long."""
+    config = model.config.get_text_config()
+    windows = [size for name in WINDOWS if isinstance(size := getattr(config, name, None), int)]
+    window = max((size for size in windows if size <= MAX_WINDOW), default=0)
+    limit = max_positions(model) or window + LONG + 9
+    rng = random.Random(0)
+    special = {value for name, value in config.to_dict().items() if name.endswith("token_id")}
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    plain = [token_id for token_id in range(min(vocabulary, 30000)) if token_id not in special] or [0]
+    end = [config.eos_token_id] if isinstance(getattr(config, "eos_token_id", None), int) else []  # BART looks for it
+    lengths = (SHORT, window + LONG + 9, SHORT, window + LONG, SHORT + 2)
+    sequences = [[*rng.choices(plain, k=min(length, limit) - len(end)), *end] for length in lengths]
+    pad_id = getattr(config, "pad_token_id", None)
+    if isinstance(pad_id, int) and 0 <= pad_id < vocabulary and pad_id not in end:
+        sequences[0][2] = pad_id
+    has_types = (getattr(config, "type_vocab_size", None) or 0) > 1
+    return [
+        EncoderInput(
+            ids,
+            type_ids=[0] * 3 + [1] * (len(ids) - 3) if has_types else None,
+            output_positions=[1, len(ids) - 1] if per_token and number == 0 else None,
+        )
+        for number, ids in enumerate(sequences)
+    ]
+
+
+def max_positions(model: Any) -> int | None:
+    """The tokens for which the model has position embeddings; None: it computes positions."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            padding_id = module.padding_idx
+            return module.num_embeddings - (0 if padding_id is None else padding_id + 1)
+    return None
+
+
+def _failure(
+    build: Callable[[Way], Forward],
+    way: Way,
+    inputs: list[EncoderInput],
+    expected: list[torch.Tensor],
+    dtype: torch.dtype,
+) -> str | None:
+    """Why sequences cannot go a way; None: they can."""
+    try:
+        forward = build(way)
+    except Exception as error:  # an unusual architecture: what cannot be probed is not relied on
+        return described(error)
+    try:
+        actual = forward(inputs)
+        if way == "packed" and not forward.num_attention_calls:
+            return "the model computes attention by itself"
+    except Exception as error:
+        return described(error)
+    finally:
+        forward.release()
+    tolerance = TOLERANCE if dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
+    scale = max(float(each.abs().max()) for each in expected)
+    apart = max(float((one - other).abs().max()) for one, other in zip(expected, actual, strict=True))
+    return None if apart <= tolerance * scale else f"outputs differ by {apart:.1e} from those of each alone"

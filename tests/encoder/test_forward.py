@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sequence's outputs are those that it has alone, whatever the company, and nothing is padded."""
+
+import itertools
+
+import pytest
+import torch
+
+from hf_triton.encoder.forward import build_forward
+from tests.support.encoders import HEADS, PACKED, PADDED, build_model, expected_outputs, random_inputs
+
+LENGTHS = [5, 60, 3, 60, 12, 12, 41]
+HAVE_HEAD = [
+    (family, head)
+    for family, head in itertools.product(PACKED, HEADS)
+    if not (family.startswith("qwen3") and head == "masks")
+]
+WITH_TYPES = ("bert", "albert", "electra")
+
+
+@pytest.mark.parametrize(("family", "head"), HAVE_HEAD)
+def test_packed_families_give_the_same_bits_in_any_company(family: str, head: str) -> None:
+    _, outputs, per_token = HEADS[head]
+    model = build_model(family, head)
+    inputs = random_inputs(LENGTHS, with_types=family in WITH_TYPES)
+    expected = [expected_outputs(model, each, outputs, per_token=per_token) for each in inputs]
+    forward = build_forward(model, outputs, per_token=per_token)
+    assert forward.way == "packed"
+    together, reversed_ = forward(inputs), forward(inputs[::-1])[::-1]
+    for each, one, other, reference in zip(inputs, together, reversed_, expected, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, forward([each])[0])
+        assert one.shape == reference.shape
+        torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["embeddings", "sequence", "masks"])
+@pytest.mark.parametrize("family", PADDED)
+def test_other_families_run_padded_and_equal_alone(family: str, head: str) -> None:
+    _, outputs, per_token = HEADS[head]
+    model = build_model(family, head)
+    inputs = random_inputs(LENGTHS)
+    expected = [expected_outputs(model, each, outputs, per_token=per_token) for each in inputs]
+    forward = build_forward(model, outputs, per_token=per_token)
+    assert forward.way == "padded"
+    for one, reference in zip(forward(inputs), expected, strict=True):
+        torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of packed rows, and what a GPU's kernel would be given."""
+
+import numpy as np
+import pytest
+import torch
+
+from hf_triton.encoder.attention import window_sides
+from hf_triton.encoder.packed_base import position_rule
+from hf_triton.encoder.packing import MIN_ROWS, EqualLengths, pack_row, split_by_padding
+from hf_triton.encoder.types import EncoderInput
+from hf_triton.runner.dtypes import has_instructions, serving_dtype
+from tests.support.encoders import build_model
+
+CPU = torch.device("cpu")
+INPUTS = [EncoderInput([7, 8]), EncoderInput([5, 6]), EncoderInput([1, 2, 3], output_positions=[2])]
+
+
+def test_a_row_knows_its_sequences() -> None:
+    row = pack_row(INPUTS, lambda ids: np.arange(len(ids), dtype=np.int64), CPU)
+    assert row.ids.tolist() == [[7, 8, 5, 6, 1, 2, 3]]
+    assert row.position_ids.tolist() == [[0, 1, 0, 1, 0, 1, 2]]
+    assert row.type_ids is None
+    assert row.blocks == [EqualLengths(0, 2, 2), EqualLengths(4, 1, 3)]
+    assert row.cumulative_lengths.tolist() == [0, 2, 4, 7]
+    assert row.cumulative_lengths.dtype == torch.int32
+    assert row.kept is not None
+    assert row.kept.tolist()[:5] == [0, 1, 2, 3, 6]
+    assert len(row.kept) == MIN_ROWS
+
+
+def test_padded_states_hold_each_sequence_at_the_left() -> None:
+    row = pack_row(INPUTS, lambda ids: np.arange(len(ids), dtype=np.int64), CPU)
+    padded = row.pad(torch.arange(1.0, 8).view(1, 7, 1))
+    assert padded.shape == (MIN_ROWS, 3, 1)
+    assert padded[:3, :, 0].tolist() == [[1, 2, 0], [3, 4, 0], [5, 6, 7]]
+    assert not padded[3:].any()
+
+
+def test_types_are_packed_if_any_sequence_has_them() -> None:
+    inputs = [EncoderInput([4]), EncoderInput([5, 6], type_ids=[0, 1])]
+    row = pack_row(inputs, lambda ids: np.arange(len(ids), dtype=np.int64), CPU)
+    assert row.type_ids is not None
+    assert row.type_ids.tolist() == [[0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("window", "is_causal", "sides"),
+    [(None, False, (-1, -1)), (None, True, (-1, 0)), (9, False, (8, 8)), (9, True, (8, 0))],
+)
+def test_windows_count_as_flash_attention_counts(window: int | None, is_causal: bool, sides: tuple[int, int]) -> None:
+    assert window_sides(window, is_causal) == sides
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_positions_are_those_that_the_model_counts(family: str) -> None:
+    base = build_model(family, "embeddings")
+    ids = torch.tensor([[0, 9, 1, 8, 2]])  # 1 is the padding token
+    seen: list[torch.Tensor] = []
+    hook = base.embeddings.position_embeddings.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    base(input_ids=ids)
+    hook.remove()
+    assert position_rule(base)(ids[0].numpy()).tolist() == seen[0][0].tolist()
+
+
+def test_padded_batches_keep_their_bound() -> None:
+    lengths = [3, 3, 4, 9, 50]
+    assert list(split_by_padding(list(range(5)), lengths, 12)) == [[0, 1, 2], [3], [4]]
+
+
+def test_16_bits_are_served_where_the_processor_has_them() -> None:
+    assert serving_dtype(torch.float32, CPU) == torch.float32
+    assert serving_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    for dtype in (torch.bfloat16, torch.float16):
+        assert serving_dtype(dtype, CPU) == (dtype if has_instructions(dtype) else torch.float32)

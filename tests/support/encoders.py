@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny encoders of many families with random weights, built from their configs, and inputs for them."""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+from hf_triton.encoder.engine import EncoderEngine
+from hf_triton.encoder.forward import EncoderForward
+from hf_triton.encoder.types import EncoderGroup, EncoderInput
+
+BASE: dict[str, Any] = {
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 130,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "num_labels": 3,
+}
+WINDOW: dict[str, Any] = {
+    "local_attention": 16,
+    "num_hidden_layers": 3,
+    "global_attn_every_n_layers": 2,
+    "cls_token_id": 0,
+    "sep_token_id": 2,
+}
+DISTIL: dict[str, Any] = {
+    "vocab_size": 200,
+    "dim": 32,
+    "hidden_dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_position_embeddings": 130,
+    "pad_token_id": 1,
+    "num_labels": 3,
+    "seq_classif_dropout": 0.0,
+}
+DECODER: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8, "use_sliding_window": False}
+
+PACKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertConfig", BASE),
+    "roberta": ("RobertaConfig", BASE),
+    "xlm-roberta": ("XLMRobertaConfig", BASE),
+    "distilbert": ("DistilBertConfig", DISTIL),
+    "electra": ("ElectraConfig", BASE | {"embedding_size": 16}),
+    "albert": ("AlbertConfig", BASE | {"embedding_size": 16}),
+    "modernbert": ("ModernBertConfig", BASE | WINDOW),
+    "qwen3": ("Qwen3Config", BASE | DECODER),
+    "qwen3-no-padding": ("Qwen3Config", BASE | DECODER | {"pad_token_id": None}),
+}
+RELATIVE: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
+PADDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "deberta-v2": ("DebertaV2Config", BASE | RELATIVE),
+    "mpnet": ("MPNetConfig", BASE),
+}
+HEADS: dict[str, tuple[str, tuple[str, ...], bool]] = {
+    "embeddings": ("AutoModel", ("last_hidden_state",), True),
+    "sequence": ("AutoModelForSequenceClassification", ("logits",), False),
+    "tokens": ("AutoModelForTokenClassification", ("logits",), True),
+    "answers": ("AutoModelForQuestionAnswering", ("start_logits", "end_logits"), True),
+    "masks": ("AutoModelForMaskedLM", ("logits",), True),
+}
+"""By head: the class that loads it, its outputs, and whether they are per token."""
+
+
+def build_model(family: str, head: str) -> Any:
+    """A model in eval mode; its weights are large enough that every token matters to the others."""
+    name, settings = (PACKED | PADDED)[family]
+    config = getattr(transformers, name)(**settings | ({"num_labels": 2} if head == "answers" else {}))
+    torch.manual_seed(0)
+    model = getattr(transformers, HEADS[head][0]).from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    return model
+
+
+def random_inputs(lengths: list[int], seed: int = 0, *, with_types: bool = False) -> list[EncoderInput]:
+    """Inputs of these lengths."""
+    rng = random.Random(seed)
+    return [
+        EncoderInput(
+            [0, *rng.choices(range(3, 200), k=length - 2), 2],
+            type_ids=[0] * (length // 2) + [1] * (length - length // 2) if with_types else None,
+        )
+        for length in lengths
+    ]
+
+
+@torch.inference_mode()
+def expected_outputs(model: Any, each: EncoderInput, outputs: tuple[str, ...], *, per_token: bool) -> torch.Tensor:
+    """What transformers gives for an input alone."""
+    arguments = {"token_type_ids": torch.tensor([each.type_ids])} if each.type_ids else {}
+    output = model(input_ids=torch.tensor([each.ids]), **arguments)
+    stacked = torch.stack([output[name][0] for name in outputs])
+    if per_token and each.output_positions is not None:
+        stacked = stacked[:, each.output_positions]
+    return stacked[0] if len(outputs) == 1 else stacked
+
+
+class ObservedForward(EncoderForward):
+    """A forward that notes its calls, waits at a gate, and does as told before it computes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls: list[list[EncoderInput]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.has_begun = threading.Event()
+        self.before: Callable[[list[EncoderInput]], None] = lambda inputs: None
+
+    def __call__(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
+        self.calls.append(inputs)
+        self.has_begun.set()
+        assert self.gate.wait(60)
+        self.before(inputs)
+        return super().__call__(inputs)
+
+    def hold(self) -> None:
+        """Let no call pass before the gate is set."""
+        self.gate.clear()
+        self.has_begun.clear()
+
+
+StartEncoder = Callable[..., EncoderEngine]
+"""Starts an engine: `start(forward, max_batch_tokens=...)`."""
+
+
+class Answer:
+    """A group's answer, when it has come."""
+
+    def __init__(self, inputs: list[EncoderInput], deadline_s: float | None = None) -> None:
+        self.answers: list[Any] = []
+        self.is_cancelled = False
+        self._came = threading.Event()
+        self.group = EncoderGroup(inputs, self._take, lambda: self.is_cancelled, deadline_s)
+
+    def _take(self, answer: Any) -> None:
+        self.answers.append(answer)
+        self._came.set()
+
+    def wait(self) -> Any:
+        """The only answer: a list of arrays, or an error."""
+        assert self._came.wait(60)
+        assert len(self.answers) == 1
+        return self.answers[0]
