@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
 from hf_triton.encoder.attention import running
 from hf_triton.encoder.packed_base import PackedBase
 from hf_triton.encoder.packing import MIN_ROWS, pack_row, pad_batch, split_by_padding
-from hf_triton.encoder.probe import Way, max_positions, probe_way
+from hf_triton.encoder.probe import Way, max_positions, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import HfTritonError, RequestError
+from hf_triton.runner.cpu import accelerate_encoder
 
 Reduce = Callable[..., torch.Tensor]
 
@@ -25,7 +26,12 @@ MAX_STATES_TOKENS: Final = {"cpu": 32768, "cuda": 131072}
 
 
 def build_forward(
-    model: Any, outputs: tuple[str, ...], *, per_token: bool, reduce: Reduce | None = None
+    model: Any,
+    outputs: tuple[str, ...],
+    *,
+    per_token: bool,
+    reduce: Reduce | None = None,
+    pack_weights: Literal["auto"] | bool = False,
 ) -> EncoderForward:
     """Choose how the model's sequences share a forward.
 
@@ -34,11 +40,16 @@ def build_forward(
         outputs: Names of the model's outputs, as `("start_logits", "end_logits")`.
         per_token: Whether an output has a row for each token.
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
+        pack_weights: On a CPU, which linear layers get oneDNN's layout, see `accelerate`; the model is changed.
     """
 
     def build(way: Way) -> EncoderForward:
         return EncoderForward(model, outputs, per_token=per_token, reduce=None, way=way)
 
+    def compute() -> torch.Tensor:
+        return torch.cat([output.flatten() for output in build("alone")(probe_inputs(model, per_token=per_token))])
+
+    accelerate_encoder(model, compute, pack_weights=pack_weights)
     way = probe_way(model, build, per_token=per_token)
     return EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way=way)
 

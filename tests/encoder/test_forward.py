@@ -5,9 +5,11 @@ import itertools
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 from hf_triton.encoder.forward import build_forward
-from tests.support.encoders import HEADS, PACKED, PADDED, build_model, expected_outputs, random_inputs
+from hf_triton.runner.cpu.packing import PackedLinear
+from tests.support.encoders import BASE, HEADS, PACKED, PADDED, build_model, expected_outputs, random_inputs
 
 LENGTHS = [5, 60, 3, 60, 12, 12, 41]
 HAVE_HEAD = [
@@ -31,6 +33,19 @@ def test_packed_families_give_the_same_bits_in_any_company(family: str, head: st
         assert torch.equal(one, other)
         assert torch.equal(one, forward([each])[0])
         assert one.shape == reference.shape
+        torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_in_onednn_s_layout_give_the_same_bits_in_any_company() -> None:
+    config = BertConfig(**BASE | {"hidden_size": 256, "intermediate_size": 1536, "num_hidden_layers": 1})
+    model = BertModel(config).eval()
+    inputs = random_inputs([5, 120, 3, 120, 9])  # 257 tokens: one more than oneDNN is given at a time
+    expected = [expected_outputs(model, each, ("last_hidden_state",), per_token=True) for each in inputs]
+    forward = build_forward(model, ("last_hidden_state",), per_token=True, pack_weights=True)
+    is_packed = [isinstance(layer, PackedLinear) for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    assert all(is_packed) == torch.backends.mkldnn.is_available()
+    for each, one, reference in zip(inputs, forward(inputs), expected, strict=True):
+        assert torch.equal(one, forward([each])[0])
         torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-5)
 
 

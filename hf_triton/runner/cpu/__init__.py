@@ -6,12 +6,16 @@ Importing it loads neither torch nor numba.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_triton.runner.cpu.threads import SharedCores
 
-__all__ = ["SharedCores", "accelerate", "fast_attention"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SharedCores", "accelerate", "accelerate_encoder", "fast_attention"]
 
 
 def accelerate(model: Any, *, pack_weights: Literal["auto"] | bool = "auto") -> None:
@@ -30,6 +34,26 @@ def accelerate(model: Any, *, pack_weights: Literal["auto"] | bool = "auto") -> 
     keep_freed_memory()
     if pack_weights:
         pack(model, "auto" if pack_weights == "auto" else "all")
+
+
+def accelerate_encoder(
+    model: Any, compute: Callable[[], torch.Tensor], *, pack_weights: Literal["auto"] | bool = "auto"
+) -> None:
+    """Prepare a loaded model that does not generate, see `accelerate`.
+
+    Args:
+        model: A transformers model in eval mode.
+        compute: The model's outputs for some inputs, the same at every call.
+        pack_weights: See `accelerate`.
+    """
+    if model.device.type != "cpu":
+        return
+    from hf_triton.runner.cpu.malloc import keep_freed_memory
+    from hf_triton.runner.cpu.packing import pack_encoder
+
+    keep_freed_memory()
+    if pack_weights:
+        pack_encoder(model, compute, "auto" if pack_weights == "auto" else "all")
 
 
 def fast_attention(*, patches_torch: bool = True) -> AbstractContextManager[None]:

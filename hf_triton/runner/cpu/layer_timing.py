@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +20,8 @@ from hf_triton.runner.cpu.linear import MAX_ROWS, LinearKernel, onednn_linear
 
 ROW_LIMITS: Final = {1: 2, 4: 8, 16: MAX_ROWS}
 """Rows that are timed (one sequence decoding, a few, a batch), and the rows up to which each result is applied."""
+ENCODER_ROWS: Final = (16, 256)
+"""Tokens that are timed for an encoder."""
 SAMPLE_BYTES: Final = 128 << 20
 """Weights in the sample: more than caches hold. Each shape has one layer in it at least."""
 
@@ -44,6 +46,8 @@ class Choice:
 
 PACKED: Final = Choice(True, MAX_ROWS)
 """What `pack_weights: true` takes, without measuring."""
+ONEDNN: Final = Choice(True, 0)
+"""The same for an encoder."""
 
 
 def shape_of(layer: Any) -> LayerShape:
@@ -86,15 +90,43 @@ def time_layers(layers: Sequence[Any]) -> dict[LayerShape, Choice]:
     Raises:
         RuntimeError: oneDNN cannot compute with such weights on this processor.
     """
-    samples = _samples(layers)
+    samples = _samples(layers, SAMPLE_BYTES)
+    best = _best_times(samples, ROW_LIMITS, ("torch", "onednn", "kernel"))
+    return {shape: choose(shape, best) for shape in {sample.shape for sample in samples}}
+
+
+@torch.inference_mode()
+def time_encoder_layers(layers: Sequence[Any]) -> dict[LayerShape, Choice]:
+    """Choose between torch and oneDNN for each shape of layer, for the rows of a short text and of many texts.
+
+    Args:
+        layers: Linear layers of a model, on the CPU.
+
+    Raises:
+        RuntimeError: oneDNN cannot compute with such weights on this processor.
+    """
+    samples = _samples(layers, 0)
+    best = _best_times(samples, ENCODER_ROWS, ("torch", "onednn"))
+
+    def gain(shape: LayerShape) -> float:
+        gains = [best[shape, "torch", rows] / best[shape, "onednn", rows] for rows in ENCODER_ROWS]
+        return min(gains[0] / 0.97, statistics.geometric_mean(gains) / 1.03)
+
+    return {sample.shape: Choice(gain(sample.shape) >= 1, 0) for sample in samples}
+
+
+def _best_times(
+    samples: Sequence[_Sample], rows: Iterable[int], ways: Sequence[str]
+) -> dict[tuple[LayerShape, str, int], float]:
+    """The best seconds of each shape, way and number of rows."""
     best: dict[tuple[LayerShape, str, int], float] = {}
-    for num_rows in ROW_LIMITS:
+    for num_rows in rows:
         inputs = {shape: torch.randn(num_rows, 1, shape.inputs).to(shape.dtype) for shape in {s.shape for s in samples}}
         started = time.perf_counter()
         for number in range(-1, 5):  # the first is not counted: oneDNN generates code in it
             if number >= 2 and time.perf_counter() - started > 0.4:  # s
                 break
-            for way in ("torch", "onednn", "kernel"):
+            for way in ways:
                 spent: Counter[LayerShape] = Counter()
                 for sample in samples:
                     if way in sample.ways:
@@ -104,15 +136,15 @@ def time_layers(layers: Sequence[Any]) -> dict[LayerShape, Choice]:
                 for shape, seconds in spent.items() if number >= 0 else ():
                     key = shape, way, num_rows
                     best[key] = min(seconds, best.get(key, seconds))
-    return {shape: choose(shape, best) for shape in {sample.shape for sample in samples}}
+    return best
 
 
-def _samples(layers: Sequence[Any]) -> list[_Sample]:
-    """Layers of every shape; each once, and more while they fit `SAMPLE_BYTES`, in the model's order."""
+def _samples(layers: Sequence[Any], max_bytes: int) -> list[_Sample]:
+    """Layers of every shape; each once, and more while their weights fit `max_bytes`, in the model's order."""
     first = {shape_of(layer): layer for layer in reversed(layers)}
     chosen, num_bytes = {id(layer) for layer in first.values()}, sum(layer.weight.nbytes for layer in first.values())
     for layer in layers:
-        if id(layer) not in chosen and num_bytes + layer.weight.nbytes <= SAMPLE_BYTES:
+        if id(layer) not in chosen and num_bytes + layer.weight.nbytes <= max_bytes:
             chosen.add(id(layer))
             num_bytes += layer.weight.nbytes
     return [_Sample(layer) for layer in layers if id(layer) in chosen]

@@ -12,6 +12,7 @@ import bisect
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -19,7 +20,16 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_triton.runner.cpu.layer_timing import PACKED, Choice, shape_of, time_layers, weight_matrix
+from hf_triton.runner.cpu.layer_timing import (
+    ONEDNN,
+    PACKED,
+    Choice,
+    LayerShape,
+    shape_of,
+    time_encoder_layers,
+    time_layers,
+    weight_matrix,
+)
 from hf_triton.runner.cpu.linear import LinearKernel, onednn_linear
 from hf_triton.runner.faults import described
 from hf_triton.runner.numerics import agree
@@ -53,7 +63,7 @@ class PackedLinear(nn.Linear):
             return onednn_linear(x, self.weight, self.bias)
         products = []
         for part in torch.split(x.reshape(-1, x.shape[-1]), SIZES[-1]):
-            size = SIZES[bisect.bisect_left(SIZES, len(part))]
+            size = SIZES[bisect.bisect_left(SIZES, max(2, len(part)))]  # of one row alone oneDNN has other bits
             padded = nn.functional.pad(part, (0, 0, 0, size - len(part)))
             products.append(onednn_linear(padded, self.weight, self.bias)[: len(part)])
         return torch.cat(products).view(*x.shape[:-1], self.weight.shape[0])
@@ -81,20 +91,48 @@ def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
         plain = greedy_logits(model, [prompt])
     except Exception:  # it cannot generate: the choice of an engine says so
         return 0
+    time_all = time_layers if which == "auto" else None
+    return _pack(model, time_all, PACKED, lambda: same_logits(model, plain, greedy_logits(model, [prompt])))
+
+
+def pack_encoder(model: nn.Module, compute: Callable[[], torch.Tensor], which: Literal["auto", "all"] = "all") -> int:
+    """Pack linear layers of a model that computes many rows at a time and does not generate, see `pack`.
+
+    Our kernel for few rows is left out: oneDNN gives a row the same bits among any others, except alone.
+
+    Args:
+        model: A transformers model in eval mode.
+        compute: The model's outputs for some inputs, the same at every call.
+        which: See `pack`.
+    """
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return 0
+    plain = compute()
+    time_all = time_encoder_layers if which == "auto" else None
+    return _pack(model, time_all, ONEDNN, lambda: agree(plain, compute(), plain.dtype))
+
+
+def _pack(
+    model: nn.Module,
+    time_all: Callable[[list[Any]], dict[LayerShape, Choice]] | None,
+    default: Choice,
+    is_same: Callable[[], bool],
+) -> int:
+    """Pack the layers that `time_all` chooses, or all by `default`; undone if the model computes something else."""
     packed: list[_Packed] = []
     started = time.perf_counter()
     try:
         layers = [layer for layer in model.modules() if _is_linear(layer)]
-        choices = time_layers(layers) if which == "auto" else {}
+        choices = time_all(layers) if time_all else {}
         timed_s = time.perf_counter() - started
         num_users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
         for layer in layers:
-            choice = choices.get(shape_of(layer), PACKED)
+            choice = choices.get(shape_of(layer), default)
             if choice.is_packed:
                 packed.append(_Packed.make(layer, choice, is_shared=num_users[id(layer.weight)] > 1))
         obstacle = None
-        if packed and not same_logits(model, plain, greedy_logits(model, [prompt])):
-            obstacle = "the logits differ from the original model's"
+        if packed and not is_same():
+            obstacle = "the outputs differ from the original model's"
     except Exception as error:
         obstacle = described(error)
     if obstacle is not None:
@@ -107,7 +145,7 @@ def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
         len(packed),
         len(layers),
         sum(change.layer.kernel is not None for change in packed),
-        f" (chosen by timing, {timed_s:.1f} s)" if which == "auto" else "",
+        f" (chosen by timing, {timed_s:.1f} s)" if time_all else "",
     )
     return len(packed)
 
