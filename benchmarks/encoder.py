@@ -48,7 +48,7 @@ WAYS = {
 class AsTheyCome(EncoderForward):
     """One padded batch of all that is handed over."""
 
-    def _split(self, order: list[int], lengths: list[int]) -> list[list[int]]:
+    def _split(self, inputs: list[EncoderInput], order: list[int]) -> list[list[int]]:
         return [sorted(order)]
 
 

@@ -19,6 +19,8 @@ from transformers.masking_utils import sdpa_mask
 from hf_triton.encoder.packing import PackedRow
 
 NAME: Final = "hf_triton_packed"
+PART_TOKENS: Final = 256
+"""Tokens that attend together where a window bounds how far."""
 UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
 """Arguments that change attention in a way which is not computed here."""
 
@@ -106,22 +108,42 @@ def _attend_by_length(
             states[0, :, block.tokens].view(states.shape[1], block.count, block.length, -1).transpose(0, 1)
             for states in (query, key, value)
         )
-        mask = _window_mask(row, block.length, window, is_causal)
-        output, _ = sdpa_attention_forward(module, queries, keys, values, mask, 0.0, scaling, is_causal)
-        outputs.append(output.flatten(0, 1))
+        parts = []
+        for asking, asked in window_parts(block.length, window, is_causal):
+            part = queries[:, :, asking], keys[:, :, asked], values[:, :, asked]
+            mask = _window_mask(row, asking, asked, window, is_causal)
+            output, _ = sdpa_attention_forward(module, *part, mask, 0.0, scaling, is_causal)
+            parts.append(output)
+        outputs.append(torch.cat(parts, 1).flatten(0, 1))
     return torch.cat(outputs).unsqueeze(0)
 
 
-def _window_mask(row: PackedRow, length: int, window: int | None, is_causal: bool) -> torch.Tensor | None:
-    """Which keys a token attends to, `[1, 1, length, length]` bool; None: all, or all up to itself if causal."""
+def window_parts(length: int, window: int | None, is_causal: bool) -> list[tuple[slice, slice]]:
+    """Parts of a sequence and the keys within their windows: far less than all keys of a long sequence."""
     if window is None or length <= window:
+        return [(slice(0, length), slice(0, length))]
+    parts = []
+    for start in range(0, length, PART_TOKENS):
+        end = min(start + PART_TOKENS, length)
+        last = end if is_causal else min(length, end + window - 1)
+        parts.append((slice(start, end), slice(max(0, start - window + 1), last)))
+    return parts
+
+
+def _window_mask(
+    row: PackedRow, asking: slice, asked: slice, window: int | None, is_causal: bool
+) -> torch.Tensor | None:
+    """Which keys `asked` the tokens `asking` attend to, `[1, 1, tokens, keys]` bool; None: all, or causally all."""
+    if window is None or (asking.stop <= window and asked == asking):
         return None
-    mask = row.masks.get((length, window, is_causal))
+    offset = asking.start - asked.start
+    shape = asking.stop - asking.start, asked.stop - asked.start
+    mask = row.masks.get((*shape, offset, window, is_causal))
     if mask is None:
-        positions = torch.arange(length, device=row.ids.device)
-        distance = positions.unsqueeze(1) - positions
+        positions = torch.arange(offset, offset + shape[0], device=row.ids.device)
+        distance = positions.unsqueeze(1) - torch.arange(shape[1], device=row.ids.device)
         mask = (distance >= 0) & (distance < window) if is_causal else distance.abs() < window
-        mask = row.masks[length, window, is_causal] = mask.unsqueeze(0).unsqueeze(0)
+        mask = row.masks[(*shape, offset, window, is_causal)] = mask.unsqueeze(0).unsqueeze(0)
     return mask
 
 

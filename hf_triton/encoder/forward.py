@@ -11,7 +11,7 @@ import torch
 
 from hf_triton.encoder.attention import running
 from hf_triton.encoder.packed_base import PackedBase
-from hf_triton.encoder.packing import MIN_ROWS, pack_row, pad_batch, split_by_padding
+from hf_triton.encoder.packing import MIN_ROWS, pack_row, pad_batch, split_by_padding, split_by_total
 from hf_triton.encoder.probe import Way, max_positions, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import HfTritonError, RequestError
@@ -23,6 +23,8 @@ MAX_PADDED_TOKENS: Final = {"cpu": 512, "cuda": 16384}
 """Of a padded batch, by torch's device type; other accelerators take CUDA's. On a CPU more is only cache misses."""
 MAX_STATES_TOKENS: Final = {"cpu": 32768, "cuda": 131072}
 """Of the padded states that a head gets from a packed row."""
+MAX_OUTPUTS: Final = 1 << 26
+"""Numbers that a forward may give of tokens together, a quarter of a gibibyte: a vocabulary for each is a lot."""
 
 
 def build_forward(
@@ -87,6 +89,8 @@ class EncoderForward:
         self._max_padded = MAX_PADDED_TOKENS.get(self.device.type, MAX_PADDED_TOKENS["cuda"])
         self._max_states = MAX_STATES_TOKENS.get(self.device.type, MAX_STATES_TOKENS["cuda"])
         self._max_positions = max_positions(model)
+        head = model.get_output_embeddings()
+        self._width: int = 1024 if head is None else head.weight.shape[0]
         self._num_ids: int = model.get_input_embeddings().weight.shape[0]
 
     @torch.inference_mode()
@@ -95,10 +99,9 @@ class EncoderForward:
 
         Several outputs are stacked on a new first axis. What `reduce` gives may have any shape.
         """
-        lengths = [len(each.ids) for each in inputs]
-        order = sorted(range(len(inputs)), key=lengths.__getitem__)
+        order = sorted(range(len(inputs)), key=lambda index: len(inputs[index].ids))
         results: list[torch.Tensor | None] = [None] * len(inputs)
-        for batch in self._split(order, lengths):
+        for batch in self._split(inputs, order):
             members = [inputs[index] for index in batch]
             outputs = self._packed(members) if self._base else self._padded(members)
             for index, output in zip(batch, outputs, strict=True):
@@ -123,14 +126,16 @@ class EncoderForward:
         if self._base:
             self._base.restore()
 
-    def _split(self, order: list[int], lengths: list[int]) -> list[list[int]]:
-        """What is computed together, by length, ascending."""
+    def _split(self, inputs: list[EncoderInput], order: list[int]) -> list[list[int]]:
+        """What is computed together, of inputs whose `order` is by length, ascending."""
+        lengths = [len(each.ids) for each in inputs]
         if self.way == "alone":
             return [[index] for index in order]
         if self.way == "padded":
             return list(split_by_padding(order, lengths, self._max_padded))
         if self._per_token:
-            return [order]
+            counts = [_num_wanted(each) for each in inputs]
+            return list(split_by_total(order, counts, MAX_OUTPUTS // self._width))
         return list(split_by_padding(order, lengths, self._max_states))
 
     def _packed(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
@@ -161,7 +166,8 @@ class EncoderForward:
         """The named outputs, stacked, `[outputs, rows, ...]`."""
         types = {"token_type_ids": type_ids} if type_ids is not None and self._takes_types else {}
         output = self._model(input_ids=ids, attention_mask=mask, **types)
-        return torch.stack([output[name] for name in self._outputs])
+        outputs = [output[name] for name in self._outputs]
+        return torch.stack(outputs) if len(outputs) > 1 else outputs[0].unsqueeze(0)  # without a copy
 
     def _unstack(self, stacked: torch.Tensor) -> torch.Tensor:
         return stacked[0] if len(self._outputs) == 1 else stacked

@@ -49,8 +49,8 @@ class PackedRow:
     """Indices of the tokens whose outputs are wanted, and any others up to `MIN_ROWS`; None: all."""
     num_attention_calls: int = 0
     """How often attention was computed for the row."""
-    masks: dict[tuple[int, int, bool], torch.Tensor] = field(default_factory=dict)
-    """Masks of sliding windows, by length, window and causality: every layer needs the same."""
+    masks: dict[tuple[int, int, int, int, bool], torch.Tensor] = field(default_factory=dict)
+    """Masks of sliding windows, by their shape: every layer needs the same."""
 
     @cached_property
     def blocks(self) -> list[EqualLengths]:
@@ -149,6 +149,26 @@ def split_by_padding(order: list[int], lengths: list[int], max_padded_tokens: in
             yield batch
             batch = []
         batch.append(index)
+    if batch:
+        yield batch
+
+
+def split_by_total(order: list[int], sizes: list[int], max_total: int) -> Iterator[list[int]]:
+    """Split sequences into batches whose sizes together are bounded; one sequence may be larger.
+
+    Args:
+        order: Indices of the sequences.
+        sizes: Of each sequence.
+        max_total: Of a batch.
+    """
+    batch: list[int] = []
+    total = 0
+    for index in order:
+        if batch and total + sizes[index] > max_total:
+            yield batch
+            batch, total = [], 0
+        batch.append(index)
+        total += sizes[index]
     if batch:
         yield batch
 

@@ -8,6 +8,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from hf_triton.encoder.forward import build_forward
+from hf_triton.encoder.types import EncoderInput
 from hf_triton.runner.cpu.packing import PackedLinear
 from tests.support.encoders import BASE, HEADS, PACKED, PADDED, build_model, expected_outputs, random_inputs
 
@@ -15,7 +16,7 @@ LENGTHS = [5, 60, 3, 60, 12, 12, 41]
 HAVE_HEAD = [
     (family, head)
     for family, head in itertools.product(PACKED, HEADS)
-    if not (family.startswith("qwen3") and head == "masks")
+    if head != "masks" or not family.startswith(("qwen3", "mistral"))
 ]
 WITH_TYPES = ("bert", "albert", "electra")
 
@@ -34,6 +35,27 @@ def test_packed_families_give_the_same_bits_in_any_company(family: str, head: st
         assert torch.equal(one, forward([each])[0])
         assert one.shape == reference.shape
         torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["modernbert", "mistral"])
+def test_long_texts_are_attended_to_within_their_windows(family: str) -> None:
+    model = build_model(family, "embeddings")
+    inputs = random_inputs([700, 9, 513, 256])
+    expected = [expected_outputs(model, each, ("last_hidden_state",), per_token=True) for each in inputs]
+    forward = build_forward(model, ("last_hidden_state",), per_token=True)
+    assert forward.way == "packed"
+    for one, reference in zip(forward(inputs), expected, strict=True):
+        torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "mpnet"])
+def test_a_head_gives_the_wanted_tokens_alone(family: str) -> None:
+    model = build_model(family, "masks")
+    inputs = random_inputs(LENGTHS)
+    wanted = [EncoderInput(each.ids, output_positions=[1, len(each.ids) - 1]) for each in inputs]
+    forward = build_forward(model, ("logits",), per_token=True)
+    for each, whole, part in zip(inputs, forward(inputs), forward(wanted), strict=True):
+        torch.testing.assert_close(part, whole[[1, len(each.ids) - 1]], rtol=1e-5, atol=1e-5)
 
 
 def test_layers_in_onednn_s_layout_give_the_same_bits_in_any_company() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from hf_triton.encoder.attention import window_sides
 from hf_triton.encoder.packed_base import position_rule
-from hf_triton.encoder.packing import MIN_ROWS, EqualLengths, pack_row, split_by_padding
+from hf_triton.encoder.packing import MIN_ROWS, EqualLengths, pack_row, split_by_padding, split_by_total
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.runner.dtypes import has_instructions, serving_dtype
 from tests.support.encoders import build_model
@@ -66,6 +66,10 @@ def test_positions_are_those_that_the_model_counts(family: str) -> None:
 def test_padded_batches_keep_their_bound() -> None:
     lengths = [3, 3, 4, 9, 50]
     assert list(split_by_padding(list(range(5)), lengths, 12)) == [[0, 1, 2], [3], [4]]
+
+
+def test_batches_keep_their_total() -> None:
+    assert list(split_by_total([2, 0, 1, 3], [5, 9, 3, 1], 8)) == [[2, 0], [1], [3]]
 
 
 def test_16_bits_are_served_where_the_processor_has_them() -> None:

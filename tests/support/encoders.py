@@ -53,6 +53,7 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "electra": ("ElectraConfig", BASE | {"embedding_size": 16}),
     "albert": ("AlbertConfig", BASE | {"embedding_size": 16}),
     "modernbert": ("ModernBertConfig", BASE | WINDOW),
+    "mistral": ("MistralConfig", BASE | {"num_key_value_heads": 2, "sliding_window": 16}),
     "qwen3": ("Qwen3Config", BASE | DECODER),
     "qwen3-no-padding": ("Qwen3Config", BASE | DECODER | {"pad_token_id": None}),
 }
