@@ -26,8 +26,9 @@ from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind, lo
 
 logger = logging.getLogger(__name__)
 
-MAX_BATCH_TOKENS: Final = {"cpu": 4096, "cuda": 16384}
-"""Tokens of a forward, by torch's device type: a newcomer waits for one. Other accelerators take CUDA's."""
+MAX_BATCH_TOKENS: Final = {"cpu": 1024, "cuda": 16384}
+"""Tokens of a forward, by torch's device type: a newcomer waits for one. Other accelerators take CUDA's. A CPU computes
+4096 at a time only two percent faster."""
 
 
 def build_encoder(

@@ -52,7 +52,11 @@ def build_forward(
         return torch.cat([output.flatten() for output in build("alone")(probe_inputs(model, per_token=per_token))])
 
     accelerate_encoder(model, compute, pack_weights=pack_weights)
-    way = probe_way(model, build, per_token=per_token)
+
+    def build_base(way: Way) -> EncoderForward:
+        return EncoderForward(model.base_model, ("last_hidden_state",), per_token=True, reduce=None, way=way)
+
+    way = probe_way(model, build, build_base, per_token=per_token)
     return EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way=way)
 
 

@@ -44,25 +44,26 @@ class Forward(Protocol):
         """Give the model back as it was."""
 
 
-def probe_way(model: Any, build: Callable[[Way], Forward], *, per_token: bool) -> Way:
+def probe_way(
+    model: Any, build: Callable[[Way], Forward], build_base: Callable[[Way], Forward], *, per_token: bool
+) -> Way:
     """How sequences share a forward with the outputs that each has alone; logs which way and why.
-
-    An exception on a sequence alone propagates: such a model cannot be served.
 
     Args:
         model: A transformers model in eval mode, on its device.
         build: Builds a forward that goes one way.
+        build_base: The same of the model without its head, which may hide what the layers get wrong.
         per_token: Whether an output has a row for each token.
     """
     inputs = probe_inputs(model, per_token=per_token)
-    expected = build("alone")(inputs)
-    ways: tuple[Way, ...] = ("packed", "padded")
-    for way in ways:
-        reason = _failure(build, way, inputs, expected, model.dtype)
-        if reason is None:
+    tries: dict[Way, tuple[Callable[[Way], Forward], ...]] = {"packed": (build_base, build), "padded": (build,)}
+    for way, builds in tries.items():
+        failures = (_failure(each, way, inputs, model.dtype) for each in builds)
+        failure = next((failure for failure in failures if failure), None)
+        if failure is None:
             logger.info("sequences run %s: each has the outputs that it has alone", way)
             return way
-        logger.info("sequences do not run %s: %s", way, reason)
+        logger.info("sequences do not run %s: %s", way, failure)
     logger.warning("every sequence runs alone, which is slow under load: in company its outputs would differ")
     return "alone"
 
@@ -103,27 +104,20 @@ def max_positions(model: Any) -> int | None:
     return None
 
 
-def _failure(
-    build: Callable[[Way], Forward],
-    way: Way,
-    inputs: list[EncoderInput],
-    expected: list[torch.Tensor],
-    dtype: torch.dtype,
-) -> str | None:
+def _failure(build: Callable[[Way], Forward], way: Way, inputs: list[EncoderInput], dtype: torch.dtype) -> str | None:
     """Why sequences cannot go a way; None: they can."""
     try:
+        expected = build("alone")(inputs)
         forward = build(way)
+        try:
+            actual = forward(inputs)
+        finally:
+            forward.release()
+        scale = max(float(each.abs().max()) for each in expected)
+        apart = max(float((one - other).abs().max()) for one, other in zip(expected, actual, strict=True))
     except Exception as error:  # an unusual architecture: what cannot be probed is not relied on
         return described(error)
-    try:
-        actual = forward(inputs)
-        if way == "packed" and not forward.num_attention_calls:
-            return "the model computes attention by itself"
-    except Exception as error:
-        return described(error)
-    finally:
-        forward.release()
+    if way == "packed" and not forward.num_attention_calls:
+        return "the model computes attention by itself"
     tolerance = TOLERANCE if dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
-    scale = max(float(each.abs().max()) for each in expected)
-    apart = max(float((one - other).abs().max()) for one, other in zip(expected, actual, strict=True))
     return None if apart <= tolerance * scale else f"outputs differ by {apart:.1e} from those of each alone"

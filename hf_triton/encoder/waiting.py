@@ -18,7 +18,7 @@ from hf_triton.errors import CancelledError, HfTritonError, UnavailableError, pa
 
 logger = logging.getLogger(__name__)
 
-TURN_TOKENS: Final = 1024
+TURN_TOKENS: Final = 512
 """A group with more waits for the other groups after so many tokens, so that a short text passes by hundreds."""
 SWEEP_INTERVAL_S: Final = 0.1
 """How often the whole queue is looked through for cancelled and expired groups."""

@@ -81,6 +81,7 @@ def test_a_newcomer_passes_by_the_rest_of_a_long_request(forward: ObservedForwar
     newcomer.wait()
     assert 7 in lengths(forward.calls)[1]
     assert [sum(call) for call in lengths(forward.calls)][:3] == [1500, 1407, 1500]
+    assert lengths(forward.calls)[1].index(7) == 5  # behind a turn of the other request
 
 
 def test_cancelled_and_expired_groups_are_not_computed(forward: ObservedForward, start: StartEncoder) -> None:

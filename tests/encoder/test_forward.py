@@ -5,12 +5,12 @@ import itertools
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, LongformerConfig, LongformerForQuestionAnswering
 
 from hf_triton.encoder.forward import build_forward
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.runner.cpu.packing import PackedLinear
-from tests.support.encoders import BASE, HEADS, PACKED, PADDED, build_model, expected_outputs, random_inputs
+from tests.support.encoders import ALONE, BASE, HEADS, PACKED, PADDED, build_model, expected_outputs, random_inputs
 
 LENGTHS = [5, 60, 3, 60, 12, 12, 41]
 HAVE_HEAD = [
@@ -35,6 +35,25 @@ def test_packed_families_give_the_same_bits_in_any_company(family: str, head: st
         assert torch.equal(one, forward([each])[0])
         assert one.shape == reference.shape
         torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ALONE)
+def test_families_that_padding_changes_run_alone(family: str) -> None:
+    model = build_model(family, "sequence")
+    inputs = random_inputs(LENGTHS)
+    expected = [expected_outputs(model, each, ("logits",), per_token=False) for each in inputs]
+    forward = build_forward(model, ("logits",), per_token=False)
+    assert forward.way == "alone"
+    assert all(torch.equal(one, reference) for one, reference in zip(forward(inputs), expected, strict=True))
+
+
+def test_a_head_that_refuses_the_probe_is_served() -> None:
+    config = LongformerConfig(**BASE | {"attention_window": 16, "num_labels": 2, "sep_token_id": 9})
+    model = LongformerForQuestionAnswering(config).eval()
+    forward = build_forward(model, ("start_logits", "end_logits"), per_token=True, pack_weights=True)
+    assert forward.way == "alone"
+    (output,) = forward([EncoderInput([0, 5, 9, 9, 7, 8, 9])])
+    assert output.shape == (2, 7)
 
 
 @pytest.mark.parametrize("family", ["modernbert", "mistral"])

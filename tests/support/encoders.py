@@ -62,6 +62,10 @@ PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "deberta-v2": ("DebertaV2Config", BASE | RELATIVE),
     "mpnet": ("MPNetConfig", BASE),
 }
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "fnet": ("FNetConfig", BASE),
+    "convbert": ("ConvBertConfig", BASE | {"embedding_size": 32}),
+}
 HEADS: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "embeddings": ("AutoModel", ("last_hidden_state",), True),
     "sequence": ("AutoModelForSequenceClassification", ("logits",), False),
@@ -74,7 +78,7 @@ HEADS: dict[str, tuple[str, tuple[str, ...], bool]] = {
 
 def build_model(family: str, head: str) -> Any:
     """A model in eval mode; its weights are large enough that every token matters to the others."""
-    name, settings = (PACKED | PADDED)[family]
+    name, settings = (PACKED | PADDED | ALONE)[family]
     config = getattr(transformers, name)(**settings | ({"num_labels": 2} if head == "answers" else {}))
     torch.manual_seed(0)
     model = getattr(transformers, HEADS[head][0]).from_config(config).eval()
