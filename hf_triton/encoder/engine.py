@@ -22,6 +22,7 @@ from hf_triton.encoder.types import EncoderGroup, EncoderLoad
 from hf_triton.encoder.waiting import Job, PendingGroup, WaitingGroups
 from hf_triton.errors import GenerationError, HfTritonError, ShuttingDownError, UnavailableError, where
 from hf_triton.runner.device import DeviceContext
+from hf_triton.runner.dtypes import serving_dtype
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind, loggable
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def build_encoder(
     reduce: Reduce | None = None,
     max_batch_tokens: int | None = None,
     pack_weights: Literal["auto"] | bool = "auto",
+    keeps_dtype: bool = False,
     on_fatal: Callable[[], None] = lambda: None,
 ) -> EncoderEngine:
     """Probe a model and start its engine.
@@ -51,8 +53,14 @@ def build_encoder(
         max_batch_tokens: The most tokens of a forward, but for a longer sequence alone; None: the device's default.
         pack_weights: On a CPU, which linear layers get the layout that oneDNN computes with: half the time and the same
             bits in any company; `auto` packs those that are faster so, by timing each shape.
+        keeps_dtype: Whether a model of 16 bits keeps them on a CPU without instructions for them; if not, it becomes
+            float32, which is several times faster there.
         on_fatal: Called once, in the engine's thread, after the device was lost and every group answered.
     """
+    dtype = serving_dtype(model.dtype, model.device)
+    if dtype != model.dtype and not keeps_dtype and getattr(model, "hf_quantizer", None) is None:
+        logger.info("this processor has no instructions for %s: the model becomes %s", model.dtype, dtype)
+        model.to(dtype)
     forward = build_forward(model, outputs, per_token=per_token, reduce=reduce, pack_weights=pack_weights)
     return EncoderEngine(forward, max_batch_tokens=max_batch_tokens, on_fatal=on_fatal)
 

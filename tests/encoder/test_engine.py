@@ -4,15 +4,18 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hf_triton.encoder.engine import build_encoder
 from hf_triton.encoder.types import EncoderInput, EncoderLoad
 from hf_triton.errors import HfTritonError
-from tests.support.encoders import Answer, ObservedForward, StartEncoder, random_inputs
+from hf_triton.runner.dtypes import serving_dtype
+from tests.support.encoders import Answer, ObservedForward, StartEncoder, build_model, random_inputs
 
 BAD = 99
 """Inputs with this token fail."""
@@ -201,6 +204,15 @@ def test_an_answer_that_raises_stops_nothing(forward: ObservedForward, start: St
     engine.submit(good.group)
     assert len(good.wait()) == 1
     assert engine.is_healthy()
+
+
+def test_16_bits_become_float32_where_they_are_slow() -> None:
+    model = build_model("bert", "embeddings").to(torch.float16)
+    with closing(build_encoder(model, ("last_hidden_state",), per_token=True, pack_weights=False)) as engine:
+        answer = Answer(good_inputs([5, 9]))
+        engine.submit(answer.group)
+        assert [output.shape for output in answer.wait()] == [(5, 32), (9, 32)]
+    assert model.dtype == serving_dtype(torch.float16, torch.device("cpu"))
 
 
 def test_thousands_of_requests_lose_nothing(forward: ObservedForward, start: StartEncoder) -> None:
