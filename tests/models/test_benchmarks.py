@@ -2,6 +2,7 @@
 """Benchmarks run to their end, on little."""
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +54,14 @@ def run(benchmark: ModuleType, arguments: str) -> str:
         return CliRunner().invoke(benchmark.main, arguments.split(), catch_exceptions=False).output
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("benchmark", ["encoder"], indirect=True)
+def test_encoders_are_measured_beside_padding(benchmark: ModuleType) -> None:
+    output = run(benchmark, "--rounds 1 --requests 64")
+    assert re.search(r"64 clients +as they come +[\d.]+ +[\d.]+", output)
+    assert re.search(r"128 texts +engine +[\d.]+ +1.00", output)
 
 
 @pytest.mark.parametrize("benchmark", ["gpu"], indirect=True)
