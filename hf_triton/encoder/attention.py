@@ -111,7 +111,7 @@ def _attend_by_length(
         parts = []
         for asking, asked in window_parts(block.length, window, is_causal):
             part = queries[:, :, asking], keys[:, :, asked], values[:, :, asked]
-            mask = _window_mask(row, asking, asked, window, is_causal)
+            mask = _window_mask(row, query.device, asking, asked, window, is_causal)
             output, _ = sdpa_attention_forward(module, *part, mask, 0.0, scaling, is_causal)
             parts.append(output)
         outputs.append(torch.cat(parts, 1).flatten(0, 1))
@@ -131,19 +131,20 @@ def window_parts(length: int, window: int | None, is_causal: bool) -> list[tuple
 
 
 def _window_mask(
-    row: PackedRow, asking: slice, asked: slice, window: int | None, is_causal: bool
+    row: PackedRow, device: torch.device, asking: slice, asked: slice, window: int | None, is_causal: bool
 ) -> torch.Tensor | None:
     """Which keys `asked` the tokens `asking` attend to, `[1, 1, tokens, keys]` bool; None: all, or causally all."""
     if window is None or (asking.stop <= window and asked == asking):
         return None
     offset = asking.start - asked.start
-    shape = asking.stop - asking.start, asked.stop - asked.start
-    mask = row.masks.get((*shape, offset, window, is_causal))
+    num_tokens, num_keys = asking.stop - asking.start, asked.stop - asked.start
+    shape = device, num_tokens, num_keys, offset, window, is_causal
+    mask = row.masks.get(shape)
     if mask is None:
-        positions = torch.arange(offset, offset + shape[0], device=row.ids.device)
-        distance = positions.unsqueeze(1) - torch.arange(shape[1], device=row.ids.device)
+        positions = torch.arange(offset, offset + num_tokens, device=device)
+        distance = positions.unsqueeze(1) - torch.arange(num_keys, device=device)
         mask = (distance >= 0) & (distance < window) if is_causal else distance.abs() < window
-        mask = row.masks[(*shape, offset, window, is_causal)] = mask.unsqueeze(0).unsqueeze(0)
+        mask = row.masks[shape] = mask.unsqueeze(0).unsqueeze(0)
     return mask
 
 
@@ -173,7 +174,7 @@ def _attend_varlen(
     """All sequences in one kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
-    ends, longest = row.cumulative_lengths, row.lengths[-1]
+    ends, longest = row.cumulative_lengths.to(query.device), row.lengths[-1]
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     output = varlen_attn(
         queries,

@@ -95,6 +95,7 @@ class EncoderForward:
         self._max_positions = max_positions(model)
         head = model.get_output_embeddings()
         self._width: int = 1024 if head is None else head.weight.shape[0]
+        self._num_types: int = getattr(model.config, "type_vocab_size", None) or 2**31
         self._num_ids: int = model.get_input_embeddings().weight.shape[0]
 
     @torch.inference_mode()
@@ -123,6 +124,8 @@ class EncoderForward:
             )
         if not 0 <= min(each.ids) <= max(each.ids) < self._num_ids:
             return RequestError("invalid_input", f"token ids must be in 0 to {self._num_ids - 1}")
+        if each.type_ids and self._takes_types and max(each.type_ids) >= self._num_types:
+            return RequestError("invalid_input", f"token types must be in 0 to {self._num_types - 1}")
         return None
 
     def release(self) -> None:

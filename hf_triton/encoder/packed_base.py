@@ -36,6 +36,7 @@ class PackedBase:
         self._model = model
         self._base = model.base_model
         self._forward = self._base.forward
+        self._own = vars(self._base).get("forward")  # accelerate puts one there, of a model on several devices
         self._per_token = per_token
         self._attention = model.config._attn_implementation
         names = inspect.signature(self._forward).parameters
@@ -56,6 +57,8 @@ class PackedBase:
     def restore(self) -> None:
         """Give the model its own forward and attention back."""
         del self._base.forward
+        if self._own is not None:
+            self._base.forward = self._own
         if self._needs_pad_id:
             self._model.config.get_text_config().pad_token_id = None
         self._model.set_attn_implementation(self._attention)
@@ -77,7 +80,7 @@ class PackedBase:
     def _unpack(self, row: PackedRow, output: Any) -> None:
         states = output.last_hidden_state
         if self._per_token:
-            output.last_hidden_state = states if row.kept is None else states[:, row.kept]
+            output.last_hidden_state = states if row.kept is None else states[:, row.kept.to(states.device)]
             return
         output.last_hidden_state = row.pad(states)
         if getattr(output, "pooler_output", None) is not None:

@@ -49,8 +49,8 @@ class PackedRow:
     """Indices of the tokens whose outputs are wanted, and any others up to `MIN_ROWS`; None: all."""
     num_attention_calls: int = 0
     """How often attention was computed for the row."""
-    masks: dict[tuple[int, int, int, int, bool], torch.Tensor] = field(default_factory=dict)
-    """Masks of sliding windows, by their shape: every layer needs the same."""
+    masks: dict[tuple[torch.device, int, int, int, int, bool], torch.Tensor] = field(default_factory=dict)
+    """Masks of sliding windows, by device and shape: every layer needs the same."""
 
     @cached_property
     def blocks(self) -> list[EqualLengths]:
@@ -82,7 +82,7 @@ class PackedRow:
         """
         num_rows, longest = max(len(self.lengths), MIN_ROWS), self.lengths[-1]
         padded = packed.new_zeros(num_rows * longest, packed.shape[-1])
-        padded[self.cells] = packed[0]
+        padded[self.cells.to(packed.device)] = packed[0]
         return padded.view(num_rows, longest, -1)
 
 

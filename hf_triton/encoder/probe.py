@@ -98,7 +98,7 @@ def probe_inputs(model: Any, *, per_token: bool) -> list[EncoderInput]:
 def max_positions(model: Any) -> int | None:
     """The tokens for which the model has position embeddings; None: it computes positions."""
     for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+        if name.rpartition(".")[2] in ("position_embeddings", "wpe") and isinstance(module, torch.nn.Embedding):
             padding_id = module.padding_idx
             return module.num_embeddings - (0 if padding_id is None else padding_id + 1)
     return None

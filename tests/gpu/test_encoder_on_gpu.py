@@ -5,11 +5,19 @@ import copy
 
 import pytest
 import torch
+from accelerate import dispatch_model
 
 from hf_triton.encoder.forward import build_forward
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
 
 pytestmark = pytest.mark.full
+IN_TWO: dict[str, dict[str, str | int | torch.device]] = {
+    "bert": {"bert.embeddings": "cuda:0", "bert.encoder.layer.0": "cuda:0"}
+    | dict.fromkeys(("bert.encoder.layer.1", "bert.pooler", "classifier"), "cuda:1"),
+    "modernbert": {"model.embeddings": "cuda:0", "model.layers.0": "cuda:0"}
+    | dict.fromkeys(("model.layers.1", "model.layers.2", "model.final_norm", "head", "classifier"), "cuda:1"),
+}
+"""Where the parts of a model are."""
 
 
 @pytest.mark.parametrize("head", ["embeddings", "sequence", "answers"])
@@ -23,4 +31,17 @@ def test_packed_rows_equal_each_alone(family: str, head: str) -> None:
     assert forward.way == "packed"
     for one, reference in zip(forward(inputs), expected, strict=True):
         assert one.device.type == "cuda"
+        torch.testing.assert_close(one.cpu(), reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", IN_TWO)
+def test_a_model_on_two_devices_is_packed(family: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one device")
+    model = build_model(family, "sequence")
+    inputs = random_inputs([5, 60, 3, 60, 12])
+    expected = [expected_outputs(model, each, ("logits",), per_token=False) for each in inputs]
+    forward = build_forward(dispatch_model(model, IN_TWO[family]), ("logits",), per_token=False)
+    assert forward.way == "packed"
+    for one, reference in zip(forward(inputs), expected, strict=True):
         torch.testing.assert_close(one.cpu(), reference, rtol=1e-4, atol=1e-4)
