@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 IN_TWO: dict[str, dict[str, str | int | torch.device]] = {
     "bert": {"bert.embeddings": "cuda:0", "bert.encoder.layer.0": "cuda:0"}
     | dict.fromkeys(("bert.encoder.layer.1", "bert.pooler", "classifier"), "cuda:1"),
-    "modernbert": {"model.embeddings": "cuda:0", "model.layers.0": "cuda:0"}
+    "modernbert": dict.fromkeys(("model.embeddings", "model.rotary_emb", "model.layers.0"), "cuda:0")
     | dict.fromkeys(("model.layers.1", "model.layers.2", "model.final_norm", "head", "classifier"), "cuda:1"),
 }
 """Where the parts of a model are."""
