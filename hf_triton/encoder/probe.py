@@ -75,10 +75,11 @@ def probe_inputs(model: Any, *, per_token: bool) -> list[EncoderInput]:
     window = max((size for size in windows if size <= MAX_WINDOW), default=0)
     limit = max_positions(model) or window + LONG + 9
     rng = random.Random(0)
-    special = {value for name, value in config.to_dict().items() if name.endswith("token_id")}
+    values = [value for name, value in config.to_dict().items() if name.endswith("token_id")]
+    special = {each for value in values for each in _ids(value)}
     vocabulary = model.get_input_embeddings().weight.shape[0]
     plain = [token_id for token_id in range(min(vocabulary, 30000)) if token_id not in special] or [0]
-    end = [config.eos_token_id] if isinstance(getattr(config, "eos_token_id", None), int) else []  # BART looks for it
+    end = _ids(getattr(config, "eos_token_id", None))[:1]  # BART looks for it
     lengths = (SHORT, window + LONG + 9, SHORT, window + LONG, SHORT + 2)
     sequences = [[*rng.choices(plain, k=min(length, limit) - len(end)), *end] for length in lengths]
     pad_id = getattr(config, "pad_token_id", None)
@@ -93,6 +94,11 @@ def probe_inputs(model: Any, *, per_token: bool) -> list[EncoderInput]:
         )
         for number, ids in enumerate(sequences)
     ]
+
+
+def _ids(value: object) -> list[int]:
+    """The token ids of a config's value: none, one or several."""
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
 
 
 def max_positions(model: Any) -> int | None:

@@ -8,6 +8,7 @@ import torch
 from hf_triton.encoder.attention import window_sides
 from hf_triton.encoder.packed_base import position_rule
 from hf_triton.encoder.packing import MIN_ROWS, EqualLengths, pack_row, split_by_padding, split_by_total
+from hf_triton.encoder.probe import probe_inputs
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.runner.dtypes import has_instructions, serving_dtype
 from tests.support.encoders import build_model
@@ -70,6 +71,14 @@ def test_padded_batches_keep_their_bound() -> None:
 
 def test_batches_keep_their_total() -> None:
     assert list(split_by_total([2, 0, 1, 3], [5, 9, 3, 1], 8)) == [[2, 0], [1], [3]]
+
+
+def test_the_probe_s_sequences_end_as_the_model_s_do() -> None:
+    model = build_model("qwen3", "embeddings")
+    model.config.eos_token_id = [2, 9]
+    inputs = probe_inputs(model, per_token=True)
+    assert all(each.ids[-1] == 2 and not {0, 2, 9} & set(each.ids[:-1]) for each in inputs)
+    assert inputs[0].output_positions is not None
 
 
 def test_16_bits_are_served_where_the_processor_has_them() -> None:
