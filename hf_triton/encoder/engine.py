@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 MAX_BATCH_TOKENS: Final = {"cpu": 1024, "cuda": 16384}
 """Tokens of a forward, by torch's device type: a newcomer waits for one. Other accelerators take CUDA's. A CPU computes
 4096 at a time only two percent faster."""
+MIN_BATCH_TOKENS: Final = 512
+"""What is tried however often the memory had no room for more; a sixteenth is added after every forward."""
 
 
 def build_encoder(
@@ -83,6 +85,8 @@ class EncoderEngine:
     ) -> None:
         default = MAX_BATCH_TOKENS.get(forward.device.type, MAX_BATCH_TOKENS["cuda"])
         self._max_batch_tokens = default if max_batch_tokens is None else max_batch_tokens
+        self._batch_tokens = self._max_batch_tokens
+        """The same, but for what the memory had no room for lately."""
         self._forward = forward
         self._on_fatal = on_fatal
         self._waiting = WaitingGroups()
@@ -137,7 +141,7 @@ class EncoderEngine:
             while self._wait_for_work():
                 self._device_context.busy()
                 self._waiting.sweep()
-                self._running = self._waiting.take(self._max_batch_tokens)
+                self._running = self._waiting.take(self._batch_tokens)
                 self._run(self._running)
                 self._running = []
         except BaseException as error:  # the thread's last resort: every group must be answered
@@ -172,14 +176,14 @@ class EncoderEngine:
             part = [job for job in parts.pop() if not job.pending.drop_if_ended()]
             error = self._compute(part) if part else None
             if error is None:
+                self._batch_tokens = min(self._max_batch_tokens, self._batch_tokens + MIN_BATCH_TOKENS // 16)
                 continue
             if len(part) == 1:
                 part[0].pending.fail(error_outcome(error))
                 continue
             logger.warning("%d sequences failed together (%s); trying halves", len(part), kind(error))
-            if is_memory(error):
-                num_tokens = sum(len(job.input.ids) for job in part)
-                self._max_batch_tokens = max(1, min(self._max_batch_tokens, num_tokens // 2))
+            if is_memory(error) and len(part) == len(jobs):
+                self._batch_tokens = max(self._batch_tokens // 2, min(self._max_batch_tokens, MIN_BATCH_TOKENS))
             half = len(part) // 2
             parts += [part[half:], part[:half]]
 

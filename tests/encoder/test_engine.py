@@ -128,6 +128,19 @@ def test_a_failure_is_the_one_request_s_own(
     assert engine.is_healthy()
 
 
+def test_a_text_that_never_fits_the_memory_leaves_large_batches(forward: ObservedForward, start: StartEncoder) -> None:
+    engine = start(forward, max_batch_tokens=2000)
+    forward.before = fail_on_bad(torch.OutOfMemoryError("no"))
+    for _ in range(3):
+        bad = Answer([bad_input(), *good_inputs([5] * 6)])
+        engine.submit(bad.group)
+        assert bad.wait().code == "out_of_memory"
+    bulk = Answer(good_inputs([100] * 60))
+    engine.submit(bulk.group)
+    assert len(bulk.wait()) == 60
+    assert sum(lengths(forward.calls)[-2]) >= 500
+
+
 def test_outputs_that_are_not_finite_are_an_error(bert: Any, start: StartEncoder) -> None:
     forward = ObservedForward(
         bert,
