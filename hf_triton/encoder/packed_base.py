@@ -44,14 +44,14 @@ class PackedBase:
             raise NotPackableError("the model takes no position ids, or computes attention by itself")
         self._takes_types = "token_type_ids" in names
         self.position_ids = position_rule(self._base)
+        register()
+        model.set_attn_implementation(NAME)
         config = model.config.get_text_config()
         # A decoder's head finds a sequence's last token by the padding id, and without one takes a single sequence. -1
         # is no token's, and does for padding that no embedding sees.
         self._needs_pad_id = not per_token and getattr(config, "pad_token_id", None) is None
         if self._needs_pad_id:
             config.pad_token_id = -1
-        register()
-        model.set_attn_implementation(NAME)
         self._base.forward = self
 
     def restore(self) -> None:

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 Way = Literal["packed", "padded", "alone"]
 """How sequences share a forward: one row without padding, a padded batch of similar lengths, or not at all."""
 
+MEANING: Final = {"packed": "in one row, without padding", "padded": "in batches of similar lengths"}
+"""For the log."""
 TOLERANCE: Final = 1e-4
 """Part of the largest output that rounding may change."""
 HALF_TOLERANCE: Final = 5e-2
@@ -61,9 +63,9 @@ def probe_way(
         failures = (_failure(each, way, inputs, model.dtype) for each in builds)
         failure = next((failure for failure in failures if failure), None)
         if failure is None:
-            logger.info("sequences run %s: each has the outputs that it has alone", way)
+            logger.info("sequences run %s (%s): in a probe each has the outputs that it has alone", way, MEANING[way])
             return way
-        logger.info("sequences do not run %s: %s", way, failure)
+        logger.info("sequences do not run %s (%s): %s", way, MEANING[way], failure)
     logger.warning("every sequence runs alone, which is slow under load: in company its outputs would differ")
     return "alone"
 

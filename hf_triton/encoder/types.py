@@ -33,7 +33,7 @@ class EncoderGroup:
     """Called once, with one array for each input or an error. From the engine's thread; or in `submit`, if the engine
     refuses the group."""
     is_cancelled: Callable[[], bool]
-    """Asked before a forward, and now and then while the group waits."""
+    """Asked before a forward, and now and then while the group waits; must not raise."""
     deadline_s: float | None = None
     """By `time.monotonic()`: a group that has not begun its last forward by then is answered with an error."""
 
