@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S: Final = 0.5
 
+RATIO_UNITS: Final = 2**16
+"""A ratio is sent in multiples of 1 / RATIO_UNITS: their sums are exact in floating point, so that it returns to 0."""
+
 
 class Sink(Protocol):
     """Receives the figures. Called from one thread at a time; may raise."""
@@ -51,6 +54,9 @@ class Meter(Observer):
         group.times.note_admitted(time.monotonic())
         return _SequenceTimer(group)
 
+    def on_encoded(self, num_tokens: int) -> None:
+        """An encoder reads `num_tokens` tokens for a request."""
+
     def start(self, load: Callable[[], EngineLoad]) -> None:
         """Begin to send; `load` returns the engine's load and is called from another thread."""
 
@@ -66,9 +72,11 @@ class MetricsMeter(Meter):
     Args:
         sink: Receives the figures.
         num_instances: Instances of the model under the sink's labels; a ratio is their mean.
+        flush_s: Seconds between two flushes.
     """
 
-    def __init__(self, sink: Sink, num_instances: int = 1) -> None:
+    def __init__(self, sink: Sink, num_instances: int = 1, flush_s: float = FLUSH_S) -> None:
+        self._flush_s = flush_s
         self._num_instances = num_instances
         self._sink = sink
         self._load: Callable[[], EngineLoad] = lambda: EngineLoad()
@@ -118,6 +126,10 @@ class MetricsMeter(Meter):
         self.note(metrics.QUEUE_TIME, now_s - group.times.arrival_s)
         return _SequenceMeter(self, group)
 
+    def on_encoded(self, num_tokens: int) -> None:
+        """Count a request's tokens as prompt tokens."""
+        self.note(metrics.PROMPT_TOKENS, num_tokens)
+
     def on_prefix_hit(self, num_tokens: int) -> None:
         """See `Observer`."""
         self.note(metrics.SHARED_TOKENS, num_tokens)
@@ -138,7 +150,7 @@ class MetricsMeter(Meter):
             for value in metric.values:
                 with self._failures_logged():
                     self._sink.declare(metric, value)
-        while not self._closing.wait(FLUSH_S):
+        while not self._closing.wait(self._flush_s):
             self._flush()
         self._flush()
 
@@ -150,7 +162,7 @@ class MetricsMeter(Meter):
             self._totals[metrics.USED_TOKENS, ""] = load.num_used_tokens
             self._totals[metrics.MAX_TOKENS, ""] = load.max_used_tokens
             usage = min(load.num_used_tokens / load.max_used_tokens, 1.0) if load.max_used_tokens else 0.0
-            self._totals[metrics.KV_CACHE_USAGE, ""] = usage / self._num_instances
+            self._totals[metrics.KV_CACHE_USAGE, ""] = round(usage / self._num_instances * RATIO_UNITS) / RATIO_UNITS
         self._totals[metrics.GENERATED_TOKENS, ""] = self.num_generated
         for _ in range(len(self._notes)):  # without later ones
             metric, value, amount = self._notes.popleft()

@@ -76,8 +76,10 @@ class Terminal:
 
 
 def _take_terminal() -> None:
-    """Make standard input the controlling terminal, so that Ctrl+C is a signal."""
+    """Make standard input the controlling terminal, so that Ctrl+C is a signal, also beneath a shell's `&`."""
     import fcntl
+    import signal
     import termios
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

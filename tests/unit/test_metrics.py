@@ -124,13 +124,23 @@ def test_instances_that_share_a_sink_add_up_and_leave_nothing() -> None:
         meter.start(lambda: EngineLoad(num_waiting=1, num_running=3, num_used_tokens=100, max_used_tokens=1000))
         meter.begin_request()
     wait_until(lambda: (board.values[RUNNING, ""], board.values[USED_TOKENS, ""]) == (6, 200))
-    wait_until(lambda: board.values[KV_CACHE_USAGE, ""] == pytest.approx(0.1))
+    wait_until(lambda: board.values[KV_CACHE_USAGE, ""] == pytest.approx(0.1, abs=1e-4))
     assert board.values[IN_FLIGHT, ""] == 2
     meters[0].close()
     assert (board.values[RUNNING, ""], board.values[USED_TOKENS, ""]) == (3, 100)
     meters[1].close()
     assert (board.values[RUNNING, ""], board.values[USED_TOKENS, ""]) == (0, 0)
-    assert board.values[KV_CACHE_USAGE, ""] == pytest.approx(0)
+    assert board.values[KV_CACHE_USAGE, ""] == 0
+
+
+def test_a_ratio_returns_to_zero_exactly() -> None:
+    board = Board()
+    loads = iter([EngineLoad(num_used_tokens=used, max_used_tokens=997) for used in range(1, 997, 31)])
+    meter = MetricsMeter(board, num_instances=3, flush_s=0.001)
+    meter.start(lambda: next(loads, EngineLoad()))
+    wait_until(lambda: next(loads, None) is None)
+    meter.close()
+    assert board.values[KV_CACHE_USAGE, ""] == 0
 
 
 def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
