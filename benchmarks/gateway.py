@@ -41,7 +41,8 @@ from server import save as save_checkpoint
 
 from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.openai.triton import Generation, TritonModels
+from hf_triton.openai.triton import TritonModels
+from hf_triton.openai.triton_messages import Generation
 from hf_triton.testing import TritonServer
 
 WIDTH, NUM_REQUESTS = 16, 32

@@ -236,7 +236,7 @@ class Session:
     async def _deltas(self) -> AsyncGenerator[dict[str, Any]]:
         """The answer's message in pieces; in one if the model does not stream."""
         from hf_triton.openai.answers import delta_of, message_of
-        from hf_triton.openai.triton import Generation
+        from hf_triton.openai.triton_messages import Generation
 
         assert self._models is not None
         assert self._model is not None

@@ -22,7 +22,8 @@ from hf_triton.protocol.ports import TEXT_OUTPUTS
 from hf_triton.protocol.validation import parse_json
 
 if TYPE_CHECKING:
-    from hf_triton.openai.triton import Generation, Model, Outputs, TritonModels
+    from hf_triton.openai.triton import Model, TritonModels
+    from hf_triton.openai.triton_messages import Generation, Outputs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 SEVERAL: Final = ("n", "num_return_sequences", "best_of")
@@ -165,7 +166,7 @@ async def _generate(
     as_json: bool,
 ) -> None:
     from hf_triton.openai.errors import ApiError
-    from hf_triton.openai.triton import Generation
+    from hf_triton.openai.triton_messages import Generation
 
     models = triton.models()
     try:

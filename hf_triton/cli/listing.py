@@ -34,7 +34,7 @@ def describe_models(triton: Triton) -> list[dict[str, Any]]:
     Raises:
         HfTritonError: Triton cannot be reached, or refuses.
     """
-    from hf_triton.openai.triton import Folder
+    from hf_triton.openai.triton_messages import Folder
 
     entries = triton.index()
     folders: dict[str, Folder] = {}

@@ -19,7 +19,7 @@ from hf_triton.openai.conversation import Conversation
 from hf_triton.openai.errors import ApiError, in_names, named_field
 from hf_triton.openai.fields import Fields, Ignored, sampling_fields
 from hf_triton.openai.gateway import Gateway
-from hf_triton.openai.triton import Generation, Outputs
+from hf_triton.openai.triton_messages import Generation, Outputs
 
 SAMPLING: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),

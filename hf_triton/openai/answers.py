@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from hf_triton.openai.triton import Outputs
+from hf_triton.openai.triton_messages import Outputs
 
 FINISH_REASONS: Final[Mapping[str, str]] = {"stop": "stop", "length": "length", "deadline": "length"}
 NO_DELTAS: Final = ("", "{}")

@@ -27,7 +27,7 @@ from hf_triton.openai.fields import MAX_TOP_LOGPROBS, GenerationFields
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.logprobs import chat_logprobs
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
-from hf_triton.openai.triton import Generation, Outputs
+from hf_triton.openai.triton_messages import Generation, Outputs
 
 router = APIRouter()
 TEXT_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")

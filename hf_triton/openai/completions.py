@@ -22,7 +22,7 @@ from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.logprobs import completion_logprobs
 from hf_triton.openai.merge import merged
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
-from hf_triton.openai.triton import Generation, Outputs
+from hf_triton.openai.triton_messages import Generation, Outputs
 
 router = APIRouter()
 MAX_LOGPROBS: Final = 20

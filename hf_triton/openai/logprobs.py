@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from hf_triton.openai.answers import json_output
-from hf_triton.openai.triton import Outputs
+from hf_triton.openai.triton_messages import Outputs
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 

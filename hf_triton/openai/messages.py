@@ -23,7 +23,7 @@ from hf_triton.openai.fields import Fields, Ignored
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.message_blocks import block_delta, content_block, read_messages
 from hf_triton.openai.sse import RESPONSES, EventStream
-from hf_triton.openai.triton import Generation, Outputs
+from hf_triton.openai.triton_messages import Generation, Outputs
 
 router = APIRouter()
 NAMES: Final[Mapping[str, str]] = {

@@ -18,7 +18,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from hf_triton.errors import clip
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.on_demand import Activity
-from hf_triton.openai.triton import CHANNEL_OPTIONS, CONTROL_TIMEOUT_S, DOOR_SUFFIX, RESTRICTED
+from hf_triton.openai.triton import CHANNEL_OPTIONS, CONTROL_TIMEOUT_S, RESTRICTED
+from hf_triton.openai.triton_messages import DOOR_SUFFIX
 from hf_triton.server import open_local
 
 LOG: Final = logging.getLogger("hf_triton.openai")

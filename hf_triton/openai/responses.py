@@ -24,7 +24,7 @@ from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.response_events import ResponseEvents
 from hf_triton.openai.response_items import output_item, read_input
 from hf_triton.openai.sse import RESPONSES, EventStream
-from hf_triton.openai.triton import Generation, Outputs
+from hf_triton.openai.triton_messages import Generation, Outputs
 
 router = APIRouter()
 NAMES: Final[Mapping[str, str]] = {

@@ -14,7 +14,7 @@ from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields
 from hf_triton.openai.gateway import gateway_of, request_id_of
-from hf_triton.openai.triton import Generation, Outputs
+from hf_triton.openai.triton_messages import Generation, Outputs
 
 router = APIRouter()
 OPTIONS: Final = ("add_generation_prompt", "continue_final_message")

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton over gRPC: which models it has, generating, streaming. The only module that knows tritonclient."""
+"""Triton over gRPC: which models it has, generating, streaming, encoding."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-import json
-import struct
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -19,9 +17,15 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from hf_triton.openai.errors import ApiError, model_not_found, triton_error
 from hf_triton.openai.on_demand import OnDemand, Use
 from hf_triton.openai.tracing import caller
-from hf_triton.protocol.chat import MESSAGES
-from hf_triton.protocol.ports import TEXT_OUTPUTS
-from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS
+from hf_triton.openai.triton_messages import (
+    DOOR_SUFFIX,
+    Folder,
+    Generation,
+    Outputs,
+    TextRequest,
+    infer_request,
+    read_outputs,
+)
 
 MAX_AGE_S: Final = 2.0
 """How long the list of models is believed."""
@@ -31,10 +35,8 @@ MAX_LOADS: Final = 3
 """Loads for one request, whose model others may unload meanwhile."""
 LOST: Final = ("model_not_found", "not_loaded", "shutting_down")
 """Codes of a model that is not loaded any more."""
-DOOR_SUFFIX: Final = "_stream"
 RESTRICTED: Final = "This protocol is restricted"
 """Triton's words to a call without the header of `--grpc-restricted-protocol`; the name of the header follows."""
-TEXT_GENERATION: Final = "text-generation"
 CHANNEL_OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),  # http_proxy is for the Hub
     ("grpc.max_send_message_length", -1),
@@ -45,48 +47,6 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 20_000),  # Triton drops a connection at the third ping without data
     ("grpc.keepalive_timeout_ms", 10_000),
 )
-FORMATS: Final[Mapping[str, str]] = {"UINT32": "I", "INT32": "i", "FP32": "f", "INT64": "q", "UINT64": "Q"}
-
-Outputs: TypeAlias = dict[str, list[Any]]
-"""The outputs of a response by name: strings or numbers, one for each sequence."""
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A model folder that is ready, by its completed config."""
-
-    name: str
-    max_batch_size: int
-    is_decoupled: bool
-    inputs: frozenset[str]
-    outputs: frozenset[str]
-    parameters: Mapping[str, str]
-
-    @classmethod
-    def from_config(cls, name: str, config: Any) -> Folder:
-        """The folder of a `ModelConfig` message."""
-        return cls(
-            name,
-            config.max_batch_size,
-            config.model_transaction_policy.decoupled,
-            frozenset(port.name for port in config.input),
-            frozenset(port.name for port in config.output),
-            {key: value.string_value for key, value in config.parameters.items()},
-        )
-
-    @property
-    def task(self) -> str | None:
-        """What the folder's model does; None if the gateway has no endpoint for it."""
-        generates = PROMPT in self.inputs and not self.outputs.isdisjoint(TEXT_OUTPUTS)
-        return TEXT_GENERATION if generates else None
-
-    @property
-    def stream_of(self) -> str | None:
-        """The folder that this one streams from, if it is a stream door."""
-        if not self.is_decoupled or "huggingface_model" in self.parameters:
-            return None
-        named = self.parameters.get("stream_of")
-        return named or (self.name.removesuffix(DOOR_SUFFIX) if self.name.endswith(DOOR_SUFFIX) else None)
 
 
 @dataclass(frozen=True)
@@ -104,29 +64,6 @@ class Model:
     @property
     def name(self) -> str:
         return self.folder.name
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One request for generated text, in the names of `hf_triton.protocol`."""
-
-    model: str
-    request_id: str
-    sampling: Mapping[str, object]
-    """Generation parameters."""
-    options: Mapping[str, bool | int | str]
-    """Request options and chat options."""
-    prompts: Sequence[str] = ()
-    messages: object = None
-    """OpenAI's list of messages, instead of prompts."""
-    prompt_token_ids: Sequence[int] | None = None
-    """One prompt's token ids, instead of prompts."""
-    returns: Collection[str] = ("finish_reason", "num_input_tokens", "num_output_tokens")
-    """Outputs to fill beside the text, if the folder declares them."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """The client's names of our parameters, for error messages."""
-    fields: Collection[str] = ()
-    """The client's names of all fields."""
 
 
 class TritonModels:
@@ -297,8 +234,8 @@ class TritonModels:
             return None  # unloaded meanwhile
         return Folder.from_config(name, answer.config)
 
-    async def generate(self, generation: Generation) -> Outputs:
-        """Generate, and return the whole response. Cancelling the task cancels the request.
+    async def generate(self, generation: Generation | TextRequest) -> Outputs:
+        """Generate or encode, and return the whole response. Cancelling the task cancels the request.
 
         Raises:
             ApiError: The request is refused, or failed.
@@ -313,14 +250,14 @@ class TritonModels:
         async with self._in_use(generation.model) as use:
             return await self._generate(generation, use.left_s)
 
-    async def _generate(self, generation: Generation, timeout_s: float) -> Outputs:
+    async def _generate(self, generation: Generation | TextRequest, timeout_s: float) -> Outputs:
         folder = await self._folder(generation.model, is_stream=False)
         if folder.is_decoupled:  # such folders refuse ModelInfer
             responses = [response async for response in self._stream(folder, generation, timeout_s, is_stream=False)]
             return responses[-1]
-        message = _infer_request(folder, generation, is_stream=False)
+        message = infer_request(folder, generation, is_stream=False)
         try:
-            return _read_outputs(await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._call_headers()))
+            return read_outputs(await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._call_headers()))
         except grpc.aio.AioRpcError as error:
             raise self._error(error, generation) from None
 
@@ -350,9 +287,9 @@ class TritonModels:
                         raise
 
     async def _stream(
-        self, folder: Folder, generation: Generation, timeout_s: float, *, is_stream: bool
+        self, folder: Folder, generation: Generation | TextRequest, timeout_s: float, *, is_stream: bool
     ) -> AsyncGenerator[Outputs]:
-        message = _infer_request(folder, generation, is_stream=is_stream)
+        message = infer_request(folder, generation, is_stream=is_stream)
         call = self._stub.ModelStreamInfer(timeout=timeout_s, metadata=self._call_headers())
         try:
             await call.write(message)
@@ -361,7 +298,7 @@ class TritonModels:
                 if response.error_message:
                     raise self._triton_error(response.error_message, 500, generation)
                 if response.infer_response.outputs:
-                    yield _read_outputs(response.infer_response)
+                    yield read_outputs(response.infer_response)
             if await call.code() is not grpc.StatusCode.OK:
                 raise self._status_error(await call.code(), await call.details(), generation)
         except grpc.aio.AioRpcError as error:
@@ -371,11 +308,11 @@ class TritonModels:
         finally:
             call.cancel()
 
-    def _error(self, error: grpc.aio.AioRpcError, generation: Generation | None = None) -> ApiError:
+    def _error(self, error: grpc.aio.AioRpcError, generation: Generation | TextRequest | None = None) -> ApiError:
         return self._status_error(error.code(), error.details(), generation)
 
     def _status_error(
-        self, status: grpc.StatusCode, details: str | None, generation: Generation | None = None
+        self, status: grpc.StatusCode, details: str | None, generation: Generation | TextRequest | None = None
     ) -> ApiError:
         if status is grpc.StatusCode.DEADLINE_EXCEEDED:
             return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
@@ -386,7 +323,7 @@ class TritonModels:
             return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")
         return coded
 
-    def _triton_error(self, message: str, status: int, generation: Generation | None) -> ApiError:
+    def _triton_error(self, message: str, status: int, generation: Generation | TextRequest | None) -> ApiError:
         """Triton's message as an error; one that is not our model's own may mean that the list of models is old."""
         if generation is None:
             return triton_error(message, {}, (), status)
@@ -428,76 +365,3 @@ def _models(folders: Mapping[str, Folder], known: Mapping[str, Model]) -> dict[s
         created_s = known[name].created_s if name in known else int(time.time())
         models[name] = Model(folder, folder if folder.is_decoupled else doors.get(name), created_s)
     return models
-
-
-def _infer_request(folder: Folder, generation: Generation, *, is_stream: bool) -> Any:
-    """The gRPC message of a generation.
-
-    Raises:
-        ApiError: A string is not Unicode.
-    """
-    request = service_pb2.ModelInferRequest(model_name=folder.name, id=generation.request_id)
-    returns = {f"return_{name}": True for name in generation.returns if name in folder.outputs}
-    parameters: dict[str, object] = {"stream": is_stream, **returns, **generation.options, **caller()}
-    try:
-        if generation.sampling:
-            parameters["sampling_parameters"] = json.dumps(generation.sampling)
-        if generation.messages is not None:
-            text = json.dumps(generation.messages, ensure_ascii=False)
-            if MESSAGES in folder.inputs:
-                _add_strings(request, folder, MESSAGES, [text])
-            else:
-                parameters[MESSAGES] = text
-        elif generation.prompt_token_ids is not None:
-            if PROMPT_TOKEN_IDS in folder.inputs:
-                _add_ids(request, folder, generation.prompt_token_ids)
-            else:
-                parameters[PROMPT_TOKEN_IDS] = json.dumps(list(generation.prompt_token_ids))
-        else:
-            _add_strings(request, folder, PROMPT, generation.prompts)
-        for name, value in parameters.items():
-            kind = "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "string"
-            setattr(request.parameters[name], f"{kind}_param", value)
-    except (UnicodeEncodeError, RecursionError):
-        raise ApiError(400, "the request holds half of a surrogate pair, which is not Unicode") from None
-    return request
-
-
-def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str]) -> None:
-    shape = [len(texts), 1] if folder.max_batch_size else [len(texts)]
-    request.inputs.add(name=name, datatype="BYTES", shape=shape)
-    encoded = [text.encode() for text in texts]
-    request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
-
-
-def _add_ids(request: Any, folder: Folder, token_ids: Sequence[int]) -> None:
-    """Add a prompt's token ids as an input, which Triton demands of folders with a batch size.
-
-    Raises:
-        ApiError: An id is beyond 64 bits.
-    """
-    shape = [1, len(token_ids)] if folder.max_batch_size else [len(token_ids)]
-    request.inputs.add(name=PROMPT_TOKEN_IDS, datatype="INT64", shape=shape)
-    try:
-        request.raw_input_contents.append(struct.pack(f"<{len(token_ids)}q", *token_ids))
-    except struct.error:
-        raise ApiError(400, "prompt holds a token id that no model has", param="prompt") from None
-
-
-def _read_outputs(response: Any) -> Outputs:
-    contents = response.raw_output_contents
-    return {
-        output.name: _read_tensor(output.datatype, contents[index]) for index, output in enumerate(response.outputs)
-    }
-
-
-def _read_tensor(datatype: str, content: bytes) -> list[Any]:
-    if datatype != "BYTES":
-        form = FORMATS[datatype]
-        return list(struct.unpack(f"<{len(content) // struct.calcsize(form)}{form}", content))
-    texts, start = [], 0
-    while start < len(content):
-        end = start + 4 + int.from_bytes(content[start : start + 4], "little")
-        texts.append(content[start + 4 : end].decode(errors="replace"))
-        start = end
-    return texts

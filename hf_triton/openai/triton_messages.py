@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders and requests as the gateway sees them, and Triton's gRPC messages of them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from tritonclient.grpc import service_pb2
+
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.tracing import caller
+from hf_triton.protocol.chat import MESSAGES
+from hf_triton.protocol.ports import TEXT_OUTPUTS
+from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS
+
+DOOR_SUFFIX: Final = "_stream"
+TEXT_GENERATION: Final = "text-generation"
+EMBEDDINGS: Final = "embeddings"
+RERANK: Final = "rerank"
+CLASSIFICATION: Final = "text-classification"
+EMBEDDING: Final = "embedding"
+"""The output of a model for embeddings."""
+FORMATS: Final[Mapping[str, str]] = {"UINT32": "I", "INT32": "i", "FP32": "f", "INT64": "q", "UINT64": "Q"}
+
+Outputs: TypeAlias = dict[str, list[Any]]
+"""The outputs of a response by name: strings or numbers, one for each sequence."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A model folder that is ready, by its completed config."""
+
+    name: str
+    max_batch_size: int
+    is_decoupled: bool
+    inputs: frozenset[str]
+    outputs: frozenset[str]
+    parameters: Mapping[str, str]
+
+    @classmethod
+    def from_config(cls, name: str, config: Any) -> Folder:
+        """The folder of a `ModelConfig` message."""
+        return cls(
+            name,
+            config.max_batch_size,
+            config.model_transaction_policy.decoupled,
+            frozenset(port.name for port in config.input),
+            frozenset(port.name for port in config.output),
+            {key: value.string_value for key, value in config.parameters.items()},
+        )
+
+    @property
+    def task(self) -> str | None:
+        """What the folder's model does; None if the gateway has no endpoint for it."""
+        if EMBEDDING in self.outputs:
+            return EMBEDDINGS
+        if self.inputs >= {"query", "documents"}:
+            return RERANK
+        if self.outputs >= {"label", "score"} and "text" in self.inputs:
+            return CLASSIFICATION
+        generates = PROMPT in self.inputs and not self.outputs.isdisjoint(TEXT_OUTPUTS)
+        return TEXT_GENERATION if generates else None
+
+    @property
+    def stream_of(self) -> str | None:
+        """The folder that this one streams from, if it is a stream door."""
+        if not self.is_decoupled or "huggingface_model" in self.parameters:
+            return None
+        named = self.parameters.get("stream_of")
+        return named or (self.name.removesuffix(DOOR_SUFFIX) if self.name.endswith(DOOR_SUFFIX) else None)
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One request to an encoder, in the names of its task."""
+
+    model: str
+    request_id: str
+    texts: Mapping[str, Sequence[str]]
+    """The texts of each input."""
+    outputs: Sequence[str]
+    """The outputs to fill."""
+    parameters: Mapping[str, bool | int | str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The client's names of our parameters, for error messages."""
+    fields: Collection[str] = ()
+    """The client's names of all fields."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One request for generated text, in the names of `hf_triton.protocol`."""
+
+    model: str
+    request_id: str
+    sampling: Mapping[str, object]
+    """Generation parameters."""
+    options: Mapping[str, bool | int | str]
+    """Request options and chat options."""
+    prompts: Sequence[str] = ()
+    messages: object = None
+    """OpenAI's list of messages, instead of prompts."""
+    prompt_token_ids: Sequence[int] | None = None
+    """One prompt's token ids, instead of prompts."""
+    returns: Collection[str] = ("finish_reason", "num_input_tokens", "num_output_tokens")
+    """Outputs to fill beside the text, if the folder declares them."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The client's names of our parameters, for error messages."""
+    fields: Collection[str] = ()
+    """The client's names of all fields."""
+
+
+def infer_request(folder: Folder, request: Generation | TextRequest, *, is_stream: bool) -> Any:
+    """The gRPC message of a request.
+
+    Raises:
+        ApiError: A string is not Unicode.
+    """
+    message = service_pb2.ModelInferRequest(model_name=folder.name, id=request.request_id)
+    try:
+        if isinstance(request, TextRequest):
+            parameters = _add_texts(message, folder, request)
+        else:
+            parameters = _add_generation(message, folder, request, is_stream=is_stream)
+        for name, value in parameters.items():
+            kind = "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "string"
+            setattr(message.parameters[name], f"{kind}_param", value)
+    except (UnicodeEncodeError, RecursionError):
+        raise ApiError(400, "the request holds half of a surrogate pair, which is not Unicode") from None
+    return message
+
+
+def _add_texts(message: Any, folder: Folder, request: TextRequest) -> dict[str, object]:
+    """Add the texts and the wanted outputs of a request to an encoder; returns its parameters."""
+    for name, texts in request.texts.items():
+        _add_strings(message, folder, name, texts)
+    for name in request.outputs:
+        message.outputs.add(name=name)
+    return {**request.parameters, **caller()}
+
+
+def _add_generation(message: Any, folder: Folder, generation: Generation, *, is_stream: bool) -> dict[str, object]:
+    """Add the prompt of a generation; returns its parameters."""
+    returns = {f"return_{name}": True for name in generation.returns if name in folder.outputs}
+    parameters: dict[str, object] = {"stream": is_stream, **returns, **generation.options, **caller()}
+    if generation.sampling:
+        parameters["sampling_parameters"] = json.dumps(generation.sampling)
+    if generation.messages is not None:
+        text = json.dumps(generation.messages, ensure_ascii=False)
+        if MESSAGES in folder.inputs:
+            _add_strings(message, folder, MESSAGES, [text])
+        else:
+            parameters[MESSAGES] = text
+    elif generation.prompt_token_ids is not None:
+        if PROMPT_TOKEN_IDS in folder.inputs:
+            _add_ids(message, folder, generation.prompt_token_ids)
+        else:
+            parameters[PROMPT_TOKEN_IDS] = json.dumps(list(generation.prompt_token_ids))
+    else:
+        _add_strings(message, folder, PROMPT, generation.prompts)
+    return parameters
+
+
+def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str]) -> None:
+    shape = [len(texts), 1] if folder.max_batch_size else [len(texts)]
+    request.inputs.add(name=name, datatype="BYTES", shape=shape)
+    encoded = [text.encode() for text in texts]
+    request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
+
+
+def _add_ids(request: Any, folder: Folder, token_ids: Sequence[int]) -> None:
+    """Add a prompt's token ids as an input, which Triton demands of folders with a batch size.
+
+    Raises:
+        ApiError: An id is beyond 64 bits.
+    """
+    shape = [1, len(token_ids)] if folder.max_batch_size else [len(token_ids)]
+    request.inputs.add(name=PROMPT_TOKEN_IDS, datatype="INT64", shape=shape)
+    try:
+        request.raw_input_contents.append(struct.pack(f"<{len(token_ids)}q", *token_ids))
+    except struct.error:
+        raise ApiError(400, "prompt holds a token id that no model has", param="prompt") from None
+
+
+def read_outputs(response: Any) -> Outputs:
+    contents = response.raw_output_contents
+    return {
+        output.name: _read_tensor(output.datatype, contents[index]) for index, output in enumerate(response.outputs)
+    }
+
+
+def _read_tensor(datatype: str, content: bytes) -> list[Any]:
+    if datatype != "BYTES":
+        form = FORMATS[datatype]
+        return list(struct.unpack(f"<{len(content) // struct.calcsize(form)}{form}", content))
+    texts, start = [], 0
+    while start < len(content):
+        end = start + 4 + int.from_bytes(content[start : start + 4], "little")
+        texts.append(content[start + 4 : end].decode(errors="replace"))
+        start = end
+    return texts
