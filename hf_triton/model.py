@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Mapping
@@ -15,7 +16,11 @@ from hf_triton.settings import ModelSettings
 from hf_triton.tasks.hooks import Hooks
 
 if TYPE_CHECKING:
-    from hf_triton.tasks.interface import ResponseConfig
+    from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.protocol.task_declaration import TaskDeclaration
+    from hf_triton.tasks.encoder_task import EncoderTask
+    from hf_triton.tasks.interface import LoadedTask, ResponseConfig
+    from hf_triton.tasks.meter import Meter
     from hf_triton.triton_backend.service import Service
 
 
@@ -36,10 +41,13 @@ class TritonPythonModel(Hooks):
     Attributes:
         settings_class: The settings that config.pbtxt may hold. A subclass of `ModelSettings` adds to them or changes
             their defaults; declare a field as `settings.py` does.
+        task_class: A task of an encoder of the folder's own, see `hf_triton.tasks.encoder_task.EncoderTask`. By default
+            the one that the setting `task` or the checkpoint's files name.
         settings: The folder's settings, from `initialize` on.
     """
 
     settings_class: ClassVar[type[ModelSettings]] = ModelSettings
+    task_class: ClassVar[type[EncoderTask[Any]] | None] = None
 
     settings: ModelSettings
 
@@ -54,7 +62,10 @@ class TritonPythonModel(Hooks):
         """
         from hf_triton.triton_backend.config import complete_config
 
-        return complete_config(auto_complete_model_config, cls.settings_class)
+        folder = Path(inspect.getfile(cls)).parents[1]
+        return complete_config(
+            auto_complete_model_config, cls.settings_class, partial(declared_task, cls.task_class, model_folder=folder)
+        )
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint and start the engine.
@@ -72,7 +83,8 @@ class TritonPythonModel(Hooks):
 
         start_process(args["model_name"])
         with load_failures():
-            self.settings, config = read_config(json.loads(args["model_config"]), self.settings_class)
+            declare = partial(declared_task, self.task_class, model_folder=Path(args["model_repository"]))
+            self.settings, config = read_config(json.loads(args["model_config"]), self.settings_class, declare)
             # In a thread that ends, and its OpenMP threads with it: beside a second set of them, the engine's would
             # sleep between any two operations, which makes a step on two cores a third slower.
             with ThreadPoolExecutor(1, thread_name_prefix="hf_triton-load") as loader:
@@ -95,11 +107,23 @@ class TritonPythonModel(Hooks):
         return self._service.task.is_healthy()
 
 
-def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig, args: Mapping[str, str]) -> Service:
-    """Load the checkpoint and start a folder's text generation, its metrics and its side of the stream door.
+def declared_task(
+    own: type[EncoderTask[Any]] | None, settings: ModelSettings, model_folder: Path
+) -> TaskDeclaration | None:
+    """What the folder's task takes and gives; None for text generation. Arguments as `folder_task` has them."""
+    from hf_triton.tasks.registry import folder_task
+
+    task = folder_task(own, settings, model_folder)
+    return None if task is None else task.declaration
+
+
+def start_service(
+    model: TritonPythonModel, settings: ModelSettings, config: ResponseConfig, args: Mapping[str, str]
+) -> Service:
+    """Load the checkpoint and start a folder's task, its metrics and its side of the stream door.
 
     Args:
-        hooks: The folder's own.
+        model: The folder's own class.
         settings: The folder's.
         config: How its requests are answered.
         args: See `TritonPythonModel.initialize`.
@@ -107,44 +131,28 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
     Raises:
         LoadError: The folder cannot be served.
     """
-    from hf_triton.hub.checkpoint import Placement, load_checkpoint
-    from hf_triton.hub.resolve import Hub
     from hf_triton.stream_door.client import cancel_elsewhere
     from hf_triton.stream_door.server import DoorServer
-    from hf_triton.tasks.checked_hooks import check_hooks, checked_load
+    from hf_triton.tasks.checked_hooks import check_hooks
     from hf_triton.tasks.meter import Meter, build_meter
-    from hf_triton.tasks.text_generation.chat_template import load_chat_template
-    from hf_triton.tasks.text_generation.response_template import load_response_template
-    from hf_triton.tasks.text_generation.task import build_text_generation
+    from hf_triton.tasks.registry import folder_task
     from hf_triton.tasks.tracing import build_request_tracer
     from hf_triton.triton_backend.cancellation import RequestPoller
     from hf_triton.triton_backend.config import count_instances
     from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
     from hf_triton.triton_backend.metrics_sink import MetricsSink
-    from hf_triton.triton_backend.process import Sentinel, freeze_objects, stop_server
-    from hf_triton.triton_backend.request import takes_response_parameters
+    from hf_triton.triton_backend.process import Sentinel, freeze_objects
     from hf_triton.triton_backend.service import Service
 
     name, version, folder = args["model_name"], args["model_version"], Path(args["model_repository"])
-    chat_template = load_chat_template(settings.chat_template, folder)
-    response_template = load_response_template(settings.response_template, folder)
-    check_hooks(type(hooks), TritonPythonModel)
-    placement = Placement(args["model_instance_kind"], int(args["model_instance_device_id"]))
-    checkpoint = checked_load(hooks, load_checkpoint(Hub(folder, settings, os.environ), settings, placement))
+    check_hooks(type(model), TritonPythonModel)
     meter = Meter()
     if settings.metrics:
         num_instances = count_instances(json.loads(args["model_config"]))
         meter = build_meter(lambda: MetricsSink({"model": name, "version": version}), num_instances)
-    task = build_text_generation(
-        checkpoint,
-        settings,
-        hooks,
-        chat_template=chat_template,
-        response_template=response_template,
-        on_fatal=stop_server,
-        observer=meter,
-        returns_timings=takes_response_parameters(),
-    )
+    task_class = folder_task(model.task_class, settings, folder)
+    start = start_text_generation if task_class is None else partial(start_encoder, task_class)
+    task = start(model, settings, args, meter)
     meter.start(task.load)
     poller, tracer = RequestPoller(), build_request_tracer(os.environ, name)
     service = Service(
@@ -163,3 +171,50 @@ def start_service(hooks: Hooks, settings: ModelSettings, config: ResponseConfig,
         service.closers = (*service.closers, tracer.close)
     freeze_objects()
     return service
+
+
+def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter) -> LoadedTask:
+    """Load a checkpoint that generates text and start its engine. Arguments and errors as in `start_service`."""
+    from hf_triton.tasks.text_generation.chat_template import load_chat_template
+    from hf_triton.tasks.text_generation.response_template import load_response_template
+    from hf_triton.tasks.text_generation.task import build_text_generation
+    from hf_triton.triton_backend.process import stop_server
+    from hf_triton.triton_backend.request import takes_response_parameters
+
+    folder = Path(args["model_repository"])
+    chat_template = load_chat_template(settings.chat_template, folder)
+    response_template = load_response_template(settings.response_template, folder)
+    return build_text_generation(
+        load(hooks, settings, args),
+        settings,
+        hooks,
+        chat_template=chat_template,
+        response_template=response_template,
+        on_fatal=stop_server,
+        observer=meter,
+        returns_timings=takes_response_parameters(),
+    )
+
+
+def start_encoder(
+    task_class: type[EncoderTask[Any]], hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter
+) -> LoadedTask:
+    """Load an encoder and start its engine. Arguments and errors as in `start_service`."""
+    from hf_triton.tasks.checked_hooks import check_encoder_hooks
+    from hf_triton.tasks.encoding import build_encoder_service
+    from hf_triton.triton_backend.process import stop_server
+
+    check_encoder_hooks(hooks, task_class.declaration.name)
+    checkpoint = load(hooks, settings, args, task_class.auto_class)
+    return build_encoder_service(task_class, checkpoint, settings, on_fatal=stop_server, meter=meter)
+
+
+def load(hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], auto_class: str | None = None) -> Checkpoint:
+    """The folder's checkpoint on the device that Triton chose, as the hook `load` returns it."""
+    from hf_triton.hub.checkpoint import Placement, load_checkpoint
+    from hf_triton.hub.resolve import Hub
+    from hf_triton.tasks.checked_hooks import checked_load
+
+    placement = Placement(args["model_instance_kind"], int(args["model_instance_device_id"]))
+    hub = Hub(Path(args["model_repository"]), settings, os.environ)
+    return checked_load(hooks, load_checkpoint(hub, settings, placement, auto_class))

@@ -65,6 +65,19 @@ class FormerValue:
     new: str
 
 
+TaskName = Literal[
+    "text-generation",
+    "embeddings",
+    "rerank",
+    "text-classification",
+    "token-classification",
+    "question-answering",
+    "fill-mask",
+    "zero-shot-classification",
+    "feature-extraction",
+]
+
+
 class ModelSettings(BaseModel):
     """Settings of a model folder. Subclass it to add your own; the model's `settings_class` names the subclass."""
 
@@ -75,6 +88,11 @@ class ModelSettings(BaseModel):
     huggingface_model: Annotated[str, annotated_types.MinLen(1)]
     """The model to serve: a name on the Hub (`tiiuae/falcon-7b`), or a path that begins with `/`, `./` or `../`.
     Relative paths start at the model folder."""
+
+    task: TaskName | None = None
+    """What the model does. By default what the checkpoint's files say: `embeddings` for models of
+    sentence-transformers, otherwise by the architecture in config.json. `zero-shot-classification` and
+    `feature-extraction` must be set."""
 
     revision: Annotated[str, annotated_types.MinLen(1)] = "main"
     """Branch, tag or commit of the model on the Hub. Only a 40-digit commit never changes."""
@@ -177,6 +195,21 @@ class ModelSettings(BaseModel):
     generation_defaults: dict[str, Any] = {}
     """Defaults of generation parameters, as JSON: `{"temperature": 0.7, "top_p": 0.9}`. Not for parameters of a whole
     request: `stream` and `exclude_input_in_output` are settings, and `return_logprobs` and the like have no default."""
+
+    pooling: Literal["cls", "mean", "max", "mean_sqrt_len", "weightedmean", "lasttoken"] | None = None
+    """How `embeddings` makes one vector of the vectors of a text's tokens. By default as the checkpoint's
+    `modules.json` says; a checkpoint without one needs this setting."""
+
+    normalize: bool | None = None
+    """Whether `embeddings` have length 1. By default as the checkpoint's `modules.json` says, and true without one."""
+
+    truncate: bool = False
+    """Default of the request parameter `truncate`: whether a text that is longer than the model's context is cut at its
+    end, in place of an error. For tasks of encoders."""
+
+    max_batch_tokens: Annotated[int, annotated_types.Ge(16), annotated_types.Le(2**31 - 1)] | None = None
+    """Maximum number of tokens of one forward pass of an encoder; a request that arrives meanwhile waits for one pass.
+    By default 4096 on a CPU and 16384 on a GPU."""
 
     exclude_input_in_output: bool = False
     """Default of the request parameter `exclude_input_in_output`: whether `text_output` leaves out the prompt."""

@@ -73,7 +73,9 @@ class Checkpoint:
     model: Any
     """In eval mode, on its device."""
     context_length: int
-    """Maximum tokens of a prompt and its completion together."""
+    """Maximum tokens of a prompt and its completion together; of an encoder, of a text with its special tokens."""
+    folder: Path = Path()
+    """Its files."""
 
     @property
     def vocabulary_size(self) -> int:
@@ -101,8 +103,16 @@ class Checkpoint:
         return parse_parameters({"do_sample": do_sample, **effective})
 
 
-def load_checkpoint(hub: Hub, settings: ModelSettings, placement: Placement) -> Checkpoint:
+def load_checkpoint(
+    hub: Hub, settings: ModelSettings, placement: Placement, auto_class: str | None = None
+) -> Checkpoint:
     """Find and load the checkpoint of the settings; a damaged cache entry is removed and downloaded again, once.
+
+    Args:
+        hub: Finds its files.
+        settings: The folder's.
+        placement: The device.
+        auto_class: The class of transformers for the task of an encoder; None for text generation.
 
     Raises:
         LoadError: One sentence with the model, the cause and the remedy.
@@ -110,7 +120,7 @@ def load_checkpoint(hub: Hub, settings: ModelSettings, placement: Placement) -> 
     folders = _resolve(hub)
     times_before = [folder.stat().st_mtime_ns for folder in folders]
     try:
-        return _load(*folders, settings, placement)
+        return _load(*folders, settings, placement, auto_class)
     except LoadError as error:
         repairable = filter(hub.can_download_again, set(folders))
         damaged = [name for folder in repairable for name in purge_damaged(folder)]
@@ -118,7 +128,7 @@ def load_checkpoint(hub: Hub, settings: ModelSettings, placement: Placement) -> 
         if not damaged and is_unchanged:  # else another instance has repaired them
             raise
         logger.warning("%s damaged in the cache (%s); downloading again", ", ".join(damaged) or "files", error.code)
-    return _load(*_resolve(hub), settings, placement)
+    return _load(*_resolve(hub), settings, placement, auto_class)
 
 
 def _resolve(hub: Hub) -> tuple[Path, Path]:
@@ -127,7 +137,9 @@ def _resolve(hub: Hub) -> tuple[Path, Path]:
     return folder, hub.resolve_tokenizer() or folder
 
 
-def _load(folder: Path, tokenizer_folder: Path, settings: ModelSettings, placement: Placement) -> Checkpoint:
+def _load(
+    folder: Path, tokenizer_folder: Path, settings: ModelSettings, placement: Placement, auto_class: str | None
+) -> Checkpoint:
     with DeviceContext():
         from transformers.utils import logging as transformers_logging
 
@@ -140,15 +152,19 @@ def _load(folder: Path, tokenizer_folder: Path, settings: ModelSettings, placeme
             import torch
 
             torch.cuda.set_device(placement.device_id)  # kernels outside torch run on the thread's current device
-        model = load_model(folder, config, settings, device_map)
+        model = load_model(folder, config, settings, device_map, auto_class)
     model.eval()
-    checkpoint = Checkpoint(tokenizer, model, context_length(config, settings.max_context_length))
+    length = context_length(config, settings.max_context_length)
+    if auto_class is not None:
+        length = min(length - _num_reserved_positions(model), tokenizer.model_max_length)
+    checkpoint = Checkpoint(tokenizer, model, length, folder)
     with loading("the model", settings):
         vocabulary_size = checkpoint.vocabulary_size
     if len(tokenizer) > vocabulary_size:
         logger.warning("the tokenizer has %d tokens and the model %d", len(tokenizer), vocabulary_size)
-    with loading("generation_config.json", settings):
-        checkpoint.generation_defaults()
+    if auto_class is None:
+        with loading("generation_config.json", settings):
+            checkpoint.generation_defaults()
     logger.info(
         "%s in %s on %s, attention %s, context of %d tokens",
         type(model).__name__,
@@ -171,6 +187,13 @@ def _warn_of_slow_dtype(model: Any) -> None:
             str(model.dtype).removeprefix("torch."),
             "bfloat16" if has_instructions(torch.bfloat16) else "float32",
         )
+
+
+def _num_reserved_positions(model: Any) -> int:
+    """Positions before a text's first: RoBERTa's kind counts from behind the padding token's id."""
+    embeddings = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    padding = getattr(embeddings, "padding_idx", None)
+    return 0 if padding is None else int(padding) + 1
 
 
 def context_length(config: Any, limit: int | None) -> int:

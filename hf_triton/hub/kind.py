@@ -6,8 +6,19 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any, Final
 
 from hf_triton.errors import clip
+from hf_triton.settings import TaskName
+
+TASKS_BY_HEAD: Final[dict[str, TaskName]] = {
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMaskedLM": "fill-mask",
+}
+"""By the end of an architecture's name."""
+GENERATING: Final = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
 def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
@@ -35,15 +46,39 @@ def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
     return None
 
 
-def _base_model(file: Path) -> str | None:
+def find_task(folder: Path) -> TaskName | None:
+    """What a checkpoint's files say that it does; None if they say nothing of it.
+
+    A cross-encoder has one label, and a checkpoint without a head (`BertModel`) makes embeddings.
+    """
+    config = _read_object(folder / "config.json")
+    names = [name for name in config.get("architectures") or () if isinstance(name, str)]
+    generates = any(name.endswith(GENERATING) for name in names)
+    if (folder / "modules.json").exists() and not any(name.endswith("ForSequenceClassification") for name in names):
+        return "embeddings"
+    if generates:
+        return "text-generation"
+    for name in names:
+        for head, task in TASKS_BY_HEAD.items():
+            if name.endswith(head):
+                return "rerank" if task == "text-classification" and _num_labels(config) == 1 else task
+    return "embeddings" if any(name.endswith("Model") for name in names) else None
+
+
+def _num_labels(config: dict[str, Any]) -> int:
+    labels = config.get("id2label")
+    return len(labels) if isinstance(labels, dict) else int(config.get("num_labels", 2))
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """A file's JSON object; empty if it has none, which loading reports."""
     try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        return None
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _base_model(file: Path) -> str | None:
+    base = _read_object(file).get("base_model_name_or_path")
     return base if isinstance(base, str) else None
-
-
-def is_embedding_model(folder: Path, architectures: Collection[str]) -> bool:
-    """Whether a checkpoint is one of sentence-transformers without a head that generates text."""
-    generates = any(name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in architectures)
-    return (folder / "modules.json").exists() and not generates

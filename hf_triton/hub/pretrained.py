@@ -16,20 +16,11 @@ from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError
 from hf_triton.hub.failures import explain_load
-from hf_triton.hub.kind import is_embedding_model
+from hf_triton.hub.kind import find_task
 from hf_triton.settings import ModelSettings
 
 CHAT_TEMPLATE: Final = "chat_template.json"
 """Older image processors keep their chat template here, which tokenizers do not read."""
-OTHER_TASKS: Final = (
-    "ForMaskedLM",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-    "ForNextSentencePrediction",
-)
-"""Suffixes of model classes that do not generate text."""
 STALE_BUFFERS: Final = r"(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$"
 """Buffers that older versions of transformers saved and newer ones compute; not part of a model's weights."""
 
@@ -86,7 +77,9 @@ def _read_chat_template(folder: Path) -> str | dict[str, str] | None:
     return checked
 
 
-def load_model(folder: Path, config: Any, settings: ModelSettings, device_map: Any) -> Any:
+def load_model(
+    folder: Path, config: Any, settings: ModelSettings, device_map: Any, auto_class_name: str | None = None
+) -> Any:
     """Load the model onto its device; with random weights if the settings say `load_format: dummy`.
 
     Args:
@@ -94,12 +87,16 @@ def load_model(folder: Path, config: Any, settings: ModelSettings, device_map: A
         config: Its config.
         settings: dtype, attention, quantization, and what is allowed.
         device_map: As transformers takes it.
+        auto_class_name: The class of transformers for the task of an encoder; None for text generation.
 
     Raises:
-        CheckpointError: The model does not generate text, or its weights cannot be loaded or do not match its config.
+        CheckpointError: The model does not do the task, or its weights cannot be loaded or do not match its config.
     """
-    _check_task(folder, settings, config)
-    auto_class = auto_class_of(config)
+    if auto_class_name is None:
+        _check_generates(folder, settings, config)
+        auto_class = auto_class_of(config)
+    else:
+        auto_class = _encoder_class(auto_class_name, settings, config)
     if settings.load_format == "dummy":
         with loading("the model", settings):
             return _with_attention(settings, _dummy_loader(auto_class, config, settings, device_map))
@@ -119,25 +116,54 @@ def load_model(folder: Path, config: Any, settings: ModelSettings, device_map: A
         model, info = _with_attention(
             settings, lambda attention: auto_class.from_pretrained(folder, attn_implementation=attention, **arguments)
         )
-    check_weights(settings, info)
+    check_weights(settings, _without_head(info) if auto_class_name == "AutoModel" else info)
     return model
 
 
-def _check_task(folder: Path, settings: ModelSettings, config: Any) -> None:
+def _check_generates(folder: Path, settings: ModelSettings, config: Any) -> None:
     """Refuse a model for another task, to which transformers would add an untrained language model head."""
-    if is_embedding_model(folder, config.architectures or ()):
+    task = find_task(folder)
+    if settings.task is None and task not in (None, "text-generation"):
         raise CheckpointError(
             "unsupported_model",
-            f"{settings.huggingface_model} is an embedding model of sentence-transformers, which does not generate "
-            "text: choose a model that does",
+            f"{settings.huggingface_model} is a model for {task} (its config.json says {_architectures(config)}), and "
+            f"its files had not been downloaded when the folder's inputs were declared: set task to {task}, or load "
+            "the folder again",
         )
-    for name in config.architectures or ():
-        if name.endswith(OTHER_TASKS):
-            raise CheckpointError(
-                "unsupported_model",
-                f"{settings.huggingface_model} is a {name} according to its config.json, which does not generate text: "
-                "choose a model that does",
-            )
+    if settings.task == "text-generation" and task not in (None, "text-generation", "embeddings"):
+        raise CheckpointError(
+            "unsupported_model",
+            f"{settings.huggingface_model} is a {_architectures(config)} according to its config.json, which does not "
+            f"generate text: set task to {task}, or choose a model that generates",
+        )
+
+
+def _architectures(config: Any) -> str:
+    return ", ".join(config.architectures or ()) or type(config).__name__
+
+
+def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
+    """The auto class of a task of an encoder.
+
+    Raises:
+        CheckpointError: The checkpoint has no trained head for it.
+    """
+    import transformers
+
+    head = name.removeprefix("AutoModel")
+    if head and config.architectures and not any(other.endswith(head) for other in config.architectures):
+        raise CheckpointError(
+            "unsupported_model",
+            f"{settings.huggingface_model} is a {_architectures(config)} according to its config.json, and the task "
+            f"{settings.task} needs a model {head}: choose another checkpoint, or another task",
+        )
+    return getattr(transformers, name)
+
+
+def _without_head(info: Any) -> Any:
+    """Loading info without what a model without its head does not need: a head's tensors, and a missing pooler's."""
+    missing = [name for name in info["missing_keys"] if "pooler." not in name]
+    return {**info, "missing_keys": missing, "unexpected_keys": []}
 
 
 def auto_class_of(config: Any) -> Any:
@@ -215,7 +241,7 @@ def check_weights(settings: ModelSettings, info: Any) -> None:
         only_extra = [kind for kind, names in names_by_fault.items() if names] == ["not in the model"]
         hint = ", or set allow_extra_weights to true to ignore them" if only_extra else ""
         if info["missing_keys"]:
-            hint += "; a model for embeddings or another task than text generation lacks such tensors and is not served"
+            hint += "; a model for another task lacks such tensors: set task"
         revision = "" if settings.revision == "main" else f" (revision {settings.revision})"
         raise CheckpointError(
             "weights_mismatch",

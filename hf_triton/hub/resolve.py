@@ -6,6 +6,7 @@ transformers 5 ignores TRANSFORMERS_CACHE, and tools disagree on the variable of
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -81,6 +82,18 @@ class Hub:
                 trust_remote_code=settings.trust_remote_code,
             )
         )
+
+    def find_config_folder(self) -> Path | None:
+        """The folder on disk with the model's config.json, complete or not; None if it would have to be downloaded."""
+        spec = CheckpointSpec(self._settings.huggingface_model, self._settings.revision)
+        with contextlib.suppress(PermissionError):
+            if spec.is_local:
+                folders = [(self._model_folder / spec.name).resolve()]
+            else:
+                found = (_cached_snapshot(spec, cache) for cache in self.caches())
+                folders = [folder for folder in found if folder is not None]
+            return next((folder for folder in folders if (folder / "config.json").exists()), None)
+        return None
 
     def resolve_tokenizer(self) -> Path | None:
         """Return the folder of a separate tokenizer; None if the model's own is used."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from hf_triton.errors import SettingsError
@@ -122,21 +122,26 @@ def _plain_type(annotation: Any) -> Any:
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
 
 
-def check_config(config: Mapping[str, Any]) -> None:
+def check_config(
+    config: Mapping[str, Any],
+    check_input: Callable[[str, str], None] | None = None,
+    check_output: Callable[[str, str], None] | None = None,
+) -> None:
     """Refuse a configuration that cannot be served as it is written.
+
+    Args:
+        config: The model configuration as Triton gives it.
+        check_input: Refuses an input's name or type; by default those of text generation.
+        check_output: As much for outputs.
 
     Raises:
         SettingsError: An input or output is unknown, of a wrong type or reshaped; a sequence batcher adds inputs; the
             response cache is on, which would confuse requests.
     """
     for port in config["input"]:
-        _check_input(port["name"], port["data_type"])
+        (check_input or _check_input)(port["name"], port["data_type"])
     for port in config["output"]:
-        if OUTPUTS.get(port["name"]) != port["data_type"]:
-            known = ", ".join(f"{name} {data_type}" for name, data_type in OUTPUTS.items())
-            raise SettingsError(
-                f"config.pbtxt declares the output '{port['name']}' as {port['data_type']}; the outputs are {known}"
-            )
+        (check_output or _check_output)(port["name"], port["data_type"])
     for port in (*config["input"], *config["output"]):
         if port.get("reshape"):
             raise SettingsError(
@@ -165,3 +170,9 @@ def _check_input(name: str, data_type: str) -> None:
     types = _triton_types(name)
     if data_type not in types:
         raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {' or '.join(types)}")
+
+
+def _check_output(name: str, data_type: str) -> None:
+    if OUTPUTS.get(name) != data_type:
+        known = ", ".join(f"{name} {data_type}" for name, data_type in OUTPUTS.items())
+        raise SettingsError(f"config.pbtxt declares the output '{name}' as {data_type}; the outputs are {known}")

@@ -36,6 +36,8 @@ from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, rejec
 
 TRITON_PARAMETERS: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end", *TRACE_CONTEXT})
 """Parameters that a request carries for others; `/generate` forwards Triton's own, as those with `triton_`."""
+PARAMETER_NAMES: Final = frozenset({*PARAMETERS, *ALIASES, *GUIDES, *SOURCES})
+"""Every name of a parameter or a prompt of text generation."""
 MAX_NUMBER_CHARS: Final = 64
 MAX_NAMES: Final = 1024
 MIN_LIKENESS: Final = 0.75
@@ -161,7 +163,7 @@ def _parameters_per_prompt(
 ) -> list[dict[str, object]]:
     """Each prompt's parameters, from request parameters and from tensors."""
     shared = {
-        name: value for name, value in parameters.items() if not _is_triton_parameter(name) and name not in SOURCES
+        name: value for name, value in parameters.items() if not is_triton_parameter(name) and name not in SOURCES
     }
     rows = [dict(shared) for _ in range(num_rows)]
     for name, array in inputs.items():
@@ -203,10 +205,11 @@ def resembles_parameter(name: str) -> bool:
 
 def _is_known(name: str) -> bool:
     is_own = ALIASES.get(name, name) in PARAMETERS or name in (MESSAGES, PROMPT_TOKEN_IDS, *GUIDES)
-    return is_own or _is_triton_parameter(name)
+    return is_own or is_triton_parameter(name)
 
 
-def _is_triton_parameter(name: str) -> bool:
+def is_triton_parameter(name: str) -> bool:
+    """Whether a parameter is Triton's own, or one that a request carries for others."""
     return name in TRITON_PARAMETERS or name.startswith("triton_")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import numpy as np
 
-from hf_triton.errors import HfTritonError, LoadError, RequestError, TritonCode, where
+from hf_triton.errors import HfTritonError, LoadError, RequestError, SettingsError, TritonCode, where
 from hf_triton.runner.faults import is_fatal, is_memory
 from hf_triton.sampling.types import LogitsProcessor
 from hf_triton.tasks.hooks import HOOKS, OWN_FILE, Hooks
@@ -148,6 +148,19 @@ def check_hooks(model: type[Hooks], base: type[Hooks]) -> None:
             continue
         for hook in difflib.get_close_matches(name.lower(), unused, n=1, cutoff=LIKENESS):
             logger.warning("nothing calls the method '%s' of %s: did you mean '%s'?", name, OWN_FILE, hook)
+
+
+def check_encoder_hooks(hooks: Hooks, task: str) -> None:
+    """Refuse hooks of text generation in a folder with another task.
+
+    Raises:
+        SettingsError: Names one.
+    """
+    for name in HOOKS:
+        if name != "load" and getattr(type(hooks), name) is not getattr(Hooks, name):
+            raise SettingsError(
+                f"{name} of {OWN_FILE} changes nothing in a model for {task}: take it out, or write a task_class"
+            )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from hf_triton.engine.types import EngineLoad
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.sender import ResponseSender
 
@@ -39,3 +40,10 @@ class Task(Protocol):
 
     def close(self) -> None:
         """Answer every request that is not finished, then stop."""
+
+
+class LoadedTask(Task, Protocol):
+    """The task of a folder with a model of its own."""
+
+    def load(self) -> EngineLoad:
+        """What its engine holds."""

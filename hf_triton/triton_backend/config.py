@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import HfTritonError, SettingsError
 from hf_triton.protocol.ports import check_config, missing_ports
+from hf_triton.protocol.task_declaration import TaskDeclaration, check_task_input, check_task_output, missing_task_ports
 from hf_triton.settings import AnySettings, DoorSettings, LoadedSettings, ModelSettings, load_settings
 from hf_triton.tasks.hooks import OWN_FILE
 from hf_triton.tasks.interface import ResponseConfig
@@ -34,12 +36,28 @@ def load_failures() -> Iterator[None]:
         ) from None
 
 
-def complete_config(model_config: Any, settings_class: type[AnySettings]) -> Any:
-    """Add the inputs and outputs that config.pbtxt leaves out to Triton's `ModelConfig`."""
+Declare = Callable[[Any], TaskDeclaration | None]
+"""From a folder's settings to the declaration of its task; None for text generation."""
+
+
+def complete_config(
+    model_config: Any, settings_class: type[AnySettings], declare: Declare = lambda settings: None
+) -> Any:
+    """Add the inputs and outputs that config.pbtxt leaves out to Triton's `ModelConfig`.
+
+    Args:
+        model_config: Triton's.
+        settings_class: The settings that it may hold.
+        declare: Finds the folder's task.
+    """
     config = model_config.as_dict()
     with load_failures():
         settings = _load_settings(config, settings_class).settings
-        inputs, outputs = missing_ports(config, settings.parameters_as_inputs)
+        task = declare(settings)
+        if task is None:
+            inputs, outputs = missing_ports(config, settings.parameters_as_inputs)
+        else:
+            inputs, outputs = missing_task_ports(task, config, settings.parameters_as_inputs)
     for port in inputs:
         model_config.add_input(port)
     for port in outputs:
@@ -47,18 +65,22 @@ def complete_config(model_config: Any, settings_class: type[AnySettings]) -> Any
     return model_config
 
 
-def read_config(config: Mapping[str, Any], settings_class: type[AnySettings]) -> tuple[AnySettings, ResponseConfig]:
+def read_config(
+    config: Mapping[str, Any], settings_class: type[AnySettings], declare: Declare = lambda settings: None
+) -> tuple[AnySettings, ResponseConfig]:
     """A folder's settings, which are logged, and how its requests are answered.
 
     Args:
         config: config.pbtxt, completed.
         settings_class: The settings that it may hold.
+        declare: Finds the folder's task.
 
     Raises:
         SettingsError: A setting or a port cannot be used.
     """
-    check_config(config)
     loaded = _load_settings(config, settings_class)
+    task = declare(loaded.settings)
+    check_config(config, *(() if task is None else (partial(check_task_input, task), partial(check_task_output, task))))
     for line in loaded.describe():
         logger.info(line)
     is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)

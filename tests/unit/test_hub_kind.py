@@ -10,7 +10,7 @@ import pytest
 
 from hf_triton.errors import LoadError
 from hf_triton.hub.failures import explain_load
-from hf_triton.hub.kind import is_embedding_model
+from hf_triton.hub.kind import find_task
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import LoopbackHub
@@ -49,14 +49,28 @@ def test_a_repository_is_named_for_what_it_is(file: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("architecture", "is_one"), [("BertModel", True), ("Qwen3ForCausalLM", False), ("GPT2LMHeadModel", False)]
+    ("architecture", "labels", "task"),
+    [
+        ("BertModel", 2, "embeddings"),
+        ("Qwen3ForCausalLM", 2, "text-generation"),
+        ("GPT2LMHeadModel", 2, "text-generation"),
+        ("T5ForConditionalGeneration", 2, "text-generation"),
+        ("BertForSequenceClassification", 3, "text-classification"),
+        ("XLMRobertaForSequenceClassification", 1, "rerank"),
+        ("BertForTokenClassification", 9, "token-classification"),
+        ("RobertaForQuestionAnswering", 2, "question-answering"),
+        ("BertForMaskedLM", 2, "fill-mask"),
+        ("BertForNextSentencePrediction", 2, None),
+    ],
 )
-def test_sentence_transformers_checkpoints_are_embedding_models(
-    architecture: str, is_one: bool, tmp_path: Path
+def test_task_is_found_in_the_checkpoint_s_files(
+    architecture: str, labels: int, task: str | None, tmp_path: Path
 ) -> None:
-    assert not is_embedding_model(tmp_path, [architecture])
-    (tmp_path / "modules.json").write_text(json.dumps([]))
-    assert is_embedding_model(tmp_path, [architecture]) == is_one
+    id2label = {str(index): f"LABEL_{index}" for index in range(labels)}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "id2label": id2label}))
+    assert find_task(tmp_path) == task
+    (tmp_path / "modules.json").write_text("[]")
+    assert find_task(tmp_path) == (task if "SequenceClassification" in architecture else "embeddings")
 
 
 @pytest.mark.parametrize("message", ["could not quantize", "'int8_weight_only' is no AOBaseConfig"])

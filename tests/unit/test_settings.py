@@ -71,6 +71,10 @@ def test_every_setting_can_come_from_the_environment(name: str) -> None:
         "decoding": "eager",
         "max_cache_tokens": "1024",
         "pack_weights": "yes",
+        "task": "rerank",
+        "pooling": "cls",
+        "normalize": "false",
+        "max_batch_tokens": "512",
     }
     field = ModelSettings.model_fields[name]
     text = examples.get(name) or {bool: "true", dict[str, Any]: "{}"}.get(field.annotation, "7")

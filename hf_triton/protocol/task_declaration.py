@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a task of an encoder takes and gives: texts, options, outputs, each declared once. Knows no model."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict
+
+from hf_triton.errors import SettingsError
+from hf_triton.protocol.ports import TENSOR_TYPES
+from hf_triton.protocol.validation import suggest
+
+JSON_OUTPUT: Final = "output"
+"""The output that every task has: one JSON text for each row, under the name that MLServer gives it."""
+NUM_TOKENS: Final = "num_input_tokens"
+
+
+@dataclass(frozen=True)
+class TextInput:
+    """An input of texts, BYTES `[n]` or `[batch, 1]`. Inputs with one element go with every row of the others."""
+
+    name: str
+    meaning: str
+    aliases: tuple[str, ...] = ()
+    """Names under which other servers' clients send it."""
+    is_optional: bool = False
+
+
+@dataclass(frozen=True)
+class TaskOutput:
+    """An output with a value, or an array, for each row."""
+
+    data_type: str
+    """`TYPE_FP32`, `TYPE_STRING`, ..."""
+    meaning: str
+    num_dims: int = 0
+    """Dimensions of a row's value: 0 for a scalar, 1 for a vector."""
+    by_default: bool = True
+    """Whether it is filled for a client that names no outputs."""
+
+
+class TaskOptions(BaseModel):
+    """Request parameters that every task of an encoder takes; None means "not given". Subclass it to add some."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    truncate: bool | None = None
+    """Whether a text that is longer than the model's context is cut at its end; otherwise it is refused. By default the
+    folder's setting `truncate`."""
+
+
+@dataclass(frozen=True)
+class TaskDeclaration:
+    """The requests and responses of a task."""
+
+    name: str
+    """As the setting `task` has it."""
+    texts: tuple[TextInput, ...]
+    outputs: Mapping[str, TaskOutput]
+    """Beside `output` and `num_input_tokens`, which every task has."""
+    options: type[TaskOptions] = TaskOptions
+    has_json: bool = True
+    """Whether `output` is filled for a client that names no outputs."""
+
+    @property
+    def all_outputs(self) -> Mapping[str, TaskOutput]:
+        """Every output by name."""
+        common = {
+            JSON_OUTPUT: TaskOutput("TYPE_STRING", "the result as JSON", by_default=self.has_json),
+            NUM_TOKENS: TaskOutput("TYPE_UINT32", "tokens that the model read for the row", by_default=False),
+        }
+        return {**self.outputs, **common}
+
+    def text_of(self, name: str) -> TextInput | None:
+        """The text input of a name or an alias."""
+        return next((text for text in self.texts if name in (text.name, *text.aliases)), None)
+
+    def text_names(self) -> list[str]:
+        """The names of text inputs and their aliases."""
+        return [name for text in self.texts for name in (text.name, *text.aliases)]
+
+    def names(self) -> list[str]:
+        """Every name of an input or a parameter."""
+        return [*self.text_names(), *self.options.model_fields]
+
+
+def option_type(options: type[TaskOptions], name: str) -> tuple[type, bool]:
+    """The Python type of an option or of its elements, and whether it is an array."""
+    annotation = options.model_fields[name].annotation
+    members = [member for member in _members(annotation) if member is not type(None)]
+    plain = _plain(members[0])
+    if typing.get_origin(plain) is tuple:
+        element = _plain(typing.get_args(plain)[0])
+        return typing.get_origin(element) or element, True
+    if typing.get_origin(plain) is typing.Literal:
+        return type(typing.get_args(plain)[0]), False
+    return typing.get_origin(plain) or plain, False
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _plain(annotation: Any) -> Any:
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+
+
+def missing_task_ports(
+    declaration: TaskDeclaration, config: Mapping[str, Any], parameters_as_inputs: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The inputs and outputs that config.pbtxt leaves out, in Triton's form; see `ports.missing_ports`."""
+    has_inputs, has_outputs = ({port["name"] for port in config[side]} for side in ("input", "output"))
+    batch = [] if config["max_batch_size"] > 0 else [-1]
+    inputs: list[dict[str, Any]] = [] if has_inputs and not parameters_as_inputs else list(_inputs(declaration, config))
+    if parameters_as_inputs:
+        inputs += _scalar_options(declaration)
+    outputs = [
+        {"name": name, "data_type": output.data_type, "dims": [*batch, *[-1] * output.num_dims] or [1]}
+        for name, output in declaration.all_outputs.items()
+    ]
+    return [port for port in inputs if port["name"] not in has_inputs], [
+        port for port in outputs if port["name"] not in has_outputs
+    ]
+
+
+def _inputs(declaration: TaskDeclaration, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Texts, and options that are arrays, which Triton's JSON passes on to inputs only."""
+    dims = [1] if config["max_batch_size"] > 0 else [-1]
+    for name in declaration.text_names():
+        yield {"name": name, "data_type": "TYPE_STRING", "dims": dims, "optional": True}
+    for name in declaration.options.model_fields:
+        element, is_array = option_type(declaration.options, name)
+        if is_array:
+            yield {"name": name, "data_type": TENSOR_TYPES[element][0], "dims": [-1], "optional": True}
+
+
+def _scalar_options(declaration: TaskDeclaration) -> Iterator[dict[str, Any]]:
+    for name in declaration.options.model_fields:
+        kind, is_array = option_type(declaration.options, name)
+        if not is_array:
+            yield {"name": name, "data_type": TENSOR_TYPES[kind][0], "dims": [1], "optional": True}
+
+
+def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) -> None:
+    """Refuse an input of a config.pbtxt that the task does not have.
+
+    Raises:
+        SettingsError: It is unknown or of a wrong type.
+    """
+    if declaration.text_of(name) is not None:
+        types: tuple[str, ...] = ("TYPE_STRING",)
+    elif name in declaration.options.model_fields:
+        types = TENSOR_TYPES[option_type(declaration.options, name)[0]]
+    else:
+        raise SettingsError(
+            f"config.pbtxt declares the input '{name}', which a model for {declaration.name} does not take"
+            f"{suggest(name, declaration.names())}"
+        )
+    if data_type not in types:
+        raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {' or '.join(types)}")
+
+
+def check_task_output(declaration: TaskDeclaration, name: str, data_type: str) -> None:
+    """Refuse an output of a config.pbtxt that the task does not have.
+
+    Raises:
+        SettingsError: It is unknown or of a wrong type.
+    """
+    known = declaration.all_outputs
+    if name not in known or known[name].data_type != data_type:
+        listed = ", ".join(f"{name} {output.data_type}" for name, output in known.items())
+        raise SettingsError(
+            f"config.pbtxt declares the output '{name}' as {data_type}; a model for {declaration.name} has the outputs "
+            f"{listed}"
+        )

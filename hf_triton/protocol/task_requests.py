@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to the tasks of encoders: from tensors and parameters to rows of texts and checked options; and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+import numpy as np
+
+from hf_triton.errors import RequestError, clip
+from hf_triton.protocol.prompts import Limits
+from hf_triton.protocol.requests import PARAMETER_NAMES, is_triton_parameter
+from hf_triton.protocol.task_declaration import (
+    JSON_OUTPUT,
+    NUM_TOKENS,
+    TaskDeclaration,
+    TaskOptions,
+    TextInput,
+    option_type,
+)
+from hf_triton.protocol.tensors import Array, decode_string, encode_strings, values_per_prompt
+from hf_triton.protocol.validation import suggest, validated
+
+Options = TypeVar("Options", bound=TaskOptions)
+Row = Mapping[str, str]
+"""The texts of one row, by the input's own name."""
+NUMPY_TYPES: Final = {"TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_INT64": np.int64}
+
+
+@dataclass(frozen=True)
+class TaskRequest(Generic[Options]):
+    """A checked request."""
+
+    rows: Sequence[Row]
+    options: Options
+    shape: tuple[int, ...]
+    """The shape of the longest text input, which the outputs follow."""
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What a task found for one row."""
+
+    json: Any
+    """For the output `output`: what `json.dumps` takes, or a numpy array."""
+    tensors: Mapping[str, Any]
+    """The task's own outputs by name: a string, a number, or an array with the output's dimensions."""
+
+
+def read_task_request(
+    declaration: TaskDeclaration,
+    options: type[Options],
+    inputs: Mapping[str, Array],
+    parameters: Mapping[str, object],
+    limits: Limits,
+) -> TaskRequest[Options]:
+    """Check a request.
+
+    Args:
+        declaration: What the task takes.
+        options: The declaration's options.
+        inputs: Tensors by name: texts are BYTES `[n]` or `[batch, 1]`, one for each row or one for all.
+        parameters: By name; a text may be one too.
+        limits: What to accept.
+
+    Raises:
+        RequestError: The message names what is wrong and what is allowed.
+    """
+    given = {**{name: value for name, value in parameters.items() if not is_triton_parameter(name)}, **inputs}
+    for name in given:
+        if name in parameters and name in inputs:
+            raise RequestError("invalid_parameter", f"{name} is given twice, as an input and as a parameter")
+        if declaration.text_of(name) is None and name not in options.model_fields:
+            raise _unknown(declaration, name)
+    texts: dict[str, list[str]] = {}
+    shape: tuple[int, ...] = (1,)
+    for text in declaration.texts:
+        found = _given_name(text, given)
+        if found is not None:
+            array = _as_array(found, given[found])
+            texts[text.name] = _decode(found, array, limits)
+            shape = max(shape, array.shape, key=lambda dims: int(np.prod(dims)))
+    _check_texts(declaration, texts)
+    num_rows = max(map(len, texts.values()))
+    given_options = {name: _option(options, name, given[name]) for name in options.model_fields if name in given}
+    rows = [{name: values[row if len(values) > 1 else 0] for name, values in texts.items()} for row in range(num_rows)]
+    return TaskRequest(rows, validated(options, given_options), shape)
+
+
+def _unknown(declaration: TaskDeclaration, name: str) -> RequestError:
+    if name in PARAMETER_NAMES:
+        return RequestError(
+            "unknown_parameter",
+            f"{name} is a parameter of text generation, and this model does {declaration.name}: leave it out",
+        )
+    return RequestError(
+        "unknown_parameter",
+        f"there is no input or parameter '{clip(name)}' in {declaration.name}{suggest(name, declaration.names())}",
+    )
+
+
+def _given_name(text: TextInput, given: Collection[str]) -> str | None:
+    """The name by which a request gives a text input; None if it does not."""
+    names = [name for name in (text.name, *text.aliases) if name in given]
+    if len(names) > 1:
+        raise RequestError("invalid_input", f"{' and '.join(names)} are the same input: give one of them")
+    return names[0] if names else None
+
+
+def _as_array(name: str, value: object) -> Array:
+    """A text that is given as a parameter, as a tensor of one element."""
+    if isinstance(value, np.ndarray):
+        return value
+    if not isinstance(value, str):
+        raise RequestError("invalid_input", f"{name} must be a string or an array of strings, got {clip(value)}")
+    return encode_strings([value], (1,))
+
+
+def _decode(name: str, array: Array, limits: Limits) -> list[str]:
+    if array.size == 0:
+        raise RequestError("invalid_input", f"{name} holds no text, its shape is {list(array.shape)}")
+    if array.dtype != np.object_:
+        raise RequestError("invalid_input", f"{name} must be strings (BYTES), got {array.dtype}")
+    if array.size > limits.max_prompts:
+        raise RequestError(
+            "invalid_input",
+            f"{name} holds {array.size} texts, more than the {limits.max_prompts} that are accepted (setting "
+            "max_prompts): send several requests",
+        )
+    for row, element in enumerate(array.ravel()):
+        if len(element) > limits.max_prompt_bytes:
+            raise RequestError(
+                "context_exceeded",
+                f"{name} row {row} has {len(element)} bytes, more than the {limits.max_prompt_bytes} that are accepted "
+                "(setting max_prompt_bytes)",
+            )
+    return [decode_string(f"{name} row {row}", element, "invalid_input") for row, element in enumerate(array.ravel())]
+
+
+def _check_texts(declaration: TaskDeclaration, texts: Mapping[str, Sequence[str]]) -> None:
+    """Check that all required texts are there, and that their numbers agree."""
+    for text in declaration.texts:
+        if text.name not in texts and not text.is_optional:
+            also = f" (also {', '.join(text.aliases)})" if text.aliases else ""
+            raise RequestError(
+                "invalid_input", f"{text.name} is missing: {declaration.name} needs {text.name}, {text.meaning}{also}"
+            )
+    counts = {name: len(found) for name, found in texts.items() if len(found) > 1}
+    if len(set(counts.values())) > 1:
+        listed = " and ".join(f"{count} of {name}" for name, count in counts.items())
+        raise RequestError("invalid_input", f"got {listed}: give as many of each, or one for all")
+
+
+def _option(options: type[TaskOptions], name: str, value: object) -> object:
+    if not isinstance(value, np.ndarray):
+        return value
+    _, is_array = option_type(options, name)
+    return values_per_prompt(name, value, 1, is_array=is_array)[0]
+
+
+def encode_results(
+    results: Sequence[TaskResult],
+    nums_tokens: Sequence[int],
+    declaration: TaskDeclaration,
+    shape: tuple[int, ...],
+    names: Collection[str],
+) -> dict[str, Array]:
+    """The outputs of a response.
+
+    Args:
+        results: One for each row.
+        nums_tokens: Tokens of each row.
+        declaration: The task's outputs.
+        shape: Of the texts.
+        names: The outputs to fill.
+    """
+    outputs: dict[str, Array] = {}
+    for name, output in declaration.all_outputs.items():
+        if name not in names:
+            continue
+        if name == JSON_OUTPUT:
+            outputs[name] = encode_strings([_to_json(result.json) for result in results], shape)
+            continue
+        values: list[Any] = list(nums_tokens) if name == NUM_TOKENS else [result.tensors[name] for result in results]
+        if output.data_type == "TYPE_STRING":
+            strings = [text for value in values for text in value] if output.num_dims else values
+            outputs[name] = encode_strings(strings, (len(results), 1) if output.num_dims else shape)
+        else:
+            array = np.asarray(values, NUMPY_TYPES[output.data_type])
+            outputs[name] = array if output.num_dims else array.reshape(shape)
+    return outputs
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value, ensure_ascii=False)
+
+
+def outputs_to_fill(declaration: TaskDeclaration, requested: Collection[str], declared: Collection[str]) -> list[str]:
+    """The outputs that a client names; those that are filled by default if it names all or none."""
+    if len(requested) < len(declared):
+        return list(requested)
+    return [name for name, output in declaration.all_outputs.items() if output.by_default and name in declared]

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EncoderTask: what a task does around the forward passes of an encoder. Subclass it to add a task.
+
+The service reads the request by the task's declaration and calls, for each row, `encode`; the encoder runs the token
+sequences of all requests together, without padding; then `decode` makes the row's result of the model's outputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
+
+import numpy.typing as npt
+
+from hf_triton.encoder.types import EncoderInput
+from hf_triton.errors import RequestError
+from hf_triton.protocol.prompts import Limits
+from hf_triton.protocol.task_declaration import TaskDeclaration
+from hf_triton.protocol.task_requests import Options, Row, TaskRequest, TaskResult, read_task_request
+from hf_triton.protocol.tensors import Array
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.settings import ModelSettings
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """The token sequences of one row, and what `decode` needs to know of them."""
+
+    inputs: Sequence[EncoderInput]
+    """One or more; a long context, or several labels, make several."""
+    context: Any = None
+    """The task's own."""
+
+
+class EncoderTask(ABC, Generic[Options]):
+    """A task of an encoder. Its methods are called from several threads.
+
+    Attributes:
+        declaration: Its requests and responses.
+        auto_class: The class of transformers that loads the model: `AutoModelForSequenceClassification`, ...
+        model_outputs: The fields of the model's output that it needs: `logits`, `last_hidden_state`, ...
+        per_token: Whether they have a value for each token, or one for the whole sequence.
+
+    Args:
+        checkpoint: Model, tokenizer and the checkpoint's folder.
+        settings: The folder's.
+
+    Raises:
+        LoadError: The checkpoint does not fit the task.
+    """
+
+    declaration: ClassVar[TaskDeclaration]
+    auto_class: ClassVar[str] = "AutoModel"
+    model_outputs: ClassVar[tuple[str, ...]] = ("logits",)
+    per_token: ClassVar[bool] = False
+
+    def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
+        self.tokenizer = checkpoint.tokenizer
+        self.config = checkpoint.model.config
+        self.max_length = checkpoint.context_length
+        self.settings = settings
+
+    def read(
+        self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
+    ) -> TaskRequest[Options]:
+        """Check a request, by the declaration.
+
+        Raises:
+            RequestError: The message names what is wrong and what is allowed.
+        """
+        options: Any = self.declaration.options
+        return read_task_request(self.declaration, options, inputs, parameters, limits)
+
+    @abstractmethod
+    def encode(self, row: Row, options: Options) -> EncodedRow:
+        """Make token sequences of a row's texts.
+
+        Raises:
+            RequestError: A text does not fit.
+        """
+
+    def reduce(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Change the model's outputs for one sequence on the device, such as pooling. As it is, it changes nothing.
+
+        Args:
+            outputs: float32 `[labels]`, or `[tokens, ...]` with `per_token`; several outputs stacked, `[outputs, ...]`.
+        """
+        return outputs
+
+    @abstractmethod
+    def decode(self, encoded: EncodedRow, options: Options, outputs: list[npt.NDArray[Any]]) -> TaskResult:
+        """Make a row's result of what the model gave for each of its sequences.
+
+        Args:
+            encoded: As `encode` returned it.
+            options: The request's.
+            outputs: For each of `encoded.inputs`, what `reduce` returned, float32.
+        """
+
+    def tokenize(self, text: str, pair: str | None = None, *, truncate: bool | None = None) -> Any:
+        """Tokenize a text or a pair, special tokens included.
+
+        Args:
+            text: The text.
+            pair: A second text, to stand behind it.
+            truncate: Whether to cut what is too long; None: as the folder's setting `truncate` says.
+
+        Returns:
+            The tokenizer's `Encoding`, with `ids`, `type_ids`, `offsets` and `sequence_ids`.
+
+        Raises:
+            RequestError: The text is too long, and not to be cut.
+        """
+        encoding = self.tokenizer(text, pair, return_offsets_mapping=True, truncation=False, verbose=False).encodings[0]
+        if len(encoding.ids) <= self.max_length:
+            return encoding
+        if not (self.settings.truncate if truncate is None else truncate):
+            raise RequestError(
+                "context_exceeded",
+                f"the text has {len(encoding.ids)} tokens, more than the {self.max_length} of the model: shorten it, "
+                "or set truncate to true",
+            )
+        return self.tokenizer(
+            text, pair, return_offsets_mapping=True, truncation=True, max_length=self.max_length, verbose=False
+        ).encodings[0]
+
+    def to_input(self, encoding: Any) -> EncoderInput:
+        """A tokenizer's `Encoding` as the encoder takes it."""
+        has_types = "token_type_ids" in self.tokenizer.model_input_names
+        return EncoderInput(list(encoding.ids), list(encoding.type_ids) if has_types else None)
+
+    def label(self, index: int) -> str:
+        """The name that the checkpoint's config gives a label."""
+        return str((self.config.id2label or {}).get(index, f"LABEL_{index}"))

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves the task of an encoder: a request's rows become token sequences, and the model's outputs become a response.
+
+Knows no Triton: requests and responses are `InferenceRequest`s.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy.typing as npt
+
+from hf_triton.encoder.types import EncoderGroup
+from hf_triton.engine.types import EngineLoad
+from hf_triton.errors import GenerationError, HfTritonError, ShuttingDownError, panics_as_errors, where
+from hf_triton.protocol.prompts import Limits
+from hf_triton.protocol.task_requests import TaskRequest, TaskResult, encode_results, outputs_to_fill
+from hf_triton.tasks.admission import AdmissionGate
+from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
+from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.meter import Meter
+from hf_triton.tasks.request import InferenceRequest
+
+if TYPE_CHECKING:
+    from hf_triton.encoder.engine import EncoderEngine
+    from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS: Final = 4  # tokenizers run outside the interpreter's lock
+MAX_INLINE_CHARACTERS: Final = 1000  # of a row that is tokenized in the caller's thread: less than a thread costs
+BYTES_PER_TOKEN: Final = 16
+"""More than any text has on average; bounds what is tokenized at all."""
+
+
+class EncoderService:
+    """Answers requests by the task of an encoder; see `Task`.
+
+    Args:
+        task: What happens around the forward passes.
+        engine: Runs them. It is closed with this service.
+        limits: What one request may hold.
+        max_waiting: Rows that may wait; see `AdmissionGate`.
+        meter: Counts tokens and times.
+    """
+
+    def __init__(
+        self, task: EncoderTask[Any], engine: EncoderEngine, limits: Limits, *, max_waiting: int, meter: Meter
+    ) -> None:
+        self._task = task
+        self._engine = engine
+        self._limits = limits
+        self._meter = meter
+        self._gate = AdmissionGate(max_waiting, self._engine_load)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hf_triton-encode")
+
+    def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
+        """Check a request and start it, see `Task`."""
+        checked = self._task.read(request.inputs(), request.parameters(), self._limits)
+        names = outputs_to_fill(self._task.declaration, request.requested_outputs(), config.output_names)
+        response = _Response(request, self._task, checked, names)
+        self._gate.enter(response, len(checked.rows))
+        request.on_ending(response.refuse, request.deadline_s())
+        if len(checked.rows) == 1 and sum(map(len, checked.rows[0].values())) <= MAX_INLINE_CHARACTERS:
+            self._encode(response)
+        else:
+            self._run(self._encode, response)
+
+    def is_healthy(self) -> bool:
+        """Whether requests can be taken."""
+        return self._engine.is_healthy()
+
+    def load(self) -> EngineLoad:
+        """The engine's load; rows in preparation are waiting ones."""
+        load = self._engine_load()
+        return EngineLoad(load.num_waiting + self._gate.num_preparing, load.num_running)
+
+    def _engine_load(self) -> EngineLoad:
+        load = self._engine.load()
+        return EngineLoad(load.num_waiting, load.num_running)
+
+    def close(self) -> None:
+        """Answer every request that is not finished, then stop."""
+        self._gate.close()
+        self._engine.close()
+        self._pool.shutdown(wait=True)
+
+    def _run(self, work: Callable[[_Response], None], response: _Response) -> None:
+        try:
+            self._pool.submit(work, response)
+        except RuntimeError:  # the pool is shut down
+            response.refuse(ShuttingDownError())
+            self._leave(response)
+
+    def _encode(self, response: _Response) -> None:
+        """Make token sequences of a request's rows and queue them."""
+        try:
+            with panics_as_errors():
+                inputs = response.encode()
+            if inputs is None:
+                return
+            self._meter.on_encoded(sum(response.nums_tokens))
+            on_done = partial(self._finish, response)
+            self._engine.submit(EncoderGroup(inputs, on_done, response.has_ended, response.request.deadline_s()))
+        except Exception as error:
+            response.refuse(_fault("preparing the request", error))
+        finally:
+            self._leave(response)
+
+    def _finish(self, response: _Response, outputs: list[npt.NDArray[Any]] | HfTritonError) -> None:
+        """Answer a request, in a thread of the pool: a long list of labels or spans takes a while."""
+        if isinstance(outputs, HfTritonError):
+            response.refuse(outputs)
+        else:
+            response.outputs = outputs
+            self._run(_Response.answer, response)
+
+    def _leave(self, response: _Response) -> None:
+        self._gate.leave(response)
+
+
+class _Response:
+    """One request from its rows to its final response.
+
+    Args:
+        request: Gets the response.
+        task: Encodes and decodes rows.
+        checked: The rows and options.
+        names: The outputs to fill.
+    """
+
+    def __init__(
+        self, request: InferenceRequest, task: EncoderTask[Any], checked: TaskRequest[Any], names: Sequence[str]
+    ) -> None:
+        self.request = request
+        self.outputs: list[npt.NDArray[Any]] = []
+        """What the model gave for each sequence, those of a row side by side."""
+        self._task = task
+        self._checked = checked
+        self._names = names
+        self._rows: list[EncodedRow] = []
+        self._ended = threading.Event()
+
+    @property
+    def nums_tokens(self) -> list[int]:
+        """Tokens of each row."""
+        return [sum(len(item.ids) for item in row.inputs) for row in self._rows]
+
+    def has_ended(self) -> bool:
+        """Whether the request is cancelled, refused or out of time."""
+        return self._ended.is_set() or self.request.ending() is not None
+
+    def encode(self) -> list[Any] | None:
+        """The token sequences of all rows; None if the request ends meanwhile."""
+        options = self._checked.options
+        for number, row in enumerate(self._checked.rows):
+            if self.has_ended():
+                self.refuse(self.request.ending() or ShuttingDownError())
+                return None
+            try:
+                self._rows.append(self._task.encode(row, options))
+            except HfTritonError as error:
+                if len(self._checked.rows) == 1:
+                    raise
+                raise type(error)(error.code, f"{error.sentence} (row {number})") from None
+        return [item for row in self._rows for item in row.inputs]
+
+    def answer(self) -> None:
+        """Make the results and send the final response."""
+        try:
+            with panics_as_errors():
+                self.request.answer(self._outputs())
+            self.request.on_ending(None)
+        except Exception as error:
+            self.refuse(_fault("answering the request", error))
+
+    def _outputs(self) -> Mapping[str, npt.NDArray[Any]]:
+        results: list[TaskResult] = []
+        start = 0
+        for row in self._rows:
+            stop = start + len(row.inputs)
+            results.append(self._task.decode(row, self._checked.options, self.outputs[start:stop]))
+            start = stop
+        declaration = self._task.declaration
+        return encode_results(results, self.nums_tokens, declaration, self._checked.shape, self._names)
+
+    def refuse(self, error: HfTritonError) -> None:
+        """End the request with an error, unless it has ended."""
+        self._ended.set()
+        self.request.on_ending(None)
+        self.request.refuse(error)
+
+
+def _fault(what: str, error: Exception) -> HfTritonError:
+    """Our own error as it is; any other is logged, and hidden, because it may quote a text."""
+    if isinstance(error, HfTritonError):
+        return error
+    logger.error("%s failed: %s", what, where(error))
+    return GenerationError("internal", f"{what} failed; the server's log says why")
+
+
+def build_encoder_service(
+    task_class: type[EncoderTask[Any]],
+    checkpoint: Checkpoint,
+    settings: ModelSettings,
+    *,
+    on_fatal: Callable[[], None],
+    meter: Meter,
+) -> EncoderService:
+    """The service of a loaded checkpoint, its engine running.
+
+    Args:
+        task_class: The task.
+        checkpoint: Model and tokenizer.
+        settings: The folder's.
+        on_fatal: Called after the engine has failed for good.
+        meter: Counts.
+
+    Raises:
+        LoadError: The checkpoint does not fit the task.
+    """
+    from hf_triton.encoder.engine import build_encoder
+
+    task = task_class(checkpoint, settings)
+    engine = build_encoder(
+        checkpoint.model,
+        task.model_outputs,
+        per_token=task.per_token,
+        reduce=task.reduce,
+        max_batch_tokens=settings.max_batch_tokens,
+        on_fatal=on_fatal,
+    )
+    limits = Limits(settings.max_prompts, settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length)
+    return EncoderService(task, engine, limits, max_waiting=settings.max_waiting_prompts, meter=meter)
