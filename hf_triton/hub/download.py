@@ -27,6 +27,7 @@ from typing import Any, Final, TypeVar
 from hf_triton.errors import CheckpointError, HubError
 from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub, is_transient, one_line
 from hf_triton.hub.kind import describe_other_kind
+from hf_triton.hub.sentence_modules import module_files
 from hf_triton.hub.snapshot import is_sound, missing_files, weight_files
 from hf_triton.hub.spec import CheckpointSpec
 
@@ -91,10 +92,24 @@ class Downloader:
                 self._check_kind(snapshot, sizes)
                 raise self._no_weights(sizes)
             self._fetch(names, sizes, commit)
+        if spec.needs_config:
+            self._fetch_modules(snapshot, sizes, commit)
         missing = missing_files(snapshot, spec)
         if missing:
             raise incomplete_on_hub(spec, missing)
         return snapshot
+
+    def _fetch_modules(self, snapshot: Path, sizes: Mapping[str, int], commit: str) -> None:
+        """Download what modules.json of sentence-transformers names, if there is one."""
+        spec = self._spec
+        names = module_files(snapshot, sizes, allow_pickle=spec.allow_pickle, needs_weights=spec.needs_weights)
+        for name in names:
+            pickled = f"{name.rpartition('/')[0]}/pytorch_model.bin"
+            if name.endswith(".safetensors") and name not in sizes and pickled in sizes:
+                raise self._no_weights([pickled])
+        there = [name for name in names if name in sizes]  # the others are reported as missing
+        if there:
+            self._fetch(there, sizes, commit)
 
     def _list_files(self) -> tuple[str, dict[str, int]]:
         """The commit behind the revision, and the sizes of its files in bytes."""

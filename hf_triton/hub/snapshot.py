@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError
+from hf_triton.hub.sentence_modules import module_files
 from hf_triton.hub.spec import CheckpointSpec
 
 SAFETENSORS: Final = ("model.safetensors.index.json", "model.safetensors")
@@ -95,7 +96,16 @@ def missing_files(folder: Path, spec: CheckpointSpec) -> list[str]:
         missing.append(TOKENIZER_FILES[0])
     if spec.trust_remote_code:
         missing += missing_code(folder)
+    if spec.needs_config:
+        missing += _missing_modules(folder, spec)
     return missing + (missing_weights(folder, spec.allow_pickle) if spec.needs_weights else [])
+
+
+def _missing_modules(folder: Path, spec: CheckpointSpec) -> list[str]:
+    """The files that modules.json of sentence-transformers names and the folder lacks."""
+    there = [str(path.relative_to(folder)) for path in folder.glob("*/*")]
+    names = module_files(folder, there, allow_pickle=spec.allow_pickle, needs_weights=spec.needs_weights)
+    return [name for name in names if not (folder / name).exists()]
 
 
 def is_sound(path: Path, on_chunk: Callable[[], None] | None = None) -> bool:

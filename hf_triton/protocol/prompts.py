@@ -96,35 +96,34 @@ def decode_chat(value: object, options: Mapping[str, object], limits: Limits) ->
     return parse_chat(value, options, limits.max_prompt_bytes)
 
 
-def decode_token_ids(value: object, limits: Limits) -> TokenIds:
-    """Read `prompt_token_ids`, a tensor of integers or of JSON, or a parameter.
+def decode_token_ids(value: object, limits: Limits, name: str = PROMPT_TOKEN_IDS) -> TokenIds:
+    """Read token ids, a tensor of integers or of JSON, or a parameter.
 
     Args:
         value: The tensor or the parameter's value.
         limits: What to accept; a tensor's integers count as many bytes as they have.
+        name: Of the input, for messages.
 
     Raises:
         RequestError: It is no array of token ids, empty or too long.
     """
     if isinstance(value, np.ndarray):
-        row = _one_row(PROMPT_TOKEN_IDS, value, "prompt")
+        row = _one_row(name, value, "prompt")
         if row.dtype == np.object_:
-            value = decode_string(PROMPT_TOKEN_IDS, row[0]) if row.size == 1 else row.tolist()
+            value = decode_string(name, row[0]) if row.size == 1 else row.tolist()
         else:
-            _check_size(row.nbytes, limits)
+            _check_size(row.nbytes, limits, name)
             value = row.tolist()
     if isinstance(value, str):
-        _check_size(len(value), limits)  # digits are one byte each
+        _check_size(len(value), limits, name)  # digits are one byte each
         value = _parse_array(value)
     if not isinstance(value, list) or not value:
-        raise RequestError(
-            "invalid_input", f"{PROMPT_TOKEN_IDS} must be a JSON array of 1 or more token ids, got {clip(value)}"
-        )
+        raise RequestError("invalid_input", f"{name} must be a JSON array of 1 or more token ids, got {clip(value)}")
     for index, token_id in enumerate(value):
         if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
             raise RequestError(
                 "invalid_input",
-                f"{PROMPT_TOKEN_IDS}[{index}] must be an integer >= 0 and <= {MAX_TOKEN_ID}, got {clip(token_id)}",
+                f"{name}[{index}] must be an integer >= 0 and <= {MAX_TOKEN_ID}, got {clip(token_id)}",
             )
     return tuple(value)
 
@@ -136,11 +135,11 @@ def _parse_array(text: str) -> object:
         return text
 
 
-def _check_size(num_bytes: int, limits: Limits) -> None:
+def _check_size(num_bytes: int, limits: Limits, name: str) -> None:
     if num_bytes > limits.max_prompt_bytes:
         raise RequestError(
             "context_exceeded",
-            f"{PROMPT_TOKEN_IDS} has {num_bytes} bytes, more than the {limits.max_prompt_bytes} that are accepted "
+            f"{name} has {num_bytes} bytes, more than the {limits.max_prompt_bytes} that are accepted "
             "(setting max_prompt_bytes)",
         )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict
@@ -42,6 +42,10 @@ class TaskOutput:
     """Dimensions of a row's value: 0 for a scalar, 1 for a vector."""
     by_default: bool = True
     """Whether it is filled for a client that names no outputs."""
+    is_json: bool = False
+    """Whether it is the result as JSON text, which the task need not give as a tensor."""
+    is_ragged: bool = False
+    """Whether the arrays of the rows, of unequal length, stand one below the other."""
 
 
 class TaskOptions(BaseModel):
@@ -66,12 +70,14 @@ class TaskDeclaration:
     options: type[TaskOptions] = TaskOptions
     has_json: bool = True
     """Whether `output` is filled for a client that names no outputs."""
+    other_inputs: Mapping[str, str] = field(default_factory=dict)
+    """Optional inputs that are neither texts nor options, with their types; the task's `read` takes them out."""
 
     @property
     def all_outputs(self) -> Mapping[str, TaskOutput]:
         """Every output by name."""
         common = {
-            JSON_OUTPUT: TaskOutput("TYPE_STRING", "the result as JSON", by_default=self.has_json),
+            JSON_OUTPUT: TaskOutput("TYPE_STRING", "the result as JSON", by_default=self.has_json, is_json=True),
             NUM_TOKENS: TaskOutput("TYPE_UINT32", "tokens that the model read for the row", by_default=False),
         }
         return {**self.outputs, **common}
@@ -86,7 +92,7 @@ class TaskDeclaration:
 
     def names(self) -> list[str]:
         """Every name of an input or a parameter."""
-        return [*self.text_names(), *self.options.model_fields]
+        return [*self.text_names(), *self.options.model_fields, *self.other_inputs]
 
 
 def option_type(options: type[TaskOptions], name: str) -> tuple[type, bool]:
@@ -134,6 +140,8 @@ def _inputs(declaration: TaskDeclaration, config: Mapping[str, Any]) -> Iterator
     dims = [1] if config["max_batch_size"] > 0 else [-1]
     for name in declaration.text_names():
         yield {"name": name, "data_type": "TYPE_STRING", "dims": dims, "optional": True}
+    for name, data_type in declaration.other_inputs.items():
+        yield {"name": name, "data_type": data_type, "dims": [1], "optional": True}
     for name in declaration.options.model_fields:
         element, is_array = option_type(declaration.options, name)
         if is_array:
@@ -155,6 +163,8 @@ def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) ->
     """
     if declaration.text_of(name) is not None:
         types: tuple[str, ...] = ("TYPE_STRING",)
+    elif name in declaration.other_inputs:
+        types = (declaration.other_inputs[name],)
     elif name in declaration.options.model_fields:
         types = TENSOR_TYPES[option_type(declaration.options, name)[0]]
     else:

@@ -14,7 +14,6 @@ from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.requests import PARAMETER_NAMES, is_triton_parameter
 from hf_triton.protocol.task_declaration import (
-    JSON_OUTPUT,
     NUM_TOKENS,
     TaskDeclaration,
     TaskOptions,
@@ -38,6 +37,8 @@ class TaskRequest(Generic[Options]):
     options: Options
     shape: tuple[int, ...]
     """The shape of the longest text input, which the outputs follow."""
+    default_outputs: Sequence[str] | None = None
+    """The outputs for a client that names none; None: as the declaration says."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _unknown(declaration: TaskDeclaration, name: str) -> RequestError:
         )
     return RequestError(
         "unknown_parameter",
-        f"there is no input or parameter '{clip(name)}' in {declaration.name}{suggest(name, declaration.names())}",
+        f"there is no input or parameter {clip(name)} in {declaration.name}{suggest(name, declaration.names())}",
     )
 
 
@@ -181,13 +182,15 @@ def encode_results(
     for name, output in declaration.all_outputs.items():
         if name not in names:
             continue
-        if name == JSON_OUTPUT:
+        if output.is_json:
             outputs[name] = encode_strings([_to_json(result.json) for result in results], shape)
             continue
         values: list[Any] = list(nums_tokens) if name == NUM_TOKENS else [result.tensors[name] for result in results]
         if output.data_type == "TYPE_STRING":
             strings = [text for value in values for text in value] if output.num_dims else values
             outputs[name] = encode_strings(strings, (len(results), 1) if output.num_dims else shape)
+        elif output.is_ragged:
+            outputs[name] = np.concatenate(values).astype(NUMPY_TYPES[output.data_type], copy=False)
         else:
             array = np.asarray(values, NUMPY_TYPES[output.data_type])
             outputs[name] = array if output.num_dims else array.reshape(shape)
@@ -198,8 +201,15 @@ def _to_json(value: Any) -> str:
     return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value, ensure_ascii=False)
 
 
-def outputs_to_fill(declaration: TaskDeclaration, requested: Collection[str], declared: Collection[str]) -> list[str]:
+def outputs_to_fill(
+    declaration: TaskDeclaration,
+    requested: Collection[str],
+    declared: Collection[str],
+    default: Sequence[str] | None = None,
+) -> list[str]:
     """The outputs that a client names; those that are filled by default if it names all or none."""
     if len(requested) < len(declared):
         return list(requested)
-    return [name for name, output in declaration.all_outputs.items() if output.by_default and name in declared]
+    if default is None:
+        default = [name for name, output in declaration.all_outputs.items() if output.by_default]
+    return [name for name in default if name in declared]

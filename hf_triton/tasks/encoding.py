@@ -63,7 +63,8 @@ class EncoderService:
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Check a request and start it, see `Task`."""
         checked = self._task.read(request.inputs(), request.parameters(), self._limits)
-        names = outputs_to_fill(self._task.declaration, request.requested_outputs(), config.output_names)
+        requested, declared = request.requested_outputs(), config.output_names
+        names = outputs_to_fill(self._task.declaration, requested, declared, checked.default_outputs)
         response = _Response(request, self._task, checked, names)
         self._gate.enter(response, len(checked.rows))
         request.on_ending(response.refuse, request.deadline_s())
@@ -234,6 +235,8 @@ def build_encoder_service(
         per_token=task.per_token,
         reduce=task.reduce,
         max_batch_tokens=settings.max_batch_tokens,
+        pack_weights=settings.pack_weights,
+        keeps_dtype=settings.dtype != "auto",
         on_fatal=on_fatal,
     )
     limits = Limits(settings.max_prompts, settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length)

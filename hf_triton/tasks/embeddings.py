@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings: one vector for each text, as sentence-transformers makes it of the checkpoint's modules.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+
+import annotated_types
+import numpy as np
+import numpy.typing as npt
+
+from hf_triton.encoder.types import EncoderInput
+from hf_triton.errors import CheckpointError, RequestError, SettingsError, clip
+from hf_triton.hub.sentence_modules import SentenceModules, load_sentence_modules
+from hf_triton.protocol.embedding_request import (
+    EMBEDDING_REQUEST,
+    VLLM_FLAGS,
+    VLLM_OUTPUTS,
+    parse_embedding_request,
+    vllm_outputs,
+)
+from hf_triton.protocol.prompts import Limits, decode_token_ids
+from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TaskOutput, TextInput
+from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
+from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.validation import suggest
+from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
+from hf_triton.tasks.pooling import build_head
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.settings import ModelSettings
+
+TEXT: Final = "text"
+TOKEN_IDS: Final = "token_ids"
+TINY: Final = 1e-12
+"""The least length that a vector is divided by, as `torch.nn.functional.normalize` has it."""
+
+
+class EmbeddingOptions(TaskOptions):
+    """Request parameters of embeddings."""
+
+    dimensions: Annotated[int, annotated_types.Ge(1)] | None = None
+    """To how many dimensions a vector is cut, before it is normalised; at most the model's own, which is the default.
+    Only models that were trained so (Matryoshka) keep their sense."""
+
+    prompt_name: str | None = None
+    """Name of the prompt that stands before each text, of those in config_sentence_transformers.json. By default its
+    `default_prompt_name`; an empty name stands for no prompt."""
+
+    normalize: bool | None = None
+    """Whether a vector has length 1. By default the folder's setting `normalize`, then as modules.json says."""
+
+
+class Embeddings(EncoderTask[EmbeddingOptions]):
+    """See `EncoderTask`."""
+
+    declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
+        name="embeddings",
+        texts=(
+            TextInput(
+                TEXT,
+                "the texts",
+                ("args", "text_input", "text_inputs", "input", "inputs", "input_text"),
+                is_optional=True,
+            ),
+            TextInput(
+                TOKEN_IDS,
+                "instead of `text`, the token ids of each text as a JSON array, special tokens included",
+                is_optional=True,
+            ),
+            TextInput(
+                EMBEDDING_REQUEST,
+                "instead of `text`, the request that Triton's OpenAI frontend sends to the vLLM backend",
+                is_optional=True,
+            ),
+        ),
+        outputs={"embedding": TaskOutput("TYPE_FP32", "the vector", num_dims=1), **VLLM_OUTPUTS},
+        options=EmbeddingOptions,
+        has_json=False,
+        other_inputs=dict.fromkeys(VLLM_FLAGS, "TYPE_BOOL"),
+    )
+    model_outputs: ClassVar[tuple[str, ...]] = ("last_hidden_state",)
+    per_token: ClassVar[bool] = True
+
+    def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
+        super().__init__(checkpoint, settings)
+        if self.config.is_encoder_decoder:
+            raise CheckpointError(
+                "unsupported_model",
+                f"{settings.huggingface_model} has an encoder and a decoder, and embeddings are made by one of "
+                "them: choose another model",
+            )
+        self._modules = find_modules(checkpoint, settings)
+        self._normalizes = self._modules.normalizes if settings.normalize is None else settings.normalize
+        self.max_length = min(self.max_length, self._modules.max_length or self.max_length)
+        if self._modules.lowercases:
+            add_lowercase(self.tokenizer)
+        self._head = build_head(self._modules, checkpoint.model, settings)
+        self._prompt_lengths = {name: self._count_prompt(text) for name, text in self._modules.prompts.items()}
+
+    def read(
+        self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
+    ) -> TaskRequest[EmbeddingOptions]:
+        """See `EncoderTask`. `embedding_request` is read as the inputs and parameters that it stands for."""
+        outputs = None
+        if EMBEDDING_REQUEST in inputs or EMBEDDING_REQUEST in parameters:
+            outputs = vllm_outputs(inputs, parameters)
+            inputs, parameters = parse_embedding_request(inputs, parameters)
+        given = [text.name for text in self.declaration.texts if {text.name, *text.aliases} & {*inputs, *parameters}]
+        if len(given) != 1:
+            problem = f"{' and '.join(given)} are given" if given else "there is no text"
+            raise RequestError(
+                "invalid_input", f"{problem}: embeddings needs one of {', '.join(self.declaration.text_names())}"
+            )
+        flags = [name for name in VLLM_FLAGS if name in inputs or name in parameters]
+        if flags:
+            raise RequestError("unknown_parameter", f"{flags[0]} goes with {EMBEDDING_REQUEST}: leave it out")
+        request = super().read(inputs, parameters, limits)
+        self._check_options(request.options)
+        return dataclasses.replace(request, default_outputs=outputs)
+
+    def _check_options(self, options: EmbeddingOptions) -> None:
+        size = self._head.num_outputs
+        if options.dimensions is not None and options.dimensions > size:
+            raise RequestError(
+                "invalid_parameter", f"dimensions must be an integer >= 1 and <= {size}, got {options.dimensions}"
+            )
+        if options.prompt_name and options.prompt_name not in self._modules.prompts:
+            known = suggest(options.prompt_name, self._modules.prompts) if self._modules.prompts else "; it has none"
+            raise RequestError(
+                "invalid_parameter",
+                f"prompt_name must be a prompt of the model, got {clip(options.prompt_name)}{known}",
+            )
+
+    def encode(self, row: Row, options: EmbeddingOptions) -> EncodedRow:
+        """See `EncoderTask`."""
+        if TOKEN_IDS in row:
+            return EncodedRow([self._encode_ids(row[TOKEN_IDS], options)])
+        name = self._modules.default_prompt if options.prompt_name is None else options.prompt_name
+        prompt = self._modules.prompts.get(name or "", "")
+        encoded = self.to_input(self.tokenize(prompt + row[TEXT], truncate=options.truncate))
+        if prompt and name and not self._modules.includes_prompt:
+            pooled = list(range(self._prompt_lengths[name], len(encoded.ids)))
+            if not pooled:
+                raise RequestError("invalid_input", "the text has no tokens behind its prompt: send a longer text")
+            encoded = dataclasses.replace(encoded, output_positions=pooled)
+        return EncodedRow([encoded])
+
+    def _encode_ids(self, text: str, options: EmbeddingOptions) -> EncoderInput:
+        ids = list(decode_token_ids(text, Limits(1, len(text)), TOKEN_IDS))
+        may_cut = self.settings.truncate if options.truncate is None else options.truncate
+        if len(ids) > self.max_length and not may_cut:
+            raise RequestError(
+                "context_exceeded",
+                f"{TOKEN_IDS} has {len(ids)} tokens, more than the {self.max_length} of the model: shorten it, or set "
+                "truncate to true",
+            )
+        return EncoderInput(ids[: self.max_length])
+
+    def reduce(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The vector of a text; see `EncoderTask`.
+
+        Args:
+            outputs: float32 `[tokens, hidden size]`.
+        """
+        return self._head(outputs)
+
+    def decode(self, encoded: EncodedRow, options: EmbeddingOptions, outputs: list[npt.NDArray[Any]]) -> TaskResult:
+        """See `EncoderTask`. A vector is cut, then normalised."""
+        vector: npt.NDArray[Any] = outputs[0][: options.dimensions or self._modules.dimensions]
+        if self._normalizes if options.normalize is None else options.normalize:
+            vector = vector / max(float(np.linalg.norm(vector)), TINY)
+        return TaskResult(json=vector, tensors={"embedding": vector, "num_output_tokens": 0})
+
+    def _count_prompt(self, prompt: str) -> int:
+        """Tokens of a prompt, without a special token at its end."""
+        ids = self.tokenizer(prompt)["input_ids"]
+        return len(ids) - 1 if ids and ids[-1] in self.tokenizer.all_special_ids else len(ids)
+
+
+def find_modules(checkpoint: Checkpoint, settings: ModelSettings) -> SentenceModules:
+    """What the checkpoint's modules.json says, and the setting `pooling` in its place.
+
+    Raises:
+        LoadError: modules.json cannot be used; or there is none, and no setting.
+    """
+    modules = load_sentence_modules(checkpoint.folder)
+    if settings.pooling is not None:
+        return dataclasses.replace(modules or SentenceModules(()), pooling=(settings.pooling,))
+    if modules is None:
+        raise SettingsError(
+            f"{settings.huggingface_model} has no modules.json, which says how its embeddings are made: set pooling to "
+            "what its model card says (cls, mean, lasttoken, ...)"
+        )
+    return modules
+
+
+def add_lowercase(tokenizer: Any) -> None:
+    """Let a tokenizer make texts lower case first, but not its special tokens."""
+    from tokenizers import normalizers
+
+    backend = tokenizer.backend_tokenizer
+    own = [] if backend.normalizer is None else [backend.normalizer]
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])

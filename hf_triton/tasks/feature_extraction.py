@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Feature extraction: the last hidden state of each token of a text."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy.typing as npt
+
+from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TaskOutput, TextInput
+from hf_triton.protocol.task_requests import Row, TaskResult
+from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
+
+STATES = "last_hidden_state"
+
+
+class FeatureExtraction(EncoderTask[TaskOptions]):
+    """See `EncoderTask`."""
+
+    declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
+        name="feature-extraction",
+        texts=(TextInput("text", "the texts", ("args", "text_input", "text_inputs", "input", "inputs")),),
+        outputs={
+            STATES: TaskOutput(
+                "TYPE_FP32",
+                "a vector for each token, those of all texts one below the other: `num_input_tokens` says where each "
+                "text begins",
+                num_dims=1,
+                by_default=False,
+                is_ragged=True,
+            )
+        },
+    )
+    model_outputs: ClassVar[tuple[str, ...]] = (STATES,)
+    per_token: ClassVar[bool] = True
+
+    def encode(self, row: Row, options: TaskOptions) -> EncodedRow:
+        """See `EncoderTask`."""
+        return EncodedRow([self.to_input(self.tokenize(row["text"], truncate=options.truncate))])
+
+    def decode(self, encoded: EncodedRow, options: TaskOptions, outputs: list[npt.NDArray[Any]]) -> TaskResult:
+        """See `EncoderTask`. JSON is nested as transformers' pipeline nests it: texts, tokens, values."""
+        return TaskResult(json=outputs[0][None], tensors={STATES: outputs[0]})
