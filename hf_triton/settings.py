@@ -209,7 +209,7 @@ class ModelSettings(BaseModel):
 
     max_batch_tokens: Annotated[int, annotated_types.Ge(16), annotated_types.Le(2**31 - 1)] | None = None
     """Maximum number of tokens of one forward pass of an encoder; a request that arrives meanwhile waits for one pass.
-    By default 4096 on a CPU and 16384 on a GPU."""
+    By default 1024 on a CPU and 16384 on a GPU."""
 
     exclude_input_in_output: bool = False
     """Default of the request parameter `exclude_input_in_output`: whether `text_output` leaves out the prompt."""

@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from hf_triton.protocol.ports import missing_ports
 from hf_triton.protocol.structured_output import GRAMMARS
 from hf_triton.protocol.validation import allowed, table
 from hf_triton.settings import DoorSettings, FormerName, ModelSettings
+from hf_triton.tasks.embeddings import EmbeddingOptions
 from hf_triton.tasks.metrics import METRICS
+from hf_triton.tasks.registry import ENCODER_TASKS, encoder_task
 from hf_triton.tasks.text_generation.response_template import shipped_markers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,6 +79,29 @@ def _ports(ports: Collection[Mapping[str, Any]]) -> str:
         names.setdefault(f"{data_type} `[{shape}]`", []).append(f"`{port['name']}`")
     rows = (f"| {kind} | {', '.join(group)} |" for kind, group in names.items())
     return "\n".join(["| type and shape | names |", "|---|---|", *rows])
+
+
+def encoder_tasks_table() -> str:
+    """What each task of an encoder takes and gives, and the names that its clients know from other servers."""
+    rows = []
+    for name in ENCODER_TASKS:
+        if find_spec(f"hf_triton.tasks.{name.replace('-', '_')}") is None:
+            continue
+        task = encoder_task(name)
+        assert task is not None
+        texts = "; ".join(
+            f"`{text.name}`: {text.meaning}"
+            + (f" (also {', '.join(f'`{alias}`' for alias in text.aliases)})" if text.aliases else "")
+            for text in task.declaration.texts
+        )
+        outputs = "; ".join(
+            f"`{output}`, {port.data_type.removeprefix('TYPE_').replace('STRING', 'BYTES')}: {port.meaning}"
+            + ("" if port.by_default else " (if asked for by name)")
+            for output, port in task.declaration.all_outputs.items()
+        )
+        parameters = ", ".join(f"`{option}`" for option in task.declaration.options.model_fields)
+        rows.append(f"| `{name}` | {texts} | {outputs} | {parameters} |")
+    return "\n".join(["| task | inputs | outputs | parameters |", "|---|---|---|---|", *rows])
 
 
 def codes_table() -> str:
@@ -162,6 +188,8 @@ def parts() -> Mapping[str, str]:
         "chat parameters": table(ChatOptions),
         **ports_tables(),
         "response templates": response_templates_table(),
+        "encoder tasks": encoder_tasks_table(),
+        "embedding parameters": table(EmbeddingOptions),
         "codes": codes_table(),
         "metrics": metrics_table(),
         "openai fields": openai_fields_table(),

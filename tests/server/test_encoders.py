@@ -2,6 +2,7 @@
 """Embeddings over a real server: ready folders unmodified, a real checkpoint, and the requests of other systems."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,8 @@ def server(
     minilm = real_checkpoint()
     make_folder(repository, "minilm", huggingface_model=minilm)
     make_folder(repository, "batched", config="max_batch_size: 8\ndynamic_batching { }", huggingface_model=minilm)
+    own = make_folder(repository, "similarity", huggingface_model=minilm)
+    (own / "1" / "model.py").write_text(example("task_class"))
     plain = save_plain(tmp_path_factory.mktemp("plain") / "model")
     make_folder(repository, "features", huggingface_model=plain, task="feature-extraction")
     with LoopbackHub() as hub:
@@ -51,6 +54,13 @@ def server(
         home = {"HF_HOME": str(tmp_path_factory.mktemp("home"))}
         with TritonServer(repository, environment=hub.environment() | home) as server:
             yield server
+
+
+def example(word: str) -> str:
+    """The Python example of docs/models.md that has a word."""
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    [block] = [block for block in re.findall(r"^```python\n(.*?)^```\n", text, flags=re.S | re.M) if word in block]
+    return str(block)
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +176,25 @@ def test_frontend_of_the_vllm_backend_reads_its_form(server: TritonServer, expec
     np.testing.assert_allclose(json.loads(outputs["text_output"]["data"][0]), wanted, atol=TOLERANCE)
     assert [outputs[name]["datatype"] for name in ("num_input_tokens", "num_output_tokens")] == ["UINT32"] * 2
     assert [outputs[name]["data"] for name in ("num_input_tokens", "num_output_tokens")] == [[10], [0]]
+
+
+# --- a task of one's own ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_angle", [False, True])
+def test_task_of_the_documents_compares_texts(
+    as_angle: bool, server: TritonServer, expected: npt.NDArray[np.float32]
+) -> None:
+    texts = {"first": TEXTS[:1], "second": TEXTS[1:]}
+    tensors = [{"name": name, "datatype": "BYTES", "shape": [len(data)], "data": data} for name, data in texts.items()]
+    body = {"inputs": tensors, "parameters": {"as_angle": as_angle}, "outputs": [{"name": "similarity"}]}
+    reply = post(server, "/v2/models/similarity/infer", body)
+    assert reply.status == 200, reply.body
+    (output,) = reply.json()["outputs"]
+    cosines = expected[1:] @ expected[0]
+    assert output["shape"] == [len(TEXTS) - 1]
+    wanted = np.degrees(np.arccos(cosines)) if as_angle else cosines
+    np.testing.assert_allclose(output["data"], wanted, rtol=1e-4, atol=TOLERANCE)
 
 
 # --- feature extraction, errors --------------------------------------------------------------------------------------
