@@ -65,17 +65,7 @@ class FormerValue:
     new: str
 
 
-TaskName = Literal[
-    "text-generation",
-    "embeddings",
-    "rerank",
-    "text-classification",
-    "token-classification",
-    "question-answering",
-    "fill-mask",
-    "zero-shot-classification",
-    "feature-extraction",
-]
+TaskName = Literal["text-generation", "embeddings", "feature-extraction"]
 
 
 class ModelSettings(BaseModel):
@@ -91,8 +81,7 @@ class ModelSettings(BaseModel):
 
     task: TaskName | None = None
     """What the model does. By default what the checkpoint's files say: `embeddings` for models of
-    sentence-transformers, otherwise by the architecture in config.json. `zero-shot-classification` and
-    `feature-extraction` must be set."""
+    sentence-transformers and encoders without a head, otherwise `text-generation`. `feature-extraction` must be set."""
 
     revision: Annotated[str, annotated_types.MinLen(1)] = "main"
     """Branch, tag or commit of the model on the Hub. Only a 40-digit commit never changes."""

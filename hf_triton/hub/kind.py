@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import clip
-from hf_triton.settings import TaskName
 
-TASKS_BY_HEAD: Final[dict[str, TaskName]] = {
+TASKS_BY_HEAD: Final[dict[str, str]] = {
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
     "ForQuestionAnswering": "question-answering",
@@ -46,7 +45,7 @@ def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
     return None
 
 
-def find_task(folder: Path) -> TaskName | None:
+def find_task(folder: Path) -> str | None:
     """What a checkpoint's files say that it does; None if they say nothing of it.
 
     A cross-encoder has one label, and a checkpoint without a head (`BertModel`) makes embeddings.

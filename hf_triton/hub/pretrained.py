@@ -123,19 +123,16 @@ def load_model(
 def _check_generates(folder: Path, settings: ModelSettings, config: Any) -> None:
     """Refuse a model for another task, to which transformers would add an untrained language model head."""
     task = find_task(folder)
-    if settings.task is None and task not in (None, "text-generation"):
+    if task in (None, "text-generation") or (settings.task == "text-generation" and task == "embeddings"):
+        return
+    about = f"{settings.huggingface_model} is a {_architectures(config)} according to its config.json"
+    if task == "embeddings":
         raise CheckpointError(
             "unsupported_model",
-            f"{settings.huggingface_model} is a model for {task} (its config.json says {_architectures(config)}), and "
-            f"its files had not been downloaded when the folder's inputs were declared: set task to {task}, or load "
-            "the folder again",
+            f"{about}, a model for embeddings that was not on disk when the folder's inputs were declared: set task to "
+            "embeddings, or load the folder again",
         )
-    if settings.task == "text-generation" and task not in (None, "text-generation", "embeddings"):
-        raise CheckpointError(
-            "unsupported_model",
-            f"{settings.huggingface_model} is a {_architectures(config)} according to its config.json, which does not "
-            f"generate text: set task to {task}, or choose a model that generates",
-        )
+    raise CheckpointError("unsupported_model", f"{about}, which does not generate text: choose a model that does")
 
 
 def _architectures(config: Any) -> str:

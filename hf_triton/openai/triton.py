@@ -19,6 +19,7 @@ from hf_triton.openai.on_demand import OnDemand, Use
 from hf_triton.openai.tracing import caller
 from hf_triton.openai.triton_messages import (
     DOOR_SUFFIX,
+    TEXT_GENERATION,
     Folder,
     Generation,
     Outputs,
@@ -360,7 +361,7 @@ def _models(folders: Mapping[str, Folder], known: Mapping[str, Model]) -> dict[s
     doors = {folder.stream_of: folder for folder in folders.values() if folder.stream_of}
     models = {}
     for name, folder in folders.items():
-        if folder.task is None or folder.stream_of:
+        if folder.task != TEXT_GENERATION or folder.stream_of:
             continue
         created_s = known[name].created_s if name in known else int(time.time())
         models[name] = Model(folder, folder if folder.is_decoupled else doors.get(name), created_s)

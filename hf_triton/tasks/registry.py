@@ -10,25 +10,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.hub.kind import find_task
 from hf_triton.hub.resolve import Hub
-from hf_triton.settings import ModelSettings, TaskName
+from hf_triton.settings import ModelSettings
 
 if TYPE_CHECKING:
     from hf_triton.tasks.encoder_task import EncoderTask
 
-ENCODER_TASKS: Final[dict[TaskName, str]] = {
+ENCODER_TASKS: Final[dict[str, str]] = {
     "embeddings": "Embeddings",
-    "rerank": "Rerank",
-    "text-classification": "TextClassification",
-    "token-classification": "TokenClassification",
-    "question-answering": "QuestionAnswering",
-    "fill-mask": "FillMask",
-    "zero-shot-classification": "ZeroShotClassification",
     "feature-extraction": "FeatureExtraction",
 }
 """Each is a class in the module of its own name, with underscores."""
 
 
-def encoder_task(name: TaskName) -> type[EncoderTask[Any]] | None:
+def encoder_task(name: str) -> type[EncoderTask[Any]] | None:
     """The class of an encoder's task; None for tasks that generate text."""
     if name not in ENCODER_TASKS:
         return None

@@ -71,7 +71,7 @@ def test_every_setting_can_come_from_the_environment(name: str) -> None:
         "decoding": "eager",
         "max_cache_tokens": "1024",
         "pack_weights": "yes",
-        "task": "rerank",
+        "task": "embeddings",
         "pooling": "cls",
         "normalize": "false",
         "max_batch_tokens": "512",
