@@ -7,15 +7,17 @@ sequences of all requests together, without padding; then `decode` makes the row
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import numpy.typing as npt
 
 from hf_triton.encoder.types import EncoderInput
-from hf_triton.errors import RequestError
+from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.protocol.task_requests import Options, Row, TaskRequest, TaskResult, read_task_request
@@ -62,6 +64,12 @@ class EncoderTask(ABC, Generic[Options]):
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         self.tokenizer = checkpoint.tokenizer
+        if not self.tokenizer.is_fast:
+            raise CheckpointError(
+                "unsupported_model",
+                f"{settings.huggingface_model} has no tokenizer.json, which {self.declaration.name} needs: set the "
+                "setting tokenizer to a checkpoint that has one",
+            )
         self.config = checkpoint.model.config
         self.max_length = checkpoint.context_length
         self.settings = settings
@@ -117,7 +125,7 @@ class EncoderTask(ABC, Generic[Options]):
         Raises:
             RequestError: The text is too long, and not to be cut.
         """
-        encoding = self.tokenizer(text, pair, return_offsets_mapping=True, truncation=False, verbose=False).encodings[0]
+        encoding = self._whole.encode(text, pair)
         if len(encoding.ids) <= self.max_length:
             return encoding
         if not (self.settings.truncate if truncate is None else truncate):
@@ -126,9 +134,25 @@ class EncoderTask(ABC, Generic[Options]):
                 f"the text has {len(encoding.ids)} tokens, more than the {self.max_length} of the model: shorten it, "
                 "or set truncate to true",
             )
-        return self.tokenizer(
-            text, pair, return_offsets_mapping=True, truncation=True, max_length=self.max_length, verbose=False
-        ).encodings[0]
+        return self._cut.encode(text, pair)
+
+    @cached_property
+    def _whole(self) -> Any:
+        """The tokenizer that cuts nothing.
+
+        transformers sets truncation on the tokenizer with each call: what one thread asks for, another would get.
+        """
+        tokenizer = copy.deepcopy(self.tokenizer.backend_tokenizer)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+
+    @cached_property
+    def _cut(self) -> Any:
+        """The tokenizer that cuts to the model's context."""
+        tokenizer = copy.deepcopy(self._whole)
+        tokenizer.enable_truncation(self.max_length, direction=self.tokenizer.truncation_side)
+        return tokenizer
 
     def to_input(self, encoding: Any) -> EncoderInput:
         """A tokenizer's `Encoding` as the encoder takes it."""

@@ -3,7 +3,9 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -350,3 +352,26 @@ def test_features_are_nested_as_the_pipeline_nests_them(tmp_path: Path, serve: C
         expected = extract(TEXTS)
     for text, wanted in zip(outputs["output"], expected, strict=True):
         np.testing.assert_allclose(np.array(json.loads(text)), np.array(wanted), atol=TOLERANCE)
+
+
+def test_requests_that_cut_and_that_do_not_leave_each_other_alone(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    task = serve(save_sentence_model(tmp_path / "model")).task
+    long = "harbour " * 500
+    started = threading.Barrier(4)
+
+    def count(truncate: bool) -> set[object]:
+        started.wait()
+        return {_num_tokens(task, long, truncate) for _ in range(200)}
+
+    with ThreadPoolExecutor(4) as pool:
+        cut, refused, *_ = pool.map(count, [True, False, True, False])
+    assert cut == {task.max_length}
+    assert refused == {"context_exceeded"}
+
+
+def _num_tokens(task: Embeddings, text: str, truncate: bool) -> object:
+    """Tokens of a text, or the code of its refusal."""
+    try:
+        return len(task.tokenize(text, truncate=truncate).ids)
+    except RequestError as error:
+        return error.code
