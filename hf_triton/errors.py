@@ -22,10 +22,13 @@ error. CODES lists the codes.
 from __future__ import annotations
 
 import json
+import logging
 import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Final, Literal
+
+logger = logging.getLogger(__name__)
 
 TritonCode = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
 
@@ -198,6 +201,14 @@ def where(error: BaseException) -> str:
     if len(frames) > 2 * MAX_FRAMES:  # endless recursion
         frames[MAX_FRAMES:-MAX_FRAMES] = [f"{len(frames) - 2 * MAX_FRAMES} more"]
     return f"{type(error).__name__} in {' < '.join(frames)}"
+
+
+def as_own_error(doing: str, error: Exception) -> HfTritonError:
+    """One of our own errors as it is; for any other, `internal`, and the log says where it came from."""
+    if isinstance(error, HfTritonError):
+        return error
+    logger.error("%s failed: %s", doing, where(error))
+    return HfTritonError("internal", f"{doing} failed; the server's log says where")
 
 
 def clip(value: object, limit: int = 60) -> str:

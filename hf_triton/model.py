@@ -78,17 +78,20 @@ class TritonPythonModel(Hooks):
             TritonModelException: The folder cannot be served; one sentence says why, and what to do. Other folders are
                 not affected.
         """
-        from hf_triton.triton_backend.config import load_failures, read_config
+        from hf_triton.tasks.registry import folder_task
+        from hf_triton.triton_backend.config import load_failures, read_settings, response_config
         from hf_triton.triton_backend.process import start_process
 
         start_process(args["model_name"])
         with load_failures():
-            declare = partial(declared_task, self.task_class, model_folder=Path(args["model_repository"]))
-            self.settings, config = read_config(json.loads(args["model_config"]), self.settings_class, declare)
+            config = json.loads(args["model_config"])
+            self.settings = read_settings(config, self.settings_class)
+            task = folder_task(self.task_class, self.settings, Path(args["model_repository"]))
+            responses = response_config(config, self.settings, None if task is None else task.declaration)
             # In a thread that ends, and its OpenMP threads with it: beside a second set of them, the engine's would
             # sleep between any two operations, which makes a step on two cores a third slower.
             with ThreadPoolExecutor(1, thread_name_prefix="hf_triton-load") as loader:
-                self._service = loader.submit(start_service, self, self.settings, config, args).result()
+                self._service = loader.submit(start_service, self, task, responses, args).result()
 
     def execute(self, requests: list[Any]) -> None:
         """Start every request and return at once; each is answered when its completions are finished.
@@ -118,13 +121,13 @@ def declared_task(
 
 
 def start_service(
-    model: TritonPythonModel, settings: ModelSettings, config: ResponseConfig, args: Mapping[str, str]
+    model: TritonPythonModel, task_class: type[EncoderTask[Any]] | None, config: ResponseConfig, args: Mapping[str, str]
 ) -> Service:
     """Load the checkpoint and start a folder's task, its metrics and its side of the stream door.
 
     Args:
-        model: The folder's own class.
-        settings: The folder's.
+        model: The folder's own class, with its settings.
+        task_class: The folder's task; None for text generation.
         config: How its requests are answered.
         args: See `TritonPythonModel.initialize`.
 
@@ -135,7 +138,6 @@ def start_service(
     from hf_triton.stream_door.server import DoorServer
     from hf_triton.tasks.checked_hooks import check_hooks
     from hf_triton.tasks.meter import Meter, build_meter
-    from hf_triton.tasks.registry import folder_task
     from hf_triton.tasks.tracing import build_request_tracer
     from hf_triton.triton_backend.cancellation import RequestPoller
     from hf_triton.triton_backend.config import count_instances
@@ -144,13 +146,12 @@ def start_service(
     from hf_triton.triton_backend.process import Sentinel, freeze_objects
     from hf_triton.triton_backend.service import Service
 
-    name, version, folder = args["model_name"], args["model_version"], Path(args["model_repository"])
+    name, version, settings = args["model_name"], args["model_version"], model.settings
     check_hooks(type(model), TritonPythonModel)
     meter = Meter()
     if settings.metrics:
         num_instances = count_instances(json.loads(args["model_config"]))
         meter = build_meter(lambda: MetricsSink({"model": name, "version": version}), num_instances)
-    task_class = folder_task(model.task_class, settings, folder)
     start = start_text_generation if task_class is None else partial(start_encoder, task_class)
     task = start(model, settings, args, meter)
     meter.start(task.load)

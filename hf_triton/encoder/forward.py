@@ -12,10 +12,11 @@ import torch
 from hf_triton.encoder.attention import running
 from hf_triton.encoder.packed_base import PackedBase
 from hf_triton.encoder.packing import MIN_ROWS, pack_row, pad_batch, split_by_padding, split_by_total
-from hf_triton.encoder.probe import Way, max_positions, probe_inputs, probe_way
+from hf_triton.encoder.probe import Way, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.cpu import accelerate_encoder
+from hf_triton.runner.positions import max_positions
 
 Reduce = Callable[..., torch.Tensor]
 

@@ -12,6 +12,7 @@ import torch
 
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.runner.faults import described
+from hf_triton.runner.positions import max_positions
 
 logger = logging.getLogger(__name__)
 
@@ -101,15 +102,6 @@ def probe_inputs(model: Any, *, per_token: bool) -> list[EncoderInput]:
 def _ids(value: object) -> list[int]:
     """The token ids of a config's value: none, one or several."""
     return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
-
-
-def max_positions(model: Any) -> int | None:
-    """The tokens for which the model has position embeddings; None: it computes positions."""
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("position_embeddings", "wpe") and isinstance(module, torch.nn.Embedding):
-            padding_id = module.padding_idx
-            return module.num_embeddings - (0 if padding_id is None else padding_id + 1)
-    return None
 
 
 def _failure(build: Callable[[Way], Forward], way: Way, inputs: list[EncoderInput], dtype: torch.dtype) -> str | None:

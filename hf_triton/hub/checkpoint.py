@@ -21,6 +21,7 @@ from hf_triton.protocol.parameters import (
 )
 from hf_triton.runner.device import DeviceContext
 from hf_triton.runner.dtypes import has_instructions
+from hf_triton.runner.positions import max_positions
 from hf_triton.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ def _load(
     model.eval()
     length = context_length(config, settings.max_context_length)
     if auto_class is not None:
-        length = min(length - _num_reserved_positions(model), tokenizer.model_max_length)
+        length = min(length, max_positions(model) or length, tokenizer.model_max_length)
     checkpoint = Checkpoint(tokenizer, model, length, folder)
     with loading("the model", settings):
         vocabulary_size = checkpoint.vocabulary_size
@@ -173,7 +174,8 @@ def _load(
         model.config._attn_implementation,
         checkpoint.context_length,
     )
-    _warn_of_slow_dtype(model)
+    if auto_class is None or settings.dtype != "auto":  # by default an encoder leaves a slow dtype
+        _warn_of_slow_dtype(model)
     return checkpoint
 
 
@@ -183,17 +185,10 @@ def _warn_of_slow_dtype(model: Any) -> None:
 
     if model.device.type == "cpu" and not has_instructions(model.dtype):
         logger.warning(
-            "this processor has no instructions for %s: generation is several times faster with the setting dtype %s",
+            "this processor has no instructions for %s: the model is several times faster with the setting dtype %s",
             str(model.dtype).removeprefix("torch."),
             "bfloat16" if has_instructions(torch.bfloat16) else "float32",
         )
-
-
-def _num_reserved_positions(model: Any) -> int:
-    """Positions before a text's first: RoBERTa's kind counts from behind the padding token's id."""
-    embeddings = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
-    padding = getattr(embeddings, "padding_idx", None)
-    return 0 if padding is None else int(padding) + 1
 
 
 def context_length(config: Any, limit: int | None) -> int:

@@ -151,8 +151,8 @@ def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
     if head and config.architectures and not any(other.endswith(head) for other in config.architectures):
         raise CheckpointError(
             "unsupported_model",
-            f"{settings.huggingface_model} is a {_architectures(config)} according to its config.json, and the task "
-            f"{settings.task} needs a model {head}: choose another checkpoint, or another task",
+            f"{settings.huggingface_model} is a {_architectures(config)} according to its config.json, and the "
+            f"folder's task needs a model {head}: choose another checkpoint, or another task",
         )
     return getattr(transformers, name)
 
@@ -238,7 +238,7 @@ def check_weights(settings: ModelSettings, info: Any) -> None:
         only_extra = [kind for kind, names in names_by_fault.items() if names] == ["not in the model"]
         hint = ", or set allow_extra_weights to true to ignore them" if only_extra else ""
         if info["missing_keys"]:
-            hint += "; a model for another task lacks such tensors: set task"
+            hint += "; a model for another task lacks such tensors: set task to what the model does"
         revision = "" if settings.revision == "main" else f" (revision {settings.revision})"
         raise CheckpointError(
             "weights_mismatch",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS, DIALECT_TYPES, SUGGESTIONS
 from hf_triton.protocol.options import CANCEL, PARAMETERS
 from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS, SOURCES
-from hf_triton.protocol.validation import suggest
+from hf_triton.protocol.validation import suggest, value_type
 
 TEXT: Final = "text_output"
 LEGACY_TEXT: Final = "text"
@@ -103,23 +102,17 @@ def _triton_types(name: str) -> tuple[str, ...]:
 
 def is_array(name: str) -> bool:
     """Whether a parameter takes an array of strings or numbers."""
-    return name not in DIALECT_INPUTS and typing.get_origin(_declared_type(name)) is tuple
+    return name not in DIALECT_INPUTS and _declared_type(name)[1]
 
 
 def element_type(name: str) -> type:
     """A parameter's type, or that of its elements."""
-    declared = _plain_type(typing.get_args(_declared_type(name))[0]) if is_array(name) else _declared_type(name)
-    plain: type = typing.get_origin(declared) or declared
-    return plain
+    return _declared_type(name)[0]
 
 
-def _declared_type(name: str) -> Any:
+def _declared_type(name: str) -> tuple[type, bool]:
     parameter = ALIASES.get(name, name)
-    return _plain_type(typing.get_args(PARAMETERS[parameter].model_fields[parameter].annotation)[0])  # of `type | None`
-
-
-def _plain_type(annotation: Any) -> Any:
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+    return value_type(PARAMETERS[parameter], parameter)
 
 
 def check_config(

@@ -49,22 +49,26 @@ def prompt_shape(inputs: Mapping[str, Array]) -> tuple[int, ...]:
     return (1,) if source is None else (*source.shape[:-1], 1)
 
 
-def decode_prompts(array: Array, limits: Limits) -> list[str]:
+def decode_texts(name: str, array: Array, limits: Limits, noun: str = "text") -> list[str]:
     """Read a BYTES tensor as strings.
 
     Args:
+        name: The input's.
         array: Any shape, in C order; each element is UTF-8 `bytes`.
         limits: What to accept.
+        noun: What messages call an element.
 
     Raises:
         RequestError: There are no elements or too many, or one is too long or not UTF-8; the message names its row.
     """
     if array.size == 0:
-        raise RequestError("invalid_input", f"{PROMPT} holds no prompt, its shape is {list(array.shape)}")
+        raise RequestError("invalid_input", f"{name} holds no {noun}, its shape is {list(array.shape)}")
+    if array.dtype != np.object_:
+        raise RequestError("invalid_input", f"{name} must be strings (BYTES), got {array.dtype}")
     if array.size > limits.max_prompts:
         raise RequestError(
             "invalid_input",
-            f"{PROMPT} holds {array.size} prompts, more than the {limits.max_prompts} that are accepted (setting "
+            f"{name} holds {array.size} {noun}s, more than the {limits.max_prompts} that are accepted (setting "
             "max_prompts): send several requests",
         )
     elements = array.ravel()
@@ -72,10 +76,10 @@ def decode_prompts(array: Array, limits: Limits) -> list[str]:
         if len(element) > limits.max_prompt_bytes:
             raise RequestError(
                 "context_exceeded",
-                f"{PROMPT} row {row} has {len(element)} bytes, more than the {limits.max_prompt_bytes} that are "
+                f"{name} row {row} has {len(element)} bytes, more than the {limits.max_prompt_bytes} that are "
                 "accepted (setting max_prompt_bytes)",
             )
-    return [decode_string(f"{PROMPT} row {row}", element, "invalid_input") for row, element in enumerate(elements)]
+    return [decode_string(f"{name} row {row}", element, "invalid_input") for row, element in enumerate(elements)]
 
 
 def decode_chat(value: object, options: Mapping[str, object], limits: Limits) -> Chat:

@@ -26,7 +26,7 @@ from hf_triton.protocol.prompts import (
     Limits,
     Prompt,
     decode_chat,
-    decode_prompts,
+    decode_texts,
     decode_token_ids,
     prompt_shape,
 )
@@ -103,7 +103,7 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
         parameters = {name: value for name, value in parameters.items() if name != "stop"}
     check_parameter_names(parameters)  # first, so that a misspelt `text_input` is reported as one
     source, value = _find_source(inputs, parameters)
-    prompts: Sequence[Prompt] = decode_prompts(inputs[PROMPT], limits) if source == PROMPT else []
+    prompts: Sequence[Prompt] = decode_texts(PROMPT, inputs[PROMPT], limits, "prompt") if source == PROMPT else []
     rows = _parameters_per_prompt(inputs, parameters, len(prompts) or 1)
     if source == MESSAGES:
         chat_options = {name: value for name, value in rows[0].items() if name in CHAT_OPTIONS}

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -13,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hf_triton.errors import SettingsError
 from hf_triton.protocol.ports import TENSOR_TYPES
-from hf_triton.protocol.validation import suggest
+from hf_triton.protocol.validation import suggest, value_type
 
 JSON_OUTPUT: Final = "output"
 """The output that every task has: one JSON text for each row, under the name that MLServer gives it."""
@@ -95,28 +93,6 @@ class TaskDeclaration:
         return [*self.text_names(), *self.options.model_fields, *self.other_inputs]
 
 
-def option_type(options: type[TaskOptions], name: str) -> tuple[type, bool]:
-    """The Python type of an option or of its elements, and whether it is an array."""
-    annotation = options.model_fields[name].annotation
-    members = [member for member in _members(annotation) if member is not type(None)]
-    plain = _plain(members[0])
-    if typing.get_origin(plain) is tuple:
-        element = _plain(typing.get_args(plain)[0])
-        return typing.get_origin(element) or element, True
-    if typing.get_origin(plain) is typing.Literal:
-        return type(typing.get_args(plain)[0]), False
-    return typing.get_origin(plain) or plain, False
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    return typing.get_args(annotation) if is_union else (annotation,)
-
-
-def _plain(annotation: Any) -> Any:
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
-
-
 def missing_task_ports(
     declaration: TaskDeclaration, config: Mapping[str, Any], parameters_as_inputs: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -143,14 +119,14 @@ def _inputs(declaration: TaskDeclaration, config: Mapping[str, Any]) -> Iterator
     for name, data_type in declaration.other_inputs.items():
         yield {"name": name, "data_type": data_type, "dims": [1], "optional": True}
     for name in declaration.options.model_fields:
-        element, is_array = option_type(declaration.options, name)
+        element, is_array = value_type(declaration.options, name)
         if is_array:
             yield {"name": name, "data_type": TENSOR_TYPES[element][0], "dims": [-1], "optional": True}
 
 
 def _scalar_options(declaration: TaskDeclaration) -> Iterator[dict[str, Any]]:
     for name in declaration.options.model_fields:
-        kind, is_array = option_type(declaration.options, name)
+        kind, is_array = value_type(declaration.options, name)
         if not is_array:
             yield {"name": name, "data_type": TENSOR_TYPES[kind][0], "dims": [1], "optional": True}
 
@@ -166,7 +142,7 @@ def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) ->
     elif name in declaration.other_inputs:
         types = (declaration.other_inputs[name],)
     elif name in declaration.options.model_fields:
-        types = TENSOR_TYPES[option_type(declaration.options, name)[0]]
+        types = TENSOR_TYPES[value_type(declaration.options, name)[0]]
     else:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', which a model for {declaration.name} does not take"

@@ -11,17 +11,16 @@ from typing import Any, Final, Generic, TypeVar
 import numpy as np
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.prompts import Limits
+from hf_triton.protocol.prompts import Limits, decode_texts
 from hf_triton.protocol.requests import PARAMETER_NAMES, is_triton_parameter
 from hf_triton.protocol.task_declaration import (
     NUM_TOKENS,
     TaskDeclaration,
     TaskOptions,
     TextInput,
-    option_type,
 )
-from hf_triton.protocol.tensors import Array, decode_string, encode_strings, values_per_prompt
-from hf_triton.protocol.validation import suggest, validated
+from hf_triton.protocol.tensors import Array, encode_strings, values_per_prompt
+from hf_triton.protocol.validation import suggest, validated, value_type
 
 Options = TypeVar("Options", bound=TaskOptions)
 Row = Mapping[str, str]
@@ -82,7 +81,7 @@ def read_task_request(
         found = _given_name(text, given)
         if found is not None:
             array = _as_array(found, given[found])
-            texts[text.name] = _decode(found, array, limits)
+            texts[text.name] = decode_texts(found, array, limits)
             shape = max(shape, array.shape, key=lambda dims: int(np.prod(dims)))
     _check_texts(declaration, texts)
     num_rows = max(map(len, texts.values()))
@@ -120,27 +119,6 @@ def _as_array(name: str, value: object) -> Array:
     return encode_strings([value], (1,))
 
 
-def _decode(name: str, array: Array, limits: Limits) -> list[str]:
-    if array.size == 0:
-        raise RequestError("invalid_input", f"{name} holds no text, its shape is {list(array.shape)}")
-    if array.dtype != np.object_:
-        raise RequestError("invalid_input", f"{name} must be strings (BYTES), got {array.dtype}")
-    if array.size > limits.max_prompts:
-        raise RequestError(
-            "invalid_input",
-            f"{name} holds {array.size} texts, more than the {limits.max_prompts} that are accepted (setting "
-            "max_prompts): send several requests",
-        )
-    for row, element in enumerate(array.ravel()):
-        if len(element) > limits.max_prompt_bytes:
-            raise RequestError(
-                "context_exceeded",
-                f"{name} row {row} has {len(element)} bytes, more than the {limits.max_prompt_bytes} that are accepted "
-                "(setting max_prompt_bytes)",
-            )
-    return [decode_string(f"{name} row {row}", element, "invalid_input") for row, element in enumerate(array.ravel())]
-
-
 def _check_texts(declaration: TaskDeclaration, texts: Mapping[str, Sequence[str]]) -> None:
     """Check that all required texts are there, and that their numbers agree."""
     for text in declaration.texts:
@@ -158,7 +136,7 @@ def _check_texts(declaration: TaskDeclaration, texts: Mapping[str, Sequence[str]
 def _option(options: type[TaskOptions], name: str, value: object) -> object:
     if not isinstance(value, np.ndarray):
         return value
-    _, is_array = option_type(options, name)
+    _, is_array = value_type(options, name)
     return values_per_prompt(name, value, 1, is_array=is_array)[0]
 
 

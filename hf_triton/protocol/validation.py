@@ -65,6 +65,28 @@ def validated(model: type[Declared], values: Mapping[str, object]) -> Declared:
         raise RequestError("invalid_parameter", problems(model, error)[0].sentence) from None
 
 
+def value_type(model: type[BaseModel], name: str) -> tuple[type, bool]:
+    """The Python type of a field's values or of their elements, and whether it takes an array.
+
+    A literal has the type of its values, a dictionary of any kind is a `dict`; `| None` says nothing.
+    """
+    plain = _plain(next(each for each in _members(model.model_fields[name].annotation) if each is not type(None)))
+    is_array = typing.get_origin(plain) is tuple
+    element = _plain(typing.get_args(plain)[0]) if is_array else plain
+    if typing.get_origin(element) is Literal:
+        return type(typing.get_args(element)[0]), is_array
+    return typing.get_origin(element) or element, is_array
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _plain(annotation: Any) -> Any:
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+
+
 def _problem(model: type[BaseModel], details: Any) -> Problem:
     name = str(details["loc"][0]) if details["loc"] else ""
     if details["type"] == "missing":

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in which a long sequence depends on its batch, which the short prompts of the probe cannot show."""
+"""What a model does with positions: how many it has, and where a long sequence depends on its batch.
+
+The short prompts of the probe cannot show the latter.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +40,17 @@ def counts_padding(model: Any, context_length: int) -> bool:
     sizes = [getattr(config, name, None) for name in ("index_block_size", "index_topk", "keep_window_size")]
     sizes += (getattr(config, "compress_rates", None) or {}).values()
     return any(size is not None and context_length > size for size in sizes)
+
+
+def max_positions(model: Any) -> int | None:
+    """The tokens for which the model has position embeddings; None: it computes positions.
+
+    RoBERTa's kind counts from behind the padding token's id, so some of its embeddings are never used.
+    """
+    from torch import nn
+
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("position_embeddings", "wpe") and isinstance(module, nn.Embedding):
+            padding_id = module.padding_idx
+            return module.num_embeddings - (0 if padding_id is None else padding_id + 1)
+    return None

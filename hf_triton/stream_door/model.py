@@ -52,14 +52,16 @@ class StreamDoor:
         from hf_triton.stream_door.client import Engines, cancel_elsewhere
         from hf_triton.tasks.meter import Meter
         from hf_triton.triton_backend.cancellation import RequestPoller
-        from hf_triton.triton_backend.config import load_failures, read_config
+        from hf_triton.triton_backend.config import load_failures, read_settings, response_config
         from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
         from hf_triton.triton_backend.process import Sentinel, start_process
         from hf_triton.triton_backend.service import Service
 
         start_process(args["model_name"])
         with load_failures():
-            self.settings, config = read_config(json.loads(args["model_config"]), self.settings_class)
+            model_config = json.loads(args["model_config"])
+            self.settings = read_settings(model_config, self.settings_class)
+            config = response_config(model_config, self.settings)
             if not config.is_decoupled:
                 raise SettingsError(
                     "a stream door needs model_transaction_policy { decoupled: true } in its config.pbtxt"

@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one gate that bounds the queue: prompts in preparation and prompts that wait in the engine. Knows no text."""
+"""What is admitted: the limits of one request, and the one gate that bounds the queue. Knows no text.
+
+The gate counts prompts in preparation and prompts that wait in the engine.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError, ShuttingDownError, UnavailableError
+from hf_triton.protocol.prompts import Limits
+from hf_triton.settings import ModelSettings
+
+BYTES_PER_TOKEN: Final = 16
+"""More than any prompt has on average; bounds what is tokenized at all."""
+
+
+def request_limits(settings: ModelSettings, context_length: int) -> Limits:
+    """What one request to a folder may hold; without a setting, prompts of as many bytes as could fit the context."""
+    return Limits(settings.max_prompts, settings.max_prompt_bytes or BYTES_PER_TOKEN * context_length)
 
 
 class Refusable(Protocol):

@@ -6,7 +6,6 @@ Knows no Triton: requests and responses are `InferenceRequest`s.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,10 @@ import numpy.typing as npt
 
 from hf_triton.encoder.types import EncoderGroup
 from hf_triton.engine.types import EngineLoad
-from hf_triton.errors import GenerationError, HfTritonError, ShuttingDownError, panics_as_errors, where
+from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_own_error, panics_as_errors
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_requests import TaskRequest, TaskResult, encode_results, outputs_to_fill
-from hf_triton.tasks.admission import AdmissionGate
+from hf_triton.tasks.admission import AdmissionGate, request_limits
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.meter import Meter
@@ -31,12 +30,8 @@ if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.settings import ModelSettings
 
-logger = logging.getLogger(__name__)
-
 NUM_THREADS: Final = 4  # tokenizers run outside the interpreter's lock
 MAX_INLINE_CHARACTERS: Final = 1000  # of a row that is tokenized in the caller's thread: less than a thread costs
-BYTES_PER_TOKEN: Final = 16
-"""More than any text has on average; bounds what is tokenized at all."""
 
 
 class EncoderService:
@@ -110,7 +105,7 @@ class EncoderService:
             on_done = partial(self._finish, response)
             self._engine.submit(EncoderGroup(inputs, on_done, response.has_ended, response.request.deadline_s()))
         except Exception as error:
-            response.refuse(_fault("preparing the request", error))
+            response.refuse(as_own_error("preparing the request", error))
         finally:
             self._leave(response)
 
@@ -166,10 +161,10 @@ class _Response:
                 return None
             try:
                 self._rows.append(self._task.encode(row, options))
-            except HfTritonError as error:
+            except RequestError as error:
                 if len(self._checked.rows) == 1:
                     raise
-                raise type(error)(error.code, f"{error.sentence} (row {number})") from None
+                raise RequestError(error.code, f"{error.sentence} (row {number})") from None
         return [item for row in self._rows for item in row.inputs]
 
     def answer(self) -> None:
@@ -179,7 +174,7 @@ class _Response:
                 self.request.answer(self._outputs())
             self.request.on_ending(None)
         except Exception as error:
-            self.refuse(_fault("answering the request", error))
+            self.refuse(as_own_error("answering the request", error))
 
     def _outputs(self) -> Mapping[str, npt.NDArray[Any]]:
         results: list[TaskResult] = []
@@ -196,14 +191,6 @@ class _Response:
         self._ended.set()
         self.request.on_ending(None)
         self.request.refuse(error)
-
-
-def _fault(what: str, error: Exception) -> HfTritonError:
-    """Our own error as it is; any other is logged, and hidden, because it may quote a text."""
-    if isinstance(error, HfTritonError):
-        return error
-    logger.error("%s failed: %s", what, where(error))
-    return GenerationError("internal", f"{what} failed; the server's log says why")
 
 
 def build_encoder_service(
@@ -239,5 +226,5 @@ def build_encoder_service(
         keeps_dtype=settings.dtype != "auto",
         on_fatal=on_fatal,
     )
-    limits = Limits(settings.max_prompts, settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length)
+    limits = request_limits(settings, checkpoint.context_length)
     return EncoderService(task, engine, limits, max_waiting=settings.max_waiting_prompts, meter=meter)

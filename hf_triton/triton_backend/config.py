@@ -65,31 +65,43 @@ def complete_config(
     return model_config
 
 
-def read_config(
-    config: Mapping[str, Any], settings_class: type[AnySettings], declare: Declare = lambda settings: None
-) -> tuple[AnySettings, ResponseConfig]:
-    """A folder's settings, which are logged, and how its requests are answered.
+def read_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) -> AnySettings:
+    """A folder's settings, which are logged.
 
     Args:
         config: config.pbtxt, completed.
         settings_class: The settings that it may hold.
-        declare: Finds the folder's task.
 
     Raises:
-        SettingsError: A setting or a port cannot be used.
+        SettingsError: A setting cannot be used.
     """
     loaded = _load_settings(config, settings_class)
-    task = declare(loaded.settings)
-    check_config(config, *(() if task is None else (partial(check_task_input, task), partial(check_task_output, task))))
     for line in loaded.describe():
         logger.info(line)
+    return loaded.settings
+
+
+def response_config(
+    config: Mapping[str, Any], settings: AnySettings, task: TaskDeclaration | None = None
+) -> ResponseConfig:
+    """How a folder's requests are answered.
+
+    Args:
+        config: config.pbtxt, completed.
+        settings: The folder's.
+        task: The folder's task; None for text generation.
+
+    Raises:
+        SettingsError: A port cannot be used.
+    """
+    check_config(config, *(() if task is None else (partial(check_task_input, task), partial(check_task_output, task))))
     is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
-    if loaded.settings.stream and not is_decoupled:
+    if settings.stream and not is_decoupled:
         logger.warning("the setting stream does nothing without model_transaction_policy { decoupled: true }")
-    return loaded.settings, ResponseConfig(
+    return ResponseConfig(
         output_names=[port["name"] for port in config["output"]],
         is_decoupled=is_decoupled,
-        streams=loaded.settings.stream,
+        streams=settings.stream,
         sender=ResponseSender(),
     )
 

@@ -426,7 +426,7 @@ def test_dtype_without_instructions_is_a_warning(
     for name in ("avx512", "avx512_bf16"):
         monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda has=name in avx512: has)
     load(checkpoint, dtype=dtype)
-    words = f"no instructions for {dtype}: generation is several times faster with the setting dtype {advised}"
+    words = f"no instructions for {dtype}: the model is several times faster with the setting dtype {advised}"
     assert (words in caplog.text) is (advised is not None)
     assert len(caplog.records) == (advised is not None)
 

@@ -155,6 +155,13 @@ def test_long_texts_are_refused_or_cut_as_sentence_transformers_cuts(
     np.testing.assert_allclose(served.embed(TEXTS, truncate=True), expected, atol=TOLERANCE)
 
 
+def test_longest_text_of_roberta_and_of_the_setting(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    folder = save_plain(tmp_path / "plain", "roberta")
+    served = serve(folder, pooling="mean")
+    assert served.task.max_length == served.task.config.max_position_embeddings - served.task.config.pad_token_id - 1
+    assert serve(folder, pooling="mean", max_context_length=20).task.max_length == 20
+
+
 # --- without modules.json --------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from hf_triton.protocol.ports import (
     check_config,
     missing_ports,
 )
-from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS, SOURCES, Limits, decode_prompts
+from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS, SOURCES, Limits, decode_texts
 from hf_triton.protocol.requests import GenerationRequest, is_cancel_request, parse_request
 from hf_triton.protocol.responses import encode_deltas, encode_outputs, encode_timings
 from hf_triton.protocol.tensors import encode_strings
@@ -693,14 +693,14 @@ def test_a_malformed_request_is_rejected(case: str) -> None:
 )
 def test_invalid_utf8_is_rejected_with_row_and_offset(element: bytes, found: str) -> None:
     with pytest.raises(RequestError) as caught:
-        decode_prompts(texts(b"good", element), LIMITS)
+        decode_texts(PROMPT, texts(b"good", element), LIMITS)
     assert str(caught.value) == f"invalid_input: text_input row 1 is not valid UTF-8: {found}"
 
 
 def test_a_prompt_may_have_just_as_many_bytes_as_are_accepted() -> None:
-    assert decode_prompts(texts(b"a" * MAX_BYTES), LIMITS) == ["a" * MAX_BYTES]
+    assert decode_texts(PROMPT, texts(b"a" * MAX_BYTES), LIMITS) == ["a" * MAX_BYTES]
     with pytest.raises(RequestError, match="context_exceeded: text_input row 0 has 101 bytes, more than the 100"):
-        decode_prompts(texts(b"a" * (MAX_BYTES + 1)), LIMITS)
+        decode_texts(PROMPT, texts(b"a" * (MAX_BYTES + 1)), LIMITS)
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -794,9 +794,9 @@ def test_every_parameter_is_declared_once_and_reaches_its_model() -> None:
 
 def test_the_number_of_prompts_is_bounded() -> None:
     limits = Limits(max_prompts=3, max_prompt_bytes=MAX_BYTES)
-    assert decode_prompts(texts(b"a", b"b", b"c"), limits) == ["a", "b", "c"]
+    assert decode_texts(PROMPT, texts(b"a", b"b", b"c"), limits) == ["a", "b", "c"]
     with pytest.raises(RequestError, match="invalid_input: text_input holds 4 prompts, more than the 3 that are acc"):
-        decode_prompts(texts(b"a", b"b", b"c", b"d"), limits)
+        decode_texts(PROMPT, texts(b"a", b"b", b"c", b"d"), limits, "prompt")
 
 
 def test_extra_parameters_of_tensorrt_llm_clients_are_accepted() -> None:

@@ -7,7 +7,6 @@ Knows neither engine nor Triton: deltas and response go to an `InferenceRequest`
 from __future__ import annotations
 
 import json
-import logging
 import math
 import threading
 import time
@@ -17,7 +16,7 @@ from functools import cache, partial
 from typing import Any, Final
 
 from hf_triton.engine.types import Completion, FinishReason, Outcome, SequenceGroup
-from hf_triton.errors import CancelledError, HfTritonError, panics_as_errors, where
+from hf_triton.errors import CancelledError, HfTritonError, as_own_error, panics_as_errors
 from hf_triton.protocol.ports import LEGACY_TEXT, MESSAGE, PROMPT_LOGPROBS, TEXT
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.responses import encode_deltas, encode_outputs, encode_timings
@@ -28,8 +27,6 @@ from hf_triton.tasks.text_generation.detokenizer import MarkedTextStream, TextSt
 from hf_triton.tasks.text_generation.message import MessagePlan, MessageReader
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.resolve import PreparedPrompt
-
-logger = logging.getLogger(__name__)
 
 FINISH_REASONS: Final[dict[FinishReason, str]] = {
     "eos": "stop",
@@ -172,7 +169,7 @@ class GenerationResponse:
             stream.text += delta
             return self._hooks.is_complete(stream.text)
         except Exception as error:
-            self.refuse(fault("decoding a token", error))
+            self.refuse(as_own_error("decoding a token", error))
             return True
 
     def finish(self, row: int, outcome: Outcome) -> None:
@@ -254,7 +251,7 @@ class GenerationResponse:
             )
             self.request.answer(outputs, timings if self.checked.options.return_timings else {})
         except Exception as error:  # want of memory, for a long response
-            self.request.refuse(fault("building the response", error))
+            self.request.refuse(as_own_error("building the response", error))
 
     def _send_error(self, error: HfTritonError) -> None:
         try:
@@ -359,11 +356,3 @@ def _position(decode: Callable[[int], str], logprobs: TokenLogprobs) -> dict[int
         }
         for token_id, logprob in {logprobs.token_id: logprobs.logprob, **dict(logprobs.top)}.items()
     }
-
-
-def fault(doing: str, error: Exception) -> HfTritonError:
-    """One of our own errors as it is; for any other, `internal`, and the log says where it came from."""
-    if isinstance(error, HfTritonError):
-        return error
-    logger.error("%s failed: %s", doing, where(error))
-    return HfTritonError("internal", f"{doing} failed; the server's log says where")

@@ -12,20 +12,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hf_triton.engine.types import Completion, Engine, EngineLoad, Observer, SequenceGroup, eos_ids
-from hf_triton.errors import HfTritonError, RequestError, SettingsError, panics_as_errors
+from hf_triton.errors import HfTritonError, RequestError, SettingsError, as_own_error, panics_as_errors
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.parameters import parse_parameters
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.requests import GenerationRequest, parse_request, with_named_outputs
 from hf_triton.settings import ModelSettings
-from hf_triton.tasks.admission import AdmissionGate
+from hf_triton.tasks.admission import AdmissionGate, request_limits
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
-from hf_triton.tasks.text_generation.response import GenerationResponse, fault
+from hf_triton.tasks.text_generation.response import GenerationResponse
 from hf_triton.tasks.text_generation.response_template import Spec, build_message_format
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 NUM_TOKENIZER_THREADS = 4  # tokenizers run outside the interpreter's lock: a long prompt does not delay a short one
 NUM_HOOK_THREADS = 16  # `build_prompt` and `postprocess` may wait for other services
-BYTES_PER_TOKEN = 16  # more than any prompt has on average; bounds what is tokenized at all
 
 
 class TextGeneration:
@@ -131,7 +130,7 @@ class TextGeneration:
         try:
             pool.submit(work, response)
         except RuntimeError as error:  # the pool is shut down, or no thread is available; a later one may run it still
-            response.refuse(fault("preparing the request", error))
+            response.refuse(as_own_error("preparing the request", error))
             self._leave(response)
 
     def _prepare(self, response: GenerationResponse) -> None:
@@ -145,7 +144,7 @@ class TextGeneration:
                 with panics_as_errors():
                     response.prompts.append(self._preparer.prepare(checked, row, streams=response.streams))
         except Exception as error:
-            response.refuse(fault("preparing the request", error))
+            response.refuse(as_own_error("preparing the request", error))
             self._leave(response)
             return
         if checked.options.tokenize_only:
@@ -168,7 +167,7 @@ class TextGeneration:
             response.request.on_ending(None)
             self._engine.submit(response.begin())
         except Exception as error:
-            response.refuse(fault("queueing the request", error))
+            response.refuse(as_own_error("queueing the request", error))
         finally:
             self._leave(response)
 
@@ -207,7 +206,7 @@ def build_text_generation(
     from hf_triton.runner.cpu import accelerate
     from hf_triton.runner.device import DeviceContext
 
-    limits = Limits(settings.max_prompts, settings.max_prompt_bytes or BYTES_PER_TOKEN * checkpoint.context_length)
+    limits = request_limits(settings, checkpoint.context_length)
     preparer = _build_preparer(checkpoint, settings, hooks, chat_template, response_template, limits.max_prompt_bytes)
     with DeviceContext(checkpoint.model.device):
         accelerate(checkpoint.model, pack_weights=settings.pack_weights)
