@@ -233,7 +233,8 @@ def explain_load(error: Exception, part: str, name: str, has_quantization_settin
         )
     remedy = "fetch the checkpoint again, or choose another revision"
     if has_quantization_setting and part == "the weights":
-        remedy = "correct the setting quantization_config" + ("" if "quantiz" in message.lower() else f", or {remedy}")
+        is_of_setting = "quantiz" in message.lower() or isinstance(error, AssertionError | TypeError | ValueError)
+        remedy = "correct the setting quantization_config" + ("" if is_of_setting else f", or {remedy}")
     return CheckpointError(
         "checkpoint_invalid", f"{part} of {name} cannot be loaded ({type(error).__name__}: {short}): {remedy}"
     )

@@ -475,6 +475,10 @@ def test_quantization_config_is_passed_to_transformers(checkpoint: Path, monkeyp
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "install it"),
         ({"quantization_config": {"quant_method": "unknown"}}, "...): correct the setting quantization_config"),
+        (
+            {"quantization_config": {"quant_method": "torchao", "quant_type": "int8_weight_only"}},
+            "Expected only one key 'default' in quant_type dictionary): correct the setting quantization_config",
+        ),
         ({"attn_implementation": "flash_attention_2"}, "install it, or leave out the setting"),
     ],
 )
@@ -482,6 +486,7 @@ def test_missing_packages_are_named(checkpoint: Path, settings: dict[str, Any], 
     refused = reason(checkpoint, **settings)
     assert refused.code == "checkpoint_invalid"
     assert words in refused.sentence
+    assert "another revision" not in refused.sentence
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers import AutoQuantizationConfig
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate
@@ -19,7 +20,12 @@ PROMPT = "Where does the river go?"
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "bnb_8bit": {"quant_method": "bitsandbytes", "load_in_8bit": True},
     "bnb_4bit": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "torchao": {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}},
+    },
 }
+COMPRESSED = "compressed_tensors"
 
 
 def text_of(folder: Path, **arguments: Any) -> str:
@@ -32,6 +38,32 @@ def text_of(folder: Path, **arguments: Any) -> str:
     return text
 
 
+def save_compressed(plain: Path, folder: Path) -> None:
+    """Save a checkpoint as compressed-tensors packs it: 8 bit, a scale for each output channel."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        QuantizationStatus,
+        apply_quantization_config,
+    )
+
+    weights = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="channel")
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    config = QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"], format="pack-quantized")
+    model: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    apply_quantization_config(model, config)
+    for layer in model.modules():
+        if hasattr(layer, "weight_scale"):
+            layer.weight_scale.data = layer.weight.data.abs().amax(1, keepdim=True) / 127
+            layer.quantization_status = QuantizationStatus.FROZEN
+    compressor: Any = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
     """By folder: the checkpoint and the completion."""
@@ -39,13 +71,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     plain = build_tiny_checkpoint(root / "plain")
     found: dict[str, tuple[Path, str]] = {}
     for name, config in SETTINGS.items():
-        options = {key: value for key, value in config.items() if key != "quant_method"}
-        quantization = BitsAndBytesConfig(**options)
+        quantization: Any = AutoQuantizationConfig.from_dict(dict(config))
         model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, quantization_config=quantization)
         model.save_pretrained(root / name)
         AutoTokenizer.from_pretrained(plain).save_pretrained(root / name)
         found[name] = (root / name, text_of(root / name))
         found[f"{name}_at_load"] = (plain, text_of(plain, quantization_config=quantization))
+    save_compressed(plain, root / COMPRESSED)
+    AutoTokenizer.from_pretrained(plain).save_pretrained(root / COMPRESSED)
+    found[COMPRESSED] = (root / COMPRESSED, text_of(root / COMPRESSED))
     return found
 
 
@@ -65,7 +99,7 @@ def server(
         yield running
 
 
-@pytest.mark.parametrize("name", [*SETTINGS, *(f"{name}_at_load" for name in SETTINGS)])
+@pytest.mark.parametrize("name", [*SETTINGS, COMPRESSED, *(f"{name}_at_load" for name in SETTINGS)])
 def test_completion_equals_that_of_transformers(
     server: TritonServer, expected: dict[str, tuple[Path, str]], name: str
 ) -> None:
