@@ -17,6 +17,7 @@ from hf_triton.tasks.hooks import Hooks
 
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.hub.resolve import Hub
     from hf_triton.protocol.task_declaration import TaskDeclaration
     from hf_triton.tasks.encoder_task import EncoderTask
     from hf_triton.tasks.interface import LoadedTask, ResponseConfig
@@ -176,6 +177,7 @@ def start_service(
 
 def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter) -> LoadedTask:
     """Load a checkpoint that generates text and start its engine. Arguments and errors as in `start_service`."""
+    from hf_triton.hub.resolve import Hub
     from hf_triton.tasks.text_generation.chat_template import load_chat_template
     from hf_triton.tasks.text_generation.response_template import load_response_template
     from hf_triton.tasks.text_generation.task import build_text_generation
@@ -185,10 +187,12 @@ def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[s
     folder = Path(args["model_repository"])
     chat_template = load_chat_template(settings.chat_template, folder)
     response_template = load_response_template(settings.response_template, folder)
+    hub = Hub(folder, settings, os.environ)
     return build_text_generation(
-        load(hooks, settings, args),
+        load(hooks, hub, settings, args),
         settings,
         hooks,
+        hub,
         chat_template=chat_template,
         response_template=response_template,
         on_fatal=stop_server,
@@ -201,21 +205,23 @@ def start_encoder(
     task_class: type[EncoderTask[Any]], hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter
 ) -> LoadedTask:
     """Load an encoder and start its engine. Arguments and errors as in `start_service`."""
+    from hf_triton.hub.resolve import Hub
     from hf_triton.tasks.checked_hooks import check_encoder_hooks
     from hf_triton.tasks.encoding import build_encoder_service
     from hf_triton.triton_backend.process import stop_server
 
     check_encoder_hooks(hooks, task_class.declaration.name)
-    checkpoint = load(hooks, settings, args, task_class.auto_class)
+    hub = Hub(Path(args["model_repository"]), settings, os.environ)
+    checkpoint = load(hooks, hub, settings, args, task_class.auto_class)
     return build_encoder_service(task_class, checkpoint, settings, on_fatal=stop_server, meter=meter)
 
 
-def load(hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], auto_class: str | None = None) -> Checkpoint:
+def load(
+    hooks: Hooks, hub: Hub, settings: ModelSettings, args: Mapping[str, str], auto_class: str | None = None
+) -> Checkpoint:
     """The folder's checkpoint on the device that Triton chose, as the hook `load` returns it."""
     from hf_triton.hub.checkpoint import Placement, load_checkpoint
-    from hf_triton.hub.resolve import Hub
     from hf_triton.tasks.checked_hooks import checked_load
 
     placement = Placement(args["model_instance_kind"], int(args["model_instance_device_id"]))
-    hub = Hub(Path(args["model_repository"]), settings, os.environ)
     return checked_load(hooks, load_checkpoint(hub, settings, placement, auto_class))

@@ -45,6 +45,12 @@ def compile_header_pattern(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"forwarded_headers must be a regular expression, got {clip(pattern)}: {error}") from None
 
 
+def _check_adapter_name(name: str) -> str:
+    if not ADAPTER_NAME.fullmatch(name):
+        raise ValueError(f"a name in adapters must be 1 to 64 of A-Z a-z 0-9 . _ -, got {clip(name)}")
+    return name
+
+
 def _check_header_pattern(pattern: str) -> str:
     compile_header_pattern(pattern)
     return pattern
@@ -65,6 +71,8 @@ class FormerValue:
     new: str
 
 
+ADAPTER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Names of LoRA adapters; a colon stands between a model's and an adapter's."""
 TaskName = Literal["text-generation", "embeddings", "feature-extraction"]
 
 
@@ -180,6 +188,11 @@ class ModelSettings(BaseModel):
     """Whether to repack the weights of linear layers for oneDNN on a CPU. `auto` times each shape of layer at load, for
     1, 4 and 16 rows, and packs those that are faster; two starts may choose differently. Packed weights round
     differently, and take memory that unpacked ones share with the page cache."""
+
+    adapters: dict[Annotated[str, AfterValidator(_check_adapter_name)], str] = {}
+    """LoRA adapters that requests choose by `lora_name`, as JSON: Hub name, with `@REVISION` or without, or path, by
+    the name that requests use: `{"sql": "someone/llama-sql-lora", "tone": "./tone"}`. Relative paths start at the model
+    folder. Adapters in its subfolder `adapters/` need no setting, and may come and go while it serves."""
 
     generation_defaults: dict[str, Any] = {}
     """Defaults of generation parameters, as JSON: `{"temperature": 0.7, "top_p": 0.9}`. Not for parameters of a whole

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from hf_triton.engine.sequence import Sequence, SequenceGroup
 from hf_triton.engine.types import EngineLoad, Observer, eos_ids
 from hf_triton.engine.worker import EngineThread
 from hf_triton.errors import HfTritonError, RequestError
+from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.forward import attention_for_generate, begin_anew
 from hf_triton.runner.padding import pad
@@ -52,6 +54,7 @@ class BatchEngine(EngineThread):
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered every group.
         observer: Observes the engine.
         config: The engine's constants.
+        adapters: The model's LoRA adapters; the sequences of a batch have the same.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class BatchEngine(EngineThread):
         on_fatal: Callable[[], None] = lambda: None,
         observer: Observer | None = None,
         config: EngineConfig | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         device: torch.device = model.get_input_embeddings().weight.device
         super().__init__(device, eos_ids(model), on_fatal, observer, config or EngineConfig())
@@ -76,6 +80,7 @@ class BatchEngine(EngineThread):
         self._asks = _Asks(model)
         self._pad_id = _pad_id(model)
         self._attention = attention_for_generate()
+        self._adapters = adapters
         self._groups: list[SequenceGroup] = []  # of the batch
         self.thread.start()
 
@@ -136,6 +141,7 @@ class BatchEngine(EngineThread):
             len(group.prompt_ids) if by_length else None,
             params.max_new_tokens if asks.forces_end else None,
             params.eos_ids if asks.knows_ends else None,
+            group.adapter,
         )
 
     # --- one batch ---------------------------------------------------------------------------------------------------
@@ -181,7 +187,7 @@ class BatchEngine(EngineThread):
         prompts = [sequence.group.prompt_ids for sequence in sequences]
         input_ids, attention_mask = pad(prompts, self._pad_id, self._device, at_left=not self._is_encoder_decoder)
         begin_anew(self._model, len(sequences), self._device)
-        with self._attention:
+        with self._attention, self._adapter(sequences[0].group):
             self._model.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -195,6 +201,9 @@ class BatchEngine(EngineThread):
             for sequence in sequences:
                 _end(sequence)
 
+    def _adapter(self, group: SequenceGroup) -> AbstractContextManager[None]:
+        return self._adapters.choose([group.adapter]) if self._adapters else nullcontext()
+
     def _score_prompt(self, group: SequenceGroup) -> None:
         """Compute the logprobs of the prompt's tokens, if they are asked for."""
         num_top, prompt = group.params.prompt_logprobs, group.prompt_ids
@@ -202,7 +211,8 @@ class BatchEngine(EngineThread):
             return
         try:
             begin_anew(self._model, 1, self._device)
-            logits = self._model(input_ids=torch.tensor([prompt], device=self._device), use_cache=False).logits
+            with self._adapter(group):
+                logits = self._model(input_ids=torch.tensor([prompt], device=self._device), use_cache=False).logits
             group.prompt_logprobs = token_logprobs(logits[0, :-1], prompt[1:], num_top)
         except Exception as error:
             if is_fatal(error):

@@ -12,6 +12,7 @@ from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Engine, Observer
 from hf_triton.errors import CheckpointError
+from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.decode import DecodingMode, decoding_error
 from hf_triton.runner.faults import described
 from hf_triton.runner.forward import attention_for_generate
@@ -67,6 +68,7 @@ def build_engine(
     on_fatal: Callable[[], None],
     observer: Observer | None = None,
     config: EngineConfig | None = None,
+    adapters: Adapters | None = None,
 ) -> Engine:
     """Start the engine for a model.
 
@@ -81,17 +83,24 @@ def build_engine(
         on_fatal: Called after the engine has failed for good.
         observer: Observes the engine.
         config: The engine's constants.
+        adapters: The model's LoRA adapters.
 
     Raises:
         CheckpointError: The setting requires `continuous`, which cannot run this model correctly, or no engine can.
     """
-    shared: dict[str, Any] = {"max_num_seqs": max_num_seqs, "on_fatal": on_fatal, "observer": observer}
+    shared: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "on_fatal": on_fatal,
+        "observer": observer,
+        "config": config,
+        "adapters": adapters,
+    }
     mode = _continuous_mode(model, wanted, context_length)
     if mode is None:
         sharing = _sharing(model, context_length)
         logger.info("engine batch: up to %d sequences, sharing a batch: %s", max_num_seqs, sharing)
         _warn_of_ignored(max_cache_tokens=max_cache_tokens is not None, decoding=decoding not in ("auto", "eager"))
-        return BatchEngine(model, context_length=context_length, sharing=sharing, config=config, **shared)
+        return BatchEngine(model, context_length=context_length, sharing=sharing, **shared)
     _check_decoding(model, decoding)
     details = ", each prompt prefilled whole, no prefix caching" if mode == "whole" else ""
     logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, details)
@@ -101,7 +110,6 @@ def build_engine(
         enable_prefix_caching=enable_prefix_caching,
         prefills_whole=mode == "whole",
         decoding=decoding,
-        config=config,
         **shared,
     )
 

@@ -24,6 +24,7 @@ from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import EngineLoad, Observer, eos_ids
 from hf_triton.engine.worker import EngineThread
 from hf_triton.errors import HfTritonError
+from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
 
@@ -41,6 +42,7 @@ class ContinuousBatchingEngine(EngineThread):
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered every group.
         observer: Observes the engine.
         config: The engine's constants.
+        adapters: The model's LoRA adapters.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class ContinuousBatchingEngine(EngineThread):
         on_fatal: Callable[[], None] = lambda: None,
         observer: Observer | None = None,
         config: EngineConfig | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        forward = Forward(model)
+        forward = Forward(model, adapters)
         super().__init__(forward.device, eos_ids(model), on_fatal, observer, config or EngineConfig())
         chunk_sizes = self.config.chunk_sizes or self.device_context.chunk_sizes
         self.forward = forward

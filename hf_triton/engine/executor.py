@@ -11,7 +11,7 @@ import torch
 from hf_triton.engine.kv_memory import KVMemory
 from hf_triton.engine.plan import PrefillBatch, ScheduledStep, StepOutput
 from hf_triton.engine.prefill import Prefill
-from hf_triton.engine.sequence import Sequence
+from hf_triton.engine.sequence import Sequence, adapters_of
 from hf_triton.runner.decode import Decoder
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.transfer import to_device
@@ -97,7 +97,7 @@ class Executor:
         else:
             token_ids = [sequence.token_ids[-1] for sequence in sequences]
             newest = to_device(token_ids, torch.int64, self._forward.device)
-        logits = self._memory.lanes.step(self._decoder, newest)
+        logits = self._memory.lanes.step(self._decoder, newest, adapters_of(sequences))
         with self._memory.all_or_nothing():  # the slots are one token ahead of the sequences
             samplers = [sequence.sampler for sequence in sequences]
             sampled = SampledTokens(logits, samplers, num_ahead=int(pending is not None))

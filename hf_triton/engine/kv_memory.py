@@ -176,7 +176,7 @@ class KVMemory:
             if sequence.num_tokens == self._forward.recompute_length:
                 token_ids = token_ids[: sequence.num_tokens - 1]  # a step that ran ahead computed the last one's KV
             if self.prefixes.can_store(len(token_ids), num_computed):
-                self._store(token_ids, partial(self.lanes.read, slot))
+                self._store(sequence, token_ids, partial(self.lanes.read, slot))
         last = self.lanes.remove(slot)
         self.running[slot] = self.running[last]
         del self.running[last]
@@ -193,7 +193,7 @@ class KVMemory:
         cache = self.prefixes
         if not self._prefix_fraction or request.num_top_logprobs is not None or request.length <= cache.min_tokens:
             return request
-        key = self._forward.cache_key(request.context)
+        key = self._forward.cache_key(request.context, sequences[0].group.adapter)
         head = request.context[: cache.min_tokens]
         similar = (slot for slot, sequence in enumerate(self.running) if sequence.begins_with(head))
         match = cache.find(key, map(self._running_prefix, similar))
@@ -207,16 +207,18 @@ class KVMemory:
 
     def store_prompt(self, batch: PrefillBatch, at: int, num_tokens: int) -> None:
         """Store the first tokens of context `at` of a prefill batch in the prefix cache."""
-        self._store(batch.requests[at].context[:num_tokens], partial(batch.state.read, at))
+        request = batch.requests[at]
+        self._store(request.sequences[0], request.context[:num_tokens], partial(batch.state.read, at))
 
     def _running_prefix(self, slot: int) -> Prefix:
-        token_ids = self._forward.cache_key(self.running[slot].context()[:-1])
+        sequence = self.running[slot]
+        token_ids = self._forward.cache_key(sequence.context()[:-1], sequence.group.adapter)
         return Prefix(np.array(token_ids), partial(self.lanes.read, slot))
 
-    def _store(self, token_ids: list[int], read: Callable[[int], CacheContents]) -> None:
+    def _store(self, sequence: Sequence, token_ids: list[int], read: Callable[[int], CacheContents]) -> None:
         if not self._prefix_fraction or len(token_ids) < self.prefixes.min_tokens or self.is_corrupt:
             return
-        key = self._forward.cache_key(token_ids)
+        key = self._forward.cache_key(token_ids, sequence.group.adapter)
         if self.prefixes.touch(key):
             return
         num_tokens = len(token_ids) + self.prefixes.slot_tokens

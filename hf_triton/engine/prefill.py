@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from hf_triton.engine.plan import PrefillBatch
+from hf_triton.engine.sequence import adapters_of
 from hf_triton.runner.contents import CacheContents, contents_of, fill
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.padding import pad
@@ -32,6 +33,7 @@ class Prefill:
         contexts = [request.context for request in batch.requests]
         self._input_ids, self._attention_mask = pad(contexts, 0, forward.device, at_left=True)  # [contexts, longest]
         self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in batch.requests]
+        self._adapters = adapters_of(request.sequences[0] for request in batch.requests)
         self._copy_prefixes(batch.num_computed)
         batch.requests = self._requests
 
@@ -48,6 +50,7 @@ class Prefill:
             self.cache,
             num_logits=end - start if is_scored else 1,
             num_context=self._longest,
+            adapters=self._adapters,
         )
         if is_scored:
             self._score(start, logits)

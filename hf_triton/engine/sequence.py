@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +14,7 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint, LogitsProcessor, TokenLogprobs
 
 if TYPE_CHECKING:
+    from hf_triton.runner.adapters import Adapter
     from hf_triton.sampling.sampler import SampledToken
     from hf_triton.sampling.sequence_sampler import SequenceSampler
 
@@ -112,6 +113,8 @@ class SequenceGroup:
     """By `time.monotonic()`; sequences finish with the tokens that they have, and a group without any is refused."""
     priority: int = 0
     """Lower values are admitted first; requests of equal priority take turns."""
+    adapter: Adapter | None = None
+    """The LoRA adapter of its sequences."""
     times: RequestTimes = field(default_factory=RequestTimes)
     """Of the request that the group belongs to."""
 
@@ -308,3 +311,9 @@ class Sequence:
         return Completion(
             self.token_ids, self.finish_reason, self.logprobs if wants_logprobs else None, self.group.prompt_logprobs
         )
+
+
+def adapters_of(sequences: Iterable[Sequence]) -> list[Adapter | None] | None:
+    """The LoRA adapter of each sequence; None: no sequence has one."""
+    adapters = [sequence.group.adapter for sequence in sequences]
+    return adapters if any(adapters) else None

@@ -35,6 +35,7 @@ TOKEN_VARIABLES: Final = (
     "HUGGINGFACEHUB_API_TOKEN",
 )
 """Variables that hold an access token (HF_TOKEN_PATH: the name of its file); the first that is set wins."""
+ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
 FOLDER_CACHE: Final = "hf_cache"
 """The cache inside a model folder, which survives the container together with the model repository."""
 
@@ -58,7 +59,7 @@ class Hub:
         environment: Mapping[str, str],
         download: Download = download,
     ) -> None:
-        self._model_folder = model_folder
+        self.model_folder = model_folder
         self._settings = settings
         self._environment = environment
         self._download = download
@@ -88,7 +89,7 @@ class Hub:
         spec = CheckpointSpec(self._settings.huggingface_model, self._settings.revision)
         with contextlib.suppress(PermissionError):
             if spec.is_local:
-                folders = [(self._model_folder / spec.name).resolve()]
+                folders = [(self.model_folder / spec.name).resolve()]
             else:
                 found = (_cached_snapshot(spec, cache) for cache in self.caches())
                 folders = [folder for folder in found if folder is not None]
@@ -110,6 +111,15 @@ class Hub:
                 trust_remote_code=settings.trust_remote_code,
             )
         )
+
+    def resolve_adapter(self, source: str) -> Path:
+        """Return the folder of a LoRA adapter, see `resolve_model`.
+
+        Args:
+            source: A Hub name, with `@REVISION` or without, or a path.
+        """
+        name, _, revision = source.partition("@") if not CheckpointSpec(source).is_local else (source, "", "")
+        return self._resolve(CheckpointSpec(name, revision or "main", setting="adapters", files=ADAPTER_FILES))
 
     def _warn_of_unused_settings(self) -> None:
         settings = self._settings
@@ -149,9 +159,9 @@ class Hub:
         return self._download_to(self._writable_cache(spec), spec)
 
     def _local_folder(self, spec: CheckpointSpec) -> Path:
-        folder = (self._model_folder / spec.name).resolve()
+        folder = (self.model_folder / spec.name).resolve()
         if not os.path.isdir(folder):
-            base = "" if os.path.isabs(spec.name) else f", relative to {self._model_folder.resolve()}"
+            base = "" if os.path.isabs(spec.name) else f", relative to {self.model_folder.resolve()}"
             raise HubError(
                 "path_not_found", f"there is no folder {folder} for '{spec.name}'{base}: correct {spec.setting}"
             )
@@ -205,14 +215,14 @@ class Hub:
 
     def caches(self) -> list[Path]:
         """All folders in which a checkpoint may be cached, in search order."""
-        return list(dict.fromkeys([*self._named_caches(), self._standard_cache(), self._model_folder / FOLDER_CACHE]))
+        return list(dict.fromkeys([*self._named_caches(), self._standard_cache(), self.model_folder / FOLDER_CACHE]))
 
     def _named_caches(self) -> list[Path]:
         """The caches that settings or environment name."""
         named = [self._environment.get(variable) for variable in CACHE_VARIABLES]
         caches = [_expand_home(os.path.expandvars(path)) for path in named if path]
         if self._settings.cache_dir is not None:
-            caches.insert(0, self._model_folder / _expand_home(self._settings.cache_dir))
+            caches.insert(0, self.model_folder / _expand_home(self._settings.cache_dir))
         if self._environment.get("HF_HOME"):
             caches.append(self._standard_cache())
         return caches
@@ -233,7 +243,7 @@ class Hub:
         standard = self._standard_cache()
         candidates = self._named_caches() or [
             *([standard] if os.path.isdir(standard) else []),
-            self._model_folder / FOLDER_CACHE,
+            self.model_folder / FOLDER_CACHE,
             standard,
         ]
         for folder in candidates:

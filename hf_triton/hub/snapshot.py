@@ -91,6 +91,8 @@ def _modules(config: Path) -> Iterator[str]:
 
 def missing_files(folder: Path, spec: CheckpointSpec) -> list[str]:
     """The needed files that a folder lacks; empty if the checkpoint is complete."""
+    if spec.files:
+        return [name for name in spec.files if not (folder / name).exists()]
     missing = ["config.json"] if spec.needs_config and not (folder / "config.json").exists() else []
     if spec.needs_tokenizer and not any((folder / name).exists() for name in TOKENIZER_FILES):
         missing.append(TOKENIZER_FILES[0])

@@ -23,6 +23,8 @@ class CheckpointSpec:
     """Whether pickle weights are accepted if there are no safetensors."""
     trust_remote_code: bool = False
     """Whether the repository's Python files are needed."""
+    files: tuple[str, ...] = ()
+    """The needed files, of what is no checkpoint; the other fields then say nothing."""
 
     @property
     def is_local(self) -> bool:
@@ -37,4 +39,5 @@ class CheckpointSpec:
     @property
     def revision_setting(self) -> str:
         """The setting that holds the revision."""
-        return "revision" if self.setting == "huggingface_model" else f"{self.setting}_revision"
+        settings = {"huggingface_model": "revision", "tokenizer": "tokenizer_revision"}
+        return settings.get(self.setting, self.setting)

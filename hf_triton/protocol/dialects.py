@@ -40,7 +40,6 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
     "model": "the URL names the model",
     "skip_special_tokens": "special tokens are always skipped",
     "allowed_token_ids": "constrain the text with guided_choice or guided_regex, or tokens with logit_bias",
-    "lora_name": "LoRA adapters are not supported",
     "embedding_request": "this model generates text",
 }
 """Parameters of other servers that no value makes work, and why."""

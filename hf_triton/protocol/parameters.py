@@ -213,6 +213,10 @@ class GenerationParameters(BaseModel):
     max_time: Annotated[float, annotated_types.Gt(0), annotated_types.Le(MAX_SECONDS)] | None = None
     """Time limit in seconds, queueing included. When it is over, the completion ends with the tokens that it has."""
 
+    lora_name: str | None = None
+    """Name of the LoRA adapter to generate with, of the setting `adapters` or the folder's `adapters/`. By default, and
+    if it is empty, none."""
+
     queue_priority: Annotated[int, annotated_types.Ge(-100), annotated_types.Le(100)] | None = None
     """Priority in the queue: lower values go first. Requests of equal priority take turns, one prompt each. By default
     0."""

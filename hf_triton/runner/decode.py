@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import torch
 
+from hf_triton.runner.adapters import AdapterRows
 from hf_triton.runner.cuda import graph_capture
 from hf_triton.runner.faults import is_memory, kind
 from hf_triton.runner.forward import Forward
@@ -66,21 +67,22 @@ class Decoder:
         self._is_on_trial = False
 
     @torch.inference_mode()
-    def step(self, memory: KVCache, newest: torch.Tensor) -> torch.Tensor:
+    def step(self, memory: KVCache, newest: torch.Tensor, adapters: AdapterRows = None) -> torch.Tensor:
         """Run one token of every sequence and advance the clock.
 
         Args:
             memory: The KV cache, with at least one sequence.
             newest: `[num_rows]` int64 on the device, the last token of each sequence, not cached yet.
+            adapters: The LoRA adapter of each sequence. A step with any is eager, as graphs have none.
 
         Returns:
             `[num_rows, vocabulary]` on the device, valid until the next step.
         """
         memory.make_column()
         input_ids = newest.unsqueeze(1)
-        logits = self._static(memory, input_ids) if self.is_static else None
+        logits = self._static(memory, input_ids) if self.is_static and not adapters else None
         if logits is None:
-            logits = self._run(memory, input_ids)
+            logits = self._run(memory, input_ids, adapters)
         memory.advance()
         return logits
 
@@ -91,9 +93,9 @@ class Decoder:
         if self._forward.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run(self, memory: KVCache, input_ids: torch.Tensor) -> torch.Tensor:
+    def _run(self, memory: KVCache, input_ids: torch.Tensor, adapters: AdapterRows = None) -> torch.Tensor:
         mask, position_ids = memory.attention_mask(), memory.position_ids()
-        return self._forward(input_ids, mask, memory.cache, position_ids=position_ids)[:, -1]
+        return self._forward(input_ids, mask, memory.cache, position_ids=position_ids, adapters=adapters)[:, -1]
 
     # --- static shapes -----------------------------------------------------------------------------------------------
 

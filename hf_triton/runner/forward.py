@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from hf_triton.runner.adapters import Adapter, AdapterRows, Adapters
 from hf_triton.runner.cpu import fast_attention
 from hf_triton.runner.cuda import forward_context
 from hf_triton.runner.long_rope import LongRope, has_long_rope
@@ -27,10 +28,12 @@ class Forward:
 
     Args:
         model: A transformers model with a cache, in eval mode, on its device.
+        adapters: Its LoRA adapters; None: it has none.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, adapters: Adapters | None = None) -> None:
         self.model = model
+        self._adapters = adapters
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = cache_name(model)
         self.new_cache = cache_maker(model.config)
@@ -62,9 +65,10 @@ class Forward:
         input_ids, attention_mask = pad([prompt], 0, self.device, at_left=True)
         return cache, self(input_ids, attention_mask, cache)[:, -1]
 
-    def cache_key(self, token_ids: list[int]) -> list[int]:
+    def cache_key(self, token_ids: list[int], adapter: Adapter | None = None) -> list[int]:
         """A sequence's key in the prefix cache: sequences share KV as far as their keys are equal."""
-        return self._long_rope.cache_key(token_ids) if self._long_rope else token_ids
+        key = self._long_rope.cache_key(token_ids) if self._long_rope else token_ids
+        return adapter.cache_key(key) if adapter else key
 
     @torch.inference_mode()
     def memory_per_token(self) -> tuple[Mapping[torch.device, int], int]:
@@ -81,6 +85,7 @@ class Forward:
         position_ids: torch.Tensor | None = None,
         num_logits: int = 1,
         num_context: int = 0,
+        adapters: AdapterRows = None,
     ) -> torch.Tensor:
         """The logits that follow the last columns, `[rows, num_logits, vocabulary]`.
 
@@ -91,6 +96,7 @@ class Forward:
             position_ids: `[rows, new]`, tokens of a row before each new one; None: by the mask.
             num_logits: Number of last columns.
             num_context: Tokens of the longest context that is being prefilled in chunks; at least those so far.
+            adapters: See `Adapters.choose`.
         """
         num_new = input_ids.shape[1]
         mask: torch.Tensor | None = attention_mask
@@ -104,7 +110,8 @@ class Forward:
         if "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = num_logits
         length = self._long_rope.prefilling(num_context) if self._long_rope else nullcontext()
-        with self._attention, self._device_context, length:
+        chosen = self._adapters.choose(adapters) if self._adapters else nullcontext()
+        with self._attention, self._device_context, length, chosen:
             logits: torch.Tensor = self.model(input_ids=input_ids, **arguments).logits
         return logits[:, -num_logits:]
 

@@ -18,6 +18,7 @@ from hf_triton.runner.contents import CacheContents
 from hf_triton.runner.kv_cache import KVCache, buffer_tokens
 
 if TYPE_CHECKING:
+    from hf_triton.runner.adapters import AdapterRows
     from hf_triton.runner.decode import Decoder
 
 
@@ -112,17 +113,20 @@ class KVCacheLanes:
         lane, index = self._find(slot)
         return lane.read(index, length)
 
-    def step(self, decoder: Decoder, newest: torch.Tensor) -> torch.Tensor:
+    def step(self, decoder: Decoder, newest: torch.Tensor, adapters: AdapterRows = None) -> torch.Tensor:
         """Run one token of every slot, `newest` `[slots]`; returns logits `[slots, vocabulary]`.
+
+        `adapters` are those of the slots.
 
         If a lane fails after another has run, the contents are corrupt.
         """
         if len(self._lanes) == 1:
-            return decoder.step(self._lanes[0], newest)
+            return decoder.step(self._lanes[0], newest, adapters)
         logits, start = [], 0
         for lane in self._lanes:
-            logits.append(decoder.step(lane, newest[start : start + lane.num_rows]))
-            start += lane.num_rows
+            end = start + lane.num_rows
+            logits.append(decoder.step(lane, newest[start:end], adapters and adapters[start:end]))
+            start = end
             self._is_corrupt = True
         all_logits = torch.cat(logits)
         self._is_corrupt = False

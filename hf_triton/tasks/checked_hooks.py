@@ -116,14 +116,17 @@ class CheckedHooks:
 
 
 def checked_load(hooks: Hooks, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint that the folder's `load` returns.
+    """The checkpoint that the folder's `load` returns; peft's wrapper around its model is taken off.
 
     Raises:
         HfTritonError: It failed, or did not return a checkpoint.
     """
+    from hf_triton.runner.adapters import without_peft_wrapper
+
     with _hook_failures("load", hooks, shows_message=True):
         result = hooks.load(checkpoint)
         if isinstance(result, type(checkpoint)):
+            result.model = without_peft_wrapper(result.model)
             result.model.eval()  # layers that it has added are not in eval mode, nor is a model that it has trained
             return result
     raise _wrong_result("load", "the checkpoint", result)

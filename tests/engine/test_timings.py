@@ -135,12 +135,14 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
         from hf_triton.triton_backend.service import Service
 
         settings = ModelSettings(huggingface_model=str(checkpoint), engine=request.param, max_num_seqs=1)
-        loaded = load_checkpoint(Hub(checkpoint, settings, {}), settings, Placement("CPU", 0))
+        hub = Hub(checkpoint, settings, {})
+        loaded = load_checkpoint(hub, settings, Placement("CPU", 0))
         model = SlowModel()
         task = build_text_generation(
             loaded,
             settings,
             model,
+            hub,
             chat_template=None,
             on_fatal=lambda: None,
             observer=meter,

@@ -12,7 +12,7 @@ from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.hooks import Hooks
-from hf_triton.tasks.text_generation.task import build_text_generation
+from hf_triton.tasks.text_generation.task import TextGeneration, build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
 
 
@@ -23,10 +23,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(folder: Path, **defaults: Any) -> None:
     settings = ModelSettings(huggingface_model=str(folder), generation_defaults=defaults, max_num_seqs=4)
-    loaded = load_checkpoint(Hub(folder, settings, {}), settings, Placement("CPU", 0))
-    build_text_generation(
-        loaded, settings, Hooks(), chat_template=None, on_fatal=lambda: None, observer=Observer(), returns_timings=True
-    ).close()
+    start(folder, settings).close()
+
+
+def start(folder: Path, settings: ModelSettings) -> TextGeneration:
+    hub = Hub(folder, settings, {})
+    loaded = load_checkpoint(hub, settings, Placement("CPU", 0))
+    return build_text_generation(
+        loaded,
+        settings,
+        Hooks(),
+        hub,
+        chat_template=None,
+        on_fatal=lambda: None,
+        observer=Observer(),
+        returns_timings=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,14 +65,5 @@ def test_valid_defaults_are_accepted(checkpoint: Path, defaults: Any) -> None:
 
 def test_cache_smaller_than_max_output_length_is_refused(checkpoint: Path) -> None:
     settings = ModelSettings(huggingface_model=str(checkpoint), max_cache_tokens=256, max_output_length=200)
-    loaded = load_checkpoint(Hub(checkpoint, settings, {}), settings, Placement("CPU", 0))
     with pytest.raises(SettingsError, match=r"could not be answered .*max_cache_tokens.* max_output_length"):
-        build_text_generation(
-            loaded,
-            settings,
-            Hooks(),
-            chat_template=None,
-            on_fatal=lambda: None,
-            observer=Observer(),
-            returns_timings=True,
-        )
+        start(checkpoint, settings)

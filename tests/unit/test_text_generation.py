@@ -7,7 +7,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -23,6 +24,7 @@ from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.hooks import Hooks
+from hf_triton.tasks.text_generation.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.detokenizer import TextStream
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
@@ -133,6 +135,9 @@ def reply_to(
     return reply
 
 
+NO_ADAPTERS = AdapterStore(cast(Any, None), {}, Path("nowhere"), Path)
+
+
 def build_task(
     outcome: Callable[[SequenceGroup], Outcome] = echo,
     codec: TextCodec | None = None,
@@ -150,6 +155,7 @@ def build_task(
         GrammarCompiler(tokenizer_of(KIND), VOCABULARY_SIZE, frozenset()),
         CheckedHooks(hooks or Hooks()),
         MessageFormat(None, {}),
+        NO_ADAPTERS,
         eos_ids=frozenset([EOS_ID]),
         context_length=context_length,
         is_encoder_decoder=is_encoder_decoder,

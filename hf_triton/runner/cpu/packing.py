@@ -68,9 +68,11 @@ class PackedLinear(nn.Linear):
             products.append(onednn_linear(padded, self.weight, self.bias)[: len(part)])
         return torch.cat(products).view(*x.shape[:-1], self.weight.shape[0])
 
-    def extra_repr(self) -> str:
-        """Sizes, shown when the model is printed; a layer that was a `Conv1D` has no attributes for them."""
-        return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
+    def __deepcopy__(self, memo: object) -> nn.Linear:
+        """A plain layer, as which peft trains a copy."""
+        copied = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=self.weight.dtype)
+        copied.load_state_dict({"weight": self.weight.to_dense(), "bias": self.bias}, strict=False)
+        return copied
 
 
 def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
@@ -175,6 +177,7 @@ class _Packed:
         if kernel is not None:
             kernel.max_rows = choice.max_kernel_rows
         layer.weight, layer.kernel = weight, kernel
+        layer.out_features, layer.in_features = weight.shape
         layer.__class__ = PackedLinear
         return packed
 

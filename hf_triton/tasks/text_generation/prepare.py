@@ -14,6 +14,7 @@ from hf_triton.protocol.prompts import PROMPT_TOKEN_IDS, Prompt, prompt_name
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.checked_hooks import CheckedHooks
+from hf_triton.tasks.text_generation.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.resolve import (
     PreparedPrompt,
@@ -37,6 +38,7 @@ class PromptPreparer:
         grammars: Compiles grammars.
         hooks: The folder's own.
         messages: Makes messages of completions.
+        adapters: The folder's LoRA adapters.
         eos_ids: The model's own end-of-sequence tokens.
         context_length: Tokens that a prompt and its completion may have together.
         is_encoder_decoder: Whether prompt and completion are bounded each, and outputs never contain the prompt (T5).
@@ -53,6 +55,7 @@ class PromptPreparer:
         grammars: GrammarCompiler,
         hooks: CheckedHooks,
         messages: MessageFormat,
+        adapters: AdapterStore,
         *,
         eos_ids: frozenset[int],
         context_length: int,
@@ -67,12 +70,14 @@ class PromptPreparer:
         self._chat_template = chat_template
         self._grammars = grammars
         self._messages = messages
+        self._adapters = adapters
         self._encode_bad_words = lru_cache(NUM_BAD_WORDS_KEPT)(codec.encode_bad_words)
         self._eos_ids = eos_ids
         self._context_length = context_length
         self._is_encoder_decoder = is_encoder_decoder
         self._defaults = defaults
         self._has_slow_defaults = any(layer.bad_words is not None for layer in defaults)
+        self._has_default_adapter = any(layer.lora_name for layer in defaults)
         self._has_default_grammar = next((layer.is_constrained for layer in defaults if layer.gives_grammar), False)
         self._max_output_length = max_output_length
         self._max_num_seqs = max_num_seqs
@@ -86,6 +91,7 @@ class PromptPreparer:
             and not others
             and len(prompt) <= MAX_INLINE_CHARACTERS
             and not (self._has_slow_defaults or parameters.bad_words is not None or self._follows_grammar(parameters))
+            and not (self._has_default_adapter or parameters.lora_name)
             and self.codec.is_fast
             and not self.hooks.overrides("build_prompt")
         )
@@ -110,6 +116,7 @@ class PromptPreparer:
         """
         options, parameters, source = request.options, request.parameters[row], request.prompts[row]
         prompt = resolve_request_params(parameters, *self._defaults)
+        prompt.adapter = self._adapters.get(prompt.lora_name) if prompt.lora_name else None
         text, model_text, prompt.ids = self._encode(source, row)
         num_kept = self._num_kept(prompt.truncate_prompt_tokens, parameters)
         if num_kept is not None and num_kept < len(prompt.ids):
@@ -185,6 +192,7 @@ class PromptPreparer:
         """
         prompt = resolve_request_params(GenerationParameters(), *self._defaults)
         max_new_tokens = next((layer.max_new_tokens for layer in self._defaults if layer.max_new_tokens), None)
+        prompt.adapter = self._adapters.get(prompt.lora_name) if prompt.lora_name else None
         prompt.ids = [0]
         prompt.params = self._sampling_params(prompt, "a prompt", GenerationParameters(max_new_tokens=max_new_tokens))
         self.compile_grammar(prompt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_triton.errors import RequestError
 from hf_triton.protocol.parameters import GREEDY_BELOW, GenerationParameters, check_best_of, check_min_new_tokens
@@ -15,6 +15,9 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
 from hf_triton.tasks.text_generation.detokenizer import TextStream
 from hf_triton.tasks.text_generation.message import MessagePlan
+
+if TYPE_CHECKING:
+    from hf_triton.runner.adapters import Adapter
 
 
 @dataclass
@@ -34,6 +37,9 @@ class PreparedPrompt:
     """Waiting included; None: no limit."""
     queue_priority: int = 0
     """Lower values leave the queue first."""
+    lora_name: str = ""
+    """Of the adapter; empty: none."""
+    adapter: Adapter | None = None
     grammar: Grammar | None = None
     """What the completions must follow; there are no stop strings then."""
     forced_call: ForcedCall | None = None
@@ -112,6 +118,7 @@ def resolve_request_params(*layers: GenerationParameters) -> PreparedPrompt:
         bad_words=merged.get("bad_words", ()),
         max_time_s=merged.get("max_time"),
         queue_priority=merged.get("queue_priority", 0),
+        lora_name=merged.get("lora_name", ""),
         grammar=grammar,
     )
 

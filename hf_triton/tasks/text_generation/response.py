@@ -121,6 +121,7 @@ class GenerationResponse:
             deadline_s=self.request.deadline_s(prompt.max_time_s),
             logits_processor=self.logits_processor,
             priority=prompt.queue_priority,
+            adapter=prompt.adapter,
             times=self.request.times,
         )
 

@@ -23,6 +23,7 @@ from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.text_generation.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.response import GenerationResponse
@@ -31,6 +32,7 @@ from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.hub.resolve import Hub
 
 NUM_TOKENIZER_THREADS = 4  # tokenizers run outside the interpreter's lock: a long prompt does not delay a short one
 NUM_HOOK_THREADS = 16  # `build_prompt` and `postprocess` may wait for other services
@@ -180,6 +182,7 @@ def build_text_generation(
     checkpoint: Checkpoint,
     settings: ModelSettings,
     hooks: Hooks,
+    hub: Hub,
     *,
     chat_template: str | None,
     on_fatal: Callable[[], None],
@@ -193,6 +196,7 @@ def build_text_generation(
         checkpoint: Model and tokenizer.
         settings: The folder's.
         hooks: The folder's own.
+        hub: Finds adapters.
         chat_template: The folder's own, in place of the tokenizer's.
         on_fatal: Called after the engine has failed for good.
         observer: Observes the engine.
@@ -203,13 +207,15 @@ def build_text_generation(
         LoadError: No engine can run the model, or the folder's defaults contradict it.
     """
     from hf_triton.engine.choose import build_engine
+    from hf_triton.runner.adapters import Adapters
     from hf_triton.runner.cpu import accelerate
     from hf_triton.runner.device import DeviceContext
 
     limits = request_limits(settings, checkpoint.context_length)
-    preparer = _build_preparer(checkpoint, settings, hooks, chat_template, response_template, limits.max_prompt_bytes)
     with DeviceContext(checkpoint.model.device):
         accelerate(checkpoint.model, pack_weights=settings.pack_weights)
+        adapters = Adapters(checkpoint.model)
+        store = AdapterStore(adapters, settings.adapters, hub.model_folder, hub.resolve_adapter)
         engine = build_engine(
             checkpoint.model,
             settings.engine,
@@ -220,7 +226,11 @@ def build_text_generation(
             context_length=checkpoint.context_length,
             on_fatal=on_fatal,
             observer=observer,
+            adapters=adapters,
         )
+    preparer = _build_preparer(
+        checkpoint, settings, hooks, store, chat_template, response_template, limits.max_prompt_bytes
+    )
     task = TextGeneration(
         engine, preparer, limits, max_waiting=settings.max_waiting_prompts, returns_timings=returns_timings
     )
@@ -236,6 +246,7 @@ def _build_preparer(
     checkpoint: Checkpoint,
     settings: ModelSettings,
     hooks: Hooks,
+    adapters: AdapterStore,
     chat_template: str | None,
     response_template: Spec | str | None,
     max_prompt_bytes: int,
@@ -247,6 +258,7 @@ def _build_preparer(
         GrammarCompiler(checkpoint.tokenizer, checkpoint.vocabulary_size, eos_ids(checkpoint.model)),
         CheckedHooks(hooks, max_prompt_bytes),
         build_message_format(response_template, checkpoint.tokenizer, chat_template, codec.special_tokens()),
+        adapters,
         eos_ids=eos_ids(checkpoint.model),
         context_length=checkpoint.context_length,
         is_encoder_decoder=checkpoint.is_encoder_decoder,

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters in both engines: each sequence has its own, in any company, as peft alone generates."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_triton.engine.batch_engine import BatchEngine
+from hf_triton.engine.choose import build_engine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.types import Completion, Outcome, SequenceGroup
+from hf_triton.errors import CheckpointError
+from hf_triton.runner.adapters import Adapter, Adapters, without_peft_wrapper
+from hf_triton.runner.cpu import accelerate
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.testing import build_tiny_checkpoint
+from tests.support.adapters import generate_with, save_adapter, wrap
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "attention": {"seed": 1},
+    "mlp": {"seed": 2, "r": 8, "target_modules": ["down_proj", "k_proj"]},
+    "all": {"seed": 3, "r": 2, "target_modules": "all-linear"},
+    "embedding": {"seed": 4, "target_modules": ["embed_tokens", "o_proj"]},
+    "trained head": {"seed": 5, "modules_to_save": ["lm_head"]},
+}
+ENGINES = {"continuous": ContinuousBatchingEngine, "batch": BatchEngine}
+NUM_TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    return build_tiny_checkpoint(folder, "llama", eos_token_id=None, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: save_adapter(checkpoint, root / name, **config) for name, config in CONFIGS.items()}
+
+
+def load_model(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+class Started:
+    """An engine with adapters."""
+
+    def __init__(self, model: Any, engine: Any = "auto", decoding: Any = "auto") -> None:
+        accelerate(model, pack_weights="all")
+        self.adapters = Adapters(model)
+        self.engine = build_engine(
+            model,
+            engine,
+            max_num_seqs=8,
+            max_cache_tokens=None,
+            enable_prefix_caching=True,
+            decoding=decoding,
+            context_length=256,
+            on_fatal=lambda: None,
+            adapters=self.adapters,
+        )
+
+    def run(self, *requests: tuple[list[int], Adapter | None]) -> list[list[int]]:
+        """The tokens of prompts that are submitted together."""
+        outcomes: dict[int, Outcome] = {}
+        left = threading.Semaphore(0)
+
+        def finish(number: int, outcome: Outcome) -> None:
+            outcomes[number] = outcome
+            left.release()
+
+        for number, (prompt, adapter) in enumerate(requests):
+            params = SamplingParams(NUM_TOKENS)
+            group = SequenceGroup(prompt, params, lambda outcome, at=number: finish(at, outcome), adapter=adapter)
+            self.engine.submit([group])
+        for _ in requests:
+            assert left.acquire(timeout=60)
+        return [tokens_of(outcomes[number]) for number in range(len(requests))]
+
+
+def tokens_of(outcome: Outcome) -> list[int]:
+    assert isinstance(outcome, list), outcome
+    [completion] = outcome
+    assert isinstance(completion, Completion)
+    return completion.token_ids
+
+
+@pytest.fixture(params=ENGINES)
+def started(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Started]:
+    running = Started(load_model(checkpoint), request.param)
+    assert isinstance(running.engine, ENGINES[request.param])
+    yield running
+    running.engine.close()
+
+
+def prompts(number: int) -> list[list[int]]:
+    """Prompts of unequal length that begin alike."""
+    return [[*range(5, 30), *range(40, 41 + index)] for index in range(number)]
+
+
+def test_each_sequence_of_a_mixed_batch_equals_peft_alone(
+    started: Started, checkpoint: Path, folders: dict[str, Path]
+) -> None:
+    names = [None, *CONFIGS, None, *CONFIGS]
+    adapters = {name: started.adapters.load(folder) for name, folder in folders.items()}
+    jobs = list(zip(prompts(len(names)), names, strict=True))
+    tokens = started.run(*((prompt, adapters[name] if name else None) for prompt, name in jobs))
+    for (prompt, name), found in zip(jobs, tokens, strict=True):
+        assert found == generate_with(checkpoint, folders[name] if name else None, prompt, NUM_TOKENS), name
+
+
+def test_prefixes_of_one_adapter_are_not_reused_for_another(
+    started: Started, checkpoint: Path, folders: dict[str, Path]
+) -> None:
+    adapters = [started.adapters.load(folder) for folder in folders.values()]
+    prompt = list(range(5, 60))
+    expected = [generate_with(checkpoint, folder, prompt, NUM_TOKENS) for folder in (None, *folders.values())]
+    for _ in range(2):  # the second time, each finds its own prefix
+        assert [started.run((prompt, adapter))[0] for adapter in (None, *adapters)] == expected
+
+
+def test_static_steps_with_adapters_equal_peft(checkpoint: Path, folders: dict[str, Path]) -> None:
+    started = Started(load_model(checkpoint), "continuous", "static")
+    try:
+        adapter = started.adapters.load(folders["all"])
+        jobs = [(prompt, adapter if index % 2 else None) for index, prompt in enumerate(prompts(4))]
+        for (prompt, chosen), tokens in zip(jobs, started.run(*jobs), strict=True):
+            folder = folders["all"] if chosen else None
+            assert tokens == generate_with(checkpoint, folder, prompt, NUM_TOKENS)
+    finally:
+        started.engine.close()
+
+
+def test_adapters_come_and_go_while_sequences_run(started: Started, checkpoint: Path, folders: dict[str, Path]) -> None:
+    first = started.adapters.load(folders["all"])
+    jobs = [(prompt, first) for prompt in prompts(6)]
+    found: list[list[int]] = []
+    thread = threading.Thread(target=lambda: found.extend(started.run(*jobs)))
+    thread.start()
+    for _ in range(3):  # each is dropped at once
+        for name in ("attention", "mlp"):
+            started.adapters.load(folders[name])
+    thread.join()
+    expected = [generate_with(checkpoint, folders["all"], prompt, NUM_TOKENS) for prompt, _ in jobs]
+    assert found == expected
+
+
+def test_an_adapter_that_is_not_held_leaves_the_model(checkpoint: Path, folders: dict[str, Path]) -> None:
+    model = load_model(checkpoint)
+    adapters = Adapters(model)
+    held = adapters.load(folders["all"])
+    adapters.load(folders["attention"])
+    gc.collect()
+    last = adapters.load(folders["mlp"])
+    assert set(model.peft_config) == {held.key, last.key}
+    names = {name for name, _ in model.named_parameters() if "lora" in name}
+    assert {name.split(".")[-2] for name in names} == {held.key, last.key}
+
+
+def test_a_peft_model_keeps_continuous_batching(checkpoint: Path, folders: dict[str, Path]) -> None:
+    wrapped = wrap(load_model(checkpoint), folders["all"])
+    started = Started(without_peft_wrapper(wrapped), "continuous")
+    try:
+        other = started.adapters.load(folders["mlp"])
+        jobs = [(prompt, other if index % 2 else None) for index, prompt in enumerate(prompts(4))]
+        for (prompt, chosen), tokens in zip(jobs, started.run(*jobs), strict=True):
+            folder = folders["mlp" if chosen else "all"]
+            assert tokens == generate_with(checkpoint, folder, prompt, NUM_TOKENS)
+    finally:
+        started.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "edit", "words"),
+    [
+        ({}, ("q_proj", "nothing"), "lacks|has, and the model has not"),
+        ({"use_dora": True}, ("", ""), "DoRA"),
+        ({}, ('"r": 4', '"r": 8'), "size mismatch"),
+        ({}, ('"peft_type": "LORA"', '"peft_type": "NEW"'), "cannot be read"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(
+    config: dict[str, Any],
+    edit: tuple[str, str],
+    words: str,
+    checkpoint: Path,
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    folder = save_adapter(checkpoint, tmp_path / "adapter", **config)
+    file = folder / "adapter_config.json"
+    file.write_text(file.read_text().replace(*edit))
+    model = load_model(checkpoint)
+    adapters = Adapters(model)
+    good = adapters.load(folders["all"])
+    with pytest.raises(CheckpointError, match=words) as refused:
+        adapters.load(folder)
+    assert refused.value.code == "adapter_invalid"
+    assert set(model.peft_config) == {good.key}
+
+
+def test_adapters_of_another_model_are_refused(checkpoint: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    other = build_tiny_checkpoint(tmp_path / "wide", "llama", hidden_size=128)
+    wide = save_adapter(other, tmp_path / "adapter")
+    model = load_model(checkpoint)
+    with pytest.raises(CheckpointError, match="size mismatch"):
+        Adapters(model).load(wide)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Adapters(model).load(tmp_path / "empty")
+    tokens = generate_with(checkpoint, None, [5, 6, 7], NUM_TOKENS)
+    started = Started(model)
+    try:
+        assert started.run(([5, 6, 7], None)) == [tokens]
+    finally:
+        started.engine.close()

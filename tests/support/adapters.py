@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters made on the spot, and what peft itself generates with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.sentence_checkpoints import quietly
+
+
+def save_adapter(checkpoint: Path, folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save an adapter with random weights, which changes every token.
+
+    Args:
+        checkpoint: The base model.
+        folder: The destination.
+        seed: Of the weights.
+        config: peft's `LoraConfig`.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    chosen = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5, **config}
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with quietly():
+        get_peft_model(base, LoraConfig(init_lora_weights=False, **chosen)).save_pretrained(folder)
+    return folder
+
+
+def generate_with(checkpoint: Path, adapter: Path | None, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """The greedy tokens of `generate` with one adapter, or with none."""
+    prompt = torch.tensor([list(prompt_ids)])
+    output = _model(checkpoint, adapter).generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=num_tokens, do_sample=False
+    )
+    tokens: list[int] = output[0, prompt.shape[1] :].tolist()
+    return tokens
+
+
+@cache
+def _model(checkpoint: Path, adapter: Path | None) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return model if adapter is None else wrap(model, adapter)
+
+
+def wrap(model: Any, adapter: Path) -> Any:
+    """A `PeftModel` with an adapter."""
+    from peft import PeftModel
+
+    with quietly():
+        return PeftModel.from_pretrained(model, str(adapter)).eval()
