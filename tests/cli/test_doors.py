@@ -117,6 +117,7 @@ def test_one_folder_answers_infer_and_streams(tmp_path: Path, make_folder: Calla
     assert files_below(repository) == before
 
 
+@pytest.mark.full
 def test_without_doors_no_folder_is_added(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     make_folder(tmp_path / "repository", "mine", huggingface_model=DEMO)
     with running(str(tmp_path / "repository"), "--no-doors", output=tmp_path / "output") as serving:

@@ -36,6 +36,7 @@ def test_a_new_folder_loads_as_it_is_after_a_pull(hub: LoopbackHub, tmp_path: Pa
         assert generate(server, "mine", "Hello").json()["text_output"]
 
 
+@pytest.mark.full
 def test_a_pulled_folder_serves_without_the_hub(hub: LoopbackHub, tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     done = hf_triton("pull", NAME, f"--into-folder={folder}", HF_HOME=str(tmp_path / "home"), **hub.environment())
@@ -82,6 +83,7 @@ def test_wrong_use_has_a_sentence_and_an_exit_code(
     assert sorted(os.listdir(tmp_path)) in (["here"], ["here", "home"])
 
 
+@pytest.mark.full
 def test_a_broken_download_is_resumed(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.fail(503, path=f"{NAME}/resolve")
     environment = hub.environment() | {"HF_HOME": str(tmp_path / "home")}

@@ -74,6 +74,7 @@ def gateway_pid(serving: Serving) -> int:
     return pid
 
 
+@pytest.mark.full
 def test_a_dead_gateway_stops_the_server(tmp_path: Path) -> None:
     with running(output=tmp_path / "output") as serving:
         serving.wait_for("Ctrl+C stops the server")
@@ -141,6 +142,7 @@ def test_keys_are_asked_for_and_a_proxy_is_not_used(tmp_path: Path) -> None:
         assert "secret" not in serving.output()
 
 
+@pytest.mark.full
 def test_without_the_gateway_its_port_is_free(tmp_path: Path) -> None:
     with running("--no-openai", output=tmp_path / "output") as serving:
         output = serving.wait_for("Ctrl+C stops the server")
@@ -148,6 +150,7 @@ def test_without_the_gateway_its_port_is_free(tmp_path: Path) -> None:
         assert status(f"http://127.0.0.1:{serving.openai_port}/health") == 0
 
 
+@pytest.mark.full
 def test_a_gateway_alone_waits_for_triton(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     make_folder(tmp_path / "repository", "mine", huggingface_model=DEMO)
     http, grpc, metrics, port = free_ports(4)

@@ -96,6 +96,7 @@ def test_load_and_unload(server: TritonServer) -> None:
     assert not server.is_model_ready("spare")
 
 
+@pytest.mark.full
 def test_unload_waits_for_requests_in_flight(server: TritonServer) -> None:
     run(server, "load", "slow")
     command = [COMMAND, "generate", "slow", "Hello", "--max-tokens=20", "--param=ignore_eos=true"]

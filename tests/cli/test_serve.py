@@ -204,6 +204,7 @@ def test_served_folders_and_reasons_of_the_others_are_printed(tmp_path: Path, ma
         assert all(SENTENCE.search(send(line)) for line in lines[:2])
 
 
+@pytest.mark.full
 def test_path_of_the_repository_and_host_may_be_any(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     repository = tmp_path / "it's my (modèles) & more"
     make_folder(repository, "mine", huggingface_model="../../demo")
@@ -215,6 +216,7 @@ def test_path_of_the_repository_and_host_may_be_any(tmp_path: Path, make_folder:
         assert '"choices"' in send(lines[2])
 
 
+@pytest.mark.full
 def test_decoupled_folder_gets_a_streaming_example(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     make_folder(tmp_path / "repository", "mine", config=DECOUPLED, huggingface_model=DEMO)
     with running(str(tmp_path / "repository"), "--host=0.0.0.0", output=tmp_path / "output") as serving:

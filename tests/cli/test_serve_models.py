@@ -61,6 +61,7 @@ def test_names_checkpoints_and_folders_are_served_at_once(hub: LoopbackHub, chec
     assert left - {path for path in left if path.is_relative_to(tmp_path / "home")} == {*before, tmp_path / "output"}
 
 
+@pytest.mark.full
 def test_settings_apply_to_what_has_no_folder(checkpoint: Path, tmp_path: Path) -> None:
     arguments = [str(checkpoint), "--stream", "--set", "max_output_length=3", "--no-openai"]
     with running(*arguments, output=tmp_path / "output") as serving:

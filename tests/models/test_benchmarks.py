@@ -27,6 +27,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     return importlib.import_module(request.param)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("benchmark", ["engine"], indirect=True)
 def test_the_engine_is_measured_beside_generate_and_a_bare_loop(benchmark: ModuleType) -> None:
     plain, model = benchmark.build_model(), benchmark.build_packed_model()

@@ -155,6 +155,7 @@ def unrecomputable(name: str, **options: Any) -> Any:
 UNRECOMPUTABLE = [("nemotron-h", {}), ("zamba2", {}), ("granite4", {"time_step_limit": (0.3, 0.6)})]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "options"), UNRECOMPUTABLE)
 def test_unrecomputable_sequences_are_admitted_if_they_fit_to_their_end(
     name: str, options: dict[str, Any], mode: DecodingMode

@@ -143,6 +143,7 @@ def test_mixed_load_with_swapping_loses_nothing(repository: Path, max_loaded: in
         assert set(answers) == set(NAMES)
 
 
+@pytest.mark.full
 def test_stream_in_flight_is_not_cut_by_another_model(repository: Path) -> None:
     with served(repository) as server, on_demand(server, max_loaded=1) as gateway, connected(gateway) as client:
         whole = ask(client, "one", 60)
@@ -172,6 +173,7 @@ def test_direct_request_is_not_cut_by_another_model(repository: Path) -> None:
         request.join()
 
 
+@pytest.mark.full
 def test_client_that_leaves_lets_the_load_go_on(repository: Path) -> None:
     with served(repository) as server, on_demand(server) as gateway, connected(gateway) as client:
         body = {"model": "two", "prompt": "Today", "max_tokens": 4}
@@ -225,6 +227,7 @@ def test_killed_model_process_ends_triton_and_a_new_one_is_found(repository: Pat
                 assert ask(client, "two") == text
 
 
+@pytest.mark.full
 def test_serve_loads_on_demand(repository: Path, tmp_path: Path) -> None:
     options = ("--on-demand", "--keep-alive=1h", "--max-loaded=1")
     with running(str(repository), *options, output=tmp_path / "output") as serving:
@@ -241,6 +244,7 @@ def test_serve_loads_on_demand(repository: Path, tmp_path: Path) -> None:
         assert httpx.get(f"{url}/health").status_code == 200
 
 
+@pytest.mark.full
 def test_triton_that_loads_by_itself_is_refused(repository: Path, tmp_path: Path) -> None:
     shutil.copytree(repository / "two", tmp_path / "two")
     refusal = pytest.raises(openai.InternalServerError, match="start it with --model-control-mode=explicit")
@@ -248,6 +252,7 @@ def test_triton_that_loads_by_itself_is_refused(repository: Path, tmp_path: Path
         ask(client, "two")
 
 
+@pytest.mark.full
 def test_command_ends_if_triton_loads_by_itself(repository: Path, tmp_path: Path) -> None:
     shutil.copytree(repository / "two", tmp_path / "two")
     with TritonServer(tmp_path) as server:

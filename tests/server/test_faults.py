@@ -223,6 +223,7 @@ def test_server_death_is_not_reported_as_a_model_error(repository: Path) -> None
         assert "has died" not in server.read_log()
 
 
+@pytest.mark.full
 def test_killed_stub_ends_the_server_and_every_request(repository: Path) -> None:
     """Triton 24.10 neither answers the requests of a dead stub nor starts another, and stays ready."""
     with start(repository, "slow", "streamed") as server:

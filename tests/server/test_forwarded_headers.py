@@ -137,6 +137,7 @@ def test_the_gateway_beside_it(server: TritonServer) -> None:
     assert "data: [DONE]" in streamed.text
 
 
+@pytest.mark.full
 def test_a_pattern_that_finds_a_parameter_alone_sets_it(repository: Path) -> None:
     """Triton does not say which are headers; the documents advise against such patterns."""
     with TritonServer(repository, arguments=flags("^(seed|stop_strings)$")) as server:
@@ -146,6 +147,7 @@ def test_a_pattern_that_finds_a_parameter_alone_sets_it(repository: Path) -> Non
         assert infer_with(server, {"stop_strings": "T"}).body == infer_with(server, {}, stop_strings="T").body
 
 
+@pytest.mark.full
 def test_without_a_pattern_no_name_is_passed_over(repository: Path) -> None:
     with TritonServer(repository) as server:
         refused = infer_with(server, {}, **{"X-Tenant": "blue"})

@@ -49,6 +49,7 @@ REQUESTS: dict[str, dict[str, object]] = {
 NUM_EACH = 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_answered_request_is_freed(engine: str, tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")

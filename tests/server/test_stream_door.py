@@ -407,6 +407,7 @@ def test_malicious_peer_does_not_disturb_requests(server: TritonServer) -> None:
     assert all("error" not in each.events()[-1] for each in streams)
 
 
+@pytest.mark.full
 def test_two_servers_on_one_machine_do_not_meet(server: TritonServer, make_repository: Callable[[], Path]) -> None:
     repository = make_repository()
     for name in ("plain", "slow"):
@@ -519,6 +520,7 @@ def test_a_stopping_server_lets_streams_end(make_repository: Callable[[], Path])
 # --- folders that cannot be doors ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_stream_door_that_is_not_decoupled_is_refused(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     add_door(tmp_path, "nameless")
     add_door(tmp_path, "self", stream_of="self")

@@ -193,6 +193,7 @@ def test_a_forwarded_header_is_the_parent(repository: Path) -> None:
     assert request.parent_id == span_id
 
 
+@pytest.mark.full
 def test_without_a_collector_every_request_is_answered(repository: Path) -> None:
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "100"}
     with TritonServer(repository, environment=environment) as server, ThreadPoolExecutor(8) as pool:
