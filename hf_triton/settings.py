@@ -189,7 +189,9 @@ class ModelSettings(BaseModel):
     1, 4 and 16 rows, and packs those that are faster; two starts may choose differently. Packed weights round
     differently, and take memory that unpacked ones share with the page cache."""
 
-    adapters: dict[Annotated[str, AfterValidator(_check_adapter_name)], str] = {}
+    adapters: Annotated[
+        dict[Annotated[str, AfterValidator(_check_adapter_name)], str], annotated_types.MaxLen(256)
+    ] = {}
     """LoRA adapters that requests choose by `lora_name`, as JSON: Hub name, with `@REVISION` or without, or path, by
     the name that requests use: `{"sql": "someone/llama-sql-lora", "tone": "./tone"}`. Relative paths start at the model
     folder. Adapters in its subfolder `adapters/` need no setting, and may come and go while it serves."""

@@ -31,8 +31,8 @@ def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
         base = _base_model(folder / "adapter_config.json")
         of = f" of {clip(base)}" if base else ""
         return (
-            f"is an adapter{of}, not a whole model: set huggingface_model to its base model, and load the adapter in "
-            "the hook load (checkpoint.model.load_adapter), or merge it into the base model and save that"
+            f"is an adapter{of}, not a whole model: set huggingface_model to its base model, and name the adapter in "
+            "the setting adapters"
         )
     if any(name.endswith(".gguf") for name in names):
         return "has GGUF files, which llama.cpp reads: name the repository with the original safetensors"

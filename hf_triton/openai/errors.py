@@ -20,6 +20,8 @@ INVALID: Final = "invalid_request_error"
 STATUS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("invalid_input", "invalid_parameter", "unknown_parameter"), 400),
     **dict.fromkeys(("context_exceeded", "memory_exceeded"), 400),
+    "adapter_not_found": 404,
+    "adapter_invalid": 400,
     "queue_full": 429,
     **dict.fromkeys(("out_of_memory", "shutting_down", "not_loaded", "engine_failed"), 503),
     "deadline_exceeded": 504,

@@ -43,6 +43,7 @@ SAMPLING: Final[Mapping[str, str]] = {
             *("logit_bias", "bad_words", "ignore_eos", "best_of", "max_time", "truncate_prompt_tokens"),
             *("stop_token_ids", "include_stop_str_in_output"),
             *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            "lora_name",
         )
     },
 }
@@ -132,7 +133,6 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     **dict.fromkeys(("logits_processors", "allowed_token_ids", "vllm_xargs"), Ignored(([], {}))),
     "guided_decoding_backend": Ignored(),
     "guided_whitespace_pattern": Ignored(()),
-    "lora_name": Ignored((), "names a LoRA adapter, and none are served"),
 }
 """Fields of OpenAI's API and of other servers that are passed over if they ask for nothing, and refused otherwise."""
 

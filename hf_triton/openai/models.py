@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from hf_triton.openai.errors import model_not_found
 from hf_triton.openai.gateway import gateway_of
 from hf_triton.openai.triton import Model
+from hf_triton.openai.triton_messages import ADAPTER_MARK
 
 router = APIRouter()
 
@@ -18,18 +19,23 @@ router = APIRouter()
 async def list_models(request: Request) -> dict[str, Any]:
     """The models that are served."""
     models = await gateway_of(request).models.models()
-    return {"object": "list", "data": [_describe(model) for model in models]}
+    return {"object": "list", "data": [described for model in models for described in _describe(model)]}
 
 
 @router.get("/v1/models/{model}")
 async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
     """One of the models that are served."""
     for served in await gateway_of(request).models.models():
-        if served.name == model:
-            return _describe(served)
+        for described in _describe(served):
+            if described["id"] == model:
+                return described
     raise model_not_found(model)
 
 
-def _describe(model: Model) -> dict[str, Any]:
+def _describe(model: Model) -> list[dict[str, Any]]:
+    """A model, and each of its LoRA adapters as a model whose parent it is."""
     described = {"id": model.name, "object": "model", "created": model.created_s, "owned_by": "hf_triton"}
-    return described if model.is_loaded is None else described | {"loaded": model.is_loaded}
+    if model.is_loaded is not None:
+        described["loaded"] = model.is_loaded
+    adapters = (f"{model.name}{ADAPTER_MARK}{name}" for name in model.folder.adapters)
+    return [described, *({**described, "id": name, "parent": model.name} for name in adapters)]

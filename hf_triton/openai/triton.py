@@ -18,6 +18,7 @@ from hf_triton.openai.errors import ApiError, model_not_found, triton_error
 from hf_triton.openai.on_demand import OnDemand, Use
 from hf_triton.openai.tracing import caller
 from hf_triton.openai.triton_messages import (
+    ADAPTER_MARK,
     DOOR_SUFFIX,
     TEXT_GENERATION,
     Folder,
@@ -139,6 +140,7 @@ class TritonModels:
         Raises:
             ApiError: There is none, or Triton cannot be reached.
         """
+        name = name.partition(ADAPTER_MARK)[0]
         if self._on_demand is not None and name in await self._on_demand.names():
             return self._seen.get(name) or _unknown_model(name)
         return await self._model(name)
@@ -160,6 +162,7 @@ class TritonModels:
         Raises:
             ApiError: The model does not exist or does not stream, or Triton cannot be reached.
         """
+        name = name.partition(ADAPTER_MARK)[0]
         seen = self._seen.get(name) if self._on_demand is not None else None
         if seen is not None and (folder := seen.door if is_stream else seen.folder) is not None and folder.inputs:
             return folder
@@ -242,17 +245,17 @@ class TritonModels:
             ApiError: The request is refused, or failed.
         """
         for _ in range(MAX_LOADS - 1):
-            async with self._in_use(generation.model) as use:
+            async with self._in_use(generation.model_name) as use:
                 try:
                     return await self._generate(generation, use.left_s)
                 except ApiError as error:
                     if not self._is_lost(use, error):
                         raise
-        async with self._in_use(generation.model) as use:
+        async with self._in_use(generation.model_name) as use:
             return await self._generate(generation, use.left_s)
 
     async def _generate(self, generation: Generation | TextRequest, timeout_s: float) -> Outputs:
-        folder = await self._folder(generation.model, is_stream=False)
+        folder = await self._folder(generation.model_name, is_stream=False)
         if folder.is_decoupled:  # such folders refuse ModelInfer
             responses = [response async for response in self._stream(folder, generation, timeout_s, is_stream=False)]
             return responses[-1]
@@ -273,9 +276,9 @@ class TritonModels:
         """
         for num_loads in range(1, MAX_LOADS + 1):
             has_started = False
-            async with self._in_use(generation.model) as use:
+            async with self._in_use(generation.model_name) as use:
                 try:
-                    folder = await self._folder(generation.model, is_stream=True)
+                    folder = await self._folder(generation.model_name, is_stream=True)
                     async with contextlib.aclosing(
                         self._stream(folder, generation, use.left_s, is_stream=True)
                     ) as responses:
@@ -330,13 +333,16 @@ class TritonModels:
             return triton_error(message, {}, (), status)
         error = triton_error(message, generation.names, generation.fields, status)
         if error.code is None:
-            self._models.pop(generation.model, None)  # the next request lists the models first
-        if f"unknown model: '{generation.model}'" in message:
+            self._models.pop(generation.model_name, None)  # the next request lists the models first
+        if error.code == "adapter_not_found":
+            is_of_model = ADAPTER_MARK in generation.model
+            return ApiError(404, error.message, param="model" if is_of_model else "lora_name", code="model_not_found")
+        if f"unknown model: '{generation.model_name}'" in message:
             return model_not_found(generation.model)
         if "unknown model" in message or "decoupled transaction policy" in message:
             return ApiError(
                 503,
-                f"the model '{generation.model}' is being loaded or unloaded: send the request again later",
+                f"the model '{generation.model_name}' is being loaded or unloaded: send the request again later",
                 code="not_loaded",
             )
         return error

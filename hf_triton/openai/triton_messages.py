@@ -18,6 +18,9 @@ from hf_triton.protocol.ports import TEXT_OUTPUTS
 from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS
 
 DOOR_SUFFIX: Final = "_stream"
+ADAPTER_MARK: Final = ":"
+"""Between a model's name and that of one of its LoRA adapters."""
+LORA_NAME: Final = "lora_name"
 TEXT_GENERATION: Final = "text-generation"
 EMBEDDINGS: Final = "embeddings"
 RERANK: Final = "rerank"
@@ -66,6 +69,15 @@ class Folder:
         return TEXT_GENERATION if generates else None
 
     @property
+    def adapters(self) -> list[str]:
+        """The LoRA adapters that its settings name; those of its subfolder may come and go."""
+        try:
+            named = json.loads(self.parameters.get("adapters") or "{}")
+        except ValueError:
+            return []
+        return sorted(named) if isinstance(named, dict) else []
+
+    @property
     def stream_of(self) -> str | None:
         """The folder that this one streams from, if it is a stream door."""
         if not self.is_decoupled or "huggingface_model" in self.parameters:
@@ -90,6 +102,11 @@ class TextRequest:
     fields: Collection[str] = ()
     """The client's names of all fields."""
 
+    @property
+    def model_name(self) -> str:
+        """The model."""
+        return self.model
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -112,6 +129,23 @@ class Generation:
     """The client's names of our parameters, for error messages."""
     fields: Collection[str] = ()
     """The client's names of all fields."""
+
+    @property
+    def model_name(self) -> str:
+        """The model, without the adapter that `model` may name behind it."""
+        return self.model.partition(ADAPTER_MARK)[0]
+
+    @property
+    def sampling_parameters(self) -> Mapping[str, object]:
+        """The generation parameters, the adapter's name among them.
+
+        Raises:
+            ApiError: Two adapters are named.
+        """
+        adapter, named = self.model.partition(ADAPTER_MARK)[2], self.sampling.get(LORA_NAME)
+        if adapter and named and named != adapter:
+            raise ApiError(400, f"model names the adapter {adapter}, and lora_name {named}", param=LORA_NAME)
+        return {**self.sampling, LORA_NAME: adapter} if adapter else self.sampling
 
 
 def infer_request(folder: Folder, request: Generation | TextRequest, *, is_stream: bool) -> Any:
@@ -147,8 +181,8 @@ def _add_generation(message: Any, folder: Folder, generation: Generation, *, is_
     """Add the prompt of a generation; returns its parameters."""
     returns = {f"return_{name}": True for name in generation.returns if name in folder.outputs}
     parameters: dict[str, object] = {"stream": is_stream, **returns, **generation.options, **caller()}
-    if generation.sampling:
-        parameters["sampling_parameters"] = json.dumps(generation.sampling)
+    if sampling := generation.sampling_parameters:
+        parameters["sampling_parameters"] = json.dumps(sampling)
     if generation.messages is not None:
         text = json.dumps(generation.messages, ensure_ascii=False)
         if MESSAGES in folder.inputs:

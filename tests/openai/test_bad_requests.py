@@ -126,7 +126,7 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     ),
     "tool choice without tools": (chat(tool_choice="required"), "tool_choice", "tools"),
     "reasoning effort": (chat(reasoning_effort="low"), "chat_template_kwargs", "reasoning_effort"),
-    "LoRA adapter": (completion(lora_name="a"), "lora_name", "LoRA"),
+    "no adapter's name": (completion(lora_name=5), "lora_name", "lora_name must be a string"),
     "tools are text": (chat(tools="f"), "tools", "tools must be a JSON array"),
     "tool of no kind": (chat(tools=[{"type": "web_search"}]), "tools[0]", "function"),
     "messages to continue": (chat(continue_final_message=True), "continue_final_message", "continue_final_message"),

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import openai
 import pytest
 from transformers import AutoTokenizer
 
+from hf_triton.openai.config import GatewayConfig
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.adapters import generate_with, save_adapter
 from tests.support.client import generate, infer
+from tests.support.gateway import GatewayThread
 
 PROMPT = "Where does the river go?"
 NUM_TOKENS = 8
@@ -136,3 +139,45 @@ def test_the_log_names_adapters_and_no_prompt(server: TritonServer) -> None:
     assert "adapter misfit: its requests are refused" in log
     assert "engine continuous" in log
     assert PROMPT not in log
+
+
+@pytest.fixture(scope="module")
+def client(server: TritonServer) -> Iterator[openai.OpenAI]:
+    with (
+        GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as gateway,
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as connected,
+    ):
+        yield connected
+
+
+@pytest.mark.parametrize("adapter", ["", "sql", "local"])
+def test_an_openai_client_names_the_adapter_behind_the_model(client: openai.OpenAI, root: Path, adapter: str) -> None:
+    name = f"llama:{adapter}" if adapter else "llama"
+    answer = client.completions.create(model=name, prompt=PROMPT, max_tokens=NUM_TOKENS)
+    assert answer.model == name
+    assert answer.choices[0].text == expected(root, adapter or None)
+    named = client.completions.create(
+        model="llama", prompt=PROMPT, max_tokens=NUM_TOKENS, extra_body={"lora_name": adapter or None}
+    )
+    assert named.choices[0].text == answer.choices[0].text
+
+
+def test_models_lists_adapters_below_their_model(client: openai.OpenAI) -> None:
+    parents = {model.id: model.model_dump().get("parent") for model in client.models.list()}
+    assert parents == {
+        **dict.fromkeys(("llama", "batch")),
+        **{f"{model}:{name}": model for model in ("llama", "batch") for name in ("misfit", "none", "sql", "tone")},
+    }
+    assert client.models.retrieve("llama:sql").model_dump()["parent"] == "llama"
+
+
+def test_wrong_adapters_of_an_openai_client(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no adapter 'sqll', did you mean 'sql'") as unknown:
+        client.completions.create(model="llama:sqll", prompt=PROMPT)
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError, match="nothing"):
+        client.completions.create(model="nothing:sql", prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError, match="'misfit' does not fit the model"):
+        client.completions.create(model="llama:misfit", prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError, match="model names the adapter sql, and lora_name tone"):
+        client.completions.create(model="llama:sql", prompt=PROMPT, extra_body={"lora_name": "tone"})

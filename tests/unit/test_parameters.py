@@ -93,6 +93,7 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
     "logprobs": ([0, 20], [-1, 21, 1.0, "1", True]),
     "prompt_logprobs": ([0, 20], [-1, 21, 1.0, "1", True]),
     "max_time": ([0.001, 1, 86_400], [0, -1, 86_400.1, float("nan"), float("inf"), "1", True]),
+    "lora_name": (["", "sql"], [5, True, ["sql"]]),
     "queue_priority": ([-100, 0, 100], [-101, 101, 1.0, "1", True]),
 }
 TOKENS = GenerationParameters(max_new_tokens=8)
@@ -444,6 +445,7 @@ def test_every_parameter_is_resolved() -> None:
     renamed |= dict.fromkeys(GRAMMARS, "grammar")
     wanted = {renamed.get(name, name) for name in GenerationParameters.model_fields}
     prepared = {"params", "ids", "preceding_ids", "text", "constraint", "streams", "forced_call", "message_plan"}
+    prepared.add("adapter")
     assert places - wanted == {"bad_words_ids", *prepared}
     assert wanted <= places
 

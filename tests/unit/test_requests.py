@@ -604,15 +604,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
         {},
         "invalid_parameter: stop has 2 rows for 3 prompts: give one, or one for each prompt",
     ),
-    "a LoRA adapter": (
+    "no adapter's name": (
         {PROMPT: texts(b"x")},
-        {"lora_name": "x"},
-        "unknown_parameter: there is no parameter 'lora_name' (LoRA adapters are not supported): leave it out",
-    ),
-    "a LoRA adapter among the sampling parameters": (
-        {PROMPT: texts(b"x")},
-        {"sampling_parameters": '{"lora_name": "x"}'},
-        "unknown_parameter: there is no parameter 'lora_name' (LoRA adapters are not supported): leave it out",
+        {"sampling_parameters": '{"lora_name": 5}'},
+        "invalid_parameter: lora_name must be a string, got 5",
     ),
     "embeddings": (
         {PROMPT: texts(b"x")},

@@ -75,6 +75,7 @@ def test_every_setting_can_come_from_the_environment(name: str) -> None:
         "pooling": "cls",
         "normalize": "false",
         "max_batch_tokens": "512",
+        "adapters": '{"sql": "someone/llama-sql"}',
     }
     field = ModelSettings.model_fields[name]
     text = examples.get(name) or {bool: "true", dict[str, Any]: "{}"}.get(field.annotation, "7")
@@ -159,7 +160,7 @@ def test_strings_are_parsed_by_the_type_of_the_setting(name: str, text: str, val
 
 REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "a typo": ({"dtpye": "float16"}, "there is no setting 'dtpye' (from config.pbtxt), did you mean 'dtype'?"),
-    "nothing like it": ({"zzz": "1"}, "there is no setting 'zzz' (from config.pbtxt); known are allow_extra_weights, "),
+    "nothing like it": ({"zzz": "1"}, "there is no setting 'zzz' (from config.pbtxt); known are adapters, "),
     "no boolean": ({"allow_pickle": "maybe"}, "allow_pickle must be true or false, got 'maybe' (from config.pbtxt)"),
     "no number": (
         {"max_output_length": "many"},
