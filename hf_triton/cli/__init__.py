@@ -10,7 +10,9 @@ import click
 from hf_triton import __version__
 from hf_triton.cli.bench import bench
 from hf_triton.cli.chat import chat
+from hf_triton.cli.check import check
 from hf_triton.cli.exit_codes import EXIT_CODES, FAILED
+from hf_triton.cli.export import export
 from hf_triton.cli.generate import generate
 from hf_triton.cli.listing import list_models
 from hf_triton.cli.models import load, unload
@@ -30,7 +32,7 @@ def cli() -> None:
 
 cli.add_command(serve)
 cli.add_command(openai)
-for command in (new, pull, list_models, status, load, unload, generate, chat, bench):
+for command in (new, pull, check, export, list_models, status, load, unload, generate, chat, bench):
     cli.add_command(command)
 
 

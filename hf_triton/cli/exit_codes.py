@@ -9,6 +9,8 @@ from typing import Final
 FAILED: Final = 1
 NOT_FOUND: Final = 3
 UNREACHABLE: Final = 4
+UNSERVABLE: Final = 5
+"""A folder that `check` finds an error in."""
 INTERRUPTED: Final = 130
 
 EXIT_CODES: Final[Mapping[str, int]] = {

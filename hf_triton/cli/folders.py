@@ -7,7 +7,9 @@ import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from hf_triton.errors import SettingsError, clip
 from hf_triton.protocol.validation import suggest
 from hf_triton.server import is_shell_safe
 from hf_triton.settings import SETTING_NAMES
@@ -27,10 +29,13 @@ def is_model_folder(folder: Path) -> bool:
 
 def defects(repository: Path) -> Mapping[str, str]:
     """The defects, by name, of folders that must be kept from tritonserver."""
-    return {folder.name: defect for folder in model_folders(repository) if (defect := _defect(folder))}
+    return {folder.name: defect for folder in model_folders(repository) if (defect := folder_defect(folder))}
 
 
-def _defect(folder: Path) -> str | None:
+def folder_defect(folder: Path) -> str | None:
+    """Why a folder must be kept from tritonserver; None: it need not."""
+    if not folder.is_dir():
+        return "it is no folder"
     versions = _versions(folder)
     if not folder.name.isascii():
         return "its name is not ASCII, and Triton's Python cannot open it: rename it"
@@ -54,6 +59,26 @@ def read_config(folder: Path) -> str:
     """The text of a folder's config.pbtxt; empty if it has none."""
     path = folder / CONFIG
     return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def parse_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.pbtxt as Triton's JSON, with its own names of fields.
+
+    Raises:
+        SettingsError: Triton cannot read it, or serves it by something else than Python.
+    """
+    text = read_config(folder)
+    if error := _parse_error(text):
+        raise SettingsError(error)
+    message = importlib.import_module("tritonclient.grpc.model_config_pb2").ModelConfig()
+    importlib.import_module("google.protobuf.text_format").Parse(text, message)
+    if message.backend != "python":
+        raise SettingsError(f'a folder for this library has backend: "python", got {clip(message.backend)}')
+    if message.name and message.name != folder.name:
+        raise SettingsError(guess_reason(folder))
+    json_format = importlib.import_module("google.protobuf.json_format")
+    config: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return config
 
 
 def with_remedy(reason: str) -> str:

@@ -92,11 +92,7 @@ def load_model(
     Raises:
         CheckpointError: The model does not do the task, or its weights cannot be loaded or do not match its config.
     """
-    if auto_class_name is None:
-        _check_generates(folder, settings, config)
-        auto_class = auto_class_of(config)
-    else:
-        auto_class = _encoder_class(auto_class_name, settings, config)
+    auto_class = model_class(folder, config, settings, auto_class_name)
     if settings.load_format == "dummy":
         with loading("the model", settings):
             return _with_attention(settings, _dummy_loader(auto_class, config, settings, device_map))
@@ -118,6 +114,18 @@ def load_model(
         )
     check_weights(settings, _without_head(info) if auto_class_name == "AutoModel" else info)
     return model
+
+
+def model_class(folder: Path, config: Any, settings: ModelSettings, auto_class_name: str | None = None) -> Any:
+    """The auto class of transformers that loads the model. Arguments as `load_model` has them.
+
+    Raises:
+        CheckpointError: The model does not do the task.
+    """
+    if auto_class_name is not None:
+        return _encoder_class(auto_class_name, settings, config)
+    _check_generates(folder, settings, config)
+    return auto_class_of(config)
 
 
 def _check_generates(folder: Path, settings: ModelSettings, config: Any) -> None:

@@ -66,7 +66,7 @@ class StreamDoor:
                 raise SettingsError(
                     "a stream door needs model_transaction_policy { decoupled: true } in its config.pbtxt"
                 )
-            other = _other_folder(args["model_name"], self.settings.stream_of)
+            other = other_folder(args["model_name"], self.settings.stream_of)
             for name in HOOKS:
                 if hasattr(self, name):
                     raise SettingsError(f"{name} changes nothing in a stream door: move it to 1/model.py of '{other}'")
@@ -93,7 +93,7 @@ class StreamDoor:
         return self._service.task.is_healthy()
 
 
-def _other_folder(own_name: str, stream_of: str | None) -> str:
+def other_folder(own_name: str, stream_of: str | None) -> str:
     """The folder to stream from.
 
     Raises:

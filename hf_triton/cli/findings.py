@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a model folder before it is served. Loads no weights and asks no network."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from rich.filesize import decimal
+
+from hf_triton.cli.folders import CONFIG, folder_defect, parse_config
+from hf_triton.errors import HfTritonError, HubError, SettingsError
+from hf_triton.hub.resolve import Hub
+from hf_triton.settings import DoorSettings, LoadedSettings, ModelSettings, load_settings
+from hf_triton.stream_door.model import other_folder
+
+State = Literal["ok", "warning", "error"]
+SAMPLE_CHAT: Final = '[{"role": "user", "content": "Hello"}]'
+BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is known."""
+
+    about: str
+    state: State
+    finding: str
+
+
+class FolderCheck:
+    """Collects findings about a folder, from its files to its model; what cannot be known without the former is left.
+
+    Args:
+        folder: With config.pbtxt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.resolve()
+        self.findings: list[Finding] = []
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether the folder cannot be served."""
+        return any(finding.state == "error" for finding in self.findings)
+
+    def run(self) -> None:
+        """Look at everything."""
+        with self._errors("folder"):
+            if defect := folder_defect(self._folder):
+                raise SettingsError(defect)
+        if self.has_errors:
+            return
+        config: dict[str, Any] = {}
+        with self._errors(CONFIG):
+            config = parse_config(self._folder)
+            self._add(CONFIG, "ok", "Triton can read it")
+        own, loaded = None, None
+        with self._errors("1/model.py"):
+            own = own_class(self._folder)
+        with self._errors("settings"):
+            loaded = read_loaded_settings(own, config)
+        if self.has_errors or own is None or loaded is None:
+            return
+        changed = [name for name, source in loaded.sources.items() if source != "default"]
+        self._add("settings", "ok", f"{', '.join(changed) or 'none'} given, the others have their defaults")
+        if isinstance(loaded.settings, ModelSettings):
+            self._check_model(own, loaded.settings, config)
+        else:
+            self._check_door(loaded.settings, config)
+
+    def _check_door(self, settings: DoorSettings, config: Mapping[str, Any]) -> None:
+        with self._errors("ports"):
+            _check_ports(config, None)
+        with self._errors("stream door"):
+            other = other_folder(self._folder.name, settings.stream_of)
+            if not config.get("model_transaction_policy", {}).get("decoupled"):
+                raise SettingsError("it needs model_transaction_policy { decoupled: true } in its config.pbtxt")
+            if (self._folder.parent / other).is_dir():
+                self._add("stream door", "ok", f"streams what {other} generates")
+            else:
+                self._add("stream door", "warning", f"there is no folder {other} beside it, which it streams from")
+
+    def _check_model(self, own: Any, settings: ModelSettings, config: Mapping[str, Any]) -> None:
+        from hf_triton.tasks.registry import folder_task
+
+        task = folder_task(own.task_class, settings, self._folder)
+        name = task.declaration.name if task else "text-generation"
+        self._add("task", "ok", name)
+        with self._errors("ports"):
+            _check_ports(config, task.declaration if task else None)
+        checkpoint = self._find_checkpoint(settings)
+        if checkpoint is None:
+            return
+        self._add("checkpoint", "ok", str(checkpoint))
+        model_config = None
+        with self._errors("model"):
+            from hf_triton.hub.pretrained import load_config, model_class
+
+            model_config = load_config(checkpoint, settings)
+            kind = model_class(checkpoint, model_config, settings, task.auto_class if task else None)
+            architecture = ", ".join(model_config.architectures or ()) or type(model_config).__name__
+            if type(model_config) not in kind._model_mapping and not settings.trust_remote_code:
+                raise SettingsError(f"{architecture} is not one of the models of transformers' {kind.__name__}")
+            self._add("model", "ok", f"{architecture}, by {kind.__name__}")
+        if model_config is None:
+            return
+        if task is None:
+            self._add("engine", "ok", _engine(settings, model_config))
+        with self._errors("memory"):
+            self._check_memory(checkpoint, model_config, settings)
+        with self._errors("tokenizer"):
+            self._check_tokenizer(checkpoint, settings, renders_chats=task is None)
+        self._check_adapters(settings)
+
+    def _find_checkpoint(self, settings: ModelSettings) -> Path | None:
+        """The checkpoint's folder; None if it is not on disk."""
+        hub = Hub(self._folder, settings, os.environ, download=_refuse_download)
+        with self._errors("checkpoint"):
+            try:
+                folder = hub.resolve_model()
+                hub.resolve_tokenizer()
+            except HubError as error:
+                if error.code != NOT_ON_DISK:
+                    raise
+                self._add("checkpoint", "warning", f"{error.sentence}: what depends on it is not checked")
+                return None
+            return folder
+        return None
+
+    def _check_memory(self, checkpoint: Path, config: Any, settings: ModelSettings) -> None:
+        import torch
+
+        from hf_triton.runner.budget import FreeMemory
+
+        num_bytes = weight_bytes(checkpoint, settings)
+        if num_bytes is None:
+            self._add("memory", "warning", "its weights are not in safetensors, whose sizes can be read")
+            return
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        free = FreeMemory().of(device)
+        per_token = cache_bytes_per_token(config, settings)
+        cache = f"; each token of KV cache takes {decimal(per_token)}" if per_token else ""
+        sentence = f"weights of {decimal(num_bytes)}, {decimal(free)} free on {device.type}{cache}"
+        if num_bytes > free:
+            self._add("memory", "error", f"{sentence}: use a smaller dtype, quantization_config, or a larger machine")
+        else:
+            self._add("memory", "ok", sentence)
+
+    def _check_tokenizer(self, checkpoint: Path, settings: ModelSettings, *, renders_chats: bool) -> None:
+        from hf_triton.hub.pretrained import load_tokenizer
+        from hf_triton.protocol.chat import parse_chat
+        from hf_triton.tasks.text_generation.chat_template import ChatTemplate, load_chat_template
+
+        hub = Hub(self._folder, settings, os.environ, download=_refuse_download)
+        tokenizer = load_tokenizer(hub.resolve_tokenizer() or checkpoint, settings)
+        self._add("tokenizer", "ok", f"{type(tokenizer).__name__} of {len(tokenizer)} tokens")
+        if not renders_chats:
+            return
+        template = load_chat_template(settings.chat_template, self._folder)
+        if template is None and tokenizer.chat_template is None:
+            self._add("chat template", "warning", "there is none: chats are refused; set chat_template to a file")
+            return
+        ChatTemplate(tokenizer, template, 1 << 20).render(parse_chat(SAMPLE_CHAT, {}, 1 << 20))
+        self._add("chat template", "ok", "renders a chat")
+
+    def _check_adapters(self, settings: ModelSettings) -> None:
+        hub = Hub(self._folder, settings, os.environ, download=_refuse_download)
+        for name, source in settings.adapters.items():
+            about = f"adapter {name}"
+            try:
+                self._add(about, "ok", str(hub.resolve_adapter(source)))
+            except HfTritonError as error:
+                self._add(about, "warning" if error.code == NOT_ON_DISK else "error", error.sentence)
+
+    def _add(self, about: str, state: State, finding: str) -> None:
+        self.findings.append(Finding(about, state, finding))
+
+    @contextlib.contextmanager
+    def _errors(self, about: str) -> Iterator[None]:
+        """Make an error of a part a finding."""
+        try:
+            yield
+        except HfTritonError as error:
+            self._add(about, "error", error.sentence)
+
+
+NOT_ON_DISK: Final = "not_on_disk"
+
+
+def _refuse_download(spec: Any, *_: object) -> Path:
+    raise HubError(NOT_ON_DISK, f"{spec.name} is in no cache, and is downloaded at load")
+
+
+def own_class(folder: Path) -> Any:
+    """The class of 1/model.py.
+
+    Raises:
+        SettingsError: It cannot be imported, or has no class of this library.
+    """
+    from hf_triton import StreamDoor, TritonPythonModel
+
+    version = max((path for path in folder.glob("[0-9]*") if (path / "model.py").exists()), key=lambda path: path.name)
+    file = version / "model.py"
+    place = f"{version.name}/model.py"
+    spec = importlib.util.spec_from_file_location(f"hf_triton_checked_{folder.name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(version))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:  # the user's own code
+        raise SettingsError(f"{place} cannot be imported ({type(error).__name__}: {error})") from None
+    finally:
+        sys.path.remove(str(version))
+    own = getattr(module, "TritonPythonModel", None)
+    if not (isinstance(own, type) and issubclass(own, TritonPythonModel | StreamDoor)):
+        raise SettingsError(f"{place} has no class TritonPythonModel that is a subclass of hf_triton.TritonPythonModel")
+    return own
+
+
+def read_loaded_settings(own: Any, config: Mapping[str, Any]) -> LoadedSettings[Any]:
+    """The settings of a folder's class.
+
+    Raises:
+        SettingsError: One is unknown or impossible.
+    """
+    parameters = {key: value.get("string_value", "") for key, value in config.get("parameters", {}).items()}
+    return load_settings(parameters, os.environ, own.settings_class if own else ModelSettings)
+
+
+def _check_ports(config: Mapping[str, Any], declaration: Any) -> None:
+    from hf_triton.protocol.ports import check_config
+    from hf_triton.protocol.task_declaration import check_task_input, check_task_output
+
+    checks = (
+        () if declaration is None else (partial(check_task_input, declaration), partial(check_task_output, declaration))
+    )
+    check_config({"input": [], "output": [], **config}, *checks)
+
+
+def _engine(settings: ModelSettings, config: Any) -> str:
+    if config.is_encoder_decoder or settings.engine == "batch":
+        why = "the setting says so" if settings.engine == "batch" else "it is an encoder-decoder"
+        return f"batch: {why}"
+    return "continuous, if its logits are those of generate when it is tried at load; else batch"
+
+
+def weight_bytes(folder: Path, settings: ModelSettings) -> int | None:
+    """Bytes of a checkpoint's weights in the settings' dtype, by the headers of its safetensors files; None: no such.
+
+    A quantised checkpoint keeps its dtypes.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    total = 0
+    for file in files:
+        for tensor in _read_header(file).values():
+            start, end = tensor["data_offsets"]
+            is_float = tensor["dtype"] in ("F32", "F16", "BF16")
+            size = {"F32": 4}.get(tensor["dtype"], 2)
+            wanted = BYTES.get(settings.dtype, size)
+            total += (end - start) * wanted // size if is_float else end - start
+    return total if files else None
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file: its length in 8 bytes, then JSON."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header: dict[str, Any] = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    return header
+
+
+def cache_bytes_per_token(config: Any, settings: ModelSettings) -> int | None:
+    """Bytes of keys and values of one token, if every layer keeps both for each token; None: the config is another."""
+    text = config.get_text_config()
+    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
+    size = getattr(text, "hidden_size", None)
+    if not (layers and heads and size) or config.is_encoder_decoder or getattr(text, "layer_types", None):
+        return None
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or size // heads
+    dtype = str(config.dtype).removeprefix("torch.") if settings.dtype == "auto" else settings.dtype
+    return int(2 * layers * kv_heads * head_dim * BYTES.get(dtype, 4))

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton check` and `hf-triton export vllm`: what is said of folders, those that can be served and others."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hf_triton.cli import cli
+from hf_triton.testing import build_tiny_checkpoint
+from tests.support.adapters import save_adapter
+from tests.support.commands import hf_triton
+from tests.support.paths import ROOT
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("base"), "llama", chat_template=TEMPLATE)
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, checkpoint: Path, make_folder: Callable[..., Path]) -> Path:
+    """A folder that can be served."""
+    copy = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    return make_folder(tmp_path, "mine", huggingface_model=copy)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def findings(folder: Path) -> dict[str, tuple[str, str]]:
+    """By what they are about: state and sentence."""
+    [found] = json.loads(run("check", "--json", folder).stdout)
+    assert found["ok"] is (not any(each["state"] == "error" for each in found["findings"]))
+    return {each["about"]: (each["state"], each["finding"]) for each in found["findings"]}
+
+
+def test_a_folder_that_can_be_served(folder: Path) -> None:
+    found = findings(folder)
+    assert {state for state, _ in found.values()} == {"ok"}
+    parts = ["config.pbtxt", "settings", "task", "checkpoint", "model", "engine", "memory", "tokenizer"]
+    assert list(found) == [*parts, "chat template"]
+    assert found["task"][1] == "text-generation"
+    assert found["model"][1] == "LlamaForCausalLM, by AutoModelForCausalLM"
+    assert "free on " in found["memory"][1]
+    result = run("check", folder)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[0] == "folder\tabout\tstate\tfinding"
+
+
+def test_ready_folders_and_a_repository(tmp_path: Path, folder: Path) -> None:
+    repository = tmp_path / "repository"
+    for name in ("falcon7b", "bge"):
+        shutil.copytree(ROOT / name, repository / name)
+    shutil.copytree(ROOT / "stream_door", repository / "falcon7b_stream")
+    result = run("check", "--json", repository, folder)
+    assert result.exit_code == 0
+    found = {Path(each["folder"]).name: each for each in json.loads(result.stdout)}
+    assert list(found) == ["bge", "falcon7b", "falcon7b_stream", "mine"]
+    assert found["bge"]["findings"][2]["finding"] == "embeddings"
+    last = {name: each["findings"][-1] for name, each in found.items()}
+    assert last["falcon7b"]["state"] == "warning"
+    assert "tiiuae/falcon-7b is in no cache, and is downloaded at load" in last["falcon7b"]["finding"]
+    assert last["falcon7b_stream"]["finding"] == "streams what falcon7b generates"
+
+
+def edit(folder: Path, old: str, new: str) -> None:
+    file = folder / "config.pbtxt"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def checkpoint_of(folder: Path) -> Path:
+    return folder.parent / "checkpoint"
+
+
+def add(folder: Path, key: str, value: str) -> None:
+    escaped = value.replace('"', '\\"')
+    with (folder / "config.pbtxt").open("a") as file:
+        file.write(f'parameters {{ key: "{key}" value {{ string_value: "{escaped}" }} }}\n')
+
+
+def edit_json(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def keep_only(folder: Path, name: str) -> None:
+    for path in checkpoint_of(folder).iterdir():
+        path.unlink()
+    (checkpoint_of(folder) / name).write_text("{}")
+
+
+def of_another_task(folder: Path) -> None:
+    edit_json(checkpoint_of(folder) / "config.json", architectures=["LlamaForTokenClassification"])
+
+
+WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "no model.py": (lambda it: (it / "1" / "model.py").unlink(), "folder", "it has no 1/model.py"),
+    "broken config": (lambda it: edit(it, "}", ""), "config.pbtxt", "cannot be parsed"),
+    "another backend": (lambda it: edit(it, "python", "onnx"), "config.pbtxt", 'backend: "python", got'),
+    "another name": (
+        lambda it: (it / "config.pbtxt").write_text('name: "other"\nbackend: "python"\n'),
+        "config.pbtxt",
+        "names the model other",
+    ),
+    "misspelt setting": (lambda it: add(it, "dtipe", "float32"), "settings", "did you mean 'dtype'"),
+    "wrong value": (lambda it: add(it, "dtype", "int3"), "settings", "dtype must be one of"),
+    "own code fails": (
+        lambda it: (it / "1" / "model.py").write_text("import hf_triton\n1 / 0\n"),
+        "1/model.py",
+        "cannot be imported (ZeroDivisionError",
+    ),
+    "own class is missing": (
+        lambda it: (it / "1" / "model.py").write_text("import hf_triton\n"),
+        "1/model.py",
+        "has no class TritonPythonModel",
+    ),
+    "unknown input": (
+        lambda it: edit(it, 'backend: "python"', 'backend: "python"\ninput { name: "promt" data_type: TYPE_STRING }'),
+        "ports",
+        "declares the input 'promt'",
+    ),
+    "no checkpoint": (
+        lambda it: edit(it, "checkpoint", "nowhere"),
+        "checkpoint",
+        "there is no folder",
+    ),
+    "no weights": (
+        lambda it: (checkpoint_of(it) / "model.safetensors").unlink(),
+        "checkpoint",
+        "has no model.safetensors",
+    ),
+    "an adapter alone": (lambda it: keep_only(it, "adapter_config.json"), "checkpoint", "is an adapter"),
+    "GGUF alone": (lambda it: keep_only(it, "model.gguf"), "checkpoint", "has GGUF files"),
+    "damaged config.json": (
+        lambda it: (checkpoint_of(it) / "config.json").write_text("{"),
+        "model",
+        "config.json of ",
+    ),
+    "unknown architecture": (
+        lambda it: edit_json(
+            checkpoint_of(it) / "config.json", model_type="newest", architectures=["NewestForCausalLM"]
+        ),
+        "model",
+        "newest",
+    ),
+    "another task": (of_another_task, "model", "LlamaForTokenClassification"),
+    "damaged tokenizer": (
+        lambda it: (checkpoint_of(it) / "tokenizer.json").write_text("{"),
+        "tokenizer",
+        "cannot be loaded",
+    ),
+    "broken template": (
+        lambda it: ((it / "chat.jinja").write_text("{% if %}"), add(it, "chat_template", "chat.jinja")),
+        "tokenizer",
+        "chat.jinja",
+    ),
+    "missing adapter": (lambda it: add(it, "adapters", '{"sql": "./nowhere"}'), "adapter sql", "there is no folder"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_folder_that_cannot_be_served_says_why(folder: Path, case: str) -> None:
+    change, about, words = WRONG[case]
+    change(folder)
+    state, sentence = findings(folder)[about]
+    assert state == "error"
+    assert words in sentence
+    assert "\n" not in sentence
+    assert run("check", folder).exit_code == 5
+
+
+def test_too_little_memory_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_triton.runner.budget.FreeMemory.of", lambda self, device: 1000)
+    state, sentence = findings(folder)["memory"]
+    assert state == "error"
+    assert "1.0 kB free" in sentence
+
+
+def test_an_adapter_on_disk_is_found(folder: Path, checkpoint: Path) -> None:
+    adapter = save_adapter(checkpoint, folder / "sql")
+    add(folder, "adapters", json.dumps({"sql": "./sql", "hub": "someone/lora"}))
+    found = findings(folder)
+    assert found["adapter sql"] == ("ok", str(adapter))
+    assert found["adapter hub"][0] == "warning"
+
+
+def test_wrong_use_and_the_command_itself(folder: Path) -> None:
+    assert run("check", "nowhere").exit_code == 2
+    assert run("check").exit_code == 2
+    assert run("export", "vllm", "nowhere").exit_code == 2
+    done = hf_triton("check", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "chat template\tok" in done.stdout
+
+
+# --- export vllm -----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_exported_for_vllm_backend(folder: Path, tmp_path: Path) -> None:
+    for key, value in {
+        "dtype": "bfloat16",
+        "max_context_length": "128",
+        "max_num_seqs": "4",
+        "enable_prefix_caching": "false",
+        "adapters": '{"sql": "someone/llama-sql", "tone": "./tone"}',
+        "generation_defaults": '{"temperature": 0.5}',
+    }.items():
+        add(folder, key, value)
+    code = 'import hf_triton\nclass TritonPythonModel(hf_triton.TritonPythonModel):\n    "x"\n'
+    (folder / "1" / "model.py").write_text(code + "    def build_prompt(self, text):\n        return text\n")
+    target = tmp_path / "exported"
+    result = run("export", "vllm", folder, "--into", target)
+    assert result.exit_code == 0, result.output
+    assert json.loads((target / "1" / "model.json").read_text()) == {
+        "model": str(checkpoint_of(folder)),
+        "dtype": "bfloat16",
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "enable_prefix_caching": False,
+        "enable_lora": True,
+    }
+    adapters = json.loads((target / "1" / "multi_lora.json").read_text())
+    assert adapters == {"sql": "someone/llama-sql", "tone": str(folder / "tone")}
+    assert 'backend: "vllm"' in (target / "config.pbtxt").read_text()
+    assert "not carried over: the setting generation_defaults" in result.stderr
+    assert "not carried over: the hook build_prompt" in result.stderr
+    again = run("export", "vllm", folder, "--into", target)
+    assert (again.exit_code, "exists: choose another folder" in again.output) == (2, True)
