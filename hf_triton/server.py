@@ -160,7 +160,16 @@ def open_local(request: urllib.request.Request | str, timeout_s: float) -> Any:
 
 def restricted_api_headers(arguments: Sequence[str]) -> dict[str, str]:
     """The headers that `--http-restricted-api=API,...:NAME=VALUE` in tritonserver's arguments asks for."""
-    flag = "--http-restricted-api="
+    return _restriction_keys("--http-restricted-api=", arguments)
+
+
+def restricted_protocol_headers(arguments: Sequence[str]) -> dict[str, str]:
+    """The headers of gRPC calls that `--grpc-restricted-protocol=API,...:NAME=VALUE` asks for."""
+    keys = _restriction_keys("--grpc-restricted-protocol=", arguments)
+    return {f"triton-grpc-protocol-{name.lower()}": value for name, value in keys.items()}
+
+
+def _restriction_keys(flag: str, arguments: Sequence[str]) -> dict[str, str]:
     keys = [argument.removeprefix(flag).partition(":")[2] for argument in arguments if argument.startswith(flag)]
     return {name: value for name, equals, value in (key.partition("=") for key in keys) if equals}
 

@@ -70,15 +70,13 @@ def bench(
     program = shutil.which("aiperf")
     if program is None:
         raise ServerError("client_missing", f"there is no aiperf on PATH: `{INSTALL}`")
-    if headers:
-        raise click.UsageError("--header does not reach the gateway: measure a Triton without restricted APIs")
     chosen = asyncio.run(_choose(Triton(triton, headers), model))
     name, tokenizer = chosen.name, tokenizer or _tokenizer(chosen.folder.parameters)
     folder = out or Path(f"bench-{name}")
     folder.mkdir(parents=True, exist_ok=True)
     shape = ["--synthetic-input-tokens-mean", prompt_tokens, "--output-tokens-mean", output_tokens]
     rows = []
-    gateway = GatewayProcess(GatewayConfig(triton=triton, port=free_ports(1)[0]))
+    gateway = GatewayProcess(GatewayConfig(triton=triton, port=free_ports(1)[0]), headers=headers)
     try:
         gateway.start()
         gateway.wait_until_started()

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.error
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -33,12 +34,17 @@ class GatewayProcess:
     Args:
         config: The gateway's.
         log: File descriptor for its output; by default a temporary file, whose end is shown if it fails.
+        headers: To send to Triton with every call, unless the config names a file of them.
     """
 
-    def __init__(self, config: GatewayConfig, log: int | None = None) -> None:
-        self.config = config
+    def __init__(self, config: GatewayConfig, log: int | None = None, headers: Mapping[str, str] | None = None) -> None:
         self._log = log
-        self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_gateway_")
+        self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_gateway_")  # for this user alone
+        if headers and config.triton_headers_file is None:
+            file = Path(self._scratch.name) / "triton_headers"  # an argument would be shown to all users
+            file.write_text("".join(f"{name}: {value}\n" for name, value in headers.items()))
+            config = config.model_copy(update={"triton_headers_file": file})
+        self.config = config
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -25,7 +25,7 @@ from hf_triton.cli.repositories import served_repository
 from hf_triton.cli.sources import is_repository, model_repository, split_flags
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.server import TritonServer
+from hf_triton.server import TritonServer, restricted_protocol_headers
 from hf_triton.stream_door.model import SUFFIX
 
 DEFAULT_OPENAI_PORT: Final = GatewayConfig.model_fields["port"].default
@@ -112,7 +112,7 @@ def serve(
         triton = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{grpc_port}"
         metrics = {"triton_metrics": triton.replace(f":{grpc_port}", f":{metrics_port}")} if on_demand else {}
         config = read_config(BESIDE_TRITON, gateway_values, triton=triton, host=host, port=openai_port, **metrics)
-        gateway = GatewayProcess(config, log)
+        gateway = GatewayProcess(config, log, restricted_protocol_headers(flags))
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's `&` ignores SIGINT
         signal.signal(number, signal.default_int_handler)
     with contextlib.ExitStack() as stack:

@@ -2,6 +2,7 @@
 """`hf-triton new` writes folders that load as they are; `hf-triton pull` fills the cache or a folder."""
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,3 +91,20 @@ def test_a_broken_download_is_resumed(hub: LoopbackHub, tmp_path: Path) -> None:
     assert hf_triton("pull", NAME, **environment).returncode == 4
     hub.heal()
     assert hf_triton("pull", NAME, **environment).returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("command", ["pull", "serve"])
+def test_a_full_disk_is_one_sentence(hub: LoopbackHub, tmp_path: Path, command: str) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", home], capture_output=True).returncode:
+        pytest.skip("this machine mounts nothing")
+    try:
+        done = hf_triton(command, NAME, HF_HOME=str(home), **hub.environment())
+    finally:
+        subprocess.run(["umount", home], check=True)
+    assert done.returncode == 1
+    [*_, sentence] = done.stderr.splitlines()
+    assert sentence.startswith("error: disk_full: ")
+    assert str(home) in sentence

@@ -8,7 +8,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +20,16 @@ import hf_triton
 from hf_triton.server import free_ports
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.paths import ROOT
-from tests.support.serving import COMMAND, Serving, curl_lines, running, send, serve_until_exit, wait_until_gone
+from tests.support.serving import (
+    COMMAND,
+    Serving,
+    curl_lines,
+    port_options,
+    running,
+    send,
+    serve_until_exit,
+    wait_until_gone,
+)
 from tests.support.slow_model import slow_model
 
 STOP_LIMIT_S = 20.0
@@ -243,3 +254,43 @@ def test_folder_without_model_folders_is_refused(tmp_path: Path) -> None:
     result = serve_until_exit(tmp_path)
     assert result.returncode == 2
     assert f"there is no model folder in {tmp_path}: copy one in" in result.stderr
+
+
+@pytest.mark.full
+def test_a_killed_server_ends_the_command_with_a_sentence(serving: Serving) -> None:
+    serving.wait_for("/v1/")
+    [server] = [pid for pid in serving.descendants() if b"tritonserver\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(server, signal.SIGKILL)
+    assert serving.process.wait(30) == 1
+    assert "error: server_failed: tritonserver exited by signal 9 (Killed)" in serving.output()
+
+
+@pytest.mark.full
+def test_a_built_wheel_serves_from_an_empty_folder(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
+    subprocess.run([*build, tmp_path, ROOT], check=True, capture_output=True)
+    [wheel] = tmp_path.glob("*.whl")
+    installed, empty = tmp_path / "installed", tmp_path / "empty"
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(installed)
+    empty.mkdir()
+    command = [sys.executable, "-m", "hf_triton.cli"]
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    shown = subprocess.run([*command, "--help"], cwd=empty, env=environment, capture_output=True, text=True, check=True)
+    assert "serve" in shown.stdout
+    ports = free_ports(4)
+    output = tmp_path / "output"
+    with output.open("wb") as log:
+        options = port_options(ports)
+        process = subprocess.Popen([*command, "serve", *options], cwd=empty, env=environment, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 60
+        while "/v1/" not in output.read_text():
+            assert process.poll() is None, output.read_text()
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.2)
+        assert SENTENCE.search(send(curl_lines(output.read_text())[0]))
+    finally:
+        process.terminate()
+        process.wait(30)
+    assert list(empty.iterdir()) == []

@@ -33,7 +33,9 @@ def hub(checkpoint: Path) -> Iterator[LoopbackHub]:
 
 def ask(port: int, path: str, body: dict[str, object] | None = None, **headers: str) -> dict[str, object]:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json", **headers}
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         loaded: dict[str, object] = json.load(answer)
         return loaded
@@ -77,8 +79,9 @@ def test_explicit_mode_and_restricted_apis(checkpoint: Path, tmp_path: Path) -> 
     repository.mkdir()
     (tmp_path / "tiny").rename(repository / "tiny")
     restricted = "--http-restricted-api=health,metadata,model-repository:secret=open"
-    flags = ["--", "--model-control-mode=explicit", restricted]
-    with running(str(repository), "--no-openai", *flags, output=tmp_path / "output") as serving:
+    protocol = "--grpc-restricted-protocol=inference,model-repository,model-config,health:key=key-to-be-kept"
+    flags = ["--", "--model-control-mode=explicit", restricted, protocol]
+    with running(str(repository), *flags, output=tmp_path / "output") as serving:
         serving.wait_for("no model is loaded: `hf-triton load NAME` loads one")
         with pytest.raises(urllib.error.HTTPError, match="403"):
             ask(serving.http_port, "/v2/repository/index", {})
@@ -88,6 +91,9 @@ def test_explicit_mode_and_restricted_apis(checkpoint: Path, tmp_path: Path) -> 
         with urllib.request.urlopen(load, timeout=60):
             pass
         assert generate(serving.http_port, "tiny")
+        answer = ask(serving.openai_port, "/v1/completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 2})
+        assert answer["choices"]
+    assert "key-to-be-kept" not in (tmp_path / "output").read_text()
 
 
 @pytest.mark.full
