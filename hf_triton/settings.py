@@ -73,7 +73,7 @@ class FormerValue:
 
 ADAPTER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names of LoRA adapters; a colon stands between a model's and an adapter's."""
-TaskName = Literal["text-generation", "embeddings", "feature-extraction"]
+TaskName = Literal["text-generation", "embeddings", "feature-extraction", "text-classification"]
 
 
 class ModelSettings(BaseModel):
@@ -89,7 +89,8 @@ class ModelSettings(BaseModel):
 
     task: TaskName | None = None
     """What the model does. By default what the checkpoint's files say: `embeddings` for models of
-    sentence-transformers and encoders without a head, otherwise `text-generation`. `feature-extraction` must be set."""
+    sentence-transformers and encoders without a head, otherwise what the model's head is for. `feature-extraction` must
+    be set."""
 
     revision: Annotated[str, annotated_types.MinLen(1)] = "main"
     """Branch, tag or commit of the model on the Hub. Only a 40-digit commit never changes."""

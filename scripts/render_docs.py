@@ -30,6 +30,7 @@ from hf_triton.settings import DoorSettings, FormerName, ModelSettings
 from hf_triton.tasks.embeddings import EmbeddingOptions
 from hf_triton.tasks.metrics import METRICS
 from hf_triton.tasks.registry import ENCODER_TASKS, encoder_task
+from hf_triton.tasks.text_classification import ClassificationOptions
 from hf_triton.tasks.text_generation.response_template import shipped_markers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,6 +191,7 @@ def parts() -> Mapping[str, str]:
         "response templates": response_templates_table(),
         "encoder tasks": encoder_tasks_table(),
         "embedding parameters": table(EmbeddingOptions),
+        "text classification parameters": table(ClassificationOptions),
         "codes": codes_table(),
         "metrics": metrics_table(),
         "openai fields": openai_fields_table(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -12,9 +13,9 @@ from typing import Final
 import click
 
 from hf_triton.errors import SettingsError, clip
-from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
+from hf_triton.settings import LoadedSettings, ModelSettings, TaskName, load_settings
 
-TASKS: Final = ("text-generation",)
+TASKS: Final[tuple[str, ...]] = typing.get_args(TaskName)
 DECOUPLED: Final = "model_transaction_policy { decoupled: true }\n"
 MODEL: Final = '''# SPDX-License-Identifier: Apache-2.0
 import hf_triton
@@ -110,9 +111,22 @@ def read_settings(context: click.Context, option: click.Parameter, values: Seque
     return settings
 
 
+def with_task(settings: Mapping[str, str], task: str | None) -> Mapping[str, str]:
+    """The settings of a command, and its `--task` among them.
+
+    Raises:
+        click.UsageError: The task is given twice.
+    """
+    if task is None:
+        return settings
+    if "task" in settings:
+        raise click.UsageError("task is given twice, by --task and by --set: leave one out")
+    return {**settings, "task": task}
+
+
 SET: Final = click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", callback=read_settings, help="A setting. Repeatable."
 )
 TASK: Final = click.option(
-    "--task", type=click.Choice(TASKS), default=TASKS[0], show_default=True, help="What the model does."
+    "--task", type=click.Choice(TASKS), help="What the model does. By default what the checkpoint's files say."
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from hf_triton.cli.doors import DOOR_FOLDER
-from hf_triton.cli.model_folder import SET, TASK, model_settings, write_model_folder
+from hf_triton.cli.model_folder import SET, TASK, model_settings, with_task, write_model_folder
 from hf_triton.errors import clip
 from hf_triton.server import is_shell_safe
 from hf_triton.stream_door.model import SUFFIX
@@ -31,7 +31,7 @@ from hf_triton.stream_door.model import SUFFIX
 @TASK
 @SET
 def new(
-    name: str, model: str, into: Path, stream: bool, stream_door: bool, task: str, settings: Mapping[str, str]
+    name: str, model: str, into: Path, stream: bool, stream_door: bool, task: str | None, settings: Mapping[str, str]
 ) -> None:
     """Write the model folder NAME."""
     if stream and stream_door:
@@ -42,7 +42,7 @@ def new(
     for folder in folders:
         if folder.exists():
             raise click.UsageError(f"{folder} exists: choose another name, or remove it")
-    write_model_folder(folders[0], model_settings(model, settings), stream=stream)
+    write_model_folder(folders[0], model_settings(model, with_task(settings, task)), stream=stream)
     for door in folders[1:]:
         shutil.copytree(DOOR_FOLDER, door, ignore=shutil.ignore_patterns("__pycache__"))
     click.echo(f"Wrote {' and '.join(map(str, folders))}. Serve it: hf-triton serve {folders[0]}")

@@ -18,7 +18,7 @@ from hf_triton.cli.examples import TRY, choose_folder, example_requests, openai_
 from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
 from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.gateway_options import BESIDE_TRITON, gateway_options, read_config
-from hf_triton.cli.model_folder import SET, TASK
+from hf_triton.cli.model_folder import SET, TASK, with_task
 from hf_triton.cli.openai import require_gateway
 from hf_triton.cli.ports import PORT, check_ports
 from hf_triton.cli.repositories import served_repository
@@ -75,7 +75,7 @@ Examples:
 def serve(
     what: Sequence[str],
     stream: bool,
-    task: str,
+    task: str | None,
     settings: Mapping[str, str],
     host: str,
     http_port: int,
@@ -95,9 +95,10 @@ def serve(
     of tritonserver itself follow behind `--`.
     """
     what, flags = split_flags(what)
+    settings = with_task(settings, task)
     _check_flags(flags)
     if not what and (settings or stream):
-        raise click.UsageError("--set and --stream are for models: name one")
+        raise click.UsageError("--set, --task and --stream are for models: name one")
     ports = {"--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port}
     check_ports(ports | ({"--openai-port": openai_port} if openai else {}))
     log = sys.stderr.fileno() if verbose or what else None

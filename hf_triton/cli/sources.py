@@ -69,8 +69,9 @@ def model_repository(what: Sequence[str], settings: Mapping[str, str], *, stream
 
 def _refuse_settings(word: str, settings: Mapping[str, str], *, stream: bool) -> None:
     if settings or stream:
-        option = "--set" if settings else "--stream"
-        raise click.UsageError(f"{option} is for models without a folder: edit the config.pbtxt in {word}")
+        raise click.UsageError(
+            f"--set, --task and --stream are for models without a folder: edit the config.pbtxt in {word}"
+        )
 
 
 def _link(folder: Path, repository: Path) -> None:

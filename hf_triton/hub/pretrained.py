@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import typing
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +18,7 @@ from typing import Any, Final
 from hf_triton.errors import CheckpointError, LoadError
 from hf_triton.hub.failures import explain_load
 from hf_triton.hub.kind import find_task
-from hf_triton.settings import ModelSettings
+from hf_triton.settings import ModelSettings, TaskName
 
 CHAT_TEMPLATE: Final = "chat_template.json"
 """Older image processors keep their chat template here, which tokenizers do not read."""
@@ -134,13 +135,16 @@ def _check_generates(folder: Path, settings: ModelSettings, config: Any) -> None
     if task in (None, "text-generation") or (settings.task == "text-generation" and task == "embeddings"):
         return
     about = f"{settings.huggingface_model} is a {_architectures(config)} according to its config.json"
-    if task == "embeddings":
-        raise CheckpointError(
-            "unsupported_model",
-            f"{about}, a model for embeddings that was not on disk when the folder's inputs were declared: set task to "
-            "embeddings, or load the folder again",
+    if task not in typing.get_args(TaskName):
+        advice = "which does not generate text: choose a model that does"
+    elif settings.task is not None:
+        advice = f"which does not generate text: set task to {task}, or choose a model that does"
+    else:
+        advice = (
+            f"a model for {task} that was not on disk when the folder's inputs were declared: set task to {task}, or "
+            "load the folder again"
         )
-    raise CheckpointError("unsupported_model", f"{about}, which does not generate text: choose a model that does")
+    raise CheckpointError("unsupported_model", f"{about}, {advice}")
 
 
 def _architectures(config: Any) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ENCODER_TASKS: Final[dict[str, str]] = {
     "embeddings": "Embeddings",
     "feature-extraction": "FeatureExtraction",
+    "text-classification": "TextClassification",
 }
 """Each is a class in the module of its own name, with underscores."""
 

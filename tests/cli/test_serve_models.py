@@ -112,8 +112,8 @@ WRONG = {
     "unknown setting": ([NAME, "--set", "max_output_lenght=3"], 2, "did you mean 'max_output_length'?"),
     "impossible setting": ([NAME, "--set", "max_output_length=-3"], 2, "max_output_length"),
     "set without value": ([NAME, "--set", "revision"], 2, "must be KEY=VALUE"),
-    "set without model": (["--set", "revision=main"], 2, "--set and --stream are for models: name one"),
-    "unknown task": ([NAME, "--task", "translation"], 2, "'translation' is not 'text-generation'"),
+    "set without model": (["--set", "revision=main"], 2, "--set, --task and --stream are for models: name one"),
+    "unknown task": ([NAME, "--task", "translation"], 2, "'translation' is not one of 'text-generation', 'embeddings'"),
     "own flag": ([NAME, "--", "--http-port=1"], 2, "give --http-port before --"),
     "flag apart from its value": ([NAME, "--", "--log-verbose", "1"], 2, "write --flag=value"),
 }

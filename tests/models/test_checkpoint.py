@@ -99,12 +99,19 @@ def test_mismatched_tensors_are_refused(checkpoint: Path, damage: Callable[[Path
     assert words in refused.sentence
 
 
-@pytest.mark.parametrize("kind", ["BertForMaskedLM", "LlamaForSequenceClassification", "LlamaForTokenClassification"])
+OTHER_TASKS = {"LlamaForSequenceClassification": "text-classification"}
+
+
+@pytest.mark.parametrize("kind", OTHER_TASKS)
 def test_model_for_another_task_is_refused_by_name(checkpoint: Path, kind: str) -> None:
     edit(checkpoint / "config.json", architectures=[kind])
-    refused = reason(checkpoint)
-    assert refused.code == "unsupported_model"
-    assert f"is a {kind} according to its config.json, which does not generate text" in refused.sentence
+    for settings, advice in (
+        ({}, f"a model for {OTHER_TASKS[kind]} that was not on disk when the folder's inputs were declared: set task"),
+        ({"task": "text-generation"}, f"which does not generate text: set task to {OTHER_TASKS[kind]}, or choose"),
+    ):
+        refused = reason(checkpoint, **settings)
+        assert refused.code == "unsupported_model"
+        assert f"is a {kind} according to its config.json, {advice}" in refused.sentence
 
 
 def test_extra_tensors_may_be_allowed_and_other_faults_not(checkpoint: Path) -> None:

@@ -76,10 +76,16 @@ HEADS: dict[str, tuple[str, tuple[str, ...], bool]] = {
 """By head: the class that loads it, its outputs, and whether they are per token."""
 
 
-def build_model(family: str, head: str) -> Any:
-    """A model in eval mode; its weights are large enough that every token matters to the others."""
+def build_model(family: str, head: str, **overrides: Any) -> Any:
+    """A model in eval mode; its weights are large enough that every token matters to the others.
+
+    Args:
+        family: Of `PACKED`, `PADDED` or `ALONE`.
+        head: Of `HEADS`.
+        **overrides: Further settings of its config.
+    """
     name, settings = (PACKED | PADDED | ALONE)[family]
-    config = getattr(transformers, name)(**settings | ({"num_labels": 2} if head == "answers" else {}))
+    config = getattr(transformers, name)(**settings | ({"num_labels": 2} if head == "answers" else {}) | overrides)
     torch.manual_seed(0)
     model = getattr(transformers, HEADS[head][0]).from_config(config).eval()
     with torch.no_grad():

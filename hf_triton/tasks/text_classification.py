@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text classification: the labels of a text, or of a pair of texts, with scores as transformers' pipeline has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import annotated_types
+
+from hf_triton.errors import RequestError
+from hf_triton.protocol.prompts import Limits
+from hf_triton.protocol.task_declaration import JSON_OUTPUT, TaskDeclaration, TaskOptions, TaskOutput, TextInput
+from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
+from hf_triton.protocol.tensors import Array
+from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
+from hf_triton.tasks.scores import Floats, best_first, sigmoid, softmax
+
+ScoreFunction = Literal["softmax", "sigmoid", "none"]
+FUNCTIONS: Final[Mapping[ScoreFunction, Callable[[Floats], Floats]]] = {
+    "softmax": softmax,
+    "sigmoid": sigmoid,
+    "none": lambda logits: logits,
+}
+MLSERVER_INPUT: Final = "args"
+TEXT: Final = "text"
+PAIR: Final = "text_pair"
+
+
+class ClassificationOptions(TaskOptions):
+    """Request parameters of text-classification."""
+
+    top_k: Annotated[int, annotated_types.Ge(1)] | None = None
+    """How many labels to return, the best first; at most as many as the model has. By default the best one."""
+
+    function_to_apply: ScoreFunction | None = None
+    """What makes scores of logits. By default as transformers' pipeline chooses: `none` for regression, `sigmoid` if
+    several labels may hold at a time or there is only one, otherwise `softmax`."""
+
+
+class TextClassification(EncoderTask[ClassificationOptions]):
+    """See `EncoderTask`."""
+
+    declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
+        name="text-classification",
+        texts=(
+            TextInput(TEXT, "the texts", (MLSERVER_INPUT, "text_input", "text_inputs", "input", "inputs")),
+            TextInput(PAIR, "a second text for each, of models that compare two", is_optional=True),
+        ),
+        outputs={
+            "label": TaskOutput("TYPE_STRING", "the best label, or the `top_k` best", num_dims=1),
+            "score": TaskOutput("TYPE_FP32", "their scores", num_dims=1),
+        },
+        options=ClassificationOptions,
+        has_json=False,
+    )
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+
+    def read(
+        self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
+    ) -> TaskRequest[ClassificationOptions]:
+        """See `EncoderTask`. A client of MLServer, which sends `args`, gets `output` as MLServer answers."""
+        request = super().read(inputs, parameters, limits)
+        top_k, num_labels = request.options.top_k, self.config.num_labels
+        if top_k is not None and top_k > num_labels:
+            raise RequestError("invalid_parameter", f"top_k must be an integer >= 1 and <= {num_labels}, got {top_k}")
+        return dataclasses.replace(request, default_outputs=(JSON_OUTPUT,)) if MLSERVER_INPUT in inputs else request
+
+    def encode(self, row: Row, options: ClassificationOptions) -> EncodedRow:
+        """See `EncoderTask`."""
+        return EncodedRow([self.to_input(self.tokenize(row[TEXT], row.get(PAIR), truncate=options.truncate))])
+
+    def decode(self, encoded: EncodedRow, options: ClassificationOptions, outputs: list[Floats]) -> TaskResult:
+        """See `EncoderTask`. JSON is an object, or an array of them if `top_k` is given."""
+        scores = self._scores(outputs[0], options.function_to_apply)
+        best = best_first(scores)[: options.top_k or 1]
+        labels = [self.label(index) for index in best]
+        objects = [{"label": label, "score": score} for label, score in zip(labels, scores[best].tolist(), strict=True)]
+        return TaskResult(
+            json=objects[0] if options.top_k is None else objects, tensors={"label": labels, "score": scores[best]}
+        )
+
+    def _scores(self, logits: Floats, function: ScoreFunction | None) -> Floats:
+        problem = self.config.problem_type
+        if function is None and problem == "regression":
+            function = "none"
+        elif function is None:
+            is_multi_label = problem == "multi_label_classification" or self.config.num_labels == 1
+            function = "sigmoid" if is_multi_label else "softmax"
+        return FUNCTIONS[function](logits)
