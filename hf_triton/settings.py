@@ -73,7 +73,17 @@ class FormerValue:
 
 ADAPTER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names of LoRA adapters; a colon stands between a model's and an adapter's."""
-TaskName = Literal["text-generation", "embeddings", "feature-extraction", "text-classification"]
+TaskName = Literal[
+    "text-generation",
+    "embeddings",
+    "rerank",
+    "text-classification",
+    "token-classification",
+    "question-answering",
+    "fill-mask",
+    "zero-shot-classification",
+    "feature-extraction",
+]
 
 
 class ModelSettings(BaseModel):

@@ -11,8 +11,8 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic
 
 import numpy.typing as npt
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.settings import ModelSettings
+
+
+NUM_WINDOW_TOKENIZERS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class EncoderTask(ABC, Generic[Options]):
         self.config = checkpoint.model.config
         self.max_length = checkpoint.context_length
         self.settings = settings
+        self._window_tokenizer = lru_cache(NUM_WINDOW_TOKENIZERS)(self._make_window_tokenizer)
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
@@ -111,6 +115,21 @@ class EncoderTask(ABC, Generic[Options]):
             outputs: For each of `encoded.inputs`, what `reduce` returned, float32.
         """
 
+    def windows(self, text: str, pair: str | None = None, *, length: int, stride: int) -> list[Any]:
+        """Tokenize a text, or the second of a pair, in overlapping windows.
+
+        Args:
+            text: The text; of a pair, it stands in every window.
+            pair: The second text.
+            length: Tokens of a window at most, special tokens and the first text of a pair included.
+            stride: Tokens that two windows share; it leaves room for one more in a window.
+
+        Returns:
+            An `Encoding` for each window; offsets are those of the whole text.
+        """
+        encoding = self._window_tokenizer(length, stride, pair is not None).encode(text, pair)
+        return [encoding, *encoding.overflowing]
+
     def tokenize(self, text: str, pair: str | None = None, *, truncate: bool | None = None) -> Any:
         """Tokenize a text or a pair, special tokens included.
 
@@ -145,6 +164,12 @@ class EncoderTask(ABC, Generic[Options]):
         tokenizer = copy.deepcopy(self.tokenizer.backend_tokenizer)
         tokenizer.no_padding()
         tokenizer.no_truncation()
+        return tokenizer
+
+    def _make_window_tokenizer(self, length: int, stride: int, is_pair: bool) -> Any:
+        tokenizer = copy.deepcopy(self._whole)
+        strategy = "only_second" if is_pair else "longest_first"
+        tokenizer.enable_truncation(length, stride=stride, strategy=strategy)
         return tokenizer
 
     @cached_property

@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 
 ENCODER_TASKS: Final[dict[str, str]] = {
     "embeddings": "Embeddings",
-    "feature-extraction": "FeatureExtraction",
+    "rerank": "Rerank",
     "text-classification": "TextClassification",
+    "token-classification": "TokenClassification",
+    "question-answering": "QuestionAnswering",
+    "fill-mask": "FillMask",
+    "zero-shot-classification": "ZeroShotClassification",
+    "feature-extraction": "FeatureExtraction",
 }
 """Each is a class in the module of its own name, with underscores."""
 

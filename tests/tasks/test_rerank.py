@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of documents equal those of sentence-transformers' CrossEncoder."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from hf_triton.errors import CheckpointError, RequestError
+from hf_triton.protocol.tensors import Array, encode_strings
+from hf_triton.tasks.rerank import Rerank
+from tests.support.sentence_checkpoints import quietly
+from tests.support.tasks import FAMILIES, TEXTS, Served, save_task_checkpoint
+
+QUERY = "Where does Anna live?"
+IDENTITY = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.0.0"}}
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Served, Path]]]:
+    started: dict[str, tuple[Served, Path]] = {}
+
+    def serve(family: str = "bert", **config: Any) -> tuple[Served, Path]:
+        name = f"{family}{config}"
+        if name not in started:
+            folder = tmp_path_factory.mktemp("model")
+            save_task_checkpoint(folder, family, "sequence", **{"num_labels": 1, **config})
+            started[name] = Served(folder, Rerank), folder
+        return started[name]
+
+    yield serve
+    for served, _ in started.values():
+        served.forward.release()
+
+
+def strings(texts: list[str]) -> Array:
+    return encode_strings(texts, (len(texts),))
+
+
+def cross_encoder(folder: Path, pairs: list[tuple[str, str]]) -> npt.NDArray[Any]:
+    from sentence_transformers import CrossEncoder
+
+    with quietly():
+        scores: npt.NDArray[Any] = CrossEncoder(str(folder), device="cpu").predict(pairs)
+    return scores
+
+
+@pytest.mark.parametrize("config", [{}, IDENTITY], ids=["sigmoid", "identity"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_equal_those_of_a_cross_encoder(
+    family: str, config: dict[str, Any], serve: Callable[..., tuple[Served, Path]]
+) -> None:
+    served, folder = serve(family, **config)
+    outputs = served.ask({"query": strings([QUERY]), "documents": strings(TEXTS)})
+    assert (outputs["score"].shape, outputs["score"].dtype) == ((4,), np.float32)
+    np.testing.assert_allclose(outputs["score"], cross_encoder(folder, [(QUERY, text) for text in TEXTS]), atol=1e-5)
+
+
+def test_raw_scores_are_logits_in_the_same_order(serve: Callable[..., tuple[Served, Path]]) -> None:
+    inputs = {"query": strings([QUERY]), "documents": strings(TEXTS)}
+    served, _ = serve()
+    plain, raw = served.ask(inputs)["score"], served.ask(inputs, raw_scores=True)["score"]
+    np.testing.assert_allclose(plain, 1 / (1 + np.exp(-raw)), atol=1e-6)
+
+
+def test_each_document_may_have_its_own_query(serve: Callable[..., tuple[Served, Path]]) -> None:
+    served, folder = serve()
+    queries = list(reversed(TEXTS))
+    outputs = served.ask({"query": strings(queries), "documents": strings(TEXTS)})
+    np.testing.assert_allclose(
+        outputs["score"], cross_encoder(folder, list(zip(queries, TEXTS, strict=True))), atol=1e-5
+    )
+
+
+def test_long_documents_are_cut_as_a_cross_encoder_cuts(serve: Callable[..., tuple[Served, Path]]) -> None:
+    served, folder = serve()
+    long = " ".join(TEXTS * 5)
+    outputs = served.ask({"query": strings([QUERY]), "documents": strings([long])}, truncate=True)
+    np.testing.assert_allclose(outputs["score"], cross_encoder(folder, [(QUERY, long)]), atol=1e-5)
+
+
+REFUSED: dict[str, tuple[dict[str, Array], dict[str, object], str]] = {
+    "no documents": ({"query": strings([QUERY])}, {}, "documents is missing: rerank needs documents"),
+    "no query": ({"documents": strings(TEXTS)}, {}, "query is missing: rerank needs query"),
+    "an empty list": ({"query": strings([QUERY]), "documents": strings([])}, {}, "documents holds no text"),
+    "numbers": ({"query": strings([QUERY]), "documents": np.array([1.0])}, {}, r"must be strings \(BYTES\)"),
+    "too many": (
+        {"query": strings([QUERY]), "documents": strings(["a"] * 101)},
+        {},
+        "holds 101 texts, more than the 100",
+    ),
+    "unequal numbers": (
+        {"query": strings(["a", "b"]), "documents": strings(["a", "b", "c"])},
+        {},
+        "got 2 of query and 3 of documents",
+    ),
+    "too long": (
+        {"query": strings([QUERY]), "documents": strings(["bad " * 200])},
+        {},
+        "tokens, more than the 130 of the model: shorten it, or set truncate to true",
+    ),
+    "a generation parameter": (
+        {"query": strings([QUERY]), "documents": strings(["a"])},
+        {"top_p": 0.5},
+        "top_p is a parameter of text generation",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_requests_are_refused_in_a_sentence(case: str, serve: Callable[..., tuple[Served, Path]]) -> None:
+    inputs, parameters, sentence = REFUSED[case]
+    with pytest.raises(RequestError, match=sentence):
+        serve()[0].ask(inputs, **parameters)
+
+
+def test_models_that_score_otherwise_are_refused(tmp_path: Path) -> None:
+    for place, (config, words) in enumerate(
+        [
+            ({"num_labels": 3}, "has 3 labels, and rerank needs a model with one"),
+            (
+                {"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}},
+                "makes scores by torch.nn.modules.activation.Tanh",
+            ),
+        ]
+    ):
+        folder = save_task_checkpoint(tmp_path / str(place), "bert", "sequence", **config)
+        with pytest.raises(CheckpointError, match=words):
+            Served(folder, Rerank)
