@@ -25,12 +25,11 @@ from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.ports import missing_ports
 from hf_triton.protocol.structured_output import GRAMMARS
+from hf_triton.protocol.task_declaration import TaskOptions
 from hf_triton.protocol.validation import allowed, table
 from hf_triton.settings import DoorSettings, FormerName, ModelSettings
-from hf_triton.tasks.embeddings import EmbeddingOptions
 from hf_triton.tasks.metrics import METRICS
 from hf_triton.tasks.registry import ENCODER_TASKS, encoder_task
-from hf_triton.tasks.text_classification import ClassificationOptions
 from hf_triton.tasks.text_generation.response_template import shipped_markers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,6 +102,12 @@ def encoder_tasks_table() -> str:
         parameters = ", ".join(f"`{option}`" for option in task.declaration.options.model_fields)
         rows.append(f"| `{name}` | {texts} | {outputs} | {parameters} |")
     return "\n".join(["| task | inputs | outputs | parameters |", "|---|---|---|---|", *rows])
+
+
+def task_parameters_tables() -> dict[str, str]:
+    """The request parameters of each task of an encoder that has some of its own."""
+    options = {name: task.declaration.options for name in ENCODER_TASKS if (task := encoder_task(name))}
+    return {f"{name} parameters": table(own) for name, own in options.items() if own is not TaskOptions}
 
 
 def codes_table() -> str:
@@ -190,8 +195,7 @@ def parts() -> Mapping[str, str]:
         **ports_tables(),
         "response templates": response_templates_table(),
         "encoder tasks": encoder_tasks_table(),
-        "embedding parameters": table(EmbeddingOptions),
-        "text classification parameters": table(ClassificationOptions),
+        **task_parameters_tables(),
         "codes": codes_table(),
         "metrics": metrics_table(),
         "openai fields": openai_fields_table(),

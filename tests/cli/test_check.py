@@ -105,6 +105,7 @@ def keep_only(folder: Path, name: str) -> None:
 
 def of_another_task(folder: Path) -> None:
     edit_json(checkpoint_of(folder) / "config.json", architectures=["LlamaForTokenClassification"])
+    add(folder, "task", "text-generation")
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
