@@ -115,9 +115,11 @@ class Triton:
             HfTritonError: It does not exist, is not ready or generates no text; or Triton cannot be reached.
         """
         from hf_triton.openai.errors import ApiError
+        from hf_triton.openai.triton_messages import TEXT_GENERATION
 
         try:
-            served = {model.name: model for model in await models.models()}
+            generating = (TEXT_GENERATION, None)
+            served = {model.name: model for model in await models.models() if model.folder.task in generating}
         except ApiError as error:
             if error.code == "unavailable":
                 self.index()  # says more

@@ -11,7 +11,7 @@ from typing import Final
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from hf_triton.openai import chat, completions, health, messages, models, other_tasks, responses, tokenize
+from hf_triton.openai import chat, completions, embeddings, health, messages, models, responses, scores, tokenize
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.errors import RESPONSES, install_handlers
 from hf_triton.openai.gateway import Gateway
@@ -33,7 +33,8 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     responses.router,
     messages.router,
     tokenize.router,
-    other_tasks.router,
+    embeddings.router,
+    scores.router,
     health.router,
 )
 """One for each module of endpoints."""

@@ -35,6 +35,8 @@ async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
 def _describe(model: Model) -> list[dict[str, Any]]:
     """A model, and each of its LoRA adapters as a model whose parent it is."""
     described = {"id": model.name, "object": "model", "created": model.created_s, "owned_by": "hf_triton"}
+    if model.folder.task is not None:  # that of a model which was never loaded is not known
+        described["task"] = model.folder.task
     if model.is_loaded is not None:
         described["loaded"] = model.is_loaded
     adapters = (f"{model.name}{ADAPTER_MARK}{name}" for name in model.folder.adapters)

@@ -20,6 +20,7 @@ from hf_triton.openai.tracing import caller
 from hf_triton.openai.triton_messages import (
     ADAPTER_MARK,
     DOOR_SUFFIX,
+    ENDPOINTS,
     TEXT_GENERATION,
     Folder,
     Generation,
@@ -156,21 +157,23 @@ class TritonModels:
             raise model_not_found(name)
         return self._models[name]
 
-    async def folder(self, name: str, *, is_stream: bool = False) -> Folder:
+    async def folder(self, name: str, *, task: str = TEXT_GENERATION, is_stream: bool = False) -> Folder:
         """The folder that answers a model's requests; with loading on demand, as it was when it was last loaded.
 
         Raises:
-            ApiError: The model does not exist or does not stream, or Triton cannot be reached.
+            ApiError: The model does not exist, has another task or does not stream, or Triton cannot be reached.
         """
         name = name.partition(ADAPTER_MARK)[0]
         seen = self._seen.get(name) if self._on_demand is not None else None
         if seen is not None and (folder := seen.door if is_stream else seen.folder) is not None and folder.inputs:
+            _check_task(folder, task)
             return folder
         async with self._in_use(name):
-            return await self._folder(name, is_stream=is_stream)
+            return await self._folder(name, task, is_stream=is_stream)
 
-    async def _folder(self, name: str, *, is_stream: bool) -> Folder:
+    async def _folder(self, name: str, task: str, *, is_stream: bool) -> Folder:
         model = await self._model(name)
+        _check_task(model.folder, task)
         if not is_stream:
             return model.folder
         if model.door is None:
@@ -255,7 +258,7 @@ class TritonModels:
             return await self._generate(generation, use.left_s)
 
     async def _generate(self, generation: Generation | TextRequest, timeout_s: float) -> Outputs:
-        folder = await self._folder(generation.model_name, is_stream=False)
+        folder = await self._folder(generation.model_name, generation.task, is_stream=False)
         if folder.is_decoupled:  # such folders refuse ModelInfer
             responses = [response async for response in self._stream(folder, generation, timeout_s, is_stream=False)]
             return responses[-1]
@@ -278,7 +281,7 @@ class TritonModels:
             has_started = False
             async with self._in_use(generation.model_name) as use:
                 try:
-                    folder = await self._folder(generation.model_name, is_stream=True)
+                    folder = await self._folder(generation.model_name, generation.task, is_stream=True)
                     async with contextlib.aclosing(
                         self._stream(folder, generation, use.left_s, is_stream=True)
                     ) as responses:
@@ -357,6 +360,22 @@ _HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
 }
 
 
+def _check_task(folder: Folder, task: str) -> None:
+    """Refuse a request to a model of another task.
+
+    Raises:
+        ApiError: Says where such a model is asked.
+    """
+    if folder.task in (task, None):
+        return
+    raise ApiError(
+        400,
+        f"the model '{folder.name}' is for {folder.task}, not for {task}: POST {ENDPOINTS[folder.task]}",
+        param="model",
+        code="wrong_task",
+    )
+
+
 def _unknown_model(name: str) -> Model:
     """A model that was never loaded: its config is not known."""
     return Model(Folder(name, 0, False, frozenset(), frozenset(), {}), None, int(time.time()))
@@ -367,7 +386,7 @@ def _models(folders: Mapping[str, Folder], known: Mapping[str, Model]) -> dict[s
     doors = {folder.stream_of: folder for folder in folders.values() if folder.stream_of}
     models = {}
     for name, folder in folders.items():
-        if folder.task != TEXT_GENERATION or folder.stream_of:
+        if folder.task is None or folder.stream_of:
             continue
         created_s = known[name].created_s if name in known else int(time.time())
         models[name] = Model(folder, folder if folder.is_decoupled else doors.get(name), created_s)

@@ -27,6 +27,13 @@ RERANK: Final = "rerank"
 CLASSIFICATION: Final = "text-classification"
 EMBEDDING: Final = "embedding"
 """The output of a model for embeddings."""
+ENDPOINTS: Final[Mapping[str, str]] = {
+    TEXT_GENERATION: "/v1/chat/completions",
+    EMBEDDINGS: "/v1/embeddings",
+    RERANK: "/v1/rerank",
+    CLASSIFICATION: "/v1/classify",
+}
+"""Where models of each task are asked."""
 FORMATS: Final[Mapping[str, str]] = {"UINT32": "I", "INT32": "i", "FP32": "f", "INT64": "q", "UINT64": "Q"}
 
 Outputs: TypeAlias = dict[str, list[Any]]
@@ -63,7 +70,7 @@ class Folder:
             return EMBEDDINGS
         if self.inputs >= {"query", "documents"}:
             return RERANK
-        if self.outputs >= {"label", "score"} and "text" in self.inputs:
+        if self.outputs >= {"label", "score"} and "text" in self.inputs and "candidate_labels" not in self.inputs:
             return CLASSIFICATION
         generates = PROMPT in self.inputs and not self.outputs.isdisjoint(TEXT_OUTPUTS)
         return TEXT_GENERATION if generates else None
@@ -92,6 +99,7 @@ class TextRequest:
 
     model: str
     request_id: str
+    task: str
     texts: Mapping[str, Sequence[str]]
     """The texts of each input."""
     outputs: Sequence[str]
@@ -101,6 +109,8 @@ class TextRequest:
     """The client's names of our parameters, for error messages."""
     fields: Collection[str] = ()
     """The client's names of all fields."""
+    first_row: int = 0
+    """The number of its first text among the client's."""
 
     @property
     def model_name(self) -> str:
@@ -129,6 +139,11 @@ class Generation:
     """The client's names of our parameters, for error messages."""
     fields: Collection[str] = ()
     """The client's names of all fields."""
+
+    @property
+    def task(self) -> str:
+        """What the model must do."""
+        return TEXT_GENERATION
 
     @property
     def model_name(self) -> str:

@@ -32,10 +32,3 @@ def test_request_id_goes_in_and_out(gateway: GatewayThread, sent: str, is_kept: 
     got = answer.headers["x-request-id"]
     assert (got == sent) is is_kept
     assert answer.json()["id"] == f"cmpl-{got}"
-
-
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify"])
-def test_tasks_that_no_folder_has_are_refused(gateway: GatewayThread, path: str) -> None:
-    answer = httpx.post(gateway.url + path, json={"model": "demo", "input": "a"})
-    assert answer.status_code == 404
-    assert answer.json()["error"]["code"] == "task_not_served"

@@ -13,7 +13,8 @@ export class ApiError extends Error {
 /** The names of the models. */
 export async function listModels(key) {
   const response = await call("v1/models", key);
-  return (await response.json()).data.map((model) => model.id);
+  const models = (await response.json()).data;
+  return models.filter((model) => (model.task ?? "text-generation") === "text-generation").map((model) => model.id);
 }
 
 /** POST a body and yield the stream's chunks. */

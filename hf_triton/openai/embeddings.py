@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/embeddings`: vectors of texts or of token ids, from model folders of the task embeddings."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import annotated_types
+from fastapi import APIRouter, Request
+
+from hf_triton.openai.encoders import EncoderFields, encode, text_list, usage_of
+from hf_triton.openai.errors import RESPONSES, ApiError
+from hf_triton.openai.gateway import request_id_of
+from hf_triton.openai.triton_messages import EMBEDDING, EMBEDDINGS
+
+router = APIRouter()
+
+
+class EmbeddingRequest(EncoderFields):
+    """OpenAI's fields, and some of the model's own."""
+
+    input: str | list[str] | list[int] | list[list[int]]
+    """A text, token ids, or a list of them."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    """`base64` gives each vector as the bytes of its float32 numbers, little-endian."""
+
+    dimensions: Annotated[int, annotated_types.Ge(1)] | None = None
+    """To how many dimensions a vector is cut; for models that were trained so."""
+
+    prompt_name: str | None = None
+    """Name of the prompt that the model puts before each text, such as `query`."""
+
+    normalize: bool | None = None
+    """Whether a vector has length 1. By default as the model says."""
+
+    def texts(self) -> tuple[str, list[str]]:
+        """The name of the model's input, and the texts or the JSON of token ids.
+
+        Raises:
+            ApiError: There is no text, or one is empty.
+        """
+        given = self.input
+        if isinstance(given, str):
+            return "text", text_list("input", given)
+        strings = [each for each in given if isinstance(each, str)]
+        if strings or not given:
+            return "text", text_list("input", strings)
+        whole = [[each for each in given if isinstance(each, int)]]
+        lists = [each for each in given if isinstance(each, list)] or whole
+        if not all(lists):
+            raise ApiError(400, "input holds an empty list of token ids: give one token or more", param="input")
+        return "token_ids", [json.dumps(each) for each in lists]
+
+
+@router.post("/v1/embeddings", responses=RESPONSES)
+async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+    """Vectors of texts."""
+    name, texts = body.texts()
+    parameters = {"dimensions": body.dimensions, "prompt_name": body.prompt_name, "normalize": body.normalize}
+    outputs = await encode(
+        request, body, EMBEDDINGS, {name: texts}, [EMBEDDING], parameters=parameters, names={name: "input"}
+    )
+    values = outputs[EMBEDDING]
+    size = len(values) // len(texts)
+    vectors = (values[start : start + size] for start in range(0, len(values), size))
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    return {
+        "object": "list",
+        "id": f"embd-{request_id_of(request)}",
+        "model": body.model,
+        "data": data,
+        "usage": usage_of(outputs),
+    }
+
+
+def _encoded(vector: Sequence[float], encoding: str) -> Sequence[float] | str:
+    if encoding == "float":
+        return vector
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to encoders: a client's texts as requests to Triton, side by side, and their outputs joined again."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import annotated_types
+from fastapi import Request
+
+from hf_triton.openai.disconnect import run_while_connected
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.fields import Fields
+from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
+from hf_triton.openai.triton_messages import Folder, Outputs, TextRequest
+
+MAX_TEXTS: Final = 10_000
+"""Of one request."""
+BATCH_SIZE: Final = 128
+"""Texts of one request to Triton, unless the folder takes fewer."""
+MAX_SIDE_BY_SIDE: Final = 8
+NUM_TOKENS: Final = "num_input_tokens"
+TEXT_CODES: Final = ("invalid_input", "context_length_exceeded")
+"""Codes of errors about a text."""
+
+
+class EncoderFields(Fields):
+    """The fields that all requests to encoders share."""
+
+    model: Annotated[str, annotated_types.MinLen(1)]
+    """One of `/v1/models`."""
+
+    truncate: bool | None = None
+    """Whether a text that is longer than the model's context is cut at its end; otherwise it is refused."""
+
+
+async def encode(
+    request: Request,
+    body: EncoderFields,
+    task: str,
+    texts: Mapping[str, Sequence[str]],
+    outputs: Sequence[str],
+    *,
+    parameters: Mapping[str, bool | int | str | None] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> Outputs:
+    """The outputs for texts, one below the other, and the model's tokens of each text.
+
+    Args:
+        request: The client's.
+        body: Its fields.
+        task: Of the model.
+        texts: Of each input; an input of one text goes with every text of the others.
+        outputs: Those of the task that are needed.
+        parameters: Of the task; None is not sent.
+        names: The client's names of the inputs.
+
+    Raises:
+        ApiError: The request is refused, the model has another task, or the client has left.
+    """
+    gateway = gateway_of(request)
+    count = max(map(len, texts.values()))
+    if count > MAX_TEXTS:
+        raise ApiError(400, f"the request has {count} texts, more than the {MAX_TEXTS} that are accepted: send several")
+    given = {**(parameters or {}), "truncate": body.truncate}
+    names = names or {}
+
+    async def run() -> Outputs:
+        folder = await gateway.models.folder(body.model, task=task)
+        size = _batch_size(folder)
+        parts = [
+            TextRequest(
+                body.model,
+                request_id_of(request),
+                task,
+                {name: each if len(each) == 1 else each[start : start + size] for name, each in texts.items()},
+                (*outputs, NUM_TOKENS),
+                {name: value for name, value in given.items() if value is not None},
+                names,
+                type(body).model_fields,
+                first_row=start,
+            )
+            for start in range(0, count, size)
+        ]
+        return _joined(await _run_all(gateway, parts))
+
+    return await run_while_connected(request.receive, run())
+
+
+def _batch_size(folder: Folder) -> int:
+    limits = [BATCH_SIZE, folder.max_batch_size or BATCH_SIZE]
+    own = folder.parameters.get("max_prompts", "")
+    return min([*limits, int(own)] if own.isascii() and own.isdigit() and int(own) else limits)
+
+
+async def _run_all(gateway: Gateway, parts: Sequence[TextRequest]) -> list[Outputs]:
+    """All requests, some at a time; the first that fails cancels the others."""
+    free = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+
+    async def run(part: TextRequest) -> Outputs:
+        async with free:
+            try:
+                return await gateway.models.generate(part)
+            except ApiError as error:
+                raise _in_client_words(error, part) from None
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run(part)) for part in parts]
+    except* ApiError as errors:
+        first: Any = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+    return [task.result() for task in tasks]
+
+
+def _in_client_words(error: ApiError, part: TextRequest) -> ApiError:
+    """An error that counts rows from the client's first text, and names the field that holds the texts."""
+    sentence = re.sub(r"\brow (\d+)", lambda row: f"row {int(row[1]) + part.first_row}", error.message)
+    longest = max(part.texts, key=lambda name: len(part.texts[name]))
+    param = error.param or (part.names.get(longest, longest) if error.code in TEXT_CODES else None)
+    return ApiError(error.status_code, sentence, type=error.type, param=param, code=error.code)
+
+
+def _joined(parts: Sequence[Outputs]) -> Outputs:
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
+
+
+def usage_of(outputs: Outputs) -> dict[str, int]:
+    """OpenAI's usage object of a request without completions."""
+    num_tokens = sum(outputs[NUM_TOKENS])
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def text_list(name: str, value: str | Sequence[str]) -> list[str]:
+    """One text or several.
+
+    Raises:
+        ApiError: There is none, or one is empty.
+    """
+    texts = [value] if isinstance(value, str) else list(value)
+    if not texts:
+        raise ApiError(400, f"{name} is an empty list: give one text or more", param=name)
+    for number, text in enumerate(texts):
+        if not text:
+            place = name if isinstance(value, str) else f"{name}[{number}]"
+            raise ApiError(400, f"{place} is empty: give a text", param=name)
+    return texts

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/embeddings, /v1/rerank, /v1/score and /v1/classify, by the real `openai` client and as JSON."""
+
+import base64
+import json
+import re
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.support.client import post
+from tests.support.gateway import GatewayThread
+from tests.support.paths import ROOT
+from tests.support.sentence_checkpoints import TEXTS, real_checkpoint, reference_embeddings
+from tests.support.tasks import reference, save_task_checkpoint
+
+NEIGHBOURS = {0: 1, 3: 4}
+TOLERANCE = 1e-5
+QUERY = "Where does Anna live?"
+DOCUMENTS = ["Anna lives in Berlin.", "bad", "two boats and one lighthouse"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "minilm": real_checkpoint(),
+        "reranker": save_task_checkpoint(root / "reranker", "bert", "sequence", num_labels=1),
+        "sentiment": save_task_checkpoint(root / "sentiment", "distilbert", "sequence", num_labels=3),
+        "writer": build_tiny_checkpoint(root / "writer"),
+    }
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoints: dict[str, Path], make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    repository = tmp_path_factory.mktemp("repository")
+    for name, checkpoint in checkpoints.items():
+        make_folder(repository, name, huggingface_model=checkpoint)
+    with TritonServer(repository) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(server: TritonServer) -> Iterator[GatewayThread]:
+    with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60) as connected:
+        yield connected
+
+
+def ask(gateway: GatewayThread, path: str, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{gateway.url}{path}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    loaded: dict[str, Any] = answer.json()
+    return loaded
+
+
+# --- embeddings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", [openai.NOT_GIVEN, "float", "base64"])
+def test_vectors_equal_those_of_sentence_transformers(client: openai.OpenAI, encoding: Any) -> None:
+    answer = client.embeddings.create(model="minilm", input=TEXTS, encoding_format=encoding)
+    vectors = [
+        list(struct.unpack("<384f", base64.b64decode(each.embedding))) if encoding == "base64" else each.embedding
+        for each in answer.data
+    ]
+    np.testing.assert_allclose(vectors, reference_embeddings(real_checkpoint(), TEXTS), atol=TOLERANCE)
+    assert [each.index for each in answer.data] == list(range(len(TEXTS)))
+    assert answer.model == "minilm"
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(TEXTS)
+    likeness = np.array(vectors) @ np.array(vectors).T - 2 * np.eye(len(TEXTS))
+    assert {text: int(likeness[text].argmax()) for text in NEIGHBOURS} == NEIGHBOURS
+
+
+def test_one_text_token_ids_and_dimensions(client: openai.OpenAI, gateway: GatewayThread) -> None:
+    [whole] = client.embeddings.create(model="minilm", input=TEXTS[0]).data
+    [cut] = client.embeddings.create(model="minilm", input=TEXTS[0], dimensions=8).data
+    assert len(cut.embedding) == 8
+    np.testing.assert_allclose(
+        cut.embedding, np.array(whole.embedding[:8]) / np.linalg.norm(whole.embedding[:8]), atol=TOLERANCE
+    )
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(real_checkpoint())(TEXTS[:2])["input_ids"]
+    answer = client.embeddings.create(model="minilm", input=ids)
+    np.testing.assert_allclose(answer.data[0].embedding, whole.embedding, atol=TOLERANCE)
+    assert answer.usage.prompt_tokens == sum(map(len, ids))
+    [alone] = ask(gateway, "/v1/embeddings", model="minilm", input=ids[0])["data"]
+    np.testing.assert_allclose(alone["embedding"], whole.embedding, atol=TOLERANCE)
+
+
+def test_two_thousand_texts_are_one_request(client: openai.OpenAI) -> None:
+    texts = [f"{number}" for number in range(2000)]
+    answer = client.embeddings.create(model="minilm", input=texts)
+    assert [each.index for each in answer.data] == list(range(2000))
+    for number in (0, 127, 128, 1999):
+        [alone] = client.embeddings.create(model="minilm", input=texts[number]).data
+        np.testing.assert_allclose(answer.data[number].embedding, alone.embedding, atol=TOLERANCE)
+
+
+# --- rerank, score, classify -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_documents_are_sorted_by_their_score(gateway: GatewayThread, server: TritonServer, path: str) -> None:
+    tensors = [
+        {"name": name, "datatype": "BYTES", "shape": [len(texts)], "data": texts}
+        for name, texts in (("query", [QUERY]), ("documents", DOCUMENTS))
+    ]
+    [scores] = post(server, "/v2/models/reranker/infer", {"inputs": tensors}).json()["outputs"]
+    order = np.argsort(-np.array(scores["data"]))
+    documents = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
+    answer = ask(gateway, path, model="reranker", query=QUERY, documents=documents)
+    assert [each["index"] for each in answer["results"]] == order.tolist()
+    assert [each["document"]["text"] for each in answer["results"]] == [DOCUMENTS[index] for index in order]
+    np.testing.assert_allclose(
+        [each["relevance_score"] for each in answer["results"]], np.array(scores["data"])[order], atol=1e-6
+    )
+    best = ask(gateway, path, model="reranker", query=QUERY, documents=DOCUMENTS, top_n=1, return_documents=False)
+    assert best["results"] == [
+        {"index": int(order[0]), "relevance_score": pytest.approx(scores["data"][order[0]], abs=1e-6)}
+    ]
+    assert answer["usage"]["total_tokens"] > 0
+
+
+def test_pairs_have_scores_in_their_order(gateway: GatewayThread) -> None:
+    ranked = ask(gateway, "/v1/rerank", model="reranker", query=QUERY, documents=DOCUMENTS)["results"]
+    by_index = {each["index"]: each["relevance_score"] for each in ranked}
+    for first in (QUERY, [QUERY] * 3):
+        answer = ask(gateway, "/v1/score", model="reranker", text_1=first, text_2=DOCUMENTS)
+        assert [each["score"] for each in answer["data"]] == pytest.approx([by_index[index] for index in range(3)])
+
+
+def test_texts_are_classified(gateway: GatewayThread, checkpoints: dict[str, Path]) -> None:
+    expected = reference(checkpoints["sentiment"], "text-classification", DOCUMENTS, top_k=3)
+    answer = ask(gateway, "/v1/classify", model="sentiment", input=DOCUMENTS, top_k=3)
+    assert [each["label"] for each in answer["data"]] == [row[0]["label"] for row in expected]
+    for entry, row in zip(answer["data"], expected, strict=True):
+        assert [each["label"] for each in entry["labels"]] == [each["label"] for each in row]
+        assert [each["score"] for each in entry["labels"]] == pytest.approx([each["score"] for each in row], abs=1e-5)
+    [alone] = ask(gateway, "/v1/classify", model="sentiment", input=DOCUMENTS[0])["data"]
+    assert alone == {"index": 0, "label": expected[0][0]["label"], "score": pytest.approx(expected[0][0]["score"])}
+
+
+def test_documented_requests_are_answered(gateway: GatewayThread) -> None:
+    text = (ROOT / "docs" / "openai.md").read_text(encoding="utf-8")
+    lines = re.findall(
+        r"^curl localhost:9000(/v1/\S+) .* -d '(\{\"model\":\"(?:bge|reranker)\".*)'$", text, re.MULTILINE
+    )
+    assert [path for path, _ in lines] == ["/v1/embeddings", "/v1/rerank"]
+    for path, body in lines:
+        answer = ask(gateway, path, **{**json.loads(body), "model": OWN[path]})
+        assert len(answer.get("data") or answer["results"]) == 2
+
+
+# --- models and tasks ------------------------------------------------------------------------------------------------
+
+
+def test_models_are_listed_with_their_tasks(client: openai.OpenAI) -> None:
+    assert {model.id: model.model_dump()["task"] for model in client.models.list()} == {
+        "minilm": "embeddings",
+        "reranker": "rerank",
+        "sentiment": "text-classification",
+        "writer": "text-generation",
+    }
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/classify": {"input": "a"},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+}
+OWN = {
+    "/v1/embeddings": "minilm",
+    "/v1/rerank": "reranker",
+    "/v1/score": "reranker",
+    "/v1/classify": "sentiment",
+    "/v1/completions": "writer",
+    "/v1/chat/completions": "writer",
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_model_of_another_task_is_refused(gateway: GatewayThread, path: str) -> None:
+    for model in set(OWN.values()) - {OWN[path]}:
+        answer = httpx.post(f"{gateway.url}{path}", json={"model": model, **BODIES[path]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "wrong_task", "model"), error
+        assert f"the model '{model}' is for " in error["message"]
+    unknown = httpx.post(f"{gateway.url}{path}", json={"model": "nothing", **BODIES[path]})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "no input": ("/v1/embeddings", {}, "input", "input is required"),
+    "an empty list": ("/v1/embeddings", {"input": []}, "input", "input is an empty list"),
+    "an empty text": ("/v1/embeddings", {"input": ""}, "input", "input is empty"),
+    "an empty text of several": ("/v1/embeddings", {"input": ["a", ""]}, "input", "input[1] is empty"),
+    "a number": ("/v1/embeddings", {"input": 1.5}, "input", "input must be"),
+    "mixed": ("/v1/embeddings", {"input": ["a", 1]}, "input", "input must be"),
+    "no tokens": ("/v1/embeddings", {"input": [[]]}, "input", "empty list of token ids"),
+    "a large token": ("/v1/embeddings", {"input": [1, 10**7]}, "input", "token ids must be in 0 to"),
+    "a negative token": ("/v1/embeddings", {"input": [-1]}, "input", "input"),
+    "too many dimensions": ("/v1/embeddings", {"input": "a", "dimensions": 385}, "dimensions", "<= 384, got 385"),
+    "no dimensions": ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", ">= 1, got 0"),
+    "an unknown encoding": ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "`base64`"),
+    "an unknown prompt": ("/v1/embeddings", {"input": "a", "prompt_name": "q"}, "prompt_name", "prompt_name must be"),
+    "an unknown field": ("/v1/embeddings", {"input": "a", "dimension": 3}, "dimension", "did you mean 'dimensions'"),
+    "a generation parameter": ("/v1/embeddings", {"input": "a", "temperature": 1}, "temperature", "no field"),
+    "too long": ("/v1/embeddings", {"input": "a b " * 400}, "input", "tokens, more than the"),
+    "half a pair of surrogates": ("/v1/embeddings", {"input": "\ud800"}, "", "not Unicode"),
+    "no documents": ("/v1/rerank", {"query": "a", "documents": []}, "documents", "documents is an empty list"),
+    "no query": ("/v1/rerank", {"query": "", "documents": ["a"]}, "query", "query must be a non-empty string"),
+    "a document of numbers": ("/v1/rerank", {"query": "a", "documents": [1]}, "documents", "documents must be"),
+    "none to return": ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", ">= 1, got 0"),
+    "too many documents": ("/v1/rerank", {"query": "a", "documents": ["b"] * 10_001}, "", "10001 texts, more than"),
+    "a long document": ("/v1/rerank", {"query": "a", "documents": ["b", "bad " * 200]}, "documents", "(row 1)"),
+    "unequal numbers": ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_1", "2 texts and text_2 3"),
+    "too many labels": ("/v1/classify", {"input": "a", "top_k": 4}, "top_k", "<= 3, got 4"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_requests_name_the_field(gateway: GatewayThread, case: str) -> None:
+    path, body, param, words = BAD[case]
+    content = (
+        httpx.Request("POST", "http://x", json={"model": OWN[path], **body}).content
+        if case[:4] != "half"
+        else (b'{"model": "minilm", "input": "\\ud800"}')
+    )
+    answer = httpx.post(f"{gateway.url}{path}", content=content, headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert words in error["message"]
+    assert (error["param"] or "").partition("[")[0] == param
+    assert httpx.get(f"{gateway.url}/health").status_code == 200
+
+
+def test_long_texts_may_be_cut(gateway: GatewayThread) -> None:
+    answer = ask(gateway, "/v1/embeddings", model="minilm", input=["a b " * 400, "short"], truncate=True)
+    assert len(answer["data"]) == 2
+
+
+@pytest.mark.full
+def test_encoders_are_loaded_on_demand(
+    checkpoints: dict[str, Path], make_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    for name in ("reranker", "sentiment"):
+        make_folder(tmp_path, name, huggingface_model=checkpoints[name])
+    with TritonServer(tmp_path, arguments=["--model-control-mode=explicit"]) as server:
+        config = GatewayConfig(
+            triton=server.grpc_url,
+            port=0,
+            on_demand=True,
+            max_loaded=1,
+            triton_metrics=f"127.0.0.1:{server.metrics_port}",
+        )
+        with GatewayThread(config) as gateway:
+            for _ in range(2):
+                assert ask(gateway, "/v1/rerank", model="reranker", **BODIES["/v1/rerank"])["results"]
+                assert ask(gateway, "/v1/classify", model="sentiment", **BODIES["/v1/classify"])["data"]
