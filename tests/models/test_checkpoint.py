@@ -99,7 +99,12 @@ def test_mismatched_tensors_are_refused(checkpoint: Path, damage: Callable[[Path
     assert words in refused.sentence
 
 
-OTHER_TASKS = {"LlamaForSequenceClassification": "text-classification"}
+OTHER_TASKS = {
+    "LlamaForSequenceClassification": "text-classification",
+    "LlamaForTokenClassification": "token-classification",
+    "BertForMaskedLM": "fill-mask",
+    "BertForQuestionAnswering": "question-answering",
+}
 
 
 @pytest.mark.parametrize("kind", OTHER_TASKS)
