@@ -30,6 +30,8 @@ NO_ADAPTER: Final = "__base__"
 NUM_TRIAL_TOKENS: Final = 5
 PREFIX: Final = "base_model.model."
 """Of the names in an adapter's file."""
+KEEPING_INITS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
+"""The values of `init_lora_weights` with which peft leaves the base model's weights as they are."""
 KEY_BITS: Final = 33
 """Bits of a key in the prefix cache without an adapter."""
 
@@ -125,6 +127,7 @@ class Adapters:
             inject_adapter_in_model(config, self._model, adapter.key)
         finally:
             self._hook_layers()
+        self._check_base_is_kept(own)
         info: Any = set_peft_model_state_dict(self._model, own, adapter.key)
         self._model.eval()
         missing = [name for name in info.missing_keys if adapter.key in name.split(".")]
@@ -132,6 +135,17 @@ class Adapters:
             if names:
                 listed = ", ".join(sorted(names)[:3]).replace(f".{adapter.key}.", ".")
                 raise CheckpointError("adapter_invalid", f"{fault} {len(names)} tensors: {listed}")
+
+    def _check_base_is_kept(self, weights: dict[str, torch.Tensor]) -> None:
+        """Refuse tensors that peft would load over the base model's own, which all rows share.
+
+        Raises:
+            CheckpointError: A tensor of the adapter would replace another of the model.
+        """
+        own = dict(self._model.named_parameters())
+        for name in sorted(weights.keys() & own.keys()):
+            if not torch.equal(weights[name].to(own[name]), own[name]):
+                raise CheckpointError("adapter_invalid", f"replaces {name} of the model: merge it into its base model")
 
     def _hook_layers(self) -> None:
         for layer in _adapted_layers(self._model):
@@ -244,7 +258,20 @@ def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
         raise CheckpointError(
             "adapter_invalid", f"is a {config.peft_type.value} adapter, and LoRA adapters can be chosen alone"
         )
+    if change := _change_of_base(config):
+        raise CheckpointError("adapter_invalid", f"changes its base model ({change}): merge it into its base model")
     return config, weights
+
+
+def _change_of_base(config: Any) -> str | None:
+    """The option of an adapter that changes the model itself, and so the rows without the adapter; None: none does."""
+    if config.bias != "none":
+        return f"bias: {config.bias}"
+    if config.layer_replication:
+        return "layer_replication"
+    if config.init_lora_weights not in KEEPING_INITS:  # PiSSA, OLoRA and others subtract from the base's weights
+        return f"init_lora_weights: {config.init_lora_weights}"
+    return None
 
 
 def _adapted_layers(model: Any) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 """LoRA adapters in both engines: each sequence has its own, in any company, as peft alone generates."""
 
 import gc
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.batch_engine import BatchEngine
@@ -204,6 +206,27 @@ def test_adapters_that_do_not_fit_are_refused(
         adapters.load(folder)
     assert refused.value.code == "adapter_invalid"
     assert set(model.peft_config) == {good.key}
+
+
+@pytest.mark.parametrize(
+    "option", [{"init_lora_weights": "pissa"}, {"bias": "all"}, {"layer_replication": [[0, 2], [1, 2]]}, {}]
+)
+def test_adapters_that_change_the_base_model_are_refused(
+    option: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = save_adapter(checkpoint, tmp_path / "adapter")
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **option}))
+    model = load_model(checkpoint)
+    if not option:  # a tensor of the base model in the adapter's file
+        norm = {"base_model.model.model.norm.weight": torch.zeros_like(model.model.norm.weight)}
+        weights = folder / "adapter_model.safetensors"
+        save_file({**load_file(weights), **norm}, weights)
+    with torch.inference_mode():
+        before = model(torch.arange(5, 20)[None]).logits
+        with pytest.raises(CheckpointError, match="merge it into its base model"):
+            Adapters(model).load(folder)
+        assert torch.equal(model(torch.arange(5, 20)[None]).logits, before)
 
 
 def test_adapters_of_another_model_are_refused(checkpoint: Path, folders: dict[str, Path], tmp_path: Path) -> None:
