@@ -258,6 +258,8 @@ def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
         raise CheckpointError(
             "adapter_invalid", f"is a {config.peft_type.value} adapter, and LoRA adapters can be chosen alone"
         )
+    if config.alora_invocation_tokens:
+        raise CheckpointError("adapter_invalid", "is an aLoRA adapter, which begins within a prompt: train it as LoRA")
     if change := _change_of_base(config):
         raise CheckpointError("adapter_invalid", f"changes its base model ({change}): merge it into its base model")
     return config, weights

@@ -184,6 +184,7 @@ def test_a_peft_model_keeps_continuous_batching(checkpoint: Path, folders: dict[
     [
         ({}, ("q_proj", "nothing"), "lacks|has, and the model has not"),
         ({"use_dora": True}, ("", ""), "DoRA"),
+        ({"alora_invocation_tokens": [3]}, ("", ""), "aLoRA"),
         ({}, ('"r": 4', '"r": 8'), "size mismatch"),
         ({}, ('"peft_type": "LORA"', '"peft_type": "NEW"'), "cannot be read"),
     ],
