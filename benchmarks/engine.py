@@ -109,10 +109,10 @@ class Widths:
         self._step = engine.decoder.step
         engine.decoder.step = self.step  # type: ignore[method-assign]
 
-    def step(self, memory: Any, newest: torch.Tensor) -> torch.Tensor:
+    def step(self, memory: Any, newest: torch.Tensor, *adapters: Any) -> torch.Tensor:
         self.rows.append(memory.num_rows)
         self.columns.append(memory.width)
-        return self._step(memory, newest)
+        return self._step(memory, newest, *adapters)
 
 
 @torch.inference_mode()

@@ -137,7 +137,7 @@ class Steps:
         self.full = num_rows
         self.intervals_s, self.read_bytes, self._last_s = [], [], None
 
-    def step(self, memory: Any, newest: list[int]) -> torch.Tensor:
+    def step(self, memory: Any, newest: list[int], *adapters: Any) -> torch.Tensor:
         now = time.perf_counter()
         if len(newest) == self.full:
             if self._last_s is not None:
@@ -149,7 +149,7 @@ class Steps:
             )
             self.read_bytes.append(len(newest) * memory.width * per_token)
         self._last_s = now if len(newest) == self.full else None
-        return self._decoder.step(memory, newest)
+        return self._decoder.step(memory, newest, *adapters)
 
     def release(self) -> None:
         self._decoder.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import re
 import shutil
 import tempfile
@@ -13,8 +14,11 @@ from pathlib import Path
 from typing import Final
 
 import hf_triton
-from hf_triton.cli.folders import model_folders, read_config
+from hf_triton.cli.folders import model_folders, parse_config, read_config
+from hf_triton.errors import HfTritonError
+from hf_triton.settings import ModelSettings, load_settings
 from hf_triton.stream_door.model import SUFFIX
+from hf_triton.tasks.registry import ENCODER_TASKS, folder_task_name
 
 DOOR_FOLDER: Final = Path(hf_triton.__file__).parent / "stream_door" / "folder"
 MODEL_CLASS: Final = "TritonPythonModel"
@@ -50,8 +54,23 @@ def folders_without_door(repository: Path) -> list[str]:
     return [
         folder.name
         for folder in folders
-        if f"{folder.name}{SUFFIX}" not in names and folder.name not in streamed and _answers_in_one_piece(folder)
+        if f"{folder.name}{SUFFIX}" not in names
+        and folder.name not in streamed
+        and _answers_in_one_piece(folder)
+        and not _has_task_of_encoder(folder)
     ]
+
+
+def _has_task_of_encoder(folder: Path) -> bool:
+    """Whether a folder generates no text, as far as its settings and its checkpoint on disk say."""
+    try:
+        config = parse_config(folder)
+        parameters = {key: value.get("string_value", "") for key, value in config.get("parameters", {}).items()}
+        settings = load_settings(parameters, os.environ, ModelSettings).settings
+    except (HfTritonError, ImportError):  # Triton says what is wrong; and a folder may declare settings of its own
+        return False
+    name, _ = folder_task_name(settings, folder)
+    return name in ENCODER_TASKS
 
 
 def _answers_in_one_piece(folder: Path) -> bool:

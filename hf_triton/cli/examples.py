@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from hf_triton.server import TritonServer, open_local
 
@@ -17,7 +17,7 @@ Try, in another terminal:
 
 Ctrl+C stops the server.
 """
-GENERATE = """  curl -X POST {host}:{port}/v2/models/{name}/generate -d '{{"text_input":"How can you be"}}'"""
+GENERATE = """  curl -X POST {host}:{port}/v2/models/{name}/generate -d '{{{fields}}}'"""
 INFER = """  curl -X POST {host}:{port}/v2/models/{name}/infer \\
     -d '{{"inputs":[{{"name":"text_input","datatype":"BYTES","shape":{shape},"data":["I am going"]}}]}}'"""
 STREAM = """  curl -N -X POST {host}:{port}/v2/models/{name}/generate_stream \\
@@ -27,16 +27,46 @@ OPENAI = """  curl {host}:{port}/v1/{path} -H 'Content-Type: application/json' {
 KEY = """-H "Authorization: Bearer $OPENAI_API_KEY" """
 PAGE = "\n\nA page to chat on: http://{host}:{port}/"
 MESSAGES = '[{"role":"user","content":"How can you be"}]'
+PROMPT = '"text_input":"How can you be"'
+ENCODERS: Final[Mapping[str, tuple[str, tuple[str, str] | None]]] = {
+    "embedding": ('"text":"How far is the harbour?"', ("embeddings", '"input":"How far is the harbour?"')),
+    "documents": (
+        '"query":"How far is the harbour?","documents":["A mile.","The gulls are loud."]',
+        ("rerank", '"query":"How far is the harbour?","documents":["A mile.","The gulls are loud."]'),
+    ),
+    "question": ('"question":"Who lives here?","context":"Anna lives here."', None),
+    "candidate_labels": ('"text":"The harbour is far.","candidate_labels":["places","food"]', None),
+    "label": ('"text":"The harbour is beautiful."', ("classify", '"input":"The harbour is beautiful."')),
+    "output": ('"text":"Anna lives at the harbour."', None),
+}
+"""By an input or output that earlier entries lack: fields for a folder of an encoder, and the gateway's endpoint and
+fields, if it has one for the task."""
 
 
 def example_requests(configs: Iterable[Mapping[str, Any]], host: str, http_port: int) -> str:
     """The curl lines for one of the folders, given their configs."""
     config = choose_folder(configs)
     shape = "[1,1]" if config.get("max_batch_size", 0) > 0 else "[1]"
-    lines = [STREAM] if _is_decoupled(config) else [GENERATE, INFER]
-    return "\n".join(
-        line.format(host=_reachable(host), port=http_port, name=config["name"], shape=shape) for line in lines
-    )
+    encoder = _encoder(config)
+    lines = [GENERATE] if encoder else [STREAM] if _is_decoupled(config) else [GENERATE, INFER]
+    values = {"port": http_port, "name": config["name"], "shape": shape, "fields": encoder[0] if encoder else PROMPT}
+    return "\n".join(line.format(host=_reachable(host), **values) for line in lines)
+
+
+def _encoder(config: Mapping[str, Any]) -> tuple[str, tuple[str, str] | None] | None:
+    """The example of a folder with a task of an encoder; None if it generates text."""
+    names = {port["name"] for side in ("input", "output") for port in config.get(side, ())}
+    return None if "finish_reason" in names else next((ENCODERS[name] for name in ENCODERS if name in names), None)
+
+
+def encoder_request(config: Mapping[str, Any], host: str, port: int, *, needs_key: bool) -> str | None:
+    """The gateway's curl line for an encoder, empty if it has no endpoint for the task; None: it generates text."""
+    encoder = _encoder(config)
+    if encoder is None or encoder[1] is None:
+        return None if encoder is None else ""
+    path, fields = encoder[1]
+    key = KEY if needs_key else ""
+    return OPENAI.format(host=_reachable(host), port=port, path=path, key=key, name=config["name"], prompt=fields)
 
 
 def openai_request(name: str, host: str, port: int, *, takes_chats: bool, needs_key: bool) -> str:
@@ -50,8 +80,8 @@ def openai_request(name: str, host: str, port: int, *, takes_chats: bool, needs_
 
 
 def choose_folder(configs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The folder to show; folders that accept /infer are preferred."""
-    return min(configs, key=_is_decoupled)
+    """The folder to show; folders that generate text and accept /infer are preferred."""
+    return min(configs, key=lambda config: (_encoder(config) is not None, _is_decoupled(config)))
 
 
 def takes_chats(server: TritonServer, name: str) -> bool:

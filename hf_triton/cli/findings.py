@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from rich.filesize import decimal
 
 from hf_triton.cli.folders import CONFIG, folder_defect, parse_config
-from hf_triton.errors import HfTritonError, HubError, SettingsError
+from hf_triton.errors import CheckpointError, HfTritonError, HubError, SettingsError
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import DoorSettings, LoadedSettings, ModelSettings, load_settings
 from hf_triton.stream_door.model import other_folder
@@ -209,7 +209,8 @@ def own_class(folder: Path) -> Any:
     """
     from hf_triton import StreamDoor, TritonPythonModel
 
-    version = max((path for path in folder.glob("[0-9]*") if (path / "model.py").exists()), key=lambda path: path.name)
+    versions = [path for path in folder.glob("*") if path.name.isdecimal() and (path / "model.py").exists()]
+    version = max(versions, key=lambda path: int(path.name))
     file = version / "model.py"
     place = f"{version.name}/model.py"
     spec = importlib.util.spec_from_file_location(f"hf_triton_checked_{folder.name}", file)
@@ -219,7 +220,7 @@ def own_class(folder: Path) -> Any:
     sys.path.insert(0, str(version))
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:  # the user's own code
+    except (Exception, SystemExit) as error:  # the user's own code
         raise SettingsError(f"{place} cannot be imported ({type(error).__name__}: {error})") from None
     finally:
         sys.path.remove(str(version))
@@ -262,11 +263,12 @@ def weight_bytes(folder: Path, settings: ModelSettings) -> int | None:
     A quantised checkpoint keeps its dtypes.
     """
     files = sorted(folder.glob("*.safetensors"))
+    is_quantized = "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     total = 0
     for file in files:
         for tensor in _read_header(file).values():
             start, end = tensor["data_offsets"]
-            is_float = tensor["dtype"] in ("F32", "F16", "BF16")
+            is_float = tensor["dtype"] in ("F32", "F16", "BF16") and not is_quantized
             size = {"F32": 4}.get(tensor["dtype"], 2)
             wanted = BYTES.get(settings.dtype, size)
             total += (end - start) * wanted // size if is_float else end - start
@@ -274,10 +276,19 @@ def weight_bytes(folder: Path, settings: ModelSettings) -> int | None:
 
 
 def _read_header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: its length in 8 bytes, then JSON."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header: dict[str, Any] = json.loads(stream.read(length))
+    """The header of a safetensors file: its length in 8 bytes, then JSON.
+
+    Raises:
+        CheckpointError: It is not such a file.
+    """
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header: dict[str, Any] = json.loads(stream.read(length))
+    except (struct.error, ValueError, OverflowError, MemoryError):
+        raise CheckpointError(
+            "checkpoint_invalid", f"{file.name} is no safetensors file, or half of one: fetch the checkpoint again"
+        ) from None
     header.pop("__metadata__", None)
     return header
 

@@ -14,7 +14,14 @@ from typing import Any, Final
 import click
 
 from hf_triton.cli.doors import door_repository
-from hf_triton.cli.examples import TRY, choose_folder, example_requests, openai_request, takes_chats
+from hf_triton.cli.examples import (
+    TRY,
+    choose_folder,
+    encoder_request,
+    example_requests,
+    openai_request,
+    takes_chats,
+)
 from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
 from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.gateway_options import BESIDE_TRITON, gateway_options, read_config
@@ -242,7 +249,7 @@ def _show(
     configs = [server.model_config(name) for name in ready]
     requests = example_requests(configs, server.host, server.http_port)
     if gateway is not None:
-        requests += "\n" + _openai_example(server, gateway.config, choose_folder(configs)["name"])
+        requests += "\n" + _openai_example(server, gateway.config, choose_folder(configs))
     click.echo(TRY.format(requests=requests))
 
 
@@ -257,9 +264,13 @@ def _show_on_demand(server: TritonServer, config: GatewayConfig, excluded: Mappi
     click.echo(TRY.format(requests=request))
 
 
-def _openai_example(server: TritonServer, config: GatewayConfig, name: str) -> str:
+def _openai_example(server: TritonServer, config: GatewayConfig, folder: Mapping[str, Any]) -> str:
+    name, needs_key = folder["name"], config.api_key_file is not None
+    encoder = encoder_request(folder, config.host, config.port, needs_key=needs_key)
+    if encoder is not None:
+        return encoder
     takes = takes_chats(server, name)
-    return openai_request(name, config.host, config.port, takes_chats=takes, needs_key=config.api_key_file is not None)
+    return openai_request(name, config.host, config.port, takes_chats=takes, needs_key=needs_key)
 
 
 def _show_reasons(reasons: Mapping[str, str]) -> None:

@@ -196,6 +196,8 @@ class EncoderEngine:
         Raises:
             Exception: The device is lost.
         """
+        for job in jobs:
+            job.pending.begin()
         try:
             outputs = _to_host(self._forward([job.input for job in jobs]))
         except Exception as error:

@@ -36,6 +36,8 @@ class EncoderGroup:
     """Asked before a forward, and now and then while the group waits; must not raise."""
     deadline_s: float | None = None
     """By `time.monotonic()`: a group that has not begun its last forward by then is answered with an error."""
+    on_begin: Callable[[], None] = lambda: None
+    """Called in the engine's thread before the first forward with one of its inputs; must not raise."""
 
 
 @dataclass(frozen=True)

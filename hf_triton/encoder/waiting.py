@@ -31,6 +31,7 @@ class PendingGroup:
         self.inputs = group.inputs
         self.num_taken = 0
         self.is_answered = False
+        self._has_begun = False
         self._group = group
         self._outputs: dict[int, npt.NDArray[np.float32]] = {}
 
@@ -38,6 +39,12 @@ class PendingGroup:
     def num_left(self) -> int:
         """Inputs that were not taken."""
         return len(self.inputs) - self.num_taken
+
+    def begin(self) -> None:
+        """Note that a forward with some of its inputs begins."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._group.on_begin()
 
     def give(self, index: int, output: npt.NDArray[np.float32]) -> None:
         """Take an input's output; the last one answers the group."""

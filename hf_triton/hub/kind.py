@@ -51,17 +51,25 @@ def find_task(folder: Path) -> str | None:
     A cross-encoder has one label, and a checkpoint without a head (`BertModel`) makes embeddings.
     """
     config = _read_object(folder / "config.json")
-    names = [name for name in config.get("architectures") or () if isinstance(name, str)]
-    generates = any(name.endswith(GENERATING) for name in names)
+    names = _architectures(config)
     if (folder / "modules.json").exists() and not any(name.endswith("ForSequenceClassification") for name in names):
         return "embeddings"
-    if generates:
+    if generates_text(folder):
         return "text-generation"
     for name in names:
         for head, task in TASKS_BY_HEAD.items():
             if name.endswith(head):
                 return "rerank" if task == "text-classification" and _num_labels(config) == 1 else task
     return "embeddings" if any(name.endswith("Model") for name in names) else None
+
+
+def generates_text(folder: Path) -> bool:
+    """Whether a checkpoint's architecture is one that generates text."""
+    return any(name.endswith(GENERATING) for name in _architectures(_read_object(folder / "config.json")))
+
+
+def _architectures(config: dict[str, Any]) -> list[str]:
+    return [name for name in config.get("architectures") or () if isinstance(name, str)]
 
 
 def _num_labels(config: dict[str, Any]) -> int:

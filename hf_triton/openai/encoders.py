@@ -61,12 +61,12 @@ async def encode(
     Raises:
         ApiError: The request is refused, the model has another task, or the client has left.
     """
-    gateway = gateway_of(request)
+    gateway, names = gateway_of(request), names or {}
     count = max(map(len, texts.values()))
     if count > MAX_TEXTS:
-        raise ApiError(400, f"the request has {count} texts, more than the {MAX_TEXTS} that are accepted: send several")
+        message = f"the request has {count} texts, more than the {MAX_TEXTS} that are accepted: send several"
+        raise ApiError(400, message, param=_longest(texts, names))
     given = {**(parameters or {}), "truncate": body.truncate}
-    names = names or {}
 
     async def run() -> Outputs:
         folder = await gateway.models.folder(body.model, task=task)
@@ -121,9 +121,14 @@ async def _run_all(gateway: Gateway, parts: Sequence[TextRequest]) -> list[Outpu
 def _in_client_words(error: ApiError, part: TextRequest) -> ApiError:
     """An error that counts rows from the client's first text, and names the field that holds the texts."""
     sentence = re.sub(r"\brow (\d+)", lambda row: f"row {int(row[1]) + part.first_row}", error.message)
-    longest = max(part.texts, key=lambda name: len(part.texts[name]))
-    param = error.param or (part.names.get(longest, longest) if error.code in TEXT_CODES else None)
+    param = error.param or (_longest(part.texts, part.names) if error.code in TEXT_CODES else None)
     return ApiError(error.status_code, sentence, type=error.type, param=param, code=error.code)
+
+
+def _longest(texts: Mapping[str, Sequence[str]], names: Mapping[str, str]) -> str:
+    """The client's name of the input with the most texts."""
+    name = max(texts, key=lambda name: len(texts[name]))
+    return names.get(name, name)
 
 
 def _joined(parts: Sequence[Outputs]) -> Outputs:

@@ -124,7 +124,7 @@ async def classify(body: ClassifyRequest, request: Request) -> dict[str, Any]:
         if body.top_k is not None:
             entry["labels"] = [{"label": label, "score": each} for label, each in zip(labels, scores, strict=True)]
         data.append(entry)
-    return {**_head(body, request, "list"), "data": data, "usage": usage_of(outputs)}
+    return {**_head(body, request, "classify"), "data": data, "usage": usage_of(outputs)}
 
 
 def _head(body: EncoderFields, request: Request, kind: str) -> dict[str, Any]:

@@ -89,8 +89,7 @@ class Adapters:
         """
         config, weights = _read(folder)
         adapter = Adapter(next(self._numbers))
-        with self._lock, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft's: of several adapters, and of attributes that are to be removed
+        with self._changing():
             self._sweep()
             try:
                 self._inject(adapter, config, weights)
@@ -102,6 +101,19 @@ class Adapters:
                     raise
                 raise CheckpointError("adapter_invalid", f"does not fit the model ({_short(error)})") from None
         return adapter
+
+    def sweep(self) -> None:
+        """Take the adapters that nobody holds any more out of the model."""
+        if any(adapter() is None for adapter in list(self._loaded.values())):
+            with self._changing():
+                self._sweep()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """For a change of the model's adapters."""
+        with self._lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft's: of several adapters, and of attributes that are to be removed
+            yield
 
     @contextmanager
     def choose(self, rows: AdapterRows) -> Iterator[None]:
@@ -191,7 +203,6 @@ class Adapters:
         return logits
 
     def _sweep(self) -> None:
-        """Delete the adapters that nobody holds any more."""
         for key in [key for key, adapter in self._loaded.items() if adapter() is None]:
             self._delete(key)
 

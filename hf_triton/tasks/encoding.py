@@ -102,8 +102,15 @@ class EncoderService:
             if inputs is None:
                 return
             self._meter.on_encoded(sum(response.nums_tokens))
-            on_done = partial(self._finish, response)
-            self._engine.submit(EncoderGroup(inputs, on_done, response.has_ended, response.request.deadline_s()))
+            self._engine.submit(
+                EncoderGroup(
+                    inputs,
+                    partial(self._finish, response),
+                    response.has_ended,
+                    response.request.deadline_s(),
+                    partial(self._meter.on_begin, response.request.times),
+                )
+            )
         except Exception as error:
             response.refuse(as_own_error("preparing the request", error))
         finally:

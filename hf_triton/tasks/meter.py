@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final, Protocol
 
-from hf_triton.engine.types import Completion, EngineLoad, Observer, SequenceGroup, SequenceObserver
+from hf_triton.engine.types import Completion, EngineLoad, Observer, RequestTimes, SequenceGroup, SequenceObserver
 from hf_triton.errors import CODES, where
 from hf_triton.tasks import metrics
 from hf_triton.tasks.metrics import METRICS, OK, Metric
@@ -56,6 +56,9 @@ class Meter(Observer):
 
     def on_encoded(self, num_tokens: int) -> None:
         """An encoder reads `num_tokens` tokens for a request."""
+
+    def on_begin(self, times: RequestTimes) -> None:
+        """An encoder begins with a request."""
 
     def start(self, load: Callable[[], EngineLoad]) -> None:
         """Begin to send; `load` returns the engine's load and is called from another thread."""
@@ -129,6 +132,10 @@ class MetricsMeter(Meter):
     def on_encoded(self, num_tokens: int) -> None:
         """Count a request's tokens as prompt tokens."""
         self.note(metrics.PROMPT_TOKENS, num_tokens)
+
+    def on_begin(self, times: RequestTimes) -> None:
+        """Note how long a request has waited."""
+        self.note(metrics.QUEUE_TIME, time.monotonic() - times.arrival_s)
 
     def on_prefix_hit(self, num_tokens: int) -> None:
         """See `Observer`."""

@@ -51,7 +51,7 @@ RUNNING: Final = Metric("hf_triton_rows_running", "gauge", "Running sequences: i
 QUEUE_TIME: Final = Metric(
     "hf_triton_queue_time_seconds",
     "histogram",
-    "From a request's arrival until the engine admits a prompt of it.",
+    "From a request's arrival until the engine admits a prompt of it, or an encoder begins with it.",
     buckets=WAIT_BUCKETS_S,
 )
 TIME_TO_FIRST_TOKEN: Final = Metric(

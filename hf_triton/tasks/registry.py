@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_triton.hub.kind import find_task
+from hf_triton.hub.kind import find_task, generates_text
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 
@@ -28,10 +28,24 @@ ENCODER_TASKS: Final[dict[str, str]] = {
 """Each is a class in the module of its own name, with underscores."""
 
 
-def encoder_task(name: str) -> type[EncoderTask[Any]] | None:
-    """The class of an encoder's task; None for tasks that generate text."""
+GENERATIVE_TASKS: Final[dict[str, str]] = {"rerank": "GenerativeRerank"}
+"""Tasks that models which generate text do otherwise: classes in modules of the name behind `generative_`."""
+
+
+def encoder_task(name: str, *, generates: bool = False) -> type[EncoderTask[Any]] | None:
+    """The class of an encoder's task; None for tasks that generate text.
+
+    Args:
+        name: As the setting `task` has it.
+        generates: Whether the model is one that generates text.
+    """
     if name not in ENCODER_TASKS:
         return None
+    if generates and name in GENERATIVE_TASKS:
+        own: type[EncoderTask[Any]] = getattr(
+            importlib.import_module(f"hf_triton.tasks.generative_{name}"), GENERATIVE_TASKS[name]
+        )
+        return own
     module = importlib.import_module(f"hf_triton.tasks.{name.replace('-', '_')}")
     task: type[EncoderTask[Any]] = getattr(module, ENCODER_TASKS[name])
     return task
@@ -49,7 +63,12 @@ def folder_task(
     """
     if own is not None:
         return own
-    if settings.task is not None:
-        return encoder_task(settings.task)
+    name, generates = folder_task_name(settings, model_folder)
+    return encoder_task(name, generates=generates)
+
+
+def folder_task_name(settings: ModelSettings, model_folder: Path) -> tuple[str, bool]:
+    """The name of a folder's task, and whether its model is one that generates text; loads no task."""
     checkpoint = Hub(model_folder, settings, os.environ).find_config_folder()
-    return encoder_task((checkpoint and find_task(checkpoint)) or "text-generation")
+    name = settings.task or (checkpoint and find_task(checkpoint)) or "text-generation"
+    return name, checkpoint is not None and generates_text(checkpoint)

@@ -144,6 +144,16 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "checkpoint",
         "has no model.safetensors",
     ),
+    "half a file of weights": (
+        lambda it: (checkpoint_of(it) / "model.safetensors").write_bytes(b"\xff\x01\0\0\0\0\0\0{"),
+        "memory",
+        "model.safetensors is no safetensors file, or half of one",
+    ),
+    "own code ends the process": (
+        lambda it: (it / "1" / "model.py").write_text("import sys\nsys.exit(3)\n"),
+        "1/model.py",
+        "cannot be imported (SystemExit: 3)",
+    ),
     "an adapter alone": (lambda it: keep_only(it, "adapter_config.json"), "checkpoint", "is an adapter"),
     "GGUF alone": (lambda it: keep_only(it, "model.gguf"), "checkpoint", "has GGUF files"),
     "damaged config.json": (

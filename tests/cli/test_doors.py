@@ -2,6 +2,7 @@
 """Stream doors that `hf-triton serve` adds: which folders get one, and that they stream beside /infer."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,12 @@ def test_folders_with_a_door_get_no_second_one(tmp_path: Path) -> None:
     for name, config in {"a": "", "a_stream": DECOUPLED, "b": "", "tap": f"{DECOUPLED}\n{of}", "c": ""}.items():
         write_folder(tmp_path, name, config=config)
     assert folders_without_door(tmp_path) == ["c"]
+
+
+def test_folders_of_encoders_get_no_door(tmp_path: Path) -> None:
+    for name in ("bge", "reranker", "sentiment", "ner", "qa", "llama7b"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    assert folders_without_door(tmp_path) == ["llama7b"]
 
 
 def test_the_newest_version_decides(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 from hf_triton.testing import LoopbackHub, build_tiny_checkpoint
 from tests.support.commands import hf_triton
 from tests.support.paths import ROOT
-from tests.support.serving import running, serve_until_exit
+from tests.support.serving import curl_lines, running, send, serve_until_exit
+from tests.support.tasks import save_task_checkpoint
 
 NAME = "Qwen/Qwen3-0.6B"
 GATED = "meta-llama/Llama-3.2-1B"
@@ -139,3 +140,15 @@ def test_an_unknown_flag_ends_with_tritons_sentence(checkpoint: Path) -> None:
     done = serve_until_exit(str(checkpoint), "--no-openai", "--", "--no-such-flag=1")
     assert done.returncode == 1
     assert "no-such-flag" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("head", "config"), [("sequence", {"num_labels": 1}), ("sequence", {}), ("answers", {})])
+def test_printed_requests_fit_an_encoder(tmp_path: Path, head: str, config: dict[str, object]) -> None:
+    checkpoint = save_task_checkpoint(tmp_path / "encoder", "bert", head, **config)
+    with running(str(checkpoint), output=tmp_path / "output") as serving:
+        output = serving.wait_for("Ctrl+C stops the server")
+        answers = [json.loads(send(line)) for line in curl_lines(output)]
+    assert len(answers) == (1 if head == "answers" else 2)
+    assert all("error" not in answer for answer in answers)
+    assert "encoder_stream" not in output

@@ -192,12 +192,12 @@ def test_the_engine_continues_after_a_step_that_failed_between_lanes(
     engine, step, count = ContinuousBatchingEngine(model, max_num_seqs=8), Decoder.step, [0]
     items = [(prompt(length, seed=length), 12) for length in (5, 300, 9, 280, 14, 100)]
 
-    def fail(self: Decoder, memory: Any, newest: torch.Tensor) -> torch.Tensor:
+    def fail(self: Decoder, memory: Any, *arguments: Any) -> torch.Tensor:
         count[0] += memory in engine.memory.lanes._lanes[1:]
         if count[0] == failing:
             count[0] += 1
             raise RuntimeError("boom")
-        return step(self, memory, newest)
+        return step(self, memory, *arguments)
 
     monkeypatch.setattr(Decoder, "step", fail)
     client = Client(engine)

@@ -231,7 +231,12 @@ BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "no query": ("/v1/rerank", {"query": "", "documents": ["a"]}, "query", "query must be a non-empty string"),
     "a document of numbers": ("/v1/rerank", {"query": "a", "documents": [1]}, "documents", "documents must be"),
     "none to return": ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", ">= 1, got 0"),
-    "too many documents": ("/v1/rerank", {"query": "a", "documents": ["b"] * 10_001}, "", "10001 texts, more than"),
+    "too many documents": (
+        "/v1/rerank",
+        {"query": "a", "documents": ["b"] * 10_001},
+        "documents",
+        "10001 texts, more than",
+    ),
     "a long document": ("/v1/rerank", {"query": "a", "documents": ["b", "bad " * 200]}, "documents", "(row 1)"),
     "unequal numbers": ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_1", "2 texts and text_2 3"),
     "too many labels": ("/v1/classify", {"input": "a", "top_k": 4}, "top_k", "<= 3, got 4"),

@@ -249,11 +249,11 @@ def test_each_vllm_backend_output_comes_on_request(server: TritonServer) -> None
     [
         (
             {"lora_name": "mine"},
-            "unknown_parameter: there is no parameter 'lora_name' (LoRA adapters are not supported): leave it out",
+            "adapter_not_found: there is no adapter 'mine': this model has no adapters",
         ),
         (
             {"sampling_parameters": '{"lora_name": "mine"}'},
-            "unknown_parameter: there is no parameter 'lora_name' (LoRA adapters are not supported): leave it out",
+            "adapter_not_found: there is no adapter 'mine': this model has no adapters",
         ),
         (
             {"embedding_request": '{"input": "x"}'},

@@ -4,6 +4,7 @@
 import json
 import re
 import shutil
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ import tritonclient.grpc
 
 from hf_triton.testing import LoopbackHub, TritonServer
 from tests.support.client import get, post
+from tests.support.gateway import wait_until
 from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import (
     TEXTS,
@@ -235,3 +237,16 @@ def test_inputs_and_outputs_are_in_the_model_s_metadata(server: TritonServer) ->
     metadata = get(server, "/v2/models/minilm").json()
     assert {"text", "args", "token_ids", "embedding_request"} <= {port["name"] for port in metadata["inputs"]}
     assert {"embedding", "output"} <= {port["name"] for port in metadata["outputs"]}
+
+
+def test_metrics_have_the_time_in_the_queue(server: TritonServer) -> None:
+    ask(server, "minilm", "text", TEXTS)
+
+    def count(name: str) -> float:
+        with urllib.request.urlopen(server.metrics_url) as answer:
+            lines = answer.read().decode().splitlines()
+        own = [line for line in lines if line.startswith(f"{name}{{") and 'model="minilm"' in line]
+        return sum(float(line.rpartition(" ")[2]) for line in own)
+
+    wait_until(lambda: count("hf_triton_queue_time_seconds_count") == count("hf_triton_requests_total") > 0)
+    assert count("hf_triton_queue_time_seconds_sum") < count("hf_triton_e2e_request_latency_seconds_sum")

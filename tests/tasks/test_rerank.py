@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.protocol.tensors import Array, encode_strings
+from hf_triton.settings import ModelSettings
+from hf_triton.tasks.generative_rerank import HEAD, TAIL, GenerativeOptions, GenerativeRerank
+from hf_triton.tasks.registry import folder_task
 from hf_triton.tasks.rerank import Rerank
+from hf_triton.testing import build_tiny_checkpoint
 from tests.support.sentence_checkpoints import quietly
 from tests.support.tasks import FAMILIES, TEXTS, Served, save_task_checkpoint
 
@@ -130,3 +136,54 @@ def test_models_that_score_otherwise_are_refused(tmp_path: Path) -> None:
         folder = save_task_checkpoint(tmp_path / str(place), "bert", "sequence", **config)
         with pytest.raises(CheckpointError, match=words):
             Served(folder, Rerank)
+
+
+# --- by a model that generates ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def generative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
+    folder = build_tiny_checkpoint(
+        tmp_path_factory.mktemp("model"), "qwen3", max_position_embeddings=1024, vocab_size=400
+    )
+    assert folder_task(None, ModelSettings(huggingface_model=str(folder), task="rerank"), folder) is GenerativeRerank
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["yes", "no"])
+    tokenizer.save_pretrained(folder)
+    served = Served(folder, GenerativeRerank)
+    yield served, folder
+    served.forward.release()
+
+
+def probability_of_yes(folder: Path, query: str, document: str, instruction: str) -> float:
+    """As the card of Qwen3-Reranker computes it."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    text = f"{HEAD}<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}{TAIL}"
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, -1]
+    answers = logits[[tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes")]]
+    return float(torch.softmax(answers, 0)[1])
+
+
+def test_score_is_the_probability_of_yes(generative: tuple[Served, Path]) -> None:
+    served, folder = generative
+    for instruction in (GenerativeOptions().instruction, "Find the opposite"):
+        outputs = served.ask({"query": strings([QUERY]), "documents": strings(TEXTS)}, instruction=instruction)
+        expected = [probability_of_yes(folder, QUERY, text, instruction) for text in TEXTS]
+        np.testing.assert_allclose(outputs["score"], expected, atol=1e-5)
+        assert len(set(expected)) == len(TEXTS)
+
+
+def test_long_documents_are_cut_before_the_models_own_words(generative: tuple[Served, Path]) -> None:
+    served, _ = generative
+    inputs = {"query": strings([QUERY]), "documents": strings(["bad " * 400])}
+    with pytest.raises(RequestError, match="that the model's own words leave"):
+        served.ask(inputs)
+    assert 0 < served.ask(inputs, truncate=True)["score"][0] < 1
+
+
+def test_a_model_without_the_answers_is_refused(tmp_path: Path) -> None:
+    folder = build_tiny_checkpoint(tmp_path / "model", "qwen3")
+    with pytest.raises(CheckpointError, match="has no tokens yes and no"):
+        Served(folder, GenerativeRerank)

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -135,7 +136,7 @@ def reply_to(
     return reply
 
 
-NO_ADAPTERS = AdapterStore(cast(Any, None), {}, Path("nowhere"), Path)
+NO_ADAPTERS = AdapterStore(cast(Any, SimpleNamespace(sweep=lambda: None)), {}, Path("nowhere"), Path)
 
 
 def build_task(

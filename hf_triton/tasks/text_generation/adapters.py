@@ -90,7 +90,11 @@ class AdapterStore:
         if time.monotonic() - self._scanned_s < SCAN_INTERVAL_S:
             return
         found = {}
-        for folder in sorted(self._folder.glob("*")) if self._folder.is_dir() else ():
+        try:
+            folders = sorted(self._folder.iterdir())
+        except OSError:  # there is none, or none that this process may read
+            folders = []
+        for folder in folders:
             version = _version(folder)
             if version is None or not ADAPTER_NAME.fullmatch(folder.name) or folder.name in self._of_settings:
                 continue
@@ -101,6 +105,7 @@ class AdapterStore:
         for name in self._of_folder.keys() - found.keys():
             logger.info("adapter %s: dropped", name)
         self._of_folder = found
+        self._adapters.sweep()
         self._scanned_s = time.monotonic()
 
     def _load(self, name: str, find: Callable[[], Path], version: object = None) -> _Found:
