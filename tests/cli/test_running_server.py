@@ -17,6 +17,8 @@ from tests.support.gateway import add_demo, num_running, wait_until
 from tests.support.serving import COMMAND
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL
 
+pytestmark = pytest.mark.full
+
 KEY = "triton-grpc-protocol-secret"
 ENDLESS = ("--max-tokens=200", "--param=ignore_eos=true")
 

@@ -15,6 +15,8 @@ from tests.support.paths import ROOT
 from tests.support.serving import curl_lines, running, send, serve_until_exit
 from tests.support.tasks import save_task_checkpoint
 
+pytestmark = pytest.mark.full
+
 NAME = "Qwen/Qwen3-0.6B"
 GATED = "meta-llama/Llama-3.2-1B"
 

@@ -32,6 +32,8 @@ from tests.support.engine import (
 )
 from tests.support.reference import solo_ids
 
+pytestmark = pytest.mark.full
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 

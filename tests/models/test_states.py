@@ -28,6 +28,8 @@ from tests.support.engine import Client, PreemptCounter, PrefixHits, token_ids
 from tests.support.reference import solo_ids
 from tests.support.running_sequences import RunningSequences, prompts
 
+pytestmark = pytest.mark.full
+
 NAMES = ("granite4", "falcon-h1", "qwen3-next", "lfm2", "mamba2")
 """States beside attention in other layers, in the same; linear attention; convolutions alone; no attention at all."""
 MODES: tuple[DecodingMode, ...] = ("eager", "static")

@@ -11,6 +11,8 @@ import pytest
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread, num_running, wait_until
 
+pytestmark = pytest.mark.full
+
 HELLO = [{"role": "user", "content": "Hello!"}]
 TOOL = {"type": "function", "name": "f", "parameters": {}}
 NO_TYPE = {"type": "object", "properties": {"a": {"type": "thing"}}}

@@ -27,6 +27,8 @@ from tests.support.paths import ROOT
 from tests.support.serving import COMMAND, running
 from tests.support.slow_model import slow_model
 
+pytestmark = pytest.mark.full
+
 EXPLICIT = ["--model-control-mode=explicit"]
 NAMES = ("one", "two", "three")
 STREAM_DOOR = ROOT / "stream_door"

@@ -14,6 +14,8 @@ from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, generate, infer, post
 from tests.support.reference import Reference, load_reference, solo_ids
 
+pytestmark = pytest.mark.full
+
 BATCHED = "max_batch_size: 8 dynamic_batching { }"
 ONE_ROW = 'max_batch_size: 1 input [{ name: "text_input" data_type: TYPE_STRING dims: [ -1 ] }]'
 VALUE_FOR_EACH = 'input [{ name: "max_new_tokens" data_type: TYPE_INT64 dims: [ -1 ] optional: true }]'

@@ -11,6 +11,8 @@ import pytest
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, post
 
+pytestmark = pytest.mark.full
+
 GATED, SHARED, TOKENIZER = "meta-llama/Llama-2-7b-hf", "tiiuae/falcon-7b", "org/tokenizer"
 TWO_INSTANCES = "instance_group [{ kind: KIND_CPU, count: 2 }]"
 PROMPT = "Where does the river go"

@@ -26,6 +26,8 @@ from tests.support.clients import CLIENTS, has, run
 from tests.support.slow_model import SLOW_MODEL, STEP_S
 from tests.support.standard import StandardServer
 
+pytestmark = pytest.mark.full
+
 FLAT, BATCHED, STREAM, BATCHED_STREAM = "flat_typed", "typed", "flat_typed_stream", "typed_stream"
 """With every parameter as an input: max_batch_size 0 and 8, and both decoupled."""
 PLAIN, PLAIN_STREAM, SLOW = "plain", "stream", "slow"

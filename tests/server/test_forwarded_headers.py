@@ -20,6 +20,8 @@ from tests.support.client import Reply, generate, generate_stream, infer
 from tests.support.gateway import GatewayThread, add_demo
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.full
+
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 HEADERS = {"Traceparent": TRACEPARENT, "X-Tenant": "blue", "priority": "u=1, i", "Seed": "7", "stop": "a"}
 """Three of them have a parameter's name."""

@@ -14,6 +14,8 @@ from hf_triton.errors import CODES
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint, reshape_tensor
 from tests.support.client import generate, post
 
+pytestmark = pytest.mark.full
+
 Arm = Callable[[LoopbackHub, str], object]
 
 

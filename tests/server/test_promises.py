@@ -17,6 +17,8 @@ from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, generate, get, infer, post
 from tests.support.engines import ENGINES
 
+pytestmark = pytest.mark.full
+
 # The engine knows token ids only, so a request says by its length which fault it wants.
 FAILS, IS_FATAL, IS_SLOW, IS_DROPPED = 13, 17, 19, 23
 FAULTY_MODEL = f"""

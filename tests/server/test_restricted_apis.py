@@ -14,6 +14,8 @@ from hf_triton.testing import TritonServer
 from tests.support.client import Reply, post
 from tests.support.gateway import GatewayThread, add_demo
 
+pytestmark = pytest.mark.full
+
 KEY = "a-key-that-must-not-be-logged"
 FLAGS = [
     "--model-control-mode=explicit",

@@ -25,6 +25,8 @@ from tests.support.client import Reply, generate, infer, post
 from tests.support.paths import ROOT
 from tests.support.slow_model import slow_model
 
+pytestmark = pytest.mark.full
+
 STEP_S = 0.05
 NUM_ROWS = 4  # texts at a time; the others wait
 NUM_LONG = 200  # tokens: ten seconds

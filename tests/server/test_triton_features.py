@@ -20,6 +20,8 @@ from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, infer, post
 from tests.support.reference import load_reference
 
+pytestmark = pytest.mark.full
+
 NUM_TOKENS = 6
 TEXTS = ["Hello there", "Der Zug fährt 🙂"]
 NUM_WARM_UPS = 3

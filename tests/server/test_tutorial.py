@@ -23,6 +23,8 @@ from tests.support.client import generate, get, infer
 from tests.support.paths import ROOT
 from tests.support.reference import Reference, load_reference
 
+pytestmark = pytest.mark.full
+
 FALCON, PERSIMMON, LLAMA, OPT = (
     "tiiuae/falcon-7b",
     "adept/persimmon-8b-base",
