@@ -38,6 +38,8 @@ LIMITS = {
     **dict.fromkeys(("max_time", "timeout"), 60.0),
 }
 NUM_TOKEN_IDS = 300
+OF_ENCODERS = [f"POST /v1/{name}" for name in ("embeddings", "rerank", "score", "classify")]
+"""Operations that no model of this gateway answers with 200; tests/openai/test_encoders.py has models that do."""
 
 
 def schema() -> Any:
@@ -102,4 +104,4 @@ def test_answers_are_those_of_the_document(healthy: GatewayThread, name: str, mo
         statuses.add(sent.call_and_validate(base_url=healthy.url, checks=checks, timeout=60).status_code)
 
     check()
-    assert 200 in statuses or not is_valid or "{" in name
+    assert 200 in statuses or not is_valid or "{" in name or name in OF_ENCODERS
