@@ -135,17 +135,6 @@ class TritonModels:
                 self._seen[name] = models[name] = dataclasses.replace(model, is_loaded=is_loaded)
         return sorted(models.values(), key=lambda model: model.name)
 
-    async def model(self, name: str) -> Model:
-        """The model of a name, loaded or not.
-
-        Raises:
-            ApiError: There is none, or Triton cannot be reached.
-        """
-        name = name.partition(ADAPTER_MARK)[0]
-        if self._on_demand is not None and name in await self._on_demand.names():
-            return self._seen.get(name) or _unknown_model(name)
-        return await self._model(name)
-
     async def _model(self, name: str) -> Model:
         is_old = time.monotonic() - self._listed_s > MAX_AGE_S
         if name in self._models:

@@ -8,7 +8,6 @@ adapter for each row; hooks here give it the names of the rows that are computed
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import warnings
 import weakref
@@ -23,8 +22,6 @@ import torch
 from hf_triton.errors import CheckpointError, SettingsError
 from hf_triton.runner.numerics import agree
 
-logger = logging.getLogger(__name__)
-
 NO_ADAPTER: Final = "__base__"
 """peft's name for rows without an adapter."""
 NUM_TRIAL_TOKENS: Final = 5
@@ -38,7 +35,7 @@ KEY_BITS: Final = 33
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A loaded adapter. It stays in the model's memory while somebody holds this object."""
+    """A loaded adapter. It stays in the model while this object is referenced."""
 
     number: int
     """From 1, never used again: KV that was computed with one adapter is not another's."""
@@ -103,7 +100,7 @@ class Adapters:
         return adapter
 
     def sweep(self) -> None:
-        """Take the adapters that nobody holds any more out of the model."""
+        """Delete the adapters whose `Adapter` is no longer referenced."""
         if any(adapter() is None for adapter in list(self._loaded.values())):
             with self._changing():
                 self._sweep()
