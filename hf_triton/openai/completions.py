@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -20,7 +19,7 @@ from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import GenerationFields
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.logprobs import completion_logprobs
-from hf_triton.openai.merge import merged
+from hf_triton.openai.merge import all_results, merged
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton.openai.triton_messages import Generation, Outputs
 
@@ -165,25 +164,13 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     answers = _answers(body, body.generations(request_id_of(request), folder.max_batch_size))
     if body.stream:
         return EventStream(request, _stream(gateway, body, answers))
-    responses = await run_while_connected(request.receive, _generate(gateway, answers))
+    works = all_results(gateway.models.generate(answer.generation) for answer in answers)
+    responses = await run_while_connected(request.receive, works)
     pairs = list(zip(answers, responses, strict=True))
     choices = [answer.choice(outputs, index) for answer, outputs in pairs for index in range(answer.num_choices)]
     usages = [answer.usage(outputs) for answer, outputs in pairs]
     head = _head(answers[0].generation)
     return JSONResponse(head | {"choices": choices, "usage": _sum(usages)})
-
-
-async def _generate(gateway: Gateway, answers: Sequence[_Answer]) -> list[Outputs]:
-    """All requests side by side; the first that fails cancels the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(gateway.models.generate(answer.generation)) for answer in answers]
-    except* ApiError as errors:
-        first = errors.exceptions[0]
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
-    return [task.result() for task in tasks]
 
 
 def _head(generation: Generation) -> dict[str, Any]:

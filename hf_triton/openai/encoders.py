@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import annotated_types
 from fastapi import Request
@@ -15,6 +15,7 @@ from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
+from hf_triton.openai.merge import all_results
 from hf_triton.openai.triton_messages import Folder, Outputs, TextRequest
 
 MAX_TEXTS: Final = 10_000
@@ -107,15 +108,7 @@ async def _run_all(gateway: Gateway, parts: Sequence[TextRequest]) -> list[Outpu
             except ApiError as error:
                 raise _in_client_words(error, part) from None
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run(part)) for part in parts]
-    except* ApiError as errors:
-        first: Any = errors
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
-    return [task.result() for task in tasks]
+    return await all_results(map(run, parts))
 
 
 def _in_client_words(error: ApiError, part: TextRequest) -> ApiError:

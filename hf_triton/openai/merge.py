@@ -1,14 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several streams as one, read no faster than it is."""
+"""Several requests as one: their streams, read no faster than it is, or their results."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from hf_triton.openai.errors import ApiError
 
 Item = TypeVar("Item")
+
+
+async def all_results(works: Iterable[Coroutine[Any, Any, Item]]) -> list[Item]:
+    """The results of what is done side by side; the first error cancels the rest."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except* ApiError as errors:
+        first: Any = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+    return [task.result() for task in tasks]
 
 
 async def merged(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tuple[int, Item]]:
