@@ -22,7 +22,13 @@ from hf_triton.protocol.embedding_request import (
     vllm_outputs,
 )
 from hf_triton.protocol.prompts import Limits, decode_token_ids
-from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TaskOutput, TextInput
+from hf_triton.protocol.task_declaration import (
+    TEXT_ALIASES,
+    TaskDeclaration,
+    TaskOptions,
+    TaskOutput,
+    TextInput,
+)
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.validation import suggest
@@ -65,7 +71,7 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
             TextInput(
                 TEXT,
                 "the texts",
-                ("args", "text_input", "text_inputs", "input", "inputs", "input_text"),
+                (*TEXT_ALIASES, "input_text"),
                 is_optional=True,
             ),
             TextInput(

@@ -7,7 +7,13 @@ from typing import Any, ClassVar
 
 import numpy.typing as npt
 
-from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TaskOutput, TextInput
+from hf_triton.protocol.task_declaration import (
+    TEXT_ALIASES,
+    TaskDeclaration,
+    TaskOptions,
+    TaskOutput,
+    TextInput,
+)
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 
@@ -19,7 +25,7 @@ class FeatureExtraction(EncoderTask[TaskOptions]):
 
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="feature-extraction",
-        texts=(TextInput("text", "the texts", ("args", "text_input", "text_inputs", "input", "inputs")),),
+        texts=(TextInput("text", "the texts", TEXT_ALIASES),),
         outputs={
             STATES: TaskOutput(
                 "TYPE_FP32",

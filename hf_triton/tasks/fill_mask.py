@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 import annotated_types
 from pydantic import BeforeValidator
 
 from hf_triton.errors import CheckpointError, RequestError, clip
-from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TextInput
+from hf_triton.protocol.task_declaration import (
+    TEXT_ALIASES,
+    TaskDeclaration,
+    TaskOptions,
+    TextInput,
+)
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.protocol.validation import read_strings
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
@@ -44,7 +50,7 @@ class FillMask(EncoderTask[MaskOptions]):
             TextInput(
                 TEXT,
                 "the texts, each with one or more of the model's mask tokens",
-                ("args", "text_input", "text_inputs", "input", "inputs"),
+                TEXT_ALIASES,
             ),
         ),
         outputs={},
@@ -80,11 +86,10 @@ class FillMask(EncoderTask[MaskOptions]):
                 raise RequestError("invalid_parameter", f"targets holds {clip(target)}, which is no token of the model")
         return list(dict.fromkeys(vocabulary[target] for target in options.targets))
 
-    @property
+    @cached_property
     def _vocabulary(self) -> dict[str, int]:
-        if not hasattr(self, "_tokens"):
-            self._tokens: dict[str, int] = self.tokenizer.get_vocab()
-        return self._tokens
+        vocabulary: dict[str, int] = self.tokenizer.get_vocab()
+        return vocabulary
 
     def decode(self, encoded: EncodedRow, options: MaskOptions, outputs: list[Floats]) -> TaskResult:
         """See `EncoderTask`. JSON is an array of tokens; of a text with several masks, one such array for each."""

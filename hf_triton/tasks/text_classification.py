@@ -11,7 +11,14 @@ import annotated_types
 
 from hf_triton.errors import RequestError
 from hf_triton.protocol.prompts import Limits
-from hf_triton.protocol.task_declaration import JSON_OUTPUT, TaskDeclaration, TaskOptions, TaskOutput, TextInput
+from hf_triton.protocol.task_declaration import (
+    JSON_OUTPUT,
+    TEXT_ALIASES,
+    TaskDeclaration,
+    TaskOptions,
+    TaskOutput,
+    TextInput,
+)
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
@@ -45,7 +52,7 @@ class TextClassification(EncoderTask[ClassificationOptions]):
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="text-classification",
         texts=(
-            TextInput(TEXT, "the texts", (MLSERVER_INPUT, "text_input", "text_inputs", "input", "inputs")),
+            TextInput(TEXT, "the texts", TEXT_ALIASES),
             TextInput(PAIR, "a second text for each, of models that compare two", is_optional=True),
         ),
         outputs={

@@ -10,7 +10,12 @@ import annotated_types
 from pydantic import BeforeValidator
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TextInput
+from hf_triton.protocol.task_declaration import (
+    TEXT_ALIASES,
+    TaskDeclaration,
+    TaskOptions,
+    TextInput,
+)
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.protocol.validation import read_strings
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
@@ -40,7 +45,7 @@ class TokenClassification(EncoderTask[TokenOptions]):
 
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="token-classification",
-        texts=(TextInput(TEXT, "the texts", ("args", "text_input", "text_inputs", "input", "inputs")),),
+        texts=(TextInput(TEXT, "the texts", TEXT_ALIASES),),
         outputs={},
         options=TokenOptions,
     )

@@ -15,7 +15,13 @@ from pydantic import BeforeValidator
 
 from hf_triton.errors import CheckpointError, RequestError, clip
 from hf_triton.protocol.prompts import Limits
-from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TaskOutput, TextInput
+from hf_triton.protocol.task_declaration import (
+    TEXT_ALIASES,
+    TaskDeclaration,
+    TaskOptions,
+    TaskOutput,
+    TextInput,
+)
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.validation import read_strings
@@ -54,7 +60,7 @@ class ZeroShotClassification(EncoderTask[ZeroShotOptions]):
 
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="zero-shot-classification",
-        texts=(TextInput(TEXT, "the texts", ("args", "text_input", "text_inputs", "input", "inputs", "sequences")),),
+        texts=(TextInput(TEXT, "the texts", (*TEXT_ALIASES, "sequences")),),
         outputs={
             "label": TaskOutput("TYPE_STRING", "the candidate labels, the likeliest first", num_dims=1),
             "score": TaskOutput("TYPE_FP32", "their probabilities", num_dims=1),
