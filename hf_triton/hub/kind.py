@@ -54,7 +54,7 @@ def find_task(folder: Path) -> str | None:
     names = _architectures(config)
     if (folder / "modules.json").exists() and not any(name.endswith("ForSequenceClassification") for name in names):
         return "embeddings"
-    if generates_text(folder):
+    if _generate(names):
         return "text-generation"
     for name in names:
         for head, task in TASKS_BY_HEAD.items():
@@ -65,7 +65,11 @@ def find_task(folder: Path) -> str | None:
 
 def generates_text(folder: Path) -> bool:
     """Whether a checkpoint's architecture is one that generates text."""
-    return any(name.endswith(GENERATING) for name in _architectures(_read_object(folder / "config.json")))
+    return _generate(_architectures(_read_object(folder / "config.json")))
+
+
+def _generate(architectures: list[str]) -> bool:
+    return any(name.endswith(GENERATING) for name in architectures)
 
 
 def _architectures(config: dict[str, Any]) -> list[str]:
