@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import os
 import re
 import shutil
 import tempfile
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Final
 
 import hf_triton
-from hf_triton.cli.folders import model_folders, parse_config, read_config
+from hf_triton.cli.folders import load_folder_settings, model_folders, parse_config, read_config
 from hf_triton.errors import HfTritonError
-from hf_triton.settings import ModelSettings, load_settings
+from hf_triton.settings import ModelSettings
 from hf_triton.stream_door.model import SUFFIX
 from hf_triton.tasks.registry import ENCODER_TASKS, folder_task_name
 
@@ -64,9 +63,7 @@ def folders_without_door(repository: Path) -> list[str]:
 def _has_task_of_encoder(folder: Path) -> bool:
     """Whether a folder generates no text, as far as its settings and its checkpoint on disk say."""
     try:
-        config = parse_config(folder)
-        parameters = {key: value.get("string_value", "") for key, value in config.get("parameters", {}).items()}
-        settings = load_settings(parameters, os.environ, ModelSettings).settings
+        settings = load_folder_settings(parse_config(folder), ModelSettings).settings
     except (HfTritonError, ImportError):  # Triton says what is wrong; and a folder may declare settings of its own
         return False
     name, _ = folder_task_name(settings, folder)

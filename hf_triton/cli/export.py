@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import click
 
-from hf_triton.cli.findings import own_class, read_loaded_settings
-from hf_triton.cli.folders import folder_defect, parse_config
+from hf_triton.cli.findings import own_class
+from hf_triton.cli.folders import folder_defect, load_folder_settings, parse_config
 from hf_triton.errors import SettingsError
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.settings import ModelSettings
@@ -55,7 +55,7 @@ def vllm(folder: Path, into: Path | None) -> None:
     if defect := folder_defect(folder):
         raise SettingsError(f"{folder.name}: {defect}")
     own = own_class(folder)
-    loaded = read_loaded_settings(own, parse_config(folder))
+    loaded = load_folder_settings(parse_config(folder), own.settings_class)
     settings = loaded.settings
     if not isinstance(settings, ModelSettings):
         raise click.UsageError(

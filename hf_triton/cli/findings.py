@@ -17,15 +17,19 @@ from typing import Any, Final, Literal
 
 from rich.filesize import decimal
 
-from hf_triton.cli.folders import CONFIG, folder_defect, parse_config
+from hf_triton.cli.folders import CONFIG, folder_defect, load_folder_settings, parse_config
 from hf_triton.errors import CheckpointError, HfTritonError, HubError, SettingsError
 from hf_triton.hub.resolve import Hub
-from hf_triton.settings import DoorSettings, LoadedSettings, ModelSettings, load_settings
+from hf_triton.settings import DoorSettings, ModelSettings
 from hf_triton.stream_door.model import other_folder
 
 State = Literal["ok", "warning", "error"]
 SAMPLE_CHAT: Final = '[{"role": "user", "content": "Hello"}]'
 BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+NOT_ON_DISK: Final = "not_on_disk"
+"""The code of a checkpoint or an adapter that would be downloaded."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class FolderCheck:
         with self._errors("1/model.py"):
             own = own_class(self._folder)
         with self._errors("settings"):
-            loaded = read_loaded_settings(own, config)
+            loaded = load_folder_settings(config, own.settings_class if own else ModelSettings)
         if self.has_errors or own is None or loaded is None:
             return
         changed = [name for name, source in loaded.sources.items() if source != "default"]
@@ -98,7 +102,8 @@ class FolderCheck:
         self._add("task", "ok", name)
         with self._errors("ports"):
             _check_ports(config, task.declaration if task else None)
-        checkpoint = self._find_checkpoint(settings)
+        hub = Hub(self._folder, settings, os.environ, download=_refuse_download)
+        checkpoint = self._find_checkpoint(hub)
         if checkpoint is None:
             return
         self._add("checkpoint", "ok", str(checkpoint))
@@ -119,12 +124,11 @@ class FolderCheck:
         with self._errors("memory"):
             self._check_memory(checkpoint, model_config, settings)
         with self._errors("tokenizer"):
-            self._check_tokenizer(checkpoint, settings, renders_chats=task is None)
-        self._check_adapters(settings)
+            self._check_tokenizer(hub.resolve_tokenizer() or checkpoint, settings, renders_chats=task is None)
+        self._check_adapters(hub, settings)
 
-    def _find_checkpoint(self, settings: ModelSettings) -> Path | None:
+    def _find_checkpoint(self, hub: Hub) -> Path | None:
         """The checkpoint's folder; None if it is not on disk."""
-        hub = Hub(self._folder, settings, os.environ, download=_refuse_download)
         with self._errors("checkpoint"):
             try:
                 folder = hub.resolve_model()
@@ -156,13 +160,12 @@ class FolderCheck:
         else:
             self._add("memory", "ok", sentence)
 
-    def _check_tokenizer(self, checkpoint: Path, settings: ModelSettings, *, renders_chats: bool) -> None:
+    def _check_tokenizer(self, tokenizer_folder: Path, settings: ModelSettings, *, renders_chats: bool) -> None:
         from hf_triton.hub.pretrained import load_tokenizer
         from hf_triton.protocol.chat import parse_chat
         from hf_triton.tasks.text_generation.chat_template import ChatTemplate, load_chat_template
 
-        hub = Hub(self._folder, settings, os.environ, download=_refuse_download)
-        tokenizer = load_tokenizer(hub.resolve_tokenizer() or checkpoint, settings)
+        tokenizer = load_tokenizer(tokenizer_folder, settings)
         self._add("tokenizer", "ok", f"{type(tokenizer).__name__} of {len(tokenizer)} tokens")
         if not renders_chats:
             return
@@ -173,8 +176,7 @@ class FolderCheck:
         ChatTemplate(tokenizer, template, 1 << 20).render(parse_chat(SAMPLE_CHAT, {}, 1 << 20))
         self._add("chat template", "ok", "renders a chat")
 
-    def _check_adapters(self, settings: ModelSettings) -> None:
-        hub = Hub(self._folder, settings, os.environ, download=_refuse_download)
+    def _check_adapters(self, hub: Hub, settings: ModelSettings) -> None:
         for name, source in settings.adapters.items():
             about = f"adapter {name}"
             try:
@@ -192,9 +194,6 @@ class FolderCheck:
             yield
         except HfTritonError as error:
             self._add(about, "error", error.sentence)
-
-
-NOT_ON_DISK: Final = "not_on_disk"
 
 
 def _refuse_download(spec: Any, *_: object) -> Path:
@@ -228,16 +227,6 @@ def own_class(folder: Path) -> Any:
     if not (isinstance(own, type) and issubclass(own, TritonPythonModel | StreamDoor)):
         raise SettingsError(f"{place} has no class TritonPythonModel that is a subclass of hf_triton.TritonPythonModel")
     return own
-
-
-def read_loaded_settings(own: Any, config: Mapping[str, Any]) -> LoadedSettings[Any]:
-    """The settings of a folder's class.
-
-    Raises:
-        SettingsError: One is unknown or impossible.
-    """
-    parameters = {key: value.get("string_value", "") for key, value in config.get("parameters", {}).items()}
-    return load_settings(parameters, os.environ, own.settings_class if own else ModelSettings)
 
 
 def _check_ports(config: Mapping[str, Any], declaration: Any) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from hf_triton.errors import SettingsError, clip
 from hf_triton.protocol.validation import suggest
 from hf_triton.server import is_shell_safe
-from hf_triton.settings import SETTING_NAMES
+from hf_triton.settings import SETTING_NAMES, AnySettings, LoadedSettings, load_settings
 
 CONFIG = "config.pbtxt"
 
@@ -79,6 +80,16 @@ def parse_config(folder: Path) -> dict[str, Any]:
     json_format = importlib.import_module("google.protobuf.json_format")
     config: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
     return config
+
+
+def load_folder_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) -> LoadedSettings[AnySettings]:
+    """The settings in a config of `parse_config`.
+
+    Raises:
+        SettingsError: One is unknown or impossible.
+    """
+    parameters = {key: value.get("string_value", "") for key, value in config.get("parameters", {}).items()}
+    return load_settings(parameters, os.environ, settings_class)
 
 
 def with_remedy(reason: str) -> str:
