@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filled masks and entailed labels equal those of transformers' pipelines."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,11 @@ MASKED = ["Anna lives in <mask>", "the <mask> was bad", "<mask> two boats"]
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Served, Path]]]:
-    started: dict[str, tuple[Served, Path]] = {}
-
+def serve(serve_task: Callable[..., tuple[Served, Path]]) -> Callable[..., tuple[Served, Path]]:
     def serve(kind: Any, family: str = "bert", head: str = "masks", **config: Any) -> tuple[Served, Path]:
-        name = f"{family}{head}{config}"
-        if name not in started:
-            folder = save_task_checkpoint(tmp_path_factory.mktemp("model"), family, head, **config)
-            started[name] = Served(folder, kind), folder
-        return started[name]
+        return serve_task(kind, family, head, **config)
 
-    yield serve
-    for served, _ in started.values():
-        served.forward.release()
+    return serve
 
 
 def names(labels: dict[int, str]) -> dict[str, Any]:

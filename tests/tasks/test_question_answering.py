@@ -2,7 +2,7 @@
 """Answers equal those that transformers 4.57's pipeline gives for the same logits, and the best span by brute force."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForQuestionAnswering
 from hf_triton.errors import RequestError
 from hf_triton.protocol.tensors import Array, encode_strings
 from hf_triton.tasks.question_answering import AnswerOptions, QuestionAnswering, find_spans
-from tests.support.tasks import FAMILIES, Served, save_task_checkpoint
+from tests.support.tasks import FAMILIES, Served
 
 QUESTION = "Where does Anna live?"
 CONTEXT = (
@@ -27,20 +27,13 @@ FAMILY_OF = {"wordpiece": "bert", "bytes": "modernbert"}
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Served, Path]]]:
-    started: dict[str, tuple[Served, Path]] = {}
-
+def serve(serve_task: Callable[..., tuple[Served, Path]]) -> Callable[..., tuple[Served, Path]]:
     def serve(family: str = "bert") -> tuple[Served, Path]:
-        if family not in started:
-            folder = save_task_checkpoint(tmp_path_factory.mktemp("model"), family, "answers")
-            served = Served(folder, QuestionAnswering)
-            served.task.tokenizer.cls_token = "<s>"
-            started[family] = served, folder
-        return started[family]
+        served, folder = serve_task(QuestionAnswering, family, "answers")
+        served.task.tokenizer.cls_token = "<s>"
+        return served, folder
 
-    yield serve
-    for served, _ in started.values():
-        served.forward.release()
+    return serve
 
 
 def ask(served: Served, question: str, context: str, **parameters: Any) -> dict[str, Array]:

@@ -26,20 +26,11 @@ IDENTITY = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Served, Path]]]:
-    started: dict[str, tuple[Served, Path]] = {}
-
+def serve(serve_task: Callable[..., tuple[Served, Path]]) -> Callable[..., tuple[Served, Path]]:
     def serve(family: str = "bert", **config: Any) -> tuple[Served, Path]:
-        name = f"{family}{config}"
-        if name not in started:
-            folder = tmp_path_factory.mktemp("model")
-            save_task_checkpoint(folder, family, "sequence", **{"num_labels": 1, **config})
-            started[name] = Served(folder, Rerank), folder
-        return started[name]
+        return serve_task(Rerank, family, "sequence", **{"num_labels": 1, **config})
 
-    yield serve
-    for served, _ in started.values():
-        served.forward.release()
+    return serve
 
 
 def strings(texts: list[str]) -> Array:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Labels and scores equal those of transformers' pipeline; what cannot be asked is refused in a sentence."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from hf_triton.errors import RequestError
 from hf_triton.protocol.tensors import Array, encode_strings
 from hf_triton.tasks.text_classification import TextClassification
-from tests.support.tasks import FAMILIES, TEXTS, Served, reference, save_task_checkpoint
+from tests.support.tasks import FAMILIES, TEXTS, Served, reference
 
 TASK = "text-classification"
 LABELS = {0: "bad", 1: "neither", 2: "good"}
@@ -19,20 +19,11 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Served, Path]]]:
-    started: dict[str, tuple[Served, Path]] = {}
-
+def serve(serve_task: Callable[..., tuple[Served, Path]]) -> Callable[..., tuple[Served, Path]]:
     def serve(family: str = "bert", **config: Any) -> tuple[Served, Path]:
-        name = f"{family}{config}"
-        if name not in started:
-            folder = tmp_path_factory.mktemp("model")
-            save_task_checkpoint(folder, family, "sequence", **{"id2label": LABELS, **config})
-            started[name] = Served(folder, TextClassification), folder
-        return started[name]
+        return serve_task(TextClassification, family, "sequence", **{"id2label": LABELS, **config})
 
-    yield serve
-    for served, _ in started.values():
-        served.forward.release()
+    return serve
 
 
 def same(found: Any, expected: Any) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entities equal those of transformers' pipeline, long texts in windows included."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from hf_triton.errors import RequestError
 from hf_triton.protocol.tensors import Array, encode_strings
 from hf_triton.tasks.token_classification import TokenClassification
-from tests.support.tasks import FAMILIES, TEXTS, Served, reference, save_task_checkpoint
+from tests.support.tasks import FAMILIES, TEXTS, Served, reference
 
 TASK = "token-classification"
 LABELS = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC", 4: "I-LOC"}
@@ -20,18 +20,8 @@ LONG = " ".join(TEXTS * 6)
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Served, Path]]]:
-    started: dict[str, tuple[Served, Path]] = {}
-
-    def serve(family: str = "bert") -> tuple[Served, Path]:
-        if family not in started:
-            folder = save_task_checkpoint(tmp_path_factory.mktemp("model"), family, "tokens", id2label=LABELS)
-            started[family] = Served(folder, TokenClassification), folder
-        return started[family]
-
-    yield serve
-    for served, _ in started.values():
-        served.forward.release()
+def serve(serve_task: Callable[..., tuple[Served, Path]]) -> Callable[[str], tuple[Served, Path]]:
+    return lambda family: serve_task(TokenClassification, family, "tokens", id2label=LABELS)
 
 
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
