@@ -41,7 +41,7 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
 
     def __init__(self, checkpoint: Any, settings: Any) -> None:
         super().__init__(checkpoint, settings)
-        ids = [self._whole.encode(answer, add_special_tokens=False).ids for answer in ANSWERS]
+        ids = [self._plain_ids(answer) for answer in ANSWERS]
         if any(len(each) != 1 for each in ids):
             raise CheckpointError(
                 "unsupported_model",

@@ -36,8 +36,7 @@ class _Found:
 
     version: object
     """Changes with its files."""
-    adapter: Adapter | None = None
-    error: HfTritonError | None = None
+    result: Adapter | HfTritonError
 
 
 class AdapterStore:
@@ -80,10 +79,9 @@ class AdapterStore:
             names = self.names()
             known = suggest(name, names) if names else ": this model has no adapters"
             raise RequestError("adapter_not_found", f"there is no adapter {name!r}{known}")
-        if found.adapter is None:
-            sentence = "it is not loaded" if found.error is None else found.error.sentence
-            raise RequestError("adapter_invalid", f"the adapter {name!r} {sentence}")
-        return found.adapter
+        if isinstance(found.result, HfTritonError):
+            raise RequestError("adapter_invalid", f"the adapter {name!r} {found.result.sentence}")
+        return found.result
 
     def _scan(self) -> None:
         """Load what has come to the subfolder, and forget what has gone, at most once a second."""
@@ -114,7 +112,7 @@ class AdapterStore:
         except Exception as error:
             own = as_own_error(f"loading the adapter {name}", error)
             logger.error("adapter %s: its requests are refused: it %s", name, own.sentence)
-            return _Found(version, error=own)
+            return _Found(version, own)
         logger.info("adapter %s: loaded", name)
         return _Found(version, adapter)
 
