@@ -26,8 +26,6 @@ from hf_triton.stream_door.model import other_folder
 State = Literal["ok", "warning", "error"]
 SAMPLE_CHAT: Final = '[{"role": "user", "content": "Hello"}]'
 BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-
 NOT_ON_DISK: Final = "not_on_disk"
 """The code of a checkpoint or an adapter that would be downloaded."""
 
@@ -270,14 +268,18 @@ def _read_header(file: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: It is not such a file.
     """
+    from safetensors import SafetensorError, safe_open
+
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header: dict[str, Any] = json.loads(stream.read(length))
-    except (struct.error, ValueError, OverflowError, MemoryError):
+        with safe_open(file, "np"):  # checks that the whole file is there, and reads no weights
+            pass
+    except SafetensorError:
         raise CheckpointError(
             "checkpoint_invalid", f"{file.name} is no safetensors file, or half of one: fetch the checkpoint again"
         ) from None
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header: dict[str, Any] = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     return header
 

@@ -2,6 +2,7 @@
 """`hf-triton check` and `hf-triton export vllm`: what is said of folders, those that can be served and others."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,10 @@ def checkpoint_of(folder: Path) -> Path:
     return folder.parent / "checkpoint"
 
 
+def cut_short(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
 def add(folder: Path, key: str, value: str) -> None:
     escaped = value.replace('"', '\\"')
     with (folder / "config.pbtxt").open("a") as file:
@@ -146,6 +151,11 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "half a file of weights": (
         lambda it: (checkpoint_of(it) / "model.safetensors").write_bytes(b"\xff\x01\0\0\0\0\0\0{"),
+        "memory",
+        "model.safetensors is no safetensors file, or half of one",
+    ),
+    "weights cut short behind their header": (
+        lambda it: cut_short(checkpoint_of(it) / "model.safetensors"),
         "memory",
         "model.safetensors is no safetensors file, or half of one",
     ),
