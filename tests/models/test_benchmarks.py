@@ -91,6 +91,7 @@ def test_hybrid_models_are_measured_in_both_engines(benchmark: ModuleType) -> No
 def test_the_benchmark_of_linear_layers_has_all_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     if linear_kernel.can_run(torch.float32) and linear_kernel.can_run(torch.bfloat16):
         monkeypatch.setattr(benchmark, "NUM_BYTES", 1e6)
+        monkeypatch.setattr(benchmark, "TOLERANCE", float("inf"))
         run = CliRunner().invoke(benchmark.main, ["--rounds", "1"], catch_exceptions=False)
         ratios = [float(line.split()[-3]) for line in run.output.splitlines()[1:]]
         assert len(ratios) == 2 * len(benchmark.SHAPES) * len(benchmark.COUNTS)
