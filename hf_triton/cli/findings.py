@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
-import struct
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,14 +16,14 @@ from typing import Any, Final, Literal
 from rich.filesize import decimal
 
 from hf_triton.cli.folders import CONFIG, folder_defect, load_folder_settings, parse_config
-from hf_triton.errors import CheckpointError, HfTritonError, HubError, SettingsError
+from hf_triton.cli.sizes import cache_bytes_per_token, is_quantized, parameter_bytes, weight_bytes
+from hf_triton.errors import HfTritonError, HubError, SettingsError
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import DoorSettings, ModelSettings
 from hf_triton.stream_door.model import other_folder
 
 State = Literal["ok", "warning", "error"]
 SAMPLE_CHAT: Final = '[{"role": "user", "content": "Hello"}]'
-BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 NOT_ON_DISK: Final = "not_on_disk"
 """The code of a checkpoint or an adapter that would be downloaded."""
 
@@ -107,20 +105,12 @@ class FolderCheck:
         self._add("checkpoint", "ok", str(checkpoint))
         model_config = None
         with self._errors("model"):
-            from hf_triton.hub.pretrained import load_config, model_class
+            from hf_triton.hub.pretrained import load_config
 
             model_config = load_config(checkpoint, settings)
-            kind = model_class(checkpoint, model_config, settings, task.auto_class if task else None)
-            architecture = ", ".join(model_config.architectures or ()) or type(model_config).__name__
-            if type(model_config) not in kind._model_mapping and not settings.trust_remote_code:
-                raise SettingsError(f"{architecture} is not one of the models of transformers' {kind.__name__}")
-            self._add("model", "ok", f"{architecture}, by {kind.__name__}")
         if model_config is None:
             return
-        if task is None:
-            self._add("engine", "ok", _engine(settings, model_config))
-        with self._errors("memory"):
-            self._check_memory(checkpoint, model_config, settings)
+        self._check_weights(checkpoint, model_config, settings, task, config)
         with self._errors("tokenizer"):
             self._check_tokenizer(hub.resolve_tokenizer() or checkpoint, settings, renders_chats=task is None)
         self._check_adapters(hub, settings)
@@ -139,24 +129,51 @@ class FolderCheck:
             return folder
         return None
 
-    def _check_memory(self, checkpoint: Path, config: Any, settings: ModelSettings) -> None:
-        import torch
+    def _check_weights(
+        self, checkpoint: Path, model_config: Any, settings: ModelSettings, task: Any, config: Mapping[str, Any]
+    ) -> None:
+        from hf_triton.hub.pretrained import check_quantization, model_class
 
+        kind = None
+        with self._errors("model"):
+            found = model_class(checkpoint, model_config, settings, task.auto_class if task else None)
+            architecture = ", ".join(model_config.architectures or ()) or type(model_config).__name__
+            if type(model_config) not in found._model_mapping and not settings.trust_remote_code:
+                raise SettingsError(f"{architecture} is not one of the models of transformers' {found.__name__}")
+            self._add("model", "ok", f"{architecture}, by {found.__name__}")
+            kind = found
+        if kind is None:
+            return
+        if task is None:
+            self._add("engine", "ok", _engine(settings, model_config))
+        with self._errors("quantisation"):
+            if method := check_quantization(model_config, settings):
+                self._add("quantisation", "ok", method)
+        with self._errors("memory"):
+            self._check_memory(checkpoint, model_config, kind, settings, config)
+
+    def _check_memory(
+        self, checkpoint: Path, model_config: Any, kind: Any, settings: ModelSettings, config: Mapping[str, Any]
+    ) -> None:
         from hf_triton.runner.budget import FreeMemory
 
-        num_bytes = weight_bytes(checkpoint, settings)
+        num_bytes = weight_bytes(checkpoint, model_config, settings)
+        if num_bytes is None and type(model_config) in kind._model_mapping:
+            num_bytes = parameter_bytes(kind, model_config, settings)
         if num_bytes is None:
             self._add("memory", "warning", "its weights are not in safetensors, whose sizes can be read")
             return
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = _device(config)
         free = FreeMemory().of(device)
-        per_token = cache_bytes_per_token(config, settings)
+        is_before = bool(settings.quantization_config) and not is_quantized(model_config)
+        per_token = cache_bytes_per_token(model_config, settings)
         cache = f"; each token of KV cache takes {decimal(per_token)}" if per_token else ""
-        sentence = f"weights of {decimal(num_bytes)}, {decimal(free)} free on {device.type}{cache}"
-        if num_bytes > free:
-            self._add("memory", "error", f"{sentence}: use a smaller dtype, quantization_config, or a larger machine")
-        else:
+        weights = f"weights of {decimal(num_bytes)}{' before they are quantised' if is_before else ''}"
+        sentence = f"{weights}, {decimal(free)} free on {device.type}{cache}"
+        if num_bytes <= free or is_before:
             self._add("memory", "ok", sentence)
+        else:
+            self._add("memory", "error", f"{sentence}: use a smaller dtype, quantization_config, or a larger machine")
 
     def _check_tokenizer(self, tokenizer_folder: Path, settings: ModelSettings, *, renders_chats: bool) -> None:
         from hf_triton.hub.pretrained import load_tokenizer
@@ -207,6 +224,8 @@ def own_class(folder: Path) -> Any:
     from hf_triton import StreamDoor, TritonPythonModel
 
     versions = [path for path in folder.glob("*") if path.name.isdecimal() and (path / "model.py").exists()]
+    if not versions:
+        raise SettingsError("it has no 1/model.py: copy one from a model folder")
     version = max(versions, key=lambda path: int(path.name))
     file = version / "model.py"
     place = f"{version.name}/model.py"
@@ -215,12 +234,16 @@ def own_class(folder: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(version))
+    before = set(sys.modules)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's own code
         raise SettingsError(f"{place} cannot be imported ({type(error).__name__}: {error})") from None
     finally:
         sys.path.remove(str(version))
+        for name in set(sys.modules) - before:  # another folder may have a module of the same name
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(f"{version}{os.sep}"):
+                del sys.modules[name]
     own = getattr(module, "TritonPythonModel", None)
     if not (isinstance(own, type) and issubclass(own, TritonPythonModel | StreamDoor)):
         raise SettingsError(f"{place} has no class TritonPythonModel that is a subclass of hf_triton.TritonPythonModel")
@@ -237,61 +260,16 @@ def _check_ports(config: Mapping[str, Any], declaration: Any) -> None:
     check_config({"input": [], "output": [], **config}, *checks)
 
 
+def _device(config: Mapping[str, Any]) -> Any:
+    """The kind of device that the folder's instances are placed on, by its `instance_group`."""
+    import torch
+
+    kinds = {group.get("kind") for group in config.get("instance_group", ())}
+    return torch.device("cuda" if torch.cuda.is_available() and kinds != {"KIND_CPU"} else "cpu")
+
+
 def _engine(settings: ModelSettings, config: Any) -> str:
     if config.is_encoder_decoder or settings.engine == "batch":
         why = "the setting says so" if settings.engine == "batch" else "it is an encoder-decoder"
         return f"batch: {why}"
     return "continuous, if its logits are those of generate when it is tried at load; else batch"
-
-
-def weight_bytes(folder: Path, settings: ModelSettings) -> int | None:
-    """Bytes of a checkpoint's weights in the settings' dtype, by the headers of its safetensors files; None: no such.
-
-    A quantised checkpoint keeps its dtypes.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    is_quantized = "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    total = 0
-    for file in files:
-        for tensor in _read_header(file).values():
-            start, end = tensor["data_offsets"]
-            is_float = tensor["dtype"] in ("F32", "F16", "BF16") and not is_quantized
-            size = {"F32": 4}.get(tensor["dtype"], 2)
-            wanted = BYTES.get(settings.dtype, size)
-            total += (end - start) * wanted // size if is_float else end - start
-    return total if files else None
-
-
-def _read_header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: its length in 8 bytes, then JSON.
-
-    Raises:
-        CheckpointError: It is not such a file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "np"):  # checks that the whole file is there, and reads no weights
-            pass
-    except SafetensorError:
-        raise CheckpointError(
-            "checkpoint_invalid", f"{file.name} is no safetensors file, or half of one: fetch the checkpoint again"
-        ) from None
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header: dict[str, Any] = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    return header
-
-
-def cache_bytes_per_token(config: Any, settings: ModelSettings) -> int | None:
-    """Bytes of keys and values of one token, if every layer keeps both for each token; None: the config is another."""
-    text = config.get_text_config()
-    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
-    size = getattr(text, "hidden_size", None)
-    if not (layers and heads and size) or config.is_encoder_decoder or getattr(text, "layer_types", None):
-        return None
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or size // heads
-    dtype = str(config.dtype).removeprefix("torch.") if settings.dtype == "auto" else settings.dtype
-    return int(2 * layers * kv_heads * head_dim * BYTES.get(dtype, 4))

@@ -47,7 +47,7 @@ def folder_defect(folder: Path) -> str | None:
     if not versions:
         return "it has no version folder: copy 1/model.py from a model folder"
     incomplete = [version.name for version in versions if not (version / "model.py").exists()]
-    if incomplete and re.search(r'^\s*backend\s*:\s*"python"', read_config(folder), flags=re.MULTILINE):
+    if incomplete and re.search(r'^[^#\n]*\bbackend\s*:\s*["\']python["\']', read_config(folder), flags=re.MULTILINE):
         return f"it has no {incomplete[0]}/model.py: copy one from a model folder"
     return None
 

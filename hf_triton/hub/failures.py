@@ -14,6 +14,10 @@ from hf_triton.hub.spec import CheckpointSpec
 
 FOLDER_HINT: Final = "a folder on disk begins with `/`, `./` or `../`"
 """For users who meant a folder and wrote its name in the form of a Hub name."""
+NEEDS_GPTQMODEL: Final = "requires (gptqmodel|optimum)(?![\\w-])|GPU is required to quantize or run quantize model"
+"""What transformers says of GPTQ and AWQ without these packages; the last is GPTQ on a CPU, which gptqmodel runs on."""
+NEEDS_GPU: Final = "(requires a|No) GPU|A GPU is needed|only supported on GPUs"
+REMOVE_SETTING: Final = ", or leave out the setting that asks for it"
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
@@ -225,11 +229,23 @@ def explain_load(error: Exception, part: str, name: str, has_quantization_settin
             f"the pickle weights of {name} hold more than tensors, which can run code when they are read: do not use "
             "them; find safetensors",
         )
-    if isinstance(error, ImportError):
+    if re.search(NEEDS_GPTQMODEL, message):
         return CheckpointError(
             "checkpoint_invalid",
-            f"{part} of {name} cannot be loaded without a Python package ({short}): install it, or leave out the "
-            "setting that asks for it",
+            f"{part} of {name} cannot be loaded without the packages gptqmodel and optimum ({short}): install them as "
+            'docs/models.md says under "Quantisation", or choose other weights',
+        )
+    if re.search(NEEDS_GPU, message):
+        return CheckpointError(
+            "device_unavailable",
+            f"{part} of {name} cannot be loaded on this machine ({short}): use one with such a GPU, or choose other "
+            "weights",
+        )
+    if isinstance(error, ImportError):
+        of_setting = "" if "quantiz" in message and not has_quantization_setting else REMOVE_SETTING
+        return CheckpointError(
+            "checkpoint_invalid",
+            f"{part} of {name} cannot be loaded without a Python package ({short}): install it{of_setting}",
         )
     remedy = "fetch the checkpoint again, or choose another revision"
     if has_quantization_setting and part == "the weights":

@@ -8,6 +8,7 @@ from the repository, and an attention implementation named by a downloaded confi
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 import typing
@@ -115,6 +116,28 @@ def load_model(
         )
     check_weights(settings, _without_head(info) if auto_class_name == "AutoModel" else info)
     return model
+
+
+def check_quantization(config: Any, settings: ModelSettings) -> str | None:
+    """Check without weights that transformers can load what is, or is to be, quantised.
+
+    Returns:
+        The method of quantisation; None if there is none.
+
+    Raises:
+        CheckpointError: A package or a GPU is missing, or the setting is wrong.
+    """
+    import torch
+    from transformers.quantizers.auto import get_hf_quantizer
+
+    device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
+    wanted = dict(settings.quantization_config) or None
+    with loading("the weights", settings):
+        quantizer = get_hf_quantizer(copy.deepcopy(config), wanted, device_map, weights_only=True, user_agent={})[0]
+    if quantizer is None:
+        return None
+    method = quantizer.quantization_config.quant_method
+    return str(getattr(method, "value", method))
 
 
 def model_class(folder: Path, config: Any, settings: ModelSettings, auto_class_name: str | None = None) -> Any:

@@ -113,8 +113,28 @@ def of_another_task(folder: Path) -> None:
     add(folder, "task", "text-generation")
 
 
+def quantized_by(folder: Path, method: str) -> None:
+    values = {"quant_method": method, "bits": 4, "group_size": 32}
+    edit_json(checkpoint_of(folder) / "config.json", quantization_config=values)
+
+
+def lacks_a_shard(folder: Path) -> None:
+    weights = checkpoint_of(folder) / "model.safetensors"
+    weights.rename(weights.with_name("model-00001-of-00002.safetensors"))
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    weights.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
 WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "no model.py": (lambda it: (it / "1" / "model.py").unlink(), "folder", "it has no 1/model.py"),
+    "no model.py, and a config in one line": (
+        lambda it: (
+            (it / "1" / "model.py").unlink(),
+            (it / "config.pbtxt").write_text("name: 'mine' backend: 'python'"),
+        ),
+        "folder",
+        "it has no 1/model.py",
+    ),
     "broken config": (lambda it: edit(it, "}", ""), "config.pbtxt", "cannot be parsed"),
     "another backend": (lambda it: edit(it, "python", "onnx"), "config.pbtxt", 'backend: "python", got'),
     "another name": (
@@ -148,6 +168,22 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda it: (checkpoint_of(it) / "model.safetensors").unlink(),
         "checkpoint",
         "has no model.safetensors",
+    ),
+    "a missing shard": (lacks_a_shard, "checkpoint", "has no model-00002-of-00002.safetensors"),
+    "GPTQ without its packages": (
+        lambda it: quantized_by(it, "gptq"),
+        "quantisation",
+        "without the packages gptqmodel and optimum",
+    ),
+    "AWQ without its packages": (
+        lambda it: quantized_by(it, "awq"),
+        "quantisation",
+        "without the packages gptqmodel and optimum",
+    ),
+    "a wrong quantisation": (
+        lambda it: add(it, "quantization_config", '{"quant_method": "newest"}'),
+        "quantisation",
+        "correct the setting quantization_config",
     ),
     "half a file of weights": (
         lambda it: (checkpoint_of(it) / "model.safetensors").write_bytes(b"\xff\x01\0\0\0\0\0\0{"),
@@ -211,6 +247,54 @@ def test_too_little_memory_is_an_error(folder: Path, monkeypatch: pytest.MonkeyP
     assert "1.0 kB free" in sentence
 
 
+def test_quantisation_at_load_may_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_triton.runner.budget.FreeMemory.of", lambda self, device: 1000)
+    add(folder, "quantization_config", '{"quant_method": "bitsandbytes", "load_in_4bit": true}')
+    found = findings(folder)
+    assert found["quantisation"] == ("ok", "bitsandbytes")
+    assert found["memory"][0] == "ok"
+    assert "before they are quantised, 1.0 kB free" in found["memory"][1]
+
+
+def size_of_weights(folder: Path) -> str:
+    return findings(folder)["memory"][1].split(",")[0]
+
+
+def test_memory_is_that_of_the_weights_as_they_are_loaded(folder: Path) -> None:
+    weights = checkpoint_of(folder) / "model.safetensors"
+    size = size_of_weights(folder)
+    shutil.copy(weights, weights.with_name("consolidated.safetensors"))  # the same weights in their author's form
+    assert size_of_weights(folder) == size
+    weights.rename(weights.with_name("pytorch_model.bin"))
+    add(folder, "allow_pickle", "true")
+    assert size_of_weights(folder) == size
+    add(folder, "load_format", "dummy")
+    assert size_of_weights(folder) == size
+    edit_json(checkpoint_of(folder) / "config.json", dtype="bfloat16")
+    assert size_of_weights(folder) != size
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size"),
+    [("falcon", "256 bytes"), ("falcon-40b", "512 bytes"), ("qwen3", "512 bytes"), ("qwen3_5", None), ("t5", None)],
+)
+def test_kv_cache_per_token(
+    architecture: str, size: str | None, tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", architecture)
+    memory = findings(make_folder(tmp_path, "mine", huggingface_model=checkpoint))["memory"][1]
+    assert memory.partition("each token of KV cache takes ")[2] == (size or "")
+
+
+def test_modules_of_two_folders_may_have_one_name(folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    for path, name in ((folder, "of_one"), (other, "of_another")):
+        (path / "1" / "rules.py").write_text(f"{name} = 1\n")
+        code = (path / "1" / "model.py").read_text()
+        (path / "1" / "model.py").write_text(f"{code}\nfrom rules import {name}\n")
+    assert run("check", folder, other).exit_code == 0
+
+
 def test_an_adapter_on_disk_is_found(folder: Path, checkpoint: Path) -> None:
     adapter = save_adapter(checkpoint, folder / "sql")
     add(folder, "adapters", json.dumps({"sql": "./sql", "hub": "someone/lora"}))
@@ -237,7 +321,9 @@ def test_a_folder_is_exported_for_vllm_backend(folder: Path, tmp_path: Path) -> 
         "max_context_length": "128",
         "max_num_seqs": "4",
         "enable_prefix_caching": "false",
-        "adapters": '{"sql": "someone/llama-sql", "tone": "./tone"}',
+        "cache_dir": "cache",
+        "quantization_config": '{"quant_method": "bitsandbytes", "load_in_8bit": true}',
+        "adapters": '{"sql": "someone/llama-sql@v2", "tone": "./tone"}',
         "generation_defaults": '{"temperature": 0.5}',
     }.items():
         add(folder, key, value)
@@ -252,12 +338,28 @@ def test_a_folder_is_exported_for_vllm_backend(folder: Path, tmp_path: Path) -> 
         "max_model_len": 128,
         "max_num_seqs": 4,
         "enable_prefix_caching": False,
+        "download_dir": str(folder / "cache"),
+        "quantization": "bitsandbytes",
         "enable_lora": True,
     }
     adapters = json.loads((target / "1" / "multi_lora.json").read_text())
     assert adapters == {"sql": "someone/llama-sql", "tone": str(folder / "tone")}
     assert 'backend: "vllm"' in (target / "config.pbtxt").read_text()
-    assert "not carried over: the setting generation_defaults" in result.stderr
-    assert "not carried over: the hook build_prompt" in result.stderr
+    assert result.stderr.splitlines() == [
+        "not carried over: the setting generation_defaults",
+        "not carried over: load_in_8bit of the setting quantization_config",
+        "not carried over: the revision of the adapter sql",
+        "not carried over: the hook build_prompt of 1/model.py",
+    ]
     again = run("export", "vllm", folder, "--into", target)
     assert (again.exit_code, "exists: choose another folder" in again.output) == (2, True)
+
+
+def test_what_cannot_be_exported(folder: Path, tmp_path: Path) -> None:
+    result = run("export", "vllm", folder, "--into", folder / "config.pbtxt" / "exported")
+    assert (result.exit_code, "cannot be written (Not a directory)" in result.output) == (2, True)
+    result = run("export", "vllm", ROOT / "bge", "--into", tmp_path / "exported")
+    assert (result.exit_code, "bge is for embeddings" in result.output) == (2, True)
+    result = run("export", "vllm", ROOT / "stream_door", "--into", tmp_path / "exported")
+    assert (result.exit_code, "a stream door has no model" in result.output) == (2, True)
+    assert not (tmp_path / "exported").exists()

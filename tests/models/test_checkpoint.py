@@ -485,7 +485,7 @@ def test_quantization_config_is_passed_to_transformers(checkpoint: Path, monkeyp
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "install it"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "without the packages gptqmodel and optimum"),
         ({"quantization_config": {"quant_method": "unknown"}}, "...): correct the setting quantization_config"),
         (
             {"quantization_config": {"quant_method": "torchao", "quant_type": "int8_weight_only"}},

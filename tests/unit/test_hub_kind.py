@@ -77,3 +77,26 @@ def test_task_is_found_in_the_checkpoint_s_files(
 def test_a_wrong_quantization_setting_is_the_first_remedy(message: str) -> None:
     error = explain_load(AssertionError(message), "the weights", "acme/thing", has_quantization_setting=True)
     assert ": correct the setting quantization_config" in error.sentence
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            ImportError("Loading an AWQ quantized model requires gptqmodel."),
+            "without the packages gptqmodel and optimum",
+        ),
+        (
+            RuntimeError("GPU is required to quantize or run quantize model."),
+            "without the packages gptqmodel and optimum",
+        ),
+        (ImportError("Loading a quantized model requires optimum-quanto library"), "library): install it"),
+        (ImportError("Using fbgemm fp8 quantization requires a GPU or XPU"), "use one with such a GPU"),
+        (RuntimeError("No GPU found. A GPU is needed for quantization."), "use one with such a GPU"),
+    ],
+)
+def test_what_a_quantised_checkpoint_lacks_is_named(error: Exception, words: str) -> None:
+    sentence = explain_load(error, "the weights", "acme/thing", has_quantization_setting=False).sentence
+    assert words in sentence
+    assert "fetch the checkpoint again" not in sentence
+    assert "setting" not in sentence

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a checkpoint takes, from its config and the headers of its files. Reads no weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any, Final
+
+from hf_triton.errors import CheckpointError
+from hf_triton.hub.snapshot import weight_files
+from hf_triton.settings import ModelSettings
+
+BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+BYTES_IN_FILE: Final = {"F32": 4, "F16": 2, "BF16": 2}
+"""The dtypes that are converted at load."""
+HYBRID: Final = ("layers_block_type", "attn_layer_indices", "block_types", "kv_lora_rank")
+"""Fields of configs whose layers keep other things than a key and a value per head and token."""
+
+
+def weight_bytes(folder: Path, config: Any, settings: ModelSettings) -> int | None:
+    """Bytes of a checkpoint's weights in the dtype that they are loaded in; None: they are not in safetensors.
+
+    A quantised checkpoint keeps its dtypes.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
+    names = weight_files(folder, [path.name for path in folder.iterdir()], allow_pickle=False)
+    loaded = None if is_quantized(config) else BYTES.get(dtype_name(config, settings))
+    total = 0
+    for name in names:
+        for tensor in _read_header(folder / name).values():
+            start, end = tensor["data_offsets"]
+            size = BYTES_IN_FILE.get(tensor["dtype"])
+            total += (end - start) * loaded // size if size and loaded else end - start
+    return total if names else None
+
+
+def parameter_bytes(kind: Any, config: Any, settings: ModelSettings) -> int:
+    """Bytes of the weights of a model that is built without any, for random weights and pickle files.
+
+    Args:
+        kind: The auto class of transformers that knows the config.
+        config: The model's config.
+        settings: The dtype.
+    """
+    import torch
+
+    dtype = getattr(torch, dtype_name(config, settings), torch.float32)
+    with torch.device("meta"):
+        return int(kind.from_config(config, dtype=dtype).get_memory_footprint(return_buffers=False))
+
+
+def dtype_name(config: Any, settings: ModelSettings) -> str:
+    """The dtype that a model is loaded in, as PyTorch names it; `None` if neither setting nor config says."""
+    return str(config.dtype).removeprefix("torch.") if settings.dtype == "auto" else settings.dtype
+
+
+def is_quantized(config: Any) -> bool:
+    """Whether a checkpoint is quantised on disk."""
+    return any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file: its length in 8 bytes, then JSON.
+
+    Raises:
+        CheckpointError: It is not such a file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "np"):  # checks that the whole file is there, and reads no weights
+            pass
+    except SafetensorError:
+        raise CheckpointError(
+            "checkpoint_invalid", f"{file.name} is no safetensors file, or half of one: fetch the checkpoint again"
+        ) from None
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header: dict[str, Any] = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    return header
+
+
+def cache_bytes_per_token(config: Any, settings: ModelSettings) -> int | None:
+    """Bytes of keys and values of one token, if every layer keeps both for each token; None: the config is another."""
+    text = config.get_text_config()
+    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
+    size = getattr(text, "hidden_size", None)
+    if not (layers and heads and size) or config.is_encoder_decoder or _is_hybrid(text):
+        return None
+    head_dim = getattr(text, "head_dim", None) or size // heads
+    return int(2 * layers * _kv_heads(text, heads) * head_dim * BYTES.get(dtype_name(config, settings), 4))
+
+
+def _is_hybrid(text: Any) -> bool:
+    kinds = set(getattr(text, "layer_types", None) or ())
+    return not kinds <= {"full_attention"} or any(getattr(text, name, None) for name in HYBRID)
+
+
+def _kv_heads(text: Any, heads: int) -> int:
+    """Heads of keys and values; Falcon and GPT BigCode say by `multi_query` that there is one."""
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        return 1
+    kv_heads: int | None = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None)
+    return kv_heads or heads
