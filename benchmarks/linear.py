@@ -77,7 +77,7 @@ def least_ms(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, floa
 def chosen_way(choice: Choice, num_rows: int) -> str:
     if not choice.is_packed:
         return "torch"
-    return "kernel" if num_rows <= choice.max_kernel_rows else "oneDNN"
+    return "kernel" if num_rows in choice.kernel_rows else "oneDNN"
 
 
 @click.command()

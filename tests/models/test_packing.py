@@ -4,6 +4,7 @@
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_triton.runner.cpu import layer_timing, linear, linear_kernel, packing
 from hf_triton.runner.cpu.packing import PackedLinear, pack
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.support.architectures import BASE, BATCH, CONTINUOUS, WHOLE, build, requests
+from tests.support.architectures import BASE, BATCH, CONTINUOUS, WHOLE, build, requests, some_in_make_test
 from tests.support.engine import Client, check, start_engine
 from tests.support.reference import load_reference, solo_ids
 
@@ -51,7 +52,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.parametrize("name", [*CONTINUOUS, *WHOLE, *BATCH, *ARCHITECTURES])
+@pytest.mark.parametrize("name", some_in_make_test([*CONTINUOUS, *WHOLE, *BATCH, *ARCHITECTURES]))
 def test_packed_model_generates_what_the_plain_one_generates(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,20 +233,20 @@ def seconds(*ways: tuple[float, float, float]) -> dict[tuple[Any, str, int], flo
 
 
 @pytest.mark.parametrize(
-    ("ways", "is_packed", "max_kernel_rows"),
+    ("ways", "is_packed", "kernel_rows"),
     [
-        ([(2, 3, 4), (1, 2, 3)], True, 0),
-        ([(2, 3, 4), (2.2, 1, 1)], False, 0),  # slower for a lone sequence
-        ([(2, 3, 4), (2, 3, 4)], False, 0),  # not worth the memory
-        ([(2, 3, 4), (2.2, 2, 3), (1, 1, 1)], True, 64),
-        ([(2, 3, 4), (2.2, 2, 3), (1, 1, 4)], True, 8),
-        ([(2, 3, 4), (1, 2, 3), (2, 1, 1)], True, 0),
+        ([(2, 3, 4), (1, 2, 3)], True, []),
+        ([(2, 3, 4), (2.2, 1, 1)], False, []),  # slower for a lone sequence
+        ([(2, 3, 4), (2, 3, 4)], False, []),  # not worth the memory
+        ([(2, 3, 4), (2.2, 2, 3), (1, 1, 1)], True, range(1, 65)),
+        ([(2, 3, 4), (2.2, 2, 3), (1, 1, 4)], True, range(1, 9)),
+        ([(2, 3, 4), (1, 2, 3), (2, 1, 1)], True, range(3, 65)),
     ],
 )
 def test_the_fastest_way_of_a_layer_is_chosen(
-    ways: list[tuple[float, float, float]], is_packed: bool, max_kernel_rows: int
+    ways: list[tuple[float, float, float]], is_packed: bool, kernel_rows: Sequence[int]
 ) -> None:
-    assert layer_timing.choose("shape", seconds(*ways)) == layer_timing.Choice(is_packed, max_kernel_rows)  # type: ignore[arg-type]
+    assert layer_timing.choose("shape", seconds(*ways)) == layer_timing.Choice(is_packed, frozenset(kernel_rows))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -255,7 +256,7 @@ def test_auto_packs_the_shapes_that_are_faster_packed(
     model = llama()
     heads = layer_timing.shape_of(model.lm_head)
     monkeypatch.setattr(
-        layer_timing, "choose", lambda shape, _: layer_timing.Choice(is_packed and shape == heads, max_kernel_rows=0)
+        layer_timing, "choose", lambda shape, _: layer_timing.Choice(is_packed and shape == heads, frozenset())
     )
     with caplog.at_level("INFO"):
         assert pack(model, "auto") == is_packed

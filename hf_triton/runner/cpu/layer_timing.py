@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from hf_triton.runner.cpu.linear import MAX_ROWS, LinearKernel, onednn_linear
+from hf_triton.runner.cpu.linear import ALL_ROWS, MAX_ROWS, LinearKernel, onednn_linear
 
 ROW_LIMITS: Final = {1: 2, 4: 8, 16: MAX_ROWS}
 """Rows that are timed (one sequence decoding, a few, a batch), and the rows up to which each result is applied."""
@@ -40,13 +40,13 @@ class Choice:
     """How layers of one shape are computed."""
 
     is_packed: bool
-    max_kernel_rows: int
-    """Rows up to which our kernel computes packed weights, 0 to `MAX_ROWS`; oneDNN computes more."""
+    kernel_rows: frozenset[int]
+    """Numbers of rows, of 1 to `MAX_ROWS`, for which our kernel computes packed weights; oneDNN does for the others."""
 
 
-PACKED: Final = Choice(True, MAX_ROWS)
+PACKED: Final = Choice(True, ALL_ROWS)
 """What `pack_weights: true` takes, without measuring."""
-ONEDNN: Final = Choice(True, 0)
+ONEDNN: Final = Choice(True, frozenset())
 """The same for an encoder."""
 
 
@@ -115,7 +115,7 @@ def time_encoder_layers(layers: Sequence[Any]) -> dict[LayerShape, Choice]:
         return min(gains[0] / 0.97, statistics.geometric_mean(gains) / 1.03)
 
     shapes = {sample.shape for sample in samples}
-    return {shape: Choice(shape.dtype != torch.float32 or gain(shape) >= 1, 0) for shape in shapes}
+    return {shape: Choice(shape.dtype != torch.float32 or gain(shape) >= 1, frozenset()) for shape in shapes}
 
 
 def _best_times(
@@ -155,14 +155,14 @@ def _samples(layers: Sequence[Any], max_bytes: int) -> list[_Sample]:
 
 def choose(shape: LayerShape, best: Mapping[tuple[LayerShape, str, int], float]) -> Choice:
     """Choose by the best seconds of each way (`torch`, `onednn`, `kernel` if there is one) and number of rows."""
-    max_kernel_rows, kernel_wins, gains = 0, True, []
+    kernel_rows, gains, first = set[int](), [], 1
     for num_rows, limit in ROW_LIMITS.items():
         onednn_s = best[shape, "onednn", num_rows]
         kernel_s = best.get((shape, "kernel", num_rows), onednn_s)
-        kernel_wins = kernel_wins and kernel_s < onednn_s
-        max_kernel_rows = limit if kernel_wins else max_kernel_rows
-        packed_s = kernel_s if kernel_wins else onednn_s
-        gains.append(best[shape, "torch", num_rows] / packed_s)
+        if kernel_s < onednn_s:
+            kernel_rows |= set(range(first, limit + 1))
+        gains.append(best[shape, "torch", num_rows] / min(kernel_s, onednn_s))
+        first = limit + 1
     # A lone request must not pay for batches; and packed weights must gain something, as they take memory of their own.
     is_packed = gains[0] >= 0.97 and statistics.geometric_mean(gains) >= 1.03
-    return Choice(is_packed, max_kernel_rows)
+    return Choice(is_packed, frozenset(kernel_rows))

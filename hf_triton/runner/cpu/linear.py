@@ -17,6 +17,7 @@ from hf_triton.runner.numerics import agree
 
 MAX_ROWS: Final = 64
 """Rows beyond which oneDNN is as fast."""
+ALL_ROWS: Final = frozenset(range(1, MAX_ROWS + 1))
 MIN_INPUTS: Final = 256
 """Inputs of a layer from which on a kernel is compiled; the demo model has fewer."""
 
@@ -43,8 +44,8 @@ class LinearKernel:
         self._outputs, self._inputs = weight.shape
         self._blocks = self._outputs // linear_kernel.BLOCK
         self._words = self._inputs * weight.itemsize // linear_kernel.WORD_BYTES
-        self.max_rows = MAX_ROWS
-        """Rows up to which the kernel computes; from 0 to `MAX_ROWS`."""
+        self.rows = ALL_ROWS
+        """Numbers of rows for which the kernel computes; of 1 to `MAX_ROWS`."""
 
     @classmethod
     def build(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel | None:
@@ -74,7 +75,7 @@ class LinearKernel:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         is_plain = type(x) is torch.Tensor and x.is_cpu and not x.is_neg() and not x._is_zerotensor()
-        return is_plain and 0 < x.numel() <= self.max_rows * self._inputs
+        return is_plain and x.numel() // self._inputs in self.rows
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ weight.T + bias`, summed in 32 bits; a row's result is independent of the other rows.

@@ -173,9 +173,9 @@ class _Packed:
         """
         packed = cls(layer, type(layer), layer.weight if is_shared else None)
         weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(weight_matrix(layer), None), requires_grad=False)
-        kernel = LinearKernel.build(weight, layer.bias) if choice.max_kernel_rows else None
+        kernel = LinearKernel.build(weight, layer.bias) if choice.kernel_rows else None
         if kernel is not None:
-            kernel.max_rows = choice.max_kernel_rows
+            kernel.rows = choice.kernel_rows
         layer.weight, layer.kernel = weight, kernel
         layer.out_features, layer.in_features = weight.shape
         layer.__class__ = PackedLinear
