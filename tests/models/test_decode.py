@@ -15,7 +15,7 @@ from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
 from hf_triton.runner.kv_cache import KVCache
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.support.architectures import CONTINUOUS, NEO, WHOLE, build
+from tests.support.architectures import CONTINUOUS, NEO, WHOLE, build, some_in_make_test
 from tests.support.engine import NOT_CONTINUOUS
 from tests.support.reference import solo_ids
 from tests.support.running_sequences import RunningSequences, prompts, schedule
@@ -39,7 +39,7 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_small_steps")
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", some_in_make_test(ALL))
 def test_static_decoding_equals_eager_and_generate(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path)
     eager, static = RunningSequences(model, "eager"), RunningSequences(model, "static")

@@ -18,6 +18,7 @@ from tests.support.client import generate, post
 from tests.support.hooks import FAILED, HEAD, NOTHING, WRONG
 from tests.support.reference import Reference, load_reference
 
+pytestmark = pytest.mark.full
 FOLDERS = {
     "plain": '    """As it is."""\n',
     "load": """    def load(self, checkpoint):

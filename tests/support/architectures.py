@@ -2,9 +2,11 @@
 """More architectures than `hf_triton.testing` ships, built from their configs: tiny, with random weights."""
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
@@ -296,6 +298,26 @@ BATCH: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+KINDS = (
+    "llama",
+    "falcon",
+    "gpt-neo",
+    "mistral-window",
+    "gemma3",
+    "deepseek-v3",
+    "qwen3-moe",
+    "qwen3-next",
+    "zamba2",
+    "t5",
+)
+"""One of each kind: plain, shared keys, local layers, windows, both, latent attention, experts, states, encoder."""
+
+
+def some_in_make_test(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test for which one architecture of each kind suffices in `make test`."""
+    return [name if name in KINDS else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 def build(config_name: str, arguments: dict[str, Any]) -> Any:

@@ -15,6 +15,8 @@ from tests.support.slow_model import DECOUPLED, SLOW_MODEL
 
 NUM_TOKENS = 8
 """Their `max_output_length`."""
+EXIT_TIMEOUT = "--exit-timeout-secs=5"
+"""Some tests leave a long request behind."""
 FOLDERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "stream": {"config": DECOUPLED},
@@ -48,7 +50,7 @@ class StandardServer:
         (repository / "slow" / "1" / "model.py").write_text(SLOW_MODEL)
         (repository / "own_template" / "chat.jinja").write_text(TEMPLATE)
         shutil.copytree(ROOT / "stream_door", repository / "plain_stream")
-        self.server = TritonServer(repository, arguments=["--model-control-mode=explicit"])
+        self.server = TritonServer(repository, arguments=["--model-control-mode=explicit", EXIT_TIMEOUT])
 
     def serve(self, *names: str) -> TritonServer:
         """Load the folders that are not loaded yet."""
