@@ -20,6 +20,7 @@ from hf_triton.openai.triton_messages import CLASSIFICATION, RERANK
 
 router = APIRouter()
 SCORE: Final = "score"
+ALL_SCORES: Final = "all_scores"
 
 
 class Document(BaseModel):
@@ -104,27 +105,31 @@ async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
 @router.post("/v1/classify", responses=RESPONSES)
 @router.post("/classify", include_in_schema=False)
 async def classify(body: ClassifyRequest, request: Request) -> dict[str, Any]:
-    """The best label of each text."""
+    """The best label of each text, and the scores of all."""
     texts = text_list("input", body.input)
     outputs = await encode(
         request,
         body,
         CLASSIFICATION,
         {"text": texts},
-        ["label", SCORE],
+        ["label", SCORE, ALL_SCORES],
         parameters={"top_k": body.top_k},
         names={"text": "input"},
     )
-    width = len(outputs["label"]) // len(texts)
     data = []
     for index in range(len(texts)):
-        row = slice(index * width, (index + 1) * width)
-        labels, scores = outputs["label"][row], outputs[SCORE][row]
-        entry = {"index": index, "label": labels[0], "score": scores[0]}
+        labels, scores, probs = (_row(outputs[name], index, len(texts)) for name in ("label", SCORE, ALL_SCORES))
+        entry = {"index": index, "label": labels[0], "score": scores[0], "probs": probs, "num_classes": len(probs)}
         if body.top_k is not None:
             entry["labels"] = [{"label": label, "score": each} for label, each in zip(labels, scores, strict=True)]
         data.append(entry)
     return {**_head(body, request, "classify"), "data": data, "usage": usage_of(outputs)}
+
+
+def _row(values: list[Any], index: int, num_rows: int) -> list[Any]:
+    """The values of one row, of as many for each."""
+    width = len(values) // num_rows
+    return values[index * width : (index + 1) * width]
 
 
 def _head(body: EncoderFields, request: Request, kind: str) -> dict[str, Any]:

@@ -58,6 +58,9 @@ class TextClassification(EncoderTask[ClassificationOptions]):
         outputs={
             "label": TaskOutput("TYPE_STRING", "the best label, or the `top_k` best", num_dims=1),
             "score": TaskOutput("TYPE_FP32", "their scores", num_dims=1),
+            "all_scores": TaskOutput(
+                "TYPE_FP32", "the scores of all labels, in the model's order", num_dims=1, by_default=False
+            ),
         },
         options=ClassificationOptions,
         has_json=False,
@@ -85,7 +88,8 @@ class TextClassification(EncoderTask[ClassificationOptions]):
         labels = [self.label(index) for index in best]
         objects = [{"label": label, "score": score} for label, score in zip(labels, scores[best].tolist(), strict=True)]
         return TaskResult(
-            json=objects[0] if options.top_k is None else objects, tensors={"label": labels, "score": scores[best]}
+            json=objects[0] if options.top_k is None else objects,
+            tensors={"label": labels, "score": scores[best], "all_scores": scores},
         )
 
     def _scores(self, logits: Floats, function: ScoreFunction | None) -> Floats:
