@@ -15,9 +15,10 @@ from typing import Final
 import hf_triton
 from hf_triton.cli.folders import load_folder_settings, model_folders, parse_config, read_config
 from hf_triton.errors import HfTritonError
+from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.settings import ModelSettings
 from hf_triton.stream_door.model import SUFFIX
-from hf_triton.tasks.registry import ENCODER_TASKS, folder_task_name
+from hf_triton.tasks.registry import folder_task
 
 DOOR_FOLDER: Final = Path(hf_triton.__file__).parent / "stream_door" / "folder"
 MODEL_CLASS: Final = "TritonPythonModel"
@@ -56,18 +57,18 @@ def folders_without_door(repository: Path) -> list[str]:
         if f"{folder.name}{SUFFIX}" not in names
         and folder.name not in streamed
         and _answers_in_one_piece(folder)
-        and not _has_task_of_encoder(folder)
+        and encoder_declaration(folder) is None
     ]
 
 
-def _has_task_of_encoder(folder: Path) -> bool:
-    """Whether a folder generates no text, as far as its settings and its checkpoint on disk say."""
+def encoder_declaration(folder: Path) -> TaskDeclaration | None:
+    """The task of a folder that generates no text, as far as its settings and its checkpoint on disk say; else None."""
     try:
         settings = load_folder_settings(parse_config(folder), ModelSettings).settings
     except (HfTritonError, ImportError):  # Triton says what is wrong; and a folder may declare settings of its own
-        return False
-    name, _ = folder_task_name(settings, folder)
-    return name in ENCODER_TASKS
+        return None
+    task = folder_task(None, settings, folder)
+    return None if task is None else task.declaration
 
 
 def _answers_in_one_piece(folder: Path) -> bool:

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.server import TritonServer, open_local
 
 TRY = """
@@ -57,6 +58,12 @@ def _encoder(config: Mapping[str, Any]) -> tuple[str, tuple[str, str] | None] | 
     """The example of a folder with a task of an encoder; None if it generates text."""
     names = {port["name"] for side in ("input", "output") for port in config.get(side, ())}
     return None if "finish_reason" in names else next((ENCODERS[name] for name in ENCODERS if name in names), None)
+
+
+def config_of_task(name: str, task: TaskDeclaration) -> Mapping[str, Any]:
+    """What the config of a folder that is not loaded will say of its inputs and outputs."""
+    ports = {"input": task.names(), "output": task.all_outputs}
+    return {"name": name, **{side: [{"name": port} for port in found] for side, found in ports.items()}}
 
 
 def encoder_request(config: Mapping[str, Any], host: str, port: int, *, needs_key: bool) -> str | None:

@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import click
 
-from hf_triton.cli.doors import door_repository
+from hf_triton.cli.doors import door_repository, encoder_declaration
 from hf_triton.cli.examples import (
     TRY,
     choose_folder,
+    config_of_task,
     encoder_request,
     example_requests,
     openai_request,
@@ -259,8 +260,14 @@ def _show_on_demand(server: TritonServer, config: GatewayConfig, excluded: Mappi
     folders = {folder.name for folder in model_folders(server.model_repository)} - set(excluded)
     names = sorted(name for name in folders if name.removesuffix("_stream") not in folders - {name})
     click.echo(f"Loaded on demand: {', '.join(names)}.")
-    needs_key = config.api_key_file is not None
-    request = openai_request(names[0], config.host, config.port, takes_chats=False, needs_key=needs_key)
+    tasks = {name: encoder_declaration(server.model_repository / name) for name in names}
+    name = min(names, key=lambda name: tasks[name] is not None)
+    needs_key, task = config.api_key_file is not None, tasks[name]
+    if task is None:
+        request = openai_request(name, config.host, config.port, takes_chats=False, needs_key=needs_key)
+    else:
+        folder = config_of_task(name, task)
+        request = encoder_request(folder, config.host, config.port, needs_key=needs_key) or ""
     click.echo(TRY.format(requests=request))
 
 

@@ -63,12 +63,6 @@ def folder_task(
     """
     if own is not None:
         return own
-    name, generates = folder_task_name(settings, model_folder)
-    return encoder_task(name, generates=generates)
-
-
-def folder_task_name(settings: ModelSettings, model_folder: Path) -> tuple[str, bool]:
-    """The name of a folder's task, and whether its model is one that generates text; loads no task."""
     checkpoint = Hub(model_folder, settings, os.environ).find_config_folder()
     name = settings.task or (checkpoint and find_task(checkpoint)) or "text-generation"
-    return name, checkpoint is not None and generates_text(checkpoint)
+    return encoder_task(name, generates=checkpoint is not None and generates_text(checkpoint))
