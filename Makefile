@@ -72,6 +72,7 @@ $(PROMETHEUS): $(SETUP) tests/server/prometheus.sh
 
 test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) $(AIPERF) $(FRAMEWORKS) $(NPM) ## Run other clients (1.6 GB, npm)
 	REQUIRE_CLIENTS=1 $(BIN)/pytest tests/server/test_dialects.py tests/openai/test_clients_frameworks.py \
+	  tests/openai/test_encoders.py \
 	  tests/cli/test_bench.py
 
 # They need other versions of packages in .venv.

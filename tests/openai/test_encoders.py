@@ -17,9 +17,11 @@ import pytest
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import post
+from tests.support.clients import CLIENTS, has, run
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import TEXTS, real_checkpoint, reference_embeddings
+from tests.support.serving import running
 from tests.support.tasks import reference, save_task_checkpoint
 
 NEIGHBOURS = {0: 1, 3: 4}
@@ -154,7 +156,20 @@ def test_texts_are_classified(gateway: GatewayThread, checkpoints: dict[str, Pat
         assert [each["label"] for each in entry["labels"]] == [each["label"] for each in row]
         assert [each["score"] for each in entry["labels"]] == pytest.approx([each["score"] for each in row], abs=1e-5)
     [alone] = ask(gateway, "/v1/classify", model="sentiment", input=DOCUMENTS[0])["data"]
-    assert alone == {"index": 0, "label": expected[0][0]["label"], "score": pytest.approx(expected[0][0]["score"])}
+    assert alone["label"] == expected[0][0]["label"]
+    assert alone["score"] == max(alone["probs"]) == pytest.approx(expected[0][0]["score"])
+    assert (alone["num_classes"], sum(alone["probs"])) == (3, pytest.approx(1))
+    assert alone["probs"][int(alone["label"][-1])] == alone["score"], "in the order of the model's labels"
+
+
+def test_litellm(gateway: GatewayThread, tmp_path: Path) -> None:
+    asked = {"texts": TEXTS[:2], "query": QUERY, "documents": DOCUMENTS}
+    script = Path(__file__).parent / "clients" / "litellm_encoders.py"
+    command = [str(has(CLIENTS / "litellm" / "bin" / "python")), str(script), gateway.url, json.dumps(asked)]
+    found = json.loads(run(command, tmp_path, LITELLM_LOCAL_MODEL_COST_MAP="True").splitlines()[-1])
+    np.testing.assert_allclose(found["embeddings"], reference_embeddings(real_checkpoint(), TEXTS[:2]), atol=TOLERANCE)
+    ours = ask(gateway, "/v1/rerank", model="reranker", query=QUERY, documents=DOCUMENTS)["results"]
+    assert [each["index"] for each in found["results"]] == [each["index"] for each in ours]
 
 
 def test_documented_requests_are_answered(gateway: GatewayThread) -> None:
@@ -269,16 +284,12 @@ def test_encoders_are_loaded_on_demand(
     checkpoints: dict[str, Path], make_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     for name in ("reranker", "sentiment"):
-        make_folder(tmp_path, name, huggingface_model=checkpoints[name])
-    with TritonServer(tmp_path, arguments=["--model-control-mode=explicit"]) as server:
-        config = GatewayConfig(
-            triton=server.grpc_url,
-            port=0,
-            on_demand=True,
-            max_loaded=1,
-            triton_metrics=f"127.0.0.1:{server.metrics_port}",
-        )
-        with GatewayThread(config) as gateway:
-            for _ in range(2):
-                assert ask(gateway, "/v1/rerank", model="reranker", **BODIES["/v1/rerank"])["results"]
-                assert ask(gateway, "/v1/classify", model="sentiment", **BODIES["/v1/classify"])["data"]
+        make_folder(tmp_path / "models", name, huggingface_model=checkpoints[name])
+    with running(str(tmp_path / "models"), "--on-demand", "--max-loaded=1", output=tmp_path / "output") as serving:
+        output = serving.wait_for("Ctrl+C stops the server")
+        url = f"http://127.0.0.1:{serving.openai_port}"
+        own = [(path, {"model": OWN[path], **BODIES[path]}) for path in ("/v1/classify", "/v1/rerank")]
+        [body] = re.findall(r"/v1/rerank .*\n +-d '(.*)'", output)
+        for path, request in (("/v1/rerank", json.loads(body)), *own):
+            answer = httpx.post(f"{url}{path}", json=request, timeout=120)
+            assert answer.status_code == 200, answer.text
