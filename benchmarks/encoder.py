@@ -70,7 +70,7 @@ class Encoders:
             "as they come": AsTheyCome(self._load(), **names, way="padded"),
             "one by one": EncoderForward(self._load(), **names, way="alone"),
         }
-        self.texts = _texts(256)
+        self.texts = log_normal_texts(256)
         self.inputs = [self.tokenize(text) for text in self.texts]
         self.num_requests = num_requests
         self.encode = self._sentence_transformer()
@@ -97,7 +97,7 @@ class Encoders:
         return EncoderInput(self.tokenizer(text, truncation=True, max_length=256)["input_ids"])
 
 
-def _texts(number: int) -> list[str]:
+def log_normal_texts(number: int) -> list[str]:
     rng = random.Random(0)
     words = Path(__file__).read_text().split()
     words = [word for word in words if word.isalpha() and len(word) < 9]
