@@ -128,12 +128,13 @@ def check_quantization(config: Any, settings: ModelSettings) -> str | None:
         CheckpointError: A package or a GPU is missing, or the setting is wrong.
     """
     import torch
-    from transformers.quantizers.auto import get_hf_quantizer
+    from transformers.quantizers import auto
 
     device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
     wanted = dict(settings.quantization_config) or None
     with loading("the weights", settings):
-        quantizer = get_hf_quantizer(copy.deepcopy(config), wanted, device_map, weights_only=True, user_agent={})[0]
+        find: Any = auto.get_hf_quantizer
+        quantizer = find(copy.deepcopy(config), wanted, device_map, weights_only=True, user_agent={})[0]
     if quantizer is None:
         return None
     method = quantizer.quantization_config.quant_method
