@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from hf_triton.engine.beam_search import BeamSearch, beam_key
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.sequence import Sequence, SequenceGroup
 from hf_triton.engine.types import EngineLoad, Observer, eos_ids
@@ -95,7 +96,8 @@ class BatchEngine(EngineThread):
             self.start(group, context_ids=context_ids)
         for group in self._groups:
             self._score_prompt(group)
-        self._run([sequence for group in self._groups for sequence in group.sequences])
+        searches = any(group.params.num_beams > 1 for group in self._groups)  # all of them, by the key
+        self._run([sequence for group in self._groups for sequence in group.sequences[: 1 if searches else None]])
 
     def load(self) -> EngineLoad:
         """What the engine holds; from any thread, and not quite at one moment."""
@@ -129,8 +131,8 @@ class BatchEngine(EngineThread):
         longest = max(len(each.prompt_ids) for each in groups)
         num_steps = max(each.params.max_new_tokens for each in groups)
         num_columns = max(longest, num_steps) if self._is_encoder_decoder else longest + num_steps
-        num_sequences = sum(each.params.num_sequences for each in groups)
-        return num_columns <= self._context_length and num_sequences <= self._max_num_seqs
+        num_rows = sum(each.params.num_rows for each in groups)
+        return num_columns <= self._context_length and num_rows <= self._max_num_seqs
 
     def _batch_key(self, group: SequenceGroup) -> Hashable:
         """Equal keys may share a batch."""
@@ -142,6 +144,7 @@ class BatchEngine(EngineThread):
             params.max_new_tokens if asks.forces_end else None,
             params.eos_ids if asks.knows_ends else None,
             group.adapter,
+            beam_key(params),
         )
 
     # --- one batch ---------------------------------------------------------------------------------------------------
@@ -155,8 +158,9 @@ class BatchEngine(EngineThread):
         while not self._is_over(sequences):
             sequences = [sequence for sequence in sequences if not sequence.is_done]
             part = sequences[:size]
+            generate = self._search if part[0].group.params.num_beams > 1 else self._generate
             try:
-                self._generate(part)
+                generate(part)
             except Exception as error:
                 if is_fatal(error):
                     raise
@@ -184,22 +188,38 @@ class BatchEngine(EngineThread):
         `generate` counts and looks back as if nothing had happened, and their listeners and random streams notice
         nothing.
         """
-        prompts = [sequence.group.prompt_ids for sequence in sequences]
-        input_ids, attention_mask = pad(prompts, self._pad_id, self._device, at_left=not self._is_encoder_decoder)
-        begin_anew(self._model, len(sequences), self._device)
-        with self._attention, self._adapter(sequences[0].group):
-            self._model.generate(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                max_new_tokens=max(sequence.group.params.max_new_tokens for sequence in sequences),
-                pad_token_id=self._pad_id,
-                logits_processor=LogitsProcessorList([_Sampling(sequences, self._pad_id, self.observer)]),
-                stopping_criteria=StoppingCriteriaList([_Ending(sequences, self._is_over)]),
-                **self._asks.arguments(sequences[0].group.eos_ids),
-            )
+        self._call_generate(
+            sequences,
+            max_new_tokens=max(sequence.group.params.max_new_tokens for sequence in sequences),
+            logits_processor=LogitsProcessorList([_Sampling(sequences, self._pad_id, self.observer)]),
+            stopping_criteria=StoppingCriteriaList([_Ending(sequences, self._is_over)]),
+        )
         if self.rejection() is None:
             for sequence in sequences:
                 _end(sequence)
+
+    def _search(self, sequences: list[Sequence]) -> None:
+        """Generate the prompts of these sequences by beam search; one that failed begins anew."""
+        longest = max(len(sequence.group.prompt_ids) for sequence in sequences)
+        num_columns = 1 if self._is_encoder_decoder else longest
+        search = BeamSearch(sequences, num_columns, self._is_over, self.observer)
+        output = self._call_generate(sequences, **search.arguments())
+        if self.rejection() is None:
+            search.deliver(output)
+
+    def _call_generate(self, sequences: list[Sequence], **arguments: Any) -> Any:
+        """What `generate` returns for the prompts of these sequences."""
+        first = sequences[0].group
+        prompts = [sequence.group.prompt_ids for sequence in sequences]
+        input_ids, attention_mask = pad(prompts, self._pad_id, self._device, at_left=not self._is_encoder_decoder)
+        begin_anew(self._model, len(sequences) * first.params.num_beams, self._device)
+        with self._attention, self._adapter(first):
+            return self._model.generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                pad_token_id=self._pad_id,
+                **self._asks.arguments(first.eos_ids) | arguments,
+            )
 
     def _adapter(self, group: SequenceGroup) -> AbstractContextManager[None]:
         return self._adapters.choose([group.adapter]) if self._adapters else nullcontext()

@@ -23,7 +23,7 @@ from hf_triton.engine.scheduler import Scheduler
 from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import EngineLoad, Observer, eos_ids
 from hf_triton.engine.worker import EngineThread
-from hf_triton.errors import HfTritonError
+from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.forward import Forward
@@ -129,5 +129,12 @@ class ContinuousBatchingEngine(EngineThread):
         return self.scheduler.load(self.memory.num_used_tokens, self.memory.budget.allowed)
 
     def admission_error(self, group: SequenceGroup) -> HfTritonError | None:
-        """The error of a group that can never run in this memory; None: it can."""
+        """The error of a group that can never run in this memory, or searches by beams; None: it can."""
+        num_beams = group.params.num_beams
+        if num_beams > 1:
+            return RequestError(
+                "invalid_parameter",
+                f"num_beams {num_beams} needs the batch engine, and this model runs in the continuous one: leave it "
+                "out, or set the folder's setting engine to batch",
+            )
         return self.memory.admission_error(len(group.prompt_ids), group.params.max_new_tokens)

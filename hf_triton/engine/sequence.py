@@ -105,6 +105,8 @@ class SequenceGroup:
     on_token: Callable[[int, int], bool] | None = None
     """Called in the engine's thread with a sequence's index and each of its tokens but the end-of-sequence token; true
     finishes that sequence with `stop_string`."""
+    is_complete: Callable[[list[int]], bool] | None = None
+    """Called in place of `on_token` with all tokens of a hypothesis of beam search; true finishes it."""
     constraint: Callable[[], Constraint] | None = None
     """Called in the engine's thread once for each sequence; None: unconstrained."""
     logits_processor: Callable[[], LogitsProcessor | None] = lambda: None
@@ -173,14 +175,14 @@ class SequenceGroup:
 
     def queue_error(self) -> HfTritonError | None:
         """The error to refuse a queued group with: it was cancelled or has passed its deadline; None: neither."""
-        return self._cancellation() or (DeadlineExceededError() if self._is_late() else None)
+        return self._cancellation() or (DeadlineExceededError() if self.is_late() else None)
 
     def drop_if_ended(self) -> None:
-        """Finish the group if it was cancelled or has passed its deadline."""
+        """Finish the group if it was cancelled or has passed its deadline; a late beam search ends itself."""
         cancellation = self._cancellation()
         if cancellation is not None:
             self.finish(cancellation)
-        elif self._is_late():
+        elif self.is_late() and self.params.num_beams == 1:  # beam search has no tokens before its end
             self.expire()
 
     def expire(self) -> None:
@@ -199,7 +201,8 @@ class SequenceGroup:
             logger.error("asking whether a request was cancelled failed: %s", where(error))
             return HfTritonError("internal", "the request could not be followed; the server's log says why")
 
-    def _is_late(self) -> bool:
+    def is_late(self) -> bool:
+        """Whether it has passed its deadline."""
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
     def _best(self) -> list[Sequence]:
@@ -279,6 +282,11 @@ class Sequence:
             if self._append(token_id, TokenLogprobs(token_id, 0.0)):  # no other token was possible
                 break
         self.finish_reason = "deadline"
+
+    def finish(self, reason: FinishReason) -> None:
+        """Finish with the tokens that it has."""
+        self.finish_reason = reason
+        self.group.finish_if_complete()
 
     def _append(self, token_id: int, logprobs: TokenLogprobs | None) -> FinishReason | None:
         if token_id in self.group.eos_ids:

@@ -15,6 +15,7 @@ ALIASES: Final[Mapping[str, str]] = {
     "stop": "stop_strings",
     "stop_words": "stop_strings",
     "end_id": "eos_token_id",
+    "beam_width": "num_beams",
 }
 """Names of other servers for our parameters, which have transformers' names."""
 SUGGESTIONS: Final[Mapping[str, str]] = {
@@ -33,10 +34,6 @@ SUGGESTIONS: Final[Mapping[str, str]] = {
 }
 """What to suggest for an unknown name with a similar meaning but another spelling."""
 UNSUPPORTED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("num_beams", "beam_width", "use_beam_search", "length_penalty", "early_stopping"),
-        "beam search is not supported",
-    ),
     "model": "the URL names the model",
     "skip_special_tokens": "special tokens are always skipped",
     "allowed_token_ids": "constrain the text with guided_choice or guided_regex, or tokens with logit_bias",
@@ -47,12 +44,7 @@ NO_EFFECT: Final[Mapping[str, object]] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "detokenize": True,
-    "use_beam_search": False,
-    "beam_width": 1,
-    "num_beams": 1,
     "end_id": -1,
-    "length_penalty": 1.0,
-    "early_stopping": False,
     **dict.fromkeys(("return_log_probs", "return_context_logits", "return_generation_logits"), False),
     **dict.fromkeys(("logits_processors", "allowed_token_ids", "extra_args")),
 }
@@ -67,15 +59,15 @@ DIALECT_TYPES: Final[Mapping[str, str]] = {
     "random_seed": "TYPE_UINT64",
     "end_id": "TYPE_INT32",
     "pad_id": "TYPE_INT32",
+    "beam_width": "TYPE_INT32",
 }
 """Types that clients of TensorRT-LLM and LiteLLM send; Triton refuses inputs of any type but the declared one."""
+BEAM_SEARCH: Final = "use_beam_search"
+"""vLLM's: whether the number of completions is the number of beams; see `parameters.read_beam_search`."""
 GUIDES: Final = ("structured_outputs", "guided_decoding", "guided_decoding_guide_type", "guided_decoding_guide")
 """Structured output in the forms of vLLM, in the first two, and TensorRT-LLM; see `structured_output.read_guides`."""
 DIALECT_INPUTS: Final[Mapping[str, str]] = {
     **dict.fromkeys(GUIDES, "TYPE_STRING"),
-    "beam_width": "TYPE_INT32",
-    "length_penalty": "TYPE_FP32",
-    "early_stopping": "TYPE_BOOL",
     "return_log_probs": "TYPE_BOOL",
     "return_context_logits": "TYPE_BOOL",
     "return_generation_logits": "TYPE_BOOL",

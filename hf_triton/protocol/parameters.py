@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.dialects import ALIASES, GUIDES, SUGGESTIONS, UNSUPPORTED, has_no_effect
+from hf_triton.protocol.dialects import ALIASES, BEAM_SEARCH, GUIDES, SUGGESTIONS, UNSUPPORTED, has_no_effect
 from hf_triton.protocol.structured_output import (
     GRAMMARS,
     Grammar,
@@ -44,6 +44,8 @@ from hf_triton.protocol.validation import (
 
 MAX_NEW_TOKENS: Final = 1_048_576
 MAX_RETURN_SEQUENCES: Final = 64
+MAX_BEAMS: Final = 32
+MAX_LENGTH_PENALTY: Final = 10
 MAX_NGRAM_SIZE: Final = 128  # searching for longer ones in a long sequence would delay the batch
 MAX_STOP_STRINGS: Final = 16
 MAX_LOGPROBS: Final = 20
@@ -188,8 +190,24 @@ class GenerationParameters(BaseModel):
     NUMBER` and, on a line of its own, `NUMBER: /[0-9]+/`. Terminals are greedy: what follows one must begin with a
     character that the terminal does not take. Or in GBNF, llama.cpp's syntax, starting at `root ::= `."""
 
+    num_beams: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_BEAMS)] | None = None
+    """Number of hypotheses that beam search keeps; 1 is no beam search. In the batch engine (setting `engine`), with
+    the results of transformers' `generate`. Its parameters `length_penalty` and `early_stopping` are by default the
+    checkpoint's. Not combined with sampling, `best_of`, log probabilities, structured output and streams."""
+
+    length_penalty: (
+        Annotated[float, annotated_types.Ge(-MAX_LENGTH_PENALTY), annotated_types.Le(MAX_LENGTH_PENALTY)] | None
+    ) = None
+    """For beam search: a hypothesis's log probability is divided by its length to this power, so that higher values
+    favour long completions. 1 is the mean per token, 0 the sum."""
+
+    early_stopping: bool | None = None
+    """For beam search: whether to end it once `num_beams` hypotheses have finished, or to go on as long as a better one
+    is likely."""
+
     num_return_sequences: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_RETURN_SEQUENCES)] | None = None
-    """Number of completions per prompt; more than one needs sampling."""
+    """Number of completions per prompt; more than one needs sampling, or `num_beams` of at least as many: the best
+    hypotheses, the best one first."""
 
     best_of: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_RETURN_SEQUENCES)] | None = None
     """Number of completions to generate per prompt, of which the `num_return_sequences` with the highest mean log
@@ -223,11 +241,8 @@ class GenerationParameters(BaseModel):
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
-        if self.do_sample is False:
-            for name in WARPERS:
-                value = getattr(self, name)
-                if value is not None and value not in (NEUTRAL_VALUES[name], 0, -1):
-                    raise ValueError(f"{name} has no effect with do_sample false: leave one of them out")
+        if self.do_sample is False and (name := self.warper) is not None:
+            raise ValueError(f"{name} has no effect with do_sample false: leave one of them out")
         if self.do_sample is True and self.temperature is not None and self.temperature < GREEDY_BELOW:
             raise ValueError(
                 f"temperature {self.temperature:g} means greedy and contradicts do_sample true: leave one of them out"
@@ -244,6 +259,12 @@ class GenerationParameters(BaseModel):
             raise ValueError("truncate_prompt_tokens must be -1 or an integer >= 1, got 0")
         if self.ignore_eos and self.eos_token_id is not None:
             raise ValueError("eos_token_id has no effect with ignore_eos true: leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_beams(self) -> Self:
+        if self.num_beams is not None and self.num_beams > 1:
+            check_beams(self.num_beams, self.num_return_sequences or 1, self.beam_obstacle)
         return self
 
     @model_validator(mode="after")
@@ -283,6 +304,26 @@ class GenerationParameters(BaseModel):
         return None if self.guided_grammar is None else Grammar("lark", self.guided_grammar, "guided_grammar")
 
     @property
+    def warper(self) -> str | None:
+        """A given parameter of `WARPERS` that changes the distribution."""
+        for name in WARPERS:
+            value = getattr(self, name)
+            if value is not None and value not in (NEUTRAL_VALUES[name], 0, -1):
+                return name
+        return None
+
+    @property
+    def beam_obstacle(self) -> str | None:
+        """A given parameter that beam search does not combine with."""
+        if self.do_sample:
+            return "do_sample"
+        if self.best_of is not None and self.best_of > 1:
+            return "best_of"
+        if self.logprobs is not None:
+            return "logprobs"
+        return self.warper or (self.grammar.parameter if self.grammar else None)
+
+    @property
     def early_stop_parameter(self) -> str | None:
         """A given parameter that ends the output regardless of a grammar."""
         if self.stop_strings:
@@ -296,6 +337,8 @@ class GenerationParameters(BaseModel):
         """Whether to sample; None if no parameter says so."""
         if self.do_sample is not None:
             return self.do_sample
+        if self.num_beams is not None and self.num_beams > 1:
+            return False
         if self.temperature is not None:
             return self.temperature >= GREEDY_BELOW
         return True if any(getattr(self, name) is not None for name in WARPERS) else None
@@ -333,6 +376,43 @@ def check_best_of(best_of: int | None, num_return_sequences: int) -> None:
         )
 
 
+def check_beams(num_beams: int, num_return_sequences: int, obstacle: str | None) -> None:
+    """Check what a beam search is asked for.
+
+    Args:
+        num_beams: Above 1.
+        num_return_sequences: Completions.
+        obstacle: A parameter that does not combine with it.
+    """
+    if obstacle is not None:
+        raise ValueError(f"{obstacle} cannot be combined with num_beams {num_beams}: leave one of them out")
+    if num_return_sequences > num_beams:
+        raise ValueError(
+            f"num_return_sequences {num_return_sequences} is more than num_beams {num_beams}: "
+            "lower one or raise the other"
+        )
+
+
+def read_beam_search(values: Mapping[str, object]) -> Mapping[str, object]:
+    """Read vLLM's `use_beam_search`: the number of beams is `best_of`, or `n`, unless it is given by its own name.
+
+    Raises:
+        RequestError: It is no boolean, or there is no number.
+    """
+    wanted = values.get(BEAM_SEARCH)
+    rest = {name: value for name, value in values.items() if name != BEAM_SEARCH}
+    if wanted is None or wanted is False or not {"num_beams", "beam_width"}.isdisjoint(rest):
+        return rest
+    if wanted is not True:
+        raise RequestError("invalid_parameter", f"{BEAM_SEARCH} must be true or false, got {clip(wanted)}")
+    width = rest.pop("best_of", None) or rest.get("n")
+    if width is None:
+        raise RequestError(
+            "invalid_parameter", f"{BEAM_SEARCH} needs num_beams, or n, the number of beams and of completions"
+        )
+    return {"num_beams": width, **rest}
+
+
 def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
     """Check one prompt's parameters.
 
@@ -342,6 +422,8 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
     Raises:
         RequestError: A name is unknown, two names mean the same, or a value is impossible.
     """
+    if BEAM_SEARCH in values:
+        values = read_beam_search(values)
     if "max_completion_tokens" in values:  # OpenAI's clients also send its former name
         values = {name: value for name, value in values.items() if name != "max_tokens"}
     named = [(given, ALIASES.get(given, given), value) for given, value in values.items() if given not in GUIDES]
@@ -382,7 +464,7 @@ def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
     if name in UNSUPPORTED:
         sentence = f"there is no parameter {clip(name)} ({UNSUPPORTED[name]}): leave it out"
     else:
-        known = [*GenerationParameters.model_fields, *ALIASES, *GUIDES, *also]
+        known = [*GenerationParameters.model_fields, *ALIASES, BEAM_SEARCH, *GUIDES, *also]
         meant = SUGGESTIONS.get(name)
         sentence = f"there is no parameter {clip(name)}{suggest(meant if meant in known else name, known)}"
     return RequestError("unknown_parameter", sentence)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.chat import MESSAGES, Chat
-from hf_triton.protocol.dialects import ALIASES, GUIDES, NO_EFFECT, SUGGESTIONS, UNSUPPORTED, has_no_effect
+from hf_triton.protocol.dialects import ALIASES, BEAM_SEARCH, GUIDES, NO_EFFECT, SUGGESTIONS, UNSUPPORTED, has_no_effect
 from hf_triton.protocol.options import CANCEL, CHAT_OPTIONS, OPTIONS, PARAMETERS, RequestOptions, parse_options
 from hf_triton.protocol.parameters import GenerationParameters, parse_parameters, unknown_parameter
 from hf_triton.protocol.ports import PROMPT_LOGPROBS, element_type, is_array
@@ -36,7 +36,7 @@ from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, rejec
 
 TRITON_PARAMETERS: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end", *TRACE_CONTEXT})
 """Parameters that a request carries for others; `/generate` forwards Triton's own, as those with `triton_`."""
-PARAMETER_NAMES: Final = frozenset({*PARAMETERS, *ALIASES, *GUIDES, *SOURCES})
+PARAMETER_NAMES: Final = frozenset({*PARAMETERS, *ALIASES, BEAM_SEARCH, *GUIDES, *SOURCES})
 """Every name of a parameter or a prompt of text generation."""
 MAX_NUMBER_CHARS: Final = 64
 MAX_NAMES: Final = 1024
@@ -199,12 +199,12 @@ def resembles_parameter(name: str) -> bool:
     """Whether a name looks like a misspelt parameter."""
     if not re.fullmatch("[a-z0-9_]{1,64}", name):
         return False
-    known = [*PARAMETERS, *ALIASES, *GUIDES, *SOURCES, *SUGGESTIONS]
+    known = [*PARAMETERS, *ALIASES, BEAM_SEARCH, *GUIDES, *SOURCES, *SUGGESTIONS]
     return bool(difflib.get_close_matches(name, known, n=1, cutoff=MIN_LIKENESS))
 
 
 def _is_known(name: str) -> bool:
-    is_own = ALIASES.get(name, name) in PARAMETERS or name in (MESSAGES, PROMPT_TOKEN_IDS, *GUIDES)
+    is_own = ALIASES.get(name, name) in PARAMETERS or name in (MESSAGES, PROMPT_TOKEN_IDS, BEAM_SEARCH, *GUIDES)
     return is_own or is_triton_parameter(name)
 
 

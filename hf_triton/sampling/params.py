@@ -38,11 +38,23 @@ class SamplingParams:
     """Return the log probability of every new token and of this many likeliest tokens; None: no log probabilities."""
     prompt_logprobs: int | None = None
     """The same for every prompt token."""
+    num_beams: int = 1
+    """Hypotheses that beam search keeps, at least `num_return_sequences`; 1: no beam search. `do_sample` is false
+    then."""
+    length_penalty: float | None = None
+    """The power of a hypothesis's length that divides its log probability; None: the checkpoint's own."""
+    early_stopping: bool | None = None
+    """Whether a beam search ends once it has `num_beams` finished hypotheses; None: the checkpoint's own."""
 
     @property
     def num_sequences(self) -> int:
         """Sequences that are generated for the prompt."""
         return self.best_of or self.num_return_sequences
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a batch that decode for the prompt."""
+        return max(self.num_sequences, self.num_beams)
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -42,6 +42,8 @@ class SequenceSampler:
         self.history = TokenHistory(params, prompt_ids, eos_ids)
         self.is_plain_greedy = not (params.do_sample or self.edits_logits or params.num_top_logprobs is not None)
         """Whether the next token is the argmax of the logits, without log probabilities."""
+        self._prompt_ids = prompt_ids
+        self._eos_ids = eos_ids
         self._token_ids = list(prompt_ids) if processor else []
         self._index = index
         self._draw_keys: deque[int] = deque()
@@ -61,6 +63,13 @@ class SequenceSampler:
     def needs_host(self) -> bool:
         """Whether the last token must be on the host before the next one is sampled."""
         return self.edits_logits or self.params.num_top_logprobs is not None
+
+    def after(self, token_ids: Sequence[int]) -> SequenceSampler:
+        """A sampler of the same prompt behind other tokens, for a hypothesis of beam search; no constraint."""
+        sampler = SequenceSampler(self.params, self._index, self._prompt_ids, self._eos_ids, processor=self.processor)
+        for token_id in token_ids:
+            sampler.accept(token_id)
+        return sampler
 
     def draw_key(self, num_ahead: int = 0) -> int:
         """The 64-bit key of a draw. Each token has one, so the stream keeps step with the sequence.

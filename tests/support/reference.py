@@ -43,3 +43,21 @@ def solo_ids(model: Any, prompt_ids: list[int], max_new_tokens: int, **arguments
     eos = model.generation_config.eos_token_id
     ends = {eos} if isinstance(eos, int) else set(eos or [])
     return new[: next((place for place, token in enumerate(new) if token in ends), len(new))]
+
+
+def beam_ids(model: Any, prompt_ids: list[int], max_new_tokens: int, **arguments: Any) -> list[list[int]]:
+    """New token ids of the hypotheses of one prompt alone, the best first, each up to its end-of-sequence token."""
+    input_ids = torch.tensor([prompt_ids], device=model.device)
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            **{"do_sample": False, "pad_token_id": 2, "return_dict_in_generate": True} | arguments,
+        )
+    eos = arguments.get("eos_token_id", model.generation_config.eos_token_id)
+    ends = {eos} if isinstance(eos, int) else set(eos or [])
+    start = 1 if model.config.is_encoder_decoder else len(prompt_ids)
+    lengths = (output.beam_indices >= 0).sum(1).tolist()
+    hypotheses = [ids[:length] for ids, length in zip(output.sequences[:, start:].tolist(), lengths, strict=True)]
+    return [ids[:-1] if ids[-1] in ends else ids for ids in hypotheses]

@@ -9,6 +9,7 @@ from functools import lru_cache
 from hf_triton.errors import RequestError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.chat import Chat
+from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.prompts import PROMPT_TOKEN_IDS, Prompt, prompt_name
 from hf_triton.protocol.requests import GenerationRequest
@@ -132,6 +133,7 @@ class PromptPreparer:
         if options.return_message:
             shown = self.codec.decode(prompt.ids, keeps_special_tokens=True) if model_text is None else model_text
             prompt.message_plan = self._messages.plan(chat, shown, is_constrained=prompt.grammar is not None)
+        parameters = _without_beams(parameters, _beam_obstacle(prompt, options, streams=streams))
         params = self._sampling_params(prompt, prompt_name(source, row), parameters)
         if streams and params.num_sequences > params.num_return_sequences:
             raise RequestError("invalid_parameter", "best_of cannot be streamed: leave it out, or say stream false")
@@ -221,11 +223,14 @@ class PromptPreparer:
                 )
         params = resolve_sampling_params(parameters, *self._defaults, max_new_tokens=self._max_output_length)
         params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
-        if params.num_sequences > self._max_num_seqs:
-            parameter = "num_return_sequences" if params.best_of is None else "best_of"
+        if params.num_rows > self._max_num_seqs:
+            counts = {"num_beams": params.num_beams, "best_of": params.best_of}
+            parameter = next(
+                (name for name, count in counts.items() if count == params.num_rows), "num_return_sequences"
+            )
             raise RequestError(
                 "invalid_parameter",
-                f"{parameter} must be <= {self._max_num_seqs} here (setting max_num_seqs), got {params.num_sequences}",
+                f"{parameter} must be <= {self._max_num_seqs} here (setting max_num_seqs), got {params.num_rows}",
             )
         check_token_ids(params, self.codec.vocabulary_size)
         if prompt.stop_token_ids:
@@ -233,3 +238,31 @@ class PromptPreparer:
             eos_ids = self._eos_ids if params.eos_ids is None else params.eos_ids
             params = replace(params, eos_ids=eos_ids.union(prompt.stop_token_ids))
         return params
+
+
+def _beam_obstacle(prompt: PreparedPrompt, options: RequestOptions, *, streams: bool) -> str | None:
+    """What a request asks for, beside a prompt's own parameters, that beam search does not give."""
+    if streams:
+        return "stream"
+    if prompt.forced_call is not None:
+        return "tool_choice"
+    if prompt.grammar is not None:
+        return prompt.grammar.parameter
+    names = ("return_logprobs", "return_cumulative_logprob")
+    return next((name for name in names if getattr(options, name)), None)
+
+
+def _without_beams(parameters: GenerationParameters, obstacle: str | None) -> GenerationParameters:
+    """A prompt's parameters; with an obstacle without the beams that are a default.
+
+    Raises:
+        RequestError: The request itself asks for beams.
+    """
+    if obstacle is None:
+        return parameters
+    if parameters.num_beams is not None and parameters.num_beams > 1:
+        raise RequestError(
+            "invalid_parameter",
+            f"{obstacle} cannot be combined with num_beams {parameters.num_beams}: leave one of them out",
+        )
+    return parameters.model_copy(update={"num_beams": 1})

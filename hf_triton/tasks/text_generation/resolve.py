@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.parameters import GREEDY_BELOW, GenerationParameters, check_best_of, check_min_new_tokens
+from hf_triton.protocol.parameters import (
+    GREEDY_BELOW,
+    GenerationParameters,
+    check_beams,
+    check_best_of,
+    check_min_new_tokens,
+)
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.protocol.tool_choice import ForcedCall
 from hf_triton.sampling.params import SamplingParams
@@ -74,7 +80,9 @@ def resolve_sampling_params(*layers: GenerationParameters, max_new_tokens: int =
         RequestError: The layers contradict each other.
     """
     merged = _merge(layers)
+    num_beams = _num_beams(layers)
     do_sample = next((asked for layer in layers if (asked := layer.wants_sampling) is not None), False)
+    do_sample = do_sample and num_beams == 1
     temperature = float(merged.get("temperature", 1.0))
     if do_sample and temperature < GREEDY_BELOW:
         temperature = 1.0  # a lower layer is greedy, the layer above it asks to sample and names no temperature
@@ -95,11 +103,14 @@ def resolve_sampling_params(*layers: GenerationParameters, max_new_tokens: int =
         logit_bias=tuple((token_id, float(bias)) for token_id, bias in merged.get("logit_bias", {}).items()),
         eos_ids=_eos_ids(layers),
         num_return_sequences=int(merged.get("num_return_sequences", 1)),
-        best_of=merged.get("best_of"),
+        best_of=merged.get("best_of") if num_beams == 1 else None,
         logprobs=merged.get("logprobs"),
         prompt_logprobs=merged.get("prompt_logprobs"),
+        num_beams=num_beams,
+        length_penalty=merged.get("length_penalty"),
+        early_stopping=merged.get("early_stopping"),
     )
-    _check_params(params, layers[0].min_new_tokens)
+    _check_params(params, layers[0])
     return params
 
 
@@ -177,21 +188,41 @@ def _eos_ids(layers: Sequence[GenerationParameters]) -> frozenset[int] | None:
     return None if token_ids is None else frozenset(token_ids)
 
 
-def _check_params(params: SamplingParams, min_asked: int | None) -> None:
+def _num_beams(layers: Sequence[GenerationParameters]) -> int:
+    """The beams of the first layer that sets any; 1 if a layer above it asks for what they do not combine with."""
+    for layer in layers:
+        if layer.num_beams is not None:
+            return layer.num_beams
+        if layer.beam_obstacle is not None:
+            return 1
+    return 1
+
+
+def _check_params(params: SamplingParams, request: GenerationParameters) -> None:
     """Refuse contradictions between layers.
 
     Args:
         params: Resolved from all layers.
-        min_asked: The request's own `min_new_tokens`.
+        request: The first layer.
     """
+    if params.num_beams == 1:
+        _check_without_beams(params, request)
+    try:
+        if params.num_beams > 1:
+            check_beams(params.num_beams, params.num_return_sequences, None)
+        check_min_new_tokens(request.min_new_tokens, params.max_new_tokens)
+        check_best_of(params.best_of, params.num_return_sequences)
+    except ValueError as error:
+        raise RequestError("invalid_parameter", str(error)) from None
+
+
+def _check_without_beams(params: SamplingParams, request: GenerationParameters) -> None:
+    for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(request, name) not in (None, neutral):
+            raise RequestError("invalid_parameter", f"{name} has no effect without num_beams above 1: leave it out")
     for name, count in (("num_return_sequences", params.num_return_sequences), ("best_of", params.num_sequences)):
         if count > 1 and not params.do_sample:
             raise RequestError(
                 "invalid_parameter",
                 f"{name} {count} would give {count} equal completions without sampling: set a temperature, or {name} 1",
             )
-    try:
-        check_min_new_tokens(min_asked, params.max_new_tokens)
-        check_best_of(params.best_of, params.num_return_sequences)
-    except ValueError as error:
-        raise RequestError("invalid_parameter", str(error)) from None

@@ -106,7 +106,9 @@ class GenerationResponse:
         return [self._sequence_group(row, prompt) for row, prompt in enumerate(self.prompts)]
 
     def _sequence_group(self, row: int, prompt: PreparedPrompt) -> SequenceGroup:
-        if self._sends_deltas or prompt.stop_strings or self._has_stopping_rule(prompt):
+        stops = bool(prompt.stop_strings) or self._has_stopping_rule(prompt)
+        searches = prompt.params.num_beams > 1
+        if (self._sends_deltas or stops) and not searches:
             num_sequences = prompt.params.num_sequences
             prompt.streams = [self._text_stream(prompt) for _ in range(num_sequences)]
             for stream in prompt.streams:
@@ -117,6 +119,7 @@ class GenerationResponse:
             partial(self.finish, row),
             is_cancelled=self.is_cancelled,
             on_token=partial(self._on_token, row) if prompt.streams else None,
+            is_complete=partial(self._is_complete, prompt) if searches and stops else None,
             constraint=prompt.constraint,
             deadline_s=self.request.deadline_s(prompt.max_time_s),
             logits_processor=self.logits_processor,
@@ -169,6 +172,18 @@ class GenerationResponse:
                 return stream.is_stopped
             stream.text += delta
             return self._hooks.is_complete(stream.text)
+        except Exception as error:
+            self.refuse(as_own_error("decoding a token", error))
+            return True
+
+    def _is_complete(self, prompt: PreparedPrompt, token_ids: list[int]) -> bool:
+        """Whether a hypothesis of beam search ends with its last token."""
+        try:
+            with panics_as_errors():
+                whole = self._codec.continuation(prompt.preceding_ids, token_ids)
+            if up_to_stop(whole, prompt.stop_strings, includes_stop=False)[1]:
+                return True
+            return self._has_stopping_rule(prompt) and self._hooks.is_complete(whole)
         except Exception as error:
             self.refuse(as_own_error("decoding a token", error))
             return True

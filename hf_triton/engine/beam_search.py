@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beam search by `model.generate`: how the hypotheses of several prompts are scored and ended, and what they become.
+
+`generate` keeps the beams. Biases, penalties and bans are the sampler's, from each hypothesis's own tokens, so that a
+prompt has the hypotheses that it has alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from hf_triton.engine.sequence import FinishReason, Sequence, SequenceGroup
+from hf_triton.engine.types import Observer
+from hf_triton.sampling.logits_edits import edit_logits
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.sampling.sampler import SampledToken
+
+
+def beam_key(params: SamplingParams) -> Hashable:
+    """Equal keys may share a call of `generate`; None: no beam search."""
+    if params.num_beams == 1:
+        return None
+    return params.num_beams, params.length_penalty, params.early_stopping, params.max_new_tokens, params.eos_ids
+
+
+class BeamSearch:
+    """One call of `generate` for prompts of equal `beam_key`.
+
+    Args:
+        sequences: The first one of each prompt.
+        num_columns: Columns before the first new token.
+        is_over: Whether all of these sequences are done.
+        observer: The engine's.
+    """
+
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        num_columns: int,
+        is_over: Callable[[list[Sequence]], bool],
+        observer: Observer,
+    ) -> None:
+        self._groups = [sequence.group for sequence in sequences]
+        self._processors = LogitsProcessorList([_Edits(sequences, num_columns, observer)])
+        self._criteria = StoppingCriteriaList([_Ending(sequences, num_columns, is_over)])
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `generate`; what is left out is the checkpoint's own."""
+        params, eos_ids = self._groups[0].params, self._groups[0].eos_ids
+        own = {"length_penalty": params.length_penalty, "early_stopping": params.early_stopping}
+        return {
+            "max_new_tokens": params.max_new_tokens,
+            "logits_processor": self._processors,
+            "stopping_criteria": self._criteria,
+            "num_beams": params.num_beams,
+            "num_return_sequences": params.num_beams,  # a prompt takes the first ones
+            "eos_token_id": sorted(eos_ids) or None,
+            "return_dict_in_generate": True,
+            **{name: value for name, value in own.items() if value is not None},
+        }
+
+    def deliver(self, output: Any) -> None:
+        """Finish the groups with the hypotheses that `generate` returns, the best first."""
+        lengths = (output.beam_indices >= 0).sum(1).tolist()
+        start = output.sequences.shape[1] - output.beam_indices.shape[1]
+        rows = iter(zip(output.sequences[:, start:].tolist(), lengths, strict=True))
+        for group in self._groups:
+            hypotheses = [
+                token_ids[:length] for token_ids, length in (next(rows) for _ in range(group.params.num_beams))
+            ]
+            for sequence, token_ids in zip(list(group.sequences), hypotheses, strict=False):
+                for token_id in token_ids:
+                    sequence.append(SampledToken(token_id))
+                if not sequence.is_done:
+                    sequence.finish(_reason(group, token_ids))
+
+
+def _reason(group: SequenceGroup, token_ids: list[int]) -> FinishReason:
+    """Why a hypothesis ended that neither has an end-of-sequence token nor all its tokens."""
+    return "stop_string" if group.is_complete is not None and group.is_complete(token_ids) else "deadline"
+
+
+class _Edits(LogitsProcessor):
+    """The last of `generate`'s processors: biases, penalties and bans by the tokens of each hypothesis."""
+
+    def __init__(self, sequences: list[Sequence], num_columns: int, observer: Observer) -> None:
+        self._samplers = [sequence.sampler for sequence in sequences]
+        self._num_columns = num_columns
+        self._observer = observer
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Log probabilities after the edits, `[prompts * beams, vocabulary]` float32."""
+        self._observer.on_step(len(scores))
+        if not any(sampler.edits_logits for sampler in self._samplers):
+            return scores
+        num_beams = len(scores) // len(self._samplers)
+        new = input_ids[:, self._num_columns :].tolist()
+        behind = [self._samplers[row // num_beams].after(token_ids) for row, token_ids in enumerate(new)]
+        return edit_logits(scores, behind)  # type: ignore[return-value]
+
+
+class _Ending(StoppingCriteria):
+    """Ends hypotheses by the group's own rule, and all of a prompt that is cancelled or late."""
+
+    def __init__(self, sequences: list[Sequence], num_columns: int, is_over: Callable[[list[Sequence]], bool]) -> None:
+        self._sequences = sequences
+        self._num_columns = num_columns
+        self._is_over = is_over
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **_: Any) -> torch.BoolTensor:
+        """Which hypotheses end with their last token, `[prompts * hypotheses]` bool."""
+        is_over = self._is_over(self._sequences)
+        ended: list[bool] = []
+        for sequence, candidates in zip(self._sequences, input_ids.chunk(len(self._sequences)), strict=True):
+            group = sequence.group
+            if is_over or sequence.is_done or group.is_late():
+                ended += [True] * len(candidates)
+            elif group.is_complete is None:
+                ended += [False] * len(candidates)
+            else:
+                ended += map(group.is_complete, candidates[:, self._num_columns :].tolist())
+        return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
