@@ -83,6 +83,9 @@ TaskName = Literal[
     "fill-mask",
     "zero-shot-classification",
     "feature-extraction",
+    "summarization",
+    "translation",
+    "text2text-generation",
 ]
 
 
@@ -99,8 +102,8 @@ class ModelSettings(BaseModel):
 
     task: TaskName | None = None
     """What the model does. By default what the checkpoint's files say: `embeddings` for models of
-    sentence-transformers and encoders without a head, otherwise what the model's head is for. `feature-extraction` and
-    `zero-shot-classification` must be set."""
+    sentence-transformers and encoders without a head, otherwise what the model's head is for. `feature-extraction`,
+    `zero-shot-classification`, `summarization`, `translation` and `text2text-generation` must be set."""
 
     revision: Annotated[str, annotated_types.MinLen(1)] = "main"
     """Branch, tag or commit of the model on the Hub. Only a 40-digit commit never changes."""

@@ -24,7 +24,7 @@ from hf_triton.engine.worker import EngineThread
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
-from hf_triton.runner.forward import attention_for_generate, begin_anew
+from hf_triton.runner.forward import attention_for_generate, begin_anew, has_bare_state
 from hf_triton.runner.padding import pad
 from hf_triton.runner.probe import Sharing, asks_for
 from hf_triton.runner.reference import PLAIN
@@ -114,6 +114,13 @@ class BatchEngine(EngineThread):
 
     def admission_error(self, group: SequenceGroup) -> HfTritonError | None:
         """The error of a group that can never run here; None: it can."""
+        num_beams = group.params.num_beams
+        if num_beams > 1 and has_bare_state(self._model):
+            return RequestError(
+                "invalid_parameter",
+                f"num_beams {num_beams} cannot be searched by this model, whose states transformers cannot reorder: "
+                "leave it out",
+            )
         if group.params.prompt_logprobs is None or not self._is_encoder_decoder:
             return None
         return RequestError(
@@ -143,6 +150,7 @@ class BatchEngine(EngineThread):
             len(group.prompt_ids) if by_length else None,
             params.max_new_tokens if asks.forces_end else None,
             params.eos_ids if asks.knows_ends else None,
+            params.first_id,
             group.adapter,
             beam_key(params),
         )
@@ -218,7 +226,7 @@ class BatchEngine(EngineThread):
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 pad_token_id=self._pad_id,
-                **self._asks.arguments(first.eos_ids) | arguments,
+                **self._asks.arguments(first.eos_ids, first.params.first_id) | arguments,
             )
 
     def _adapter(self, group: SequenceGroup) -> AbstractContextManager[None]:
@@ -259,9 +267,13 @@ class _Asks:
         """Seconds that a batch may take."""
         self._has_min_new_tokens = config.min_new_tokens is not None
 
-    def arguments(self, eos_ids: frozenset[int]) -> dict[str, Any]:
-        """Arguments of `generate` for sequences that end with `eos_ids`, or with different ones unless `knows_ends`."""
-        arguments = PLAIN | {"eos_token_id": sorted(eos_ids) if self.knows_ends else None}
+    def arguments(self, eos_ids: frozenset[int], first_id: int | None) -> dict[str, Any]:
+        """Arguments of `generate` for sequences that begin with `first_id`, unless None, and end with `eos_ids`.
+
+        Sequences may have different end-of-sequence tokens unless `knows_ends`.
+        """
+        first = {} if first_id is None else {"forced_bos_token_id": first_id}
+        arguments = PLAIN | first | {"eos_token_id": sorted(eos_ids) if self.knows_ends else None}
         return arguments | {"min_length": 0} if self._has_min_new_tokens else arguments  # as transformers has it
 
 

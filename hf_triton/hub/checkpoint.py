@@ -88,11 +88,14 @@ class Checkpoint:
         """Whether an encoder computes the prompt."""
         return bool(self.model.config.is_encoder_decoder)
 
-    def generation_defaults(self) -> GenerationParameters:
+    def generation_defaults(self, *, with_beams: bool = False) -> GenerationParameters:
         """The sampling parameters of the checkpoint's generation_config, without neutral values.
 
         A checkpoint without `do_sample` is greedy whatever its temperature, as in transformers. A checkpoint whose
         temperature makes sampling greedy (Qwen2.5-VL's 0.000001) is greedy too.
+
+        Args:
+            with_beams: Whether `num_beams` is one of them, unless the checkpoint samples.
         """
         config = self.model.generation_config
         temperature = getattr(config, "temperature", None)
@@ -101,6 +104,8 @@ class Checkpoint:
         effective = {
             name: value for name, value in values.items() if value is not None and value != NEUTRAL_VALUES[name]
         }
+        if with_beams and not do_sample and (config.num_beams or 1) > 1:
+            effective["num_beams"] = config.num_beams
         return parse_parameters({"do_sample": do_sample, **effective})
 
 

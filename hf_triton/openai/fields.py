@@ -23,6 +23,7 @@ from pydantic import (
 
 from hf_triton.errors import clip
 from hf_triton.openai.errors import ApiError, named_field, unknown_field
+from hf_triton.protocol.dialects import BEAM_SEARCH
 from hf_triton.protocol.parameters import WARPERS, GenerationParameters
 from hf_triton.protocol.validation import problems
 
@@ -41,7 +42,7 @@ SAMPLING: Final[Mapping[str, str]] = {
             *("temperature", "top_p", "top_k", "min_p", "typical_p", "do_sample", "seed"),
             *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
             *("logit_bias", "bad_words", "ignore_eos", "best_of", "max_time", "truncate_prompt_tokens"),
-            *("stop_token_ids", "include_stop_str_in_output"),
+            *("stop_token_ids", "include_stop_str_in_output", "length_penalty", "early_stopping"),
             *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
             "lora_name",
         )
@@ -52,6 +53,7 @@ PASSED_ON: Final[Mapping[str, str]] = {
     "stop": "stop_strings",
     "structured_outputs": "structured_outputs",
     "guided_decoding": "guided_decoding",
+    BEAM_SEARCH: BEAM_SEARCH,
 }
 """As SAMPLING, of fields that are declared here."""
 CLIENT_NAMES: Final[Mapping[str, str]] = {
@@ -124,9 +126,6 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     "skip_special_tokens": Ignored((True,), "is always true"),
     "spaces_between_special_tokens": Ignored((True,), "is always true"),
     "include_reasoning": Ignored((True,), "is always true"),
-    "use_beam_search": Ignored((False,), "is always false"),
-    "length_penalty": Ignored((1, 1.0), "is for beam search, which is not supported"),
-    "early_stopping": Ignored((False,), "is for beam search, which is not supported"),
     "return_tokens_as_token_ids": Ignored((False,), "is always false"),
     **dict.fromkeys(("chat_template", "chat_template_content_format"), Ignored(("auto",), "is the server's own")),
     **dict.fromkeys(("documents", "mm_processor_kwargs", "cache_salt", "kv_transfer_params"), Ignored(())),
@@ -192,6 +191,9 @@ class GenerationFields(Fields, SamplingFields):
     guided_decoding: dict[str, Any] | None = None
     """Former name of `structured_outputs`."""
 
+    use_beam_search: bool | None = None
+    """Whether to search by `n` beams, in models that run in the batch engine."""
+
     return_token_ids: bool | None = None
     """Whether to add the token ids of prompt and completion."""
 
@@ -216,7 +218,7 @@ class GenerationFields(Fields, SamplingFields):
         for name, own in (*SAMPLING.items(), *PASSED_ON.items()):
             if (value := getattr(self, name)) is not None:
                 given[own] = value  # max_completion_tokens wins over its former name, max_tokens
-        if self.num_choices > 1 and not given.keys() & {"do_sample", *WARPERS}:
+        if self.num_choices > 1 and not (self.use_beam_search or given.keys() & {"do_sample", *WARPERS}):
             given["do_sample"] = True  # n asks for different completions
         return given
 

@@ -27,6 +27,8 @@ SUGGESTIONS: Final[Mapping[str, str]] = {
     "json_schema": "guided_json",
     "return_log_probs": "return_logprobs",
     "text": "text_input",
+    "args": "text_input",
+    "text_inputs": "text_input",
     "max_output_length": "max_new_tokens",
     "timeout": "max_time",
     "echo": "exclude_input_in_output",

@@ -64,6 +64,12 @@ class RequestOptions(BaseModel):
     """Whether to fill the output `message`: a JSON object in the form of OpenAI's API, with `role`, `content`,
     `reasoning_content` and `tool_calls`; in a stream, what is new of it. See docs/chat.md."""
 
+    return_output: bool | None = None
+    """Whether to fill the output `output`, the text as JSON in MLServer's form: `{"generated_text": ...}`, in folders
+    with such a task `{"summary_text": ...}` or `{"translation_text": ...}`. By default true in folders for
+    `summarization`, `translation` and `text2text-generation`, and if the prompts are in MLServer's inputs `args` or
+    `text_inputs`: then it is the only output of a request that names none. Streams do not have it."""
+
     return_timings: bool | None = None
     """Whether the last response has timings among its parameters, in microseconds since the request's arrival:
     `queue_time_us` (first prompt admitted), `time_to_first_token_us` and `e2e_request_latency_us` (response built).

@@ -231,6 +231,13 @@ class GenerationParameters(BaseModel):
     max_time: Annotated[float, annotated_types.Gt(0), annotated_types.Le(MAX_SECONDS)] | None = None
     """Time limit in seconds, queueing included. When it is over, the completion ends with the tokens that it has."""
 
+    src_lang: Annotated[str, annotated_types.MinLen(1)] | None = None
+    """Language of the prompt, for the task `translation`: as the tokenizer spells it (`eng_Latn`, `en_XX`, `en`), or as
+    the checkpoint's `task_specific_params` do (T5's `en`). Not for models of one pair of languages."""
+
+    tgt_lang: Annotated[str, annotated_types.MinLen(1)] | None = None
+    """Language to translate into, likewise."""
+
     lora_name: str | None = None
     """Name of the LoRA adapter to generate with, of the setting `adapters` or the folder's `adapters/`. By default, and
     if it is empty, none."""
@@ -405,7 +412,7 @@ def read_beam_search(values: Mapping[str, object]) -> Mapping[str, object]:
         return rest
     if wanted is not True:
         raise RequestError("invalid_parameter", f"{BEAM_SEARCH} must be true or false, got {clip(wanted)}")
-    width = rest.pop("best_of", None) or rest.get("n")
+    width = rest.pop("best_of", None) or rest.get("n") or rest.get("num_return_sequences")
     if width is None:
         raise RequestError(
             "invalid_parameter", f"{BEAM_SEARCH} needs num_beams, or n, the number of beams and of completions"

@@ -10,7 +10,7 @@ from hf_triton.errors import SettingsError
 from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS, DIALECT_TYPES, SUGGESTIONS
 from hf_triton.protocol.options import CANCEL, PARAMETERS
-from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS, SOURCES
+from hf_triton.protocol.prompts import PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS, SOURCES
 from hf_triton.protocol.validation import suggest, value_type
 
 TEXT: Final = "text_output"
@@ -18,6 +18,8 @@ LEGACY_TEXT: Final = "text"
 """The output's name in the Triton tutorial; filled too if config.pbtxt declares it."""
 TEXT_OUTPUTS: Final = (TEXT, LEGACY_TEXT)
 MESSAGE: Final = "message"
+JSON_OUTPUT: Final = "output"
+"""One JSON text for each row, under the name that MLServer gives it."""
 PROMPT_LOGPROBS: Final = "prompt_logprobs"
 OUTPUTS: Final[Mapping[str, str]] = {
     TEXT: "TYPE_STRING",
@@ -30,6 +32,7 @@ OUTPUTS: Final[Mapping[str, str]] = {
     "token_ids": "TYPE_STRING",
     "cumulative_logprob": "TYPE_FP32",
     "logprobs": "TYPE_STRING",
+    JSON_OUTPUT: "TYPE_STRING",
     PROMPT_LOGPROBS: "TYPE_STRING",
 }
 """Every output and its type. `text_output` is always filled, `prompt_logprobs` by the parameter of that name, others if
@@ -58,10 +61,10 @@ def missing_ports(
     """
     has_inputs, has_outputs = ({port["name"] for port in config[side]} for side in ("input", "output"))
     prompt_dims = [1 if config["max_batch_size"] > 0 else -1]
-    dims = {PROMPT: prompt_dims, MESSAGES: [-1], PROMPT_TOKEN_IDS: [-1]}
+    dims = {**dict.fromkeys((PROMPT, *PROMPT_ALIASES), prompt_dims), MESSAGES: [-1], PROMPT_TOKEN_IDS: [-1]}
     names = [PROMPT]
     if parameters_as_inputs or not has_inputs:  # a folder that declares inputs gets no others
-        names += [PROMPT_TOKEN_IDS, *STRING_ARRAYS]
+        names += [*PROMPT_ALIASES, PROMPT_TOKEN_IDS, *STRING_ARRAYS]
         if parameters_as_inputs or config["max_batch_size"] > 0:  # where Triton refuses requests without an input
             names.append(MESSAGES)
     if parameters_as_inputs:
@@ -88,7 +91,7 @@ def missing_ports(
 
 def _triton_types(name: str) -> tuple[str, ...]:
     """The tensor types that can hold an input, the declared one first."""
-    if name in (PROMPT, MESSAGES):
+    if name in (PROMPT, *PROMPT_ALIASES, MESSAGES):
         return ("TYPE_STRING",)
     if name == PROMPT_TOKEN_IDS:
         return (*INTEGER_TYPES, "TYPE_STRING")
@@ -154,7 +157,7 @@ def check_config(
 
 def _check_input(name: str, data_type: str) -> None:
     parameter = ALIASES.get(name, name)
-    is_known = name in (*SOURCES, *DIALECT_INPUTS) or parameter in PARAMETERS
+    is_known = name in (*SOURCES, *PROMPT_ALIASES, *DIALECT_INPUTS) or parameter in PARAMETERS
     if not is_known or name == CANCEL:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', but there is no such request parameter"

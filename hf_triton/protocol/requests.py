@@ -7,7 +7,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, TypeVar
 
@@ -21,6 +21,7 @@ from hf_triton.protocol.parameters import GenerationParameters, parse_parameters
 from hf_triton.protocol.ports import PROMPT_LOGPROBS, element_type, is_array
 from hf_triton.protocol.prompts import (
     PROMPT,
+    PROMPT_ALIASES,
     PROMPT_TOKEN_IDS,
     SOURCES,
     Limits,
@@ -56,6 +57,10 @@ class GenerationRequest:
     options: RequestOptions
     shape: tuple[int, ...]
     """The shape of `text_input`, which the outputs follow."""
+    is_from_mlserver: bool = False
+    """Whether the prompts came in one of `PROMPT_ALIASES`."""
+    fills_text: bool = True
+    """Whether the response has the text as it is."""
 
 
 def with_named_outputs(
@@ -102,6 +107,7 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
     if parameters.get("stop") is False:  # TensorRT-LLM's default: cancel nothing
         parameters = {name: value for name, value in parameters.items() if name != "stop"}
     check_parameter_names(parameters)  # first, so that a misspelt `text_input` is reported as one
+    inputs, is_from_mlserver = _with_prompts(inputs)
     source, value = _find_source(inputs, parameters)
     prompts: Sequence[Prompt] = decode_texts(PROMPT, inputs[PROMPT], limits, "prompt") if source == PROMPT else []
     rows = _parameters_per_prompt(inputs, parameters, len(prompts) or 1)
@@ -122,7 +128,46 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
     if isinstance(prompts[0], Chat) and prompts[0].forced_call is not None:
         _check_unconstrained(generation[0])
     whole = options[0].model_copy(update={"stream": False}) if options[0].tokenize_only else options[0]
-    return GenerationRequest(prompts, generation, whole, prompt_shape(inputs))
+    return GenerationRequest(prompts, generation, whole, prompt_shape(inputs), is_from_mlserver)
+
+
+def _with_prompts(inputs: Mapping[str, Array]) -> tuple[Mapping[str, Array], bool]:
+    """A request's tensors with the prompts under their own name, and whether they had another."""
+    aliases = [name for name in PROMPT_ALIASES if name in inputs]
+    if not aliases:
+        return inputs, False
+    given = [name for name in (PROMPT, *aliases) if name in inputs]
+    if len(given) > 1:
+        raise RequestError("invalid_input", f"{' and '.join(given)} are the same input: give one of them")
+    return {PROMPT if name in aliases else name: array for name, array in inputs.items()}, True
+
+
+def with_default_outputs(
+    request: GenerationRequest, *, names_outputs: bool, has_json: bool, fills_json: bool
+) -> GenerationRequest:
+    """A request that says whether the output `output` is filled.
+
+    Args:
+        request: The request. One in MLServer's form that names no outputs gets this one alone.
+        names_outputs: Whether the client lists some outputs.
+        has_json: Whether the response can have it: the folder declares it, and the response is not streamed.
+        fills_json: Whether the folder's task fills it.
+
+    Raises:
+        RequestError: It cannot have it, and asks for it.
+    """
+    wanted = request.options.return_output
+    if not has_json:
+        if wanted:
+            raise RequestError(
+                "invalid_parameter", "return_output cannot be streamed: leave it out, or say stream false"
+            )
+        return request
+    if wanted is None:
+        wanted = fills_json or request.is_from_mlserver
+    options = request.options.model_copy(update={"return_output": wanted})
+    is_alone = wanted and request.is_from_mlserver and not names_outputs
+    return replace(request, options=options, fills_text=not is_alone)
 
 
 def _find_source(inputs: Mapping[str, Array], parameters: Mapping[str, object]) -> tuple[str, object]:

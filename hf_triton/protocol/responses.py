@@ -31,7 +31,7 @@ def encode_outputs(
         if name == PROMPT_LOGPROBS:
             if any(value is not None for value in values):
                 outputs[name] = encode_strings([value or "null" for value in values], request.shape)
-        elif name in TEXT_OUTPUTS or getattr(request.options, f"return_{name}"):
+        elif request.fills_text if name in TEXT_OUTPUTS else getattr(request.options, f"return_{name}"):
             outputs[name] = _encode_values(name, values, request)
     return outputs
 

@@ -10,11 +10,10 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict
 
 from hf_triton.errors import SettingsError
+from hf_triton.protocol.ports import JSON_OUTPUT as JSON_OUTPUT
 from hf_triton.protocol.ports import TENSOR_TYPES
 from hf_triton.protocol.validation import suggest, value_type
 
-JSON_OUTPUT: Final = "output"
-"""The output that every task has: one JSON text for each row, under the name that MLServer gives it."""
 NUM_TOKENS: Final = "num_input_tokens"
 TEXT_ALIASES: Final = ("args", "text_input", "text_inputs", "input", "inputs", "TEXT")
 """What clients of other servers call the input `text`."""

@@ -122,6 +122,11 @@ def cache_name(model: Any) -> str:
     return next((name for name in CACHE_NAMES if name in accepts), CACHE_NAMES[0])
 
 
+def has_bare_state(model: Any) -> bool:
+    """Whether a model's memory is a list of tensors (RWKV), whose rows beam search cannot reorder."""
+    return "state" in inspect.signature(model.forward).parameters and not hasattr(model, "_reorder_cache")
+
+
 def attention_for_generate() -> AbstractContextManager[object]:
     """A context for `model.generate`, with the CPU's attention kernel."""
     return fast_attention(patches_torch=False)

@@ -45,6 +45,8 @@ class SamplingParams:
     """The power of a hypothesis's length that divides its log probability; None: the checkpoint's own."""
     early_stopping: bool | None = None
     """Whether a beam search ends once it has `num_beams` finished hypotheses; None: the checkpoint's own."""
+    first_id: int | None = None
+    """The token that an encoder-decoder's completion begins with; None: as the checkpoint's own settings say."""
 
     @property
     def num_sequences(self) -> int:

@@ -24,6 +24,10 @@ class ResponseConfig:
     sender: ResponseSender
     """Sends the responses."""
 
+    def streams_if(self, asked: bool | None) -> bool:
+        """Whether a response is streamed to a request that asks for it, for the contrary, or does not say."""
+        return self.is_decoupled and (self.streams if asked is None else asked)
+
 
 class Task(Protocol):
     """What a model does with a request: text generation, embeddings, ..."""

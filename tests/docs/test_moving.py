@@ -42,6 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         hub.add("philschmid/MiniLM-L6-H384-uncased-sst2", sequence)
         hub.add("BAAI/bge-large-zh-v1.5", save_sentence_model(root / "bge"))
         hub.add("tiiuae/falcon-7b", build_tiny_checkpoint(root / "falcon", "falcon"))
+        hub.add("distilbert/distilgpt2", build_tiny_checkpoint(root / "gpt2", "gpt2"))
         hub.add(
             "distilbert/distilbert-base-cased-distilled-squad",
             save_task_checkpoint(root / "answers", "distilbert", "answers"),
@@ -68,5 +69,5 @@ def test_there_is_a_page_for_each_system() -> None:
         "transformer-deploy",
         "triton-tutorial",
     }
-    assert len(commands("curl")) == 7
-    assert len(commands("hf-triton")) == 5
+    assert len(commands("curl")) == 8
+    assert len(commands("hf-triton")) == 6

@@ -218,3 +218,12 @@ def test_the_continuous_engine_refuses_beams(llama: Any) -> None:
         engine.close()
     assert isinstance(error, RequestError)
     assert error.sentence.endswith("leave it out, or set the folder's setting engine to batch")
+
+
+def test_a_model_whose_states_cannot_be_reordered_refuses_beams(model_of: LoadModel) -> None:
+    submission = Submission([5], SamplingParams(4, num_beams=2))
+    with FilledEngine(model_of("rwkv"), "alone") as filled:
+        filled.submit(submission.group())
+        error = submission.outcome
+    assert isinstance(error, RequestError)
+    assert error.sentence.startswith("num_beams 2 cannot be searched by this model")

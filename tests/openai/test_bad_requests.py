@@ -111,7 +111,18 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "audio": (chat(modalities=["text", "audio"]), "modalities", "modalities"),
     "functions": (chat(functions=[TOOL]), "functions", "tools"),
     "suffix": (completion(suffix="end"), "suffix", "suffix"),
-    "beam search": (completion(use_beam_search=True), "use_beam_search", "always false"),
+    "beam search of no width": (completion(use_beam_search=True), "use_beam_search", "needs num_beams, or n"),
+    "beam search in the continuous engine": (
+        completion(use_beam_search=True, n=2),
+        None,
+        "needs the batch engine, and this model runs in the continuous one",
+    ),
+    "beam search and a temperature": (
+        completion(use_beam_search=True, n=2, temperature=0.5),
+        "temperature",
+        "temperature cannot be combined with",
+    ),
+    "length penalty": (chat(length_penalty=11), "length_penalty", "length_penalty must be a number >= -10 and <= 10"),
     "special tokens": (completion(skip_special_tokens=False), "skip_special_tokens", "always true"),
     "stop string in the output": (
         chat(include_stop_str_in_output=1),

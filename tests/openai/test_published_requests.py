@@ -269,7 +269,7 @@ def test_tokenize_and_back(gateway: GatewayThread) -> None:
     ("path", "body", "param"),
     [
         (CHAT, asks("Hi", documents=[{"title": "a", "text": "b"}]), "documents"),
-        (CHAT, asks("Hi", use_beam_search=True), "use_beam_search"),
+        (CHAT, asks("Hi", use_beam_search=True, n=2), None),
         (CHAT, asks("Hi", response_format={"type": "structural_tag", "structures": [], "triggers": []}), None),
         (
             CHAT,

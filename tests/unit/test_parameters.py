@@ -36,6 +36,11 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
     "seed": ([0, 2**63 - 1], [-1, 2**63, 0.5, "1", True]),
     "repetition_penalty": ([0.01, 1, 100], [0, 0.009, 100.1, float("inf"), "1"]),
     "num_return_sequences": ([1, 64], [0, 65, 2.0, "2", True]),
+    "num_beams": ([1, 32], [0, 33, 2.0, "2", True]),
+    "length_penalty": ([-10, 0.5, 10], [-10.1, 10.1, float("nan"), "1"]),
+    "early_stopping": ([False, True], [0, 1, "never"]),
+    "src_lang": (["en", "eng_Latn"], ["", 5, ["en"]]),
+    "tgt_lang": (["de"], ["", True]),
     "min_new_tokens": ([0, 1, 1_048_576], [-1, 1_048_577, 1.0, "1", True]),
     "min_p": ([0, 0.5, 1, 1.0], [-0.1, 1.01, float("nan"), "1"]),
     "typical_p": ([1e-9, 1.0], [0, 1.01, float("nan"), "1"]),
@@ -147,8 +152,7 @@ def test_the_newer_of_openais_two_names_wins() -> None:
         ("max_token", "did you mean 'max_tokens'?"),
         ("topk", "did you mean 'top_k'?"),
         ("max_length", ", did you mean 'max_new_tokens'?"),
-        ("num_beams", " (beam search is not supported): leave it out"),
-        ("early_stopping", " (beam search is not supported): leave it out"),
+        ("num_beam", ", did you mean 'num_beams'?"),
         ("model", " (the URL names the model): leave it out"),
         ("timeout", ", did you mean 'max_time'?"),
         ("runtime_top_k", ", did you mean 'top_k'?"),
@@ -369,6 +373,47 @@ def test_a_default_min_new_tokens_rejects_nothing() -> None:
     assert (plan.min_new_tokens, plan.max_new_tokens) == (9, 4)
 
 
+@pytest.mark.parametrize(
+    ("given", "num_beams", "num_return_sequences"),
+    [
+        ({"n": 4}, 4, 4),
+        ({"best_of": 4}, 4, None),
+        ({"best_of": 4, "n": 2}, 4, 2),
+        ({"num_beams": 4, "n": 2}, 4, 2),
+    ],
+)
+def test_vllms_beam_search_has_as_many_beams_as_completions(
+    given: dict[str, Any], num_beams: int, num_return_sequences: int | None
+) -> None:
+    expected = GenerationParameters(num_beams=num_beams, num_return_sequences=num_return_sequences)
+    assert parse_parameters({"use_beam_search": True, "temperature": 0, **given}) == expected.model_copy(
+        update={"temperature": 0}
+    )
+    assert parse_parameters({"use_beam_search": False, "top_k": 3}) == GenerationParameters(top_k=3)
+    assert rejection(use_beam_search="yes").sentence == "use_beam_search must be true or false, got 'yes'"
+
+
+@pytest.mark.parametrize(
+    ("request_", "default", "num_beams"),
+    [
+        ({}, {"num_beams": 4}, 4),
+        ({"num_beams": 1}, {"num_beams": 4}, 1),
+        ({"num_beams": 2}, {"do_sample": True, "temperature": 0.5, "best_of": 3}, 2),
+        ({"temperature": 1.0}, {"num_beams": 4}, 4),  # changes nothing
+        ({"temperature": 0}, {"num_beams": 4}, 4),
+        ({"temperature": 0.5}, {"num_beams": 4}, 1),
+        ({"do_sample": True}, {"num_beams": 4}, 1),
+        ({"guided_choice": ["a"]}, {"num_beams": 4}, 1),
+        ({"logprobs": 2}, {"num_beams": 4}, 1),
+    ],
+)
+def test_beams_of_a_default_give_way(request_: dict[str, Any], default: dict[str, Any], num_beams: int) -> None:
+    params = resolve_sampling_params(parse_parameters(request_), parse_parameters(default), TOKENS)
+    assert params.num_beams == num_beams
+    assert params.do_sample == (num_beams == 1 and not {"temperature", "do_sample"}.isdisjoint(request_))
+    assert params.num_rows == max(num_beams, 1)
+
+
 def test_best_of_needs_sampling() -> None:
     with pytest.raises(RequestError, match="best_of 3 would give 3 equal completions"):
         resolve_sampling_params(GenerationParameters(best_of=3), TOKENS)
@@ -446,13 +491,15 @@ def test_every_parameter_is_resolved() -> None:
     wanted = {renamed.get(name, name) for name in GenerationParameters.model_fields}
     prepared = {"params", "ids", "preceding_ids", "text", "constraint", "streams", "forced_call", "message_plan"}
     prepared.add("adapter")
-    assert places - wanted == {"bad_words_ids", *prepared}
+    assert places - wanted == {"bad_words_ids", "first_id", *prepared}
     assert wanted <= places
 
 
 @pytest.mark.parametrize("name", GenerationParameters.model_fields)
 def test_every_parameter_reaches_its_plan(name: str) -> None:
     others: dict[str, object] = {"temperature": 1.0} if name != "do_sample" else {}
+    if name in ("length_penalty", "early_stopping"):
+        others = {"num_beams": 2}
     values = {"max_new_tokens": 8, **others, name: BORDERS[name][0][-1 if name != "ignore_eos" else 0]}
     if name in SAME_AS_UNSAID:
         values[name] = SAME_AS_UNSAID[name]
@@ -644,9 +691,6 @@ def test_parameters_without_effect_are_accepted(name: str, value: object) -> Non
     [
         ("skip_special_tokens", False),
         ("detokenize", 1),
-        ("beam_width", 4),
-        ("beam_width", True),
-        ("length_penalty", 2.0),
     ],
 )
 def test_unsupported_values_are_rejected(name: str, value: object) -> None:
@@ -667,6 +711,8 @@ def test_a_string_of_megabytes_is_rejected_unparsed(name: str, monkeypatch: pyte
     [
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens 9 is more than max_tokens 3: "),
         ({"n": 3, "best_of": 2}, "best_of 2 is less than n 3: "),
+        ({"n": 3, "beam_width": 2}, "n 3 is more than beam_width 2: "),
+        ({"top_p": 0.5, "beam_width": 2}, "top_p cannot be combined with beam_width 2: "),
         ({"stop": "x", "guided_choice": ["a"]}, "stop would end the output against guided_choice: "),
         ({"end_id": 5, "ignore_eos": True}, "end_id has no effect with ignore_eos true: "),
     ],

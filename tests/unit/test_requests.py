@@ -13,6 +13,7 @@ from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS
 from hf_triton.protocol.options import PARAMETERS, RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.ports import (
+    JSON_OUTPUT,
     LEGACY_TEXT,
     OUTPUTS,
     PROMPT_LOGPROBS,
@@ -21,8 +22,8 @@ from hf_triton.protocol.ports import (
     check_config,
     missing_ports,
 )
-from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS, SOURCES, Limits, decode_texts
-from hf_triton.protocol.requests import GenerationRequest, is_cancel_request, parse_request
+from hf_triton.protocol.prompts import PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS, SOURCES, Limits, decode_texts
+from hf_triton.protocol.requests import GenerationRequest, is_cancel_request, parse_request, with_default_outputs
 from hf_triton.protocol.responses import encode_deltas, encode_outputs, encode_timings
 from hf_triton.protocol.tensors import encode_strings
 
@@ -61,11 +62,11 @@ TOLD = [name for name in OUTPUTS if name not in (TEXT, LEGACY_TEXT, PROMPT_LOGPR
 
 def test_an_empty_config_gets_prompts_arrays_and_all_but_the_legacy_output() -> None:
     inputs, outputs = missing_ports(config(), parameters_as_inputs=False)
-    assert [each["name"] for each in inputs] == [PROMPT, PROMPT_TOKEN_IDS, *STRING_ARRAYS]
+    assert [each["name"] for each in inputs] == [PROMPT, *PROMPT_ALIASES, PROMPT_TOKEN_IDS, *STRING_ARRAYS]
     assert {(each["data_type"], *each["dims"], each["optional"]) for each in inputs if "ids" not in each["name"]} == {
         ("TYPE_STRING", -1, True)
     }
-    assert inputs[1] == {"name": PROMPT_TOKEN_IDS, "data_type": "TYPE_INT64", "dims": [-1], "optional": True}
+    assert inputs[3] == {"name": PROMPT_TOKEN_IDS, "data_type": "TYPE_INT64", "dims": [-1], "optional": True}
     assert outputs == [
         {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]},
         {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": [-1]},
@@ -76,8 +77,46 @@ def test_an_empty_config_gets_prompts_arrays_and_all_but_the_legacy_output() -> 
         {"name": "token_ids", "data_type": "TYPE_STRING", "dims": [-1]},
         {"name": "cumulative_logprob", "data_type": "TYPE_FP32", "dims": [-1]},
         {"name": "logprobs", "data_type": "TYPE_STRING", "dims": [-1]},
+        {"name": "output", "data_type": "TYPE_STRING", "dims": [-1]},
         {"name": "prompt_logprobs", "data_type": "TYPE_STRING", "dims": [-1]},
     ]
+
+
+@pytest.mark.parametrize("name", PROMPT_ALIASES)
+def test_prompts_may_have_mlservers_names(name: str) -> None:
+    request = parse_request({name: texts(b"x", b"y", shape=(2, 1))}, {"top_k": 3}, LIMITS)
+    assert (list(request.prompts), request.shape, request.is_from_mlserver) == (["x", "y"], (2, 1), True)
+    with pytest.raises(RequestError, match=f"{PROMPT} and {name} are the same input: give one of them"):
+        parse_request({PROMPT: texts(b"x"), name: texts(b"x")}, {}, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "names_outputs", "fills_json", "expected"),
+    [
+        (PROMPT, None, False, False, {TEXT}),
+        (PROMPT, None, False, True, {TEXT, JSON_OUTPUT}),
+        (PROMPT, True, True, False, {TEXT, JSON_OUTPUT}),
+        (PROMPT, False, False, True, {TEXT}),
+        ("args", None, False, False, {JSON_OUTPUT}),
+        ("args", None, True, False, {TEXT, JSON_OUTPUT}),
+        ("args", False, False, False, {TEXT}),
+    ],
+)
+def test_who_gets_the_text_as_json(
+    name: str, asked: bool | None, names_outputs: bool, fills_json: bool, expected: set[str]
+) -> None:
+    request = parse_request({name: texts(b"x")}, {} if asked is None else {"return_output": asked}, LIMITS)
+    chosen = with_default_outputs(request, names_outputs=names_outputs, has_json=True, fills_json=fills_json)
+    values = {TEXT: "a", JSON_OUTPUT: "{}"}
+    assert encode_outputs([values], chosen, [TEXT, JSON_OUTPUT]).keys() == expected
+
+
+def test_a_stream_has_no_text_as_json() -> None:
+    options = {"names_outputs": False, "has_json": False, "fills_json": True}
+    request = parse_request({"args": texts(b"x")}, {}, LIMITS)
+    assert with_default_outputs(request, **options) == request
+    with pytest.raises(RequestError, match="return_output cannot be streamed"):
+        with_default_outputs(parse(b"x", return_output=True), **options)
 
 
 def test_every_optional_output_has_its_option() -> None:
@@ -88,7 +127,7 @@ def test_every_optional_output_has_its_option() -> None:
 def test_a_batched_prompt_is_one_string_per_row() -> None:
     inputs, _ = missing_ports(config(max_batch_size=8), parameters_as_inputs=False)
     assert {each["name"]: each["dims"] for each in inputs} == {
-        PROMPT: [1],
+        **{name: [1] for name in (PROMPT, *PROMPT_ALIASES)},
         **{name: [-1] for name in (MESSAGES, PROMPT_TOKEN_IDS, *STRING_ARRAYS)},
     }
 
@@ -101,7 +140,10 @@ def test_a_folder_that_declares_inputs_gets_the_prompt_only() -> None:
 def test_declared_ports_are_not_added_again() -> None:
     declared = config(port(PROMPT), port("seed", "TYPE_INT32"), outputs=[port(TEXT)])
     inputs, outputs = missing_ports(declared, parameters_as_inputs=True)
-    expected = {MESSAGES, PROMPT_TOKEN_IDS, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {"seed", "cancel"}
+    expected = {MESSAGES, PROMPT_TOKEN_IDS, *PROMPT_ALIASES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {
+        "seed",
+        "cancel",
+    }
     assert {each["name"] for each in inputs} == expected
     assert [each["name"] for each in outputs] == [*TOLD, PROMPT_LOGPROBS]
 
@@ -185,7 +227,7 @@ LISTS = {*STRING_ARRAYS, "eos_token_id", "end_id", "stop_token_ids", "prompt_tok
 def test_parameters_as_inputs_are_optional_and_typed() -> None:
     added = missing_ports(config(), parameters_as_inputs=True)[0]
     inputs = {each["name"]: each for each in added}
-    assert inputs.keys() == {*SOURCES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {"cancel"}
+    assert inputs.keys() == {*SOURCES, *PROMPT_ALIASES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {"cancel"}
     assert len(inputs) == len(added)
     assert {name: inputs[name]["data_type"] for name in INPUT_TYPES} == INPUT_TYPES
     assert {name: inputs[name]["dims"] for name in INPUT_TYPES} == {

@@ -77,7 +77,9 @@ class Writer:
         codec: Any = None,
         **options: bool,
     ) -> None:
-        preparer = SimpleNamespace(codec=codec or codec_of(KIND), hooks=CheckedHooks(Hooks()))
+        preparer = SimpleNamespace(
+            codec=codec or codec_of(KIND), hooks=CheckedHooks(Hooks()), text_field="generated_text"
+        )
         checked = GenerationRequest([], [], RequestOptions(**options), (num_prompts,))
         config = config_of(streams=streams, sender=sender)
         self.response = GenerationResponse(request, checked, config, cast(Any, preparer), pool)

@@ -66,10 +66,10 @@ class Codec(TextCodec):
     def __init__(self) -> None:
         super().__init__(tokenizer_of(KIND), VOCABULARY_SIZE)
 
-    def encode(self, text: str, row: int, *, adds_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, row: int, **options: Any) -> list[int]:
         if "!" in text:
             raise SystemExit
-        return super().encode(text, row, adds_special_tokens=adds_special_tokens)
+        return super().encode(text, row, **options)
 
     def continuation(self, prompt_ids: list[int], token_ids: list[int]) -> str:
         if raw_ids(KIND, "?")[0] in token_ids:
@@ -237,10 +237,10 @@ class SlowCodec(Codec):
         super().__init__()
         self.num_read = 0
 
-    def encode(self, text: str, row: int, *, adds_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, row: int, **options: Any) -> list[int]:
         self.num_read += 1
         time.sleep(0.01)
-        return super().encode(text, row, adds_special_tokens=adds_special_tokens)
+        return super().encode(text, row, **options)
 
 
 def test_a_request_of_many_prompts_does_not_delay_a_short_one() -> None:

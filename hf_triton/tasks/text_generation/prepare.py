@@ -24,6 +24,7 @@ from hf_triton.tasks.text_generation.resolve import (
     resolve_sampling_params,
 )
 from hf_triton.tasks.text_generation.response_template import MessageFormat
+from hf_triton.tasks.text_generation.text_to_text import TEXT_FIELDS, Direction, TextToText
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
 MAX_INLINE_CHARACTERS = 1000  # of a prompt that is tokenized in the caller's thread: 0.2 ms, less than a thread costs
@@ -47,6 +48,7 @@ class PromptPreparer:
         max_output_length: New tokens if neither request nor defaults set a number.
         max_num_seqs: Sequences that one prompt may ask for.
         excludes_prompt: Whether outputs leave the prompt out if the request does not say.
+        text_to_text: The folder's task; None: text generation.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class PromptPreparer:
         max_output_length: int,
         max_num_seqs: int,
         excludes_prompt: bool,
+        text_to_text: TextToText | None = None,
     ) -> None:
         self.codec = codec
         self.hooks = hooks
@@ -83,6 +86,11 @@ class PromptPreparer:
         self._max_output_length = max_output_length
         self._max_num_seqs = max_num_seqs
         self._excludes_prompt = excludes_prompt
+        self._text_to_text = text_to_text
+        self.fills_json = text_to_text is not None
+        """Whether responses have the output `output` by default."""
+        self.text_field = TEXT_FIELDS[text_to_text.name if text_to_text else "text-generation"]
+        """The text's name there."""
 
     def is_quick(self, request: GenerationRequest) -> bool:
         """Whether another thread would cost more than preparing: one short prompt, no hook, no grammar."""
@@ -118,7 +126,8 @@ class PromptPreparer:
         options, parameters, source = request.options, request.parameters[row], request.prompts[row]
         prompt = resolve_request_params(parameters, *self._defaults)
         prompt.adapter = self._adapters.get(prompt.lora_name) if prompt.lora_name else None
-        text, model_text, prompt.ids = self._encode(source, row)
+        direction = self._direction(source, prompt)
+        text, model_text, prompt.ids = self._encode(source, row, direction)
         num_kept = self._num_kept(prompt.truncate_prompt_tokens, parameters)
         if num_kept is not None and num_kept < len(prompt.ids):
             text = model_text = None
@@ -142,17 +151,32 @@ class PromptPreparer:
         excludes_prompt = options.exclude_input_in_output
         if excludes_prompt is None:
             excludes_prompt = streams or isinstance(source, Chat) or self._excludes_prompt
-        prompt.params = replace(params, bad_words_ids=self._encode_bad_words(prompt.bad_words))
+        prompt.params = replace(
+            params, bad_words_ids=self._encode_bad_words(prompt.bad_words), first_id=direction.first_id
+        )
         if not (excludes_prompt or self._is_encoder_decoder):
             prompt.text = self.codec.decode(prompt.ids) if text is None else text
         prompt.preceding_ids = [] if self._is_encoder_decoder else prompt.ids
         return prompt
 
-    def _encode(self, source: Prompt, row: int) -> tuple[str | None, str | None, list[int]]:
+    def _direction(self, source: Prompt, prompt: PreparedPrompt) -> Direction:
+        """What the folder's task adds to a prompt."""
+        if self._text_to_text is not None:
+            return self._text_to_text.direction(
+                source if isinstance(source, str) else "", prompt.src_lang, prompt.tgt_lang
+            )
+        if prompt.src_lang or prompt.tgt_lang:
+            name = "src_lang" if prompt.src_lang else "tgt_lang"
+            raise RequestError(
+                "invalid_parameter", f"{name} is for the task translation: leave it out, or set the folder's task to it"
+            )
+        return Direction()
+
+    def _encode(self, source: Prompt, row: int, direction: Direction) -> tuple[str | None, str | None, list[int]]:
         """A prompt's text, as the request gives it and as the model gets it, and its tokens; no texts of tokens."""
         if isinstance(source, str):
-            model_text = self.hooks.build_prompt(source)
-            return source, model_text, self.codec.encode(model_text, row)
+            model_text = direction.prefix + self.hooks.build_prompt(source)
+            return source, model_text, self.codec.encode(model_text, row, special_ids=direction.special_ids)
         if isinstance(source, Chat):
             text = self._chat_template.render(source)
             return text, text, self.codec.encode(text, row, adds_special_tokens=False)

@@ -43,6 +43,9 @@ class PreparedPrompt:
     """Waiting included; None: no limit."""
     queue_priority: int = 0
     """Lower values leave the queue first."""
+    src_lang: str | None = None
+    tgt_lang: str | None = None
+    """Languages of the task `translation`."""
     lora_name: str = ""
     """Of the adapter; empty: none."""
     adapter: Adapter | None = None
@@ -129,6 +132,8 @@ def resolve_request_params(*layers: GenerationParameters) -> PreparedPrompt:
         bad_words=merged.get("bad_words", ()),
         max_time_s=merged.get("max_time"),
         queue_priority=merged.get("queue_priority", 0),
+        src_lang=merged.get("src_lang"),
+        tgt_lang=merged.get("tgt_lang"),
         lora_name=merged.get("lora_name", ""),
         grammar=grammar,
     )

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from hf_triton.engine.types import Completion, FinishReason, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, HfTritonError, as_own_error, panics_as_errors
-from hf_triton.protocol.ports import LEGACY_TEXT, MESSAGE, PROMPT_LOGPROBS, TEXT
+from hf_triton.protocol.ports import JSON_OUTPUT, LEGACY_TEXT, MESSAGE, PROMPT_LOGPROBS, TEXT
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.responses import encode_deltas, encode_outputs, encode_timings
 from hf_triton.sampling.types import LogitsProcessor, TokenLogprobs
@@ -61,15 +61,15 @@ class GenerationResponse:
         preparer: PromptPreparer,
         pool: ThreadPoolExecutor,
     ) -> None:
-        stream = checked.options.stream
         self.request = request
         self.checked = checked
-        self.streams = config.is_decoupled and (config.streams if stream is None else stream)
+        self.streams = config.streams_if(checked.options.stream)
         self.prompts: list[PreparedPrompt] = []
         """The prompts that are prepared, in order."""
         self._config = config
         self._codec = preparer.codec
         self._hooks = preparer.hooks
+        self._text_field = preparer.text_field
         self._pool = pool
         self._sends_deltas = self.streams and not self._hooks.overrides("postprocess")
         self._deltas: list[str] = []  # one for each sequence, since the last send
@@ -296,6 +296,7 @@ class GenerationResponse:
                         "cumulative_logprob": sum(each.logprob for each in completion.logprobs or ()),
                         "logprobs": "" if completion.logprobs is None else self._logprobs_json(completion.logprobs),
                         PROMPT_LOGPROBS: prompt_logprobs,
+                        JSON_OUTPUT: json.dumps({self._text_field: text}, ensure_ascii=False),
                     }
                 )
         return outputs

@@ -15,8 +15,14 @@ from hf_triton.engine.types import Completion, Engine, EngineLoad, Observer, Seq
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, as_own_error, panics_as_errors
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.parameters import parse_parameters
+from hf_triton.protocol.ports import JSON_OUTPUT
 from hf_triton.protocol.prompts import Limits
-from hf_triton.protocol.requests import GenerationRequest, parse_request, with_named_outputs
+from hf_triton.protocol.requests import (
+    GenerationRequest,
+    parse_request,
+    with_default_outputs,
+    with_named_outputs,
+)
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.admission import AdmissionGate, request_limits
 from hf_triton.tasks.checked_hooks import CheckedHooks
@@ -28,6 +34,7 @@ from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.response import GenerationResponse
 from hf_triton.tasks.text_generation.response_template import Spec, build_message_format
+from hf_triton.tasks.text_generation.text_to_text import TextToText, build_text_to_text, max_new_tokens
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
 if TYPE_CHECKING:
@@ -69,6 +76,12 @@ class TextGeneration:
         inputs = request.inputs()
         parameters = with_named_outputs(request.parameters(), inputs, request.requested_outputs(), config.output_names)
         checked = parse_request(inputs, parameters, self._limits)
+        checked = with_default_outputs(
+            checked,
+            names_outputs=len(request.requested_outputs()) < len(config.output_names),
+            has_json=JSON_OUTPUT in config.output_names and not config.streams_if(checked.options.stream),
+            fills_json=self._preparer.fills_json,
+        )
         if checked.options.return_timings and not self._returns_timings:
             raise RequestError(
                 "invalid_parameter",
@@ -212,6 +225,7 @@ def build_text_generation(
     from hf_triton.runner.device import DeviceContext
 
     limits = request_limits(settings, checkpoint.context_length)
+    text_to_text = build_text_to_text(settings.task, checkpoint)
     with DeviceContext(checkpoint.model.device):
         accelerate(checkpoint.model, pack_weights=settings.pack_weights)
         adapters = Adapters(checkpoint.model)
@@ -229,7 +243,7 @@ def build_text_generation(
             adapters=adapters,
         )
     preparer = _build_preparer(
-        checkpoint, settings, hooks, store, chat_template, response_template, limits.max_prompt_bytes
+        checkpoint, settings, hooks, store, chat_template, response_template, text_to_text, limits.max_prompt_bytes
     )
     task = TextGeneration(
         engine, preparer, limits, max_waiting=settings.max_waiting_prompts, returns_timings=returns_timings
@@ -249,9 +263,13 @@ def _build_preparer(
     adapters: AdapterStore,
     chat_template: str | None,
     response_template: Spec | str | None,
+    text_to_text: TextToText | None,
     max_prompt_bytes: int,
 ) -> PromptPreparer:
     codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
+    max_output_length = settings.max_output_length
+    if text_to_text is not None and "max_output_length" not in settings.model_fields_set:
+        max_output_length = max_new_tokens(checkpoint) or max_output_length
     return PromptPreparer(
         codec,
         ChatTemplate(checkpoint.tokenizer, chat_template, max_prompt_bytes),
@@ -262,8 +280,12 @@ def _build_preparer(
         eos_ids=eos_ids(checkpoint.model),
         context_length=checkpoint.context_length,
         is_encoder_decoder=checkpoint.is_encoder_decoder,
-        defaults=(parse_parameters(settings.generation_defaults), checkpoint.generation_defaults()),
-        max_output_length=settings.max_output_length,
+        defaults=(
+            parse_parameters(settings.generation_defaults),
+            checkpoint.generation_defaults(with_beams=text_to_text is not None),
+        ),
+        max_output_length=max_output_length,
         max_num_seqs=settings.max_num_seqs,
         excludes_prompt=settings.exclude_input_in_output,
+        text_to_text=text_to_text,
     )

@@ -45,19 +45,29 @@ class TextCodec:
         self._joins_bytes = decoder == "ByteLevel"  # GPT-2's kind: a string is the bytes of its tokens, complete or not
         self._silent_ids = self._find_silent_tokens(set(vocabulary.values()))
 
-    def encode(self, text: str, row: int, *, adds_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        row: int,
+        *,
+        adds_special_tokens: bool = True,
+        special_ids: tuple[list[int], list[int]] | None = None,
+    ) -> list[int]:
         """A prompt as token ids, never empty.
 
         Args:
             text: The prompt.
             row: Its index in the request, for messages.
             adds_special_tokens: Whether to add the tokenizer's special tokens; a chat template has written them.
+            special_ids: Tokens to put before and after the text's instead.
 
         Raises:
             RequestError: The prompt is empty and the model has no token to begin with, or a token is unknown to the
                 model.
         """
-        ids = self._encode(text, adds_special_tokens=adds_special_tokens)
+        ids = self._encode(text, adds_special_tokens=adds_special_tokens and special_ids is None)
+        if special_ids is not None:
+            ids = [*special_ids[0], *ids, *special_ids[1]]
         if not ids:  # transformers begins an empty prompt with this token too
             firsts = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
             ids = [token_id for token_id in firsts if token_id is not None][:1]
