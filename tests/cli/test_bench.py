@@ -11,13 +11,15 @@ from tests.support.commands import hf_triton
 from tests.support.gateway import add_demo
 
 
-def test_bench_reports_each_concurrency(tmp_path: Path) -> None:
+def test_bench_reports_each_concurrency_of_a_restricted_server(tmp_path: Path) -> None:
     aiperf = has(CLIENTS / "aiperf" / "bin" / "aiperf")
     add_demo(tmp_path / "repository")
     shape = ["--prompt-tokens=20", "--output-tokens=8", "--requests=6", "--concurrency=1,3"]
-    with TritonServer(tmp_path / "repository") as server:
+    restricted = "--grpc-restricted-protocol=inference,model-config:secret=open"
+    with TritonServer(tmp_path / "repository", arguments=[restricted]) as server:
         path = os.pathsep.join([str(aiperf.parent), os.environ["PATH"]])
-        options = [f"--triton={server.grpc_url}", f"--out={tmp_path / 'out'}", "--json"]
+        options = [f"--triton={server.grpc_url}", "--header=triton-grpc-protocol-secret:open"]
+        options += [f"--out={tmp_path / 'out'}", "--json"]
         done = hf_triton("bench", "demo", *shape, *options, PATH=path)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
