@@ -83,6 +83,7 @@ TaskName = Literal[
     "fill-mask",
     "zero-shot-classification",
     "feature-extraction",
+    "tokenization",
     "summarization",
     "translation",
     "text2text-generation",
@@ -103,7 +104,8 @@ class ModelSettings(BaseModel):
     task: TaskName | None = None
     """What the model does. By default what the checkpoint's files say: `embeddings` for models of
     sentence-transformers and encoders without a head, otherwise what the model's head is for. `feature-extraction`,
-    `zero-shot-classification`, `summarization`, `translation` and `text2text-generation` must be set."""
+    `tokenization`, `zero-shot-classification`, `summarization`, `translation` and `text2text-generation` must be
+    set."""
 
     revision: Annotated[str, annotated_types.MinLen(1)] = "main"
     """Branch, tag or commit of the model on the Hub. Only a 40-digit commit never changes."""
@@ -247,6 +249,11 @@ class ModelSettings(BaseModel):
     """Regular expression that finds the names of the HTTP and gRPC headers that Triton forwards as parameters, in
     capitals or not. By default those of the server's own `--http-header-forward-pattern` and
     `--grpc-header-forward-pattern`."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the folder computes with its model."""
+        return self.task != "tokenization"
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -149,8 +149,9 @@ class FolderCheck:
         with self._errors("quantisation"):
             if method := check_quantization(model_config, settings):
                 self._add("quantisation", "ok", method)
-        with self._errors("memory"):
-            self._check_memory(checkpoint, model_config, kind, settings, config)
+        if settings.has_weights:
+            with self._errors("memory"):
+                self._check_memory(checkpoint, model_config, kind, settings, config)
 
     def _check_memory(
         self, checkpoint: Path, model_config: Any, kind: Any, settings: ModelSettings, config: Mapping[str, Any]

@@ -84,6 +84,8 @@ def load_model(
 ) -> Any:
     """Load the model onto its device; with random weights if the settings say `load_format: dummy`.
 
+    A model that is not computed with has no weights: it is on torch's device `meta`.
+
     Args:
         folder: The checkpoint.
         config: Its config.
@@ -95,6 +97,9 @@ def load_model(
         CheckpointError: The model does not do the task, or its weights cannot be loaded or do not match its config.
     """
     auto_class = model_class(folder, config, settings, auto_class_name)
+    if not settings.has_weights:
+        with loading("the model", settings):
+            return _without_weights(auto_class, config, settings)
     if settings.load_format == "dummy":
         with loading("the model", settings):
             return _with_attention(settings, _dummy_loader(auto_class, config, settings, device_map))
@@ -232,6 +237,13 @@ def _dummy_loader(auto_class: Any, config: Any, settings: ModelSettings, device_
         )
 
     return load
+
+
+def _without_weights(auto_class: Any, config: Any, settings: ModelSettings) -> Any:
+    import torch
+
+    with torch.device("meta"):
+        return auto_class.from_config(config, trust_remote_code=settings.trust_remote_code)
 
 
 def _with_attention(settings: ModelSettings, load: Callable[[str], Any]) -> Any:

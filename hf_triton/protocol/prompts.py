@@ -118,10 +118,10 @@ def decode_token_ids(value: object, limits: Limits, name: str = PROMPT_TOKEN_IDS
         if row.dtype == np.object_:
             value = decode_string(name, row[0]) if row.size == 1 else row.tolist()
         else:
-            _check_size(row.nbytes, limits, name)
+            check_size(row.nbytes, limits, name)
             value = row.tolist()
     if isinstance(value, str):
-        _check_size(len(value), limits, name)  # digits are one byte each
+        check_size(len(value), limits, name)  # digits are one byte each
         value = _parse_array(value)
     if not isinstance(value, list) or not value:
         raise RequestError("invalid_input", f"{name} must be a JSON array of 1 or more token ids, got {clip(value)}")
@@ -141,7 +141,12 @@ def _parse_array(text: str) -> object:
         return text
 
 
-def _check_size(num_bytes: int, limits: Limits, name: str) -> None:
+def check_size(num_bytes: int, limits: Limits, name: str) -> None:
+    """Check the size of a prompt.
+
+    Raises:
+        RequestError: It has more bytes than are accepted.
+    """
     if num_bytes > limits.max_prompt_bytes:
         raise RequestError(
             "context_exceeded",

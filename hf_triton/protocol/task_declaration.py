@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from hf_triton.errors import SettingsError
 from hf_triton.protocol.ports import JSON_OUTPUT as JSON_OUTPUT
 from hf_triton.protocol.ports import TENSOR_TYPES
+from hf_triton.protocol.token_rows import TOKEN_INPUTS, TOKEN_TYPE
 from hf_triton.protocol.validation import suggest, value_type
 
 NUM_TOKENS: Final = "num_input_tokens"
@@ -45,6 +46,8 @@ class TaskOutput:
     """Whether it is the result as JSON text, which the task need not give as a tensor."""
     is_ragged: bool = False
     """Whether the arrays of the rows, of unequal length, stand one below the other."""
+    is_padded: bool = False
+    """Whether the integers of the rows, of unequal number, stand side by side, with zeros behind the shorter ones."""
 
 
 class TaskOptions(BaseModel):
@@ -69,6 +72,8 @@ class TaskDeclaration:
     options: type[TaskOptions] = TaskOptions
     has_json: bool = True
     """Whether `output` is filled for a client that names no outputs."""
+    takes_tokens: bool = False
+    """Whether a request may hold token ids in place of the texts, see `token_rows`."""
     other_inputs: Mapping[str, str] = field(default_factory=dict)
     """Optional inputs that are neither texts nor options, with their types; the task's `read` takes them out."""
 
@@ -91,7 +96,12 @@ class TaskDeclaration:
 
     def names(self) -> list[str]:
         """Every name of an input or a parameter."""
-        return [*self.text_names(), *self.options.model_fields, *self.other_inputs]
+        return [*self.text_names(), *self.token_names, *self.options.model_fields, *self.other_inputs]
+
+    @property
+    def token_names(self) -> tuple[str, ...]:
+        """The inputs of token ids."""
+        return TOKEN_INPUTS if self.takes_tokens else ()
 
 
 def missing_task_ports(
@@ -117,6 +127,8 @@ def _inputs(declaration: TaskDeclaration, config: Mapping[str, Any]) -> Iterator
     dims = [1] if config["max_batch_size"] > 0 else [-1]
     for name in declaration.text_names():
         yield {"name": name, "data_type": "TYPE_STRING", "dims": dims, "optional": True}
+    for name in declaration.token_names:
+        yield {"name": name, "data_type": TOKEN_TYPE, "dims": [-1] if dims == [1] else [-1, -1], "optional": True}
     for name, data_type in declaration.other_inputs.items():
         yield {"name": name, "data_type": data_type, "dims": [1], "optional": True}
     for name in declaration.options.model_fields:
@@ -140,6 +152,8 @@ def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) ->
     """
     if declaration.text_of(name) is not None:
         types: tuple[str, ...] = ("TYPE_STRING",)
+    elif name in declaration.token_names:
+        types = (TOKEN_TYPE,)
     elif name in declaration.other_inputs:
         types = (declaration.other_inputs[name],)
     elif name in declaration.options.model_fields:

@@ -20,6 +20,7 @@ from hf_triton.protocol.task_declaration import (
     TextInput,
 )
 from hf_triton.protocol.tensors import Array, encode_strings, values_per_prompt
+from hf_triton.protocol.token_rows import TokenRow, pad_rows, read_token_rows
 from hf_triton.protocol.validation import suggest, validated, value_type
 
 Options = TypeVar("Options", bound=TaskOptions)
@@ -32,10 +33,10 @@ NUMPY_TYPES: Final = {"TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_I
 class TaskRequest(Generic[Options]):
     """A checked request."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Row | TokenRow]
     options: Options
     shape: tuple[int, ...]
-    """The shape of the longest text input, which the outputs follow."""
+    """The shape of the longest text input, which the outputs follow; `[rows]` for token ids."""
     default_outputs: Sequence[str] | None = None
     """The outputs for a client that names none; None: as the declaration says."""
 
@@ -73,8 +74,14 @@ def read_task_request(
     for name in given:
         if name in parameters and name in inputs:
             raise RequestError("invalid_parameter", f"{name} is given twice, as an input and as a parameter")
-        if declaration.text_of(name) is None and name not in options.model_fields:
+        if declaration.text_of(name) is None and name not in (*options.model_fields, *declaration.token_names):
             raise _unknown(declaration, name)
+    given_options = {name: _option(options, name, given[name]) for name in options.model_fields if name in given}
+    tokens = {name: given[name] for name in declaration.token_names if name in given}
+    if tokens:
+        _check_no_text(declaration, given, next(iter(tokens)))
+        token_rows = read_token_rows(tokens, limits)
+        return TaskRequest(token_rows, validated(options, given_options), (len(token_rows),))
     texts: dict[str, list[str]] = {}
     shape: tuple[int, ...] = (1,)
     for text in declaration.texts:
@@ -85,7 +92,6 @@ def read_task_request(
             shape = max(shape, array.shape, key=lambda dims: int(np.prod(dims)))
     _check_texts(declaration, texts)
     num_rows = max(map(len, texts.values()))
-    given_options = {name: _option(options, name, given[name]) for name in options.model_fields if name in given}
     rows = [{name: values[row if len(values) > 1 else 0] for name, values in texts.items()} for row in range(num_rows)]
     return TaskRequest(rows, validated(options, given_options), shape)
 
@@ -117,6 +123,13 @@ def _as_array(name: str, value: object) -> Array:
     if not isinstance(value, str):
         raise RequestError("invalid_input", f"{name} must be a string or an array of strings, got {clip(value)}")
     return encode_strings([value], (1,))
+
+
+def _check_no_text(declaration: TaskDeclaration, given: Collection[str], tokens: str) -> None:
+    """Refuse texts beside token ids."""
+    text = next((name for text in declaration.texts if (name := _given_name(text, given)) is not None), None)
+    if text is not None:
+        raise RequestError("invalid_input", f"{tokens} stands in place of {text}: give one of them")
 
 
 def _check_texts(declaration: TaskDeclaration, texts: Mapping[str, Sequence[str]]) -> None:
@@ -167,6 +180,8 @@ def encode_results(
         if output.data_type == "TYPE_STRING":
             strings = [text for value in values for text in value] if output.num_dims else values
             outputs[name] = encode_strings(strings, (len(results), 1) if output.num_dims else shape)
+        elif output.is_padded:
+            outputs[name] = pad_rows(values)
         elif output.is_ragged:
             outputs[name] = np.concatenate(values).astype(NUMPY_TYPES[output.data_type], copy=False)
         else:

@@ -11,7 +11,6 @@ import annotated_types
 import numpy as np
 import numpy.typing as npt
 
-from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import CheckpointError, RequestError, SettingsError, clip
 from hf_triton.hub.sentence_modules import SentenceModules, load_sentence_modules
 from hf_triton.protocol.embedding_request import (
@@ -31,8 +30,9 @@ from hf_triton.protocol.task_declaration import (
 )
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.token_rows import INPUT_IDS, TOKEN_INPUTS, TokenRow
 from hf_triton.protocol.validation import suggest
-from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
+from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask, add_lowercase
 from hf_triton.tasks.pooling import build_head
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
         outputs={"embedding": TaskOutput("TYPE_FP32", "the vector", num_dims=1), **VLLM_OUTPUTS},
         options=EmbeddingOptions,
         has_json=False,
+        takes_tokens=True,
         other_inputs=dict.fromkeys(VLLM_FLAGS, "TYPE_BOOL"),
     )
     model_outputs: ClassVar[tuple[str, ...]] = ("last_hidden_state",)
@@ -118,11 +119,11 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
             outputs = vllm_outputs(inputs, parameters)
             inputs, parameters = parse_embedding_request(inputs, parameters)
         given = [text.name for text in self.declaration.texts if {text.name, *text.aliases} & {*inputs, *parameters}]
+        given += [INPUT_IDS] if {*TOKEN_INPUTS} & {*inputs, *parameters} else []
         if len(given) != 1:
             problem = f"{' and '.join(given)} are given" if given else "there is no text"
-            raise RequestError(
-                "invalid_input", f"{problem}: embeddings needs one of {', '.join(self.declaration.text_names())}"
-            )
+            names = ", ".join((*self.declaration.text_names(), INPUT_IDS))
+            raise RequestError("invalid_input", f"{problem}: embeddings needs one of {names}")
         flags = [name for name in VLLM_FLAGS if name in inputs or name in parameters]
         if flags:
             raise RequestError("unknown_parameter", f"{flags[0]} goes with {EMBEDDING_REQUEST}: leave it out")
@@ -146,7 +147,8 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
     def encode(self, row: Row, options: EmbeddingOptions) -> EncodedRow:
         """See `EncoderTask`."""
         if TOKEN_IDS in row:
-            return EncodedRow([self._encode_ids(row[TOKEN_IDS], options)])
+            ids = decode_token_ids(row[TOKEN_IDS], Limits(1, len(row[TOKEN_IDS])), TOKEN_IDS)
+            return self.encode_tokens(TokenRow(list(ids)), options)
         name = self._modules.default_prompt if options.prompt_name is None else options.prompt_name
         prompt = self._modules.prompts.get(name or "", "")
         encoded = self.to_input(self.tokenize(prompt + row[TEXT], truncate=options.truncate))
@@ -156,17 +158,6 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
                 raise RequestError("invalid_input", "the text has no tokens behind its prompt: send a longer text")
             encoded = dataclasses.replace(encoded, output_positions=pooled)
         return EncodedRow([encoded])
-
-    def _encode_ids(self, text: str, options: EmbeddingOptions) -> EncoderInput:
-        ids = list(decode_token_ids(text, Limits(1, len(text)), TOKEN_IDS))
-        may_cut = self.settings.truncate if options.truncate is None else options.truncate
-        if len(ids) > self.max_length and not may_cut:
-            raise RequestError(
-                "context_exceeded",
-                f"{TOKEN_IDS} has {len(ids)} tokens, more than the {self.max_length} of the model: shorten it, or set "
-                "truncate to true",
-            )
-        return EncoderInput(ids[: self.max_length])
 
     def reduce(self, outputs: torch.Tensor) -> torch.Tensor:
         """The vector of a text; see `EncoderTask`.
@@ -204,12 +195,3 @@ def find_modules(checkpoint: Checkpoint, settings: ModelSettings) -> SentenceMod
             "what its model card says (cls, mean, lasttoken, ...)"
         )
     return modules
-
-
-def add_lowercase(tokenizer: Any) -> None:
-    """Let a tokenizer make texts lower case first, but not its special tokens."""
-    from tokenizers import normalizers
-
-    backend = tokenizer.backend_tokenizer
-    own = [] if backend.normalizer is None else [backend.normalizer]
-    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])

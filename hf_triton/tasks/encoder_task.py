@@ -22,6 +22,7 @@ from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.protocol.task_requests import Options, Row, TaskRequest, TaskResult, read_task_request
 from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.token_rows import TokenRow
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,10 @@ class EncoderTask(ABC, Generic[Options]):
         options: Any = self.declaration.options
         return read_task_request(self.declaration, options, inputs, parameters, limits)
 
+    def encode_row(self, row: Row | TokenRow, options: Options) -> EncodedRow:
+        """Make token sequences of a row, or take those that it is; raises as the two methods do."""
+        return self.encode_tokens(row, options) if isinstance(row, TokenRow) else self.encode(row, options)
+
     @abstractmethod
     def encode(self, row: Row, options: Options) -> EncodedRow:
         """Make token sequences of a row's texts.
@@ -96,6 +101,25 @@ class EncoderTask(ABC, Generic[Options]):
         Raises:
             RequestError: A text does not fit.
         """
+
+    def encode_tokens(self, row: TokenRow, options: Options) -> EncodedRow:
+        """Take a row's token ids as they are, special tokens included; for declarations with `takes_tokens`.
+
+        Raises:
+            RequestError: They are none, or too many, and not to be cut.
+        """
+        if len(row.ids) > self.max_length and not self.may_cut(options.truncate):
+            raise RequestError(
+                "context_exceeded",
+                f"the row has {len(row.ids)} tokens, more than the {self.max_length} of the model: send fewer, or set "
+                "truncate to true",
+            )
+        type_ids = row.type_ids and row.type_ids[: self.max_length]
+        return EncodedRow([EncoderInput(row.ids[: self.max_length], type_ids)])
+
+    def may_cut(self, truncate: bool | None) -> bool:
+        """Whether what is too long is cut, by a request's `truncate` or else the folder's setting."""
+        return self.settings.truncate if truncate is None else truncate
 
     def reduce(self, outputs: torch.Tensor) -> torch.Tensor:
         """Change the model's outputs for one sequence on the device, such as pooling. As it is, it changes nothing.
@@ -147,7 +171,7 @@ class EncoderTask(ABC, Generic[Options]):
         encoding = self._whole.encode(text, pair)
         if len(encoding.ids) <= self.max_length:
             return encoding
-        if not (self.settings.truncate if truncate is None else truncate):
+        if not self.may_cut(truncate):
             raise RequestError(
                 "context_exceeded",
                 f"the text has {len(encoding.ids)} tokens, more than the {self.max_length} of the model: shorten it, "
@@ -187,3 +211,12 @@ class EncoderTask(ABC, Generic[Options]):
     def label(self, index: int) -> str:
         """The name that the checkpoint's config gives a label."""
         return str((self.config.id2label or {}).get(index, f"LABEL_{index}"))
+
+
+def add_lowercase(tokenizer: Any) -> None:
+    """Let a tokenizer make texts lower case first, but not its special tokens."""
+    from tokenizers import normalizers
+
+    backend = tokenizer.backend_tokenizer
+    own = [] if backend.normalizer is None else [backend.normalizer]
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])

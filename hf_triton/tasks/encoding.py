@@ -6,19 +6,22 @@ Knows no Triton: requests and responses are `InferenceRequest`s.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import numpy.typing as npt
 
-from hf_triton.encoder.types import EncoderGroup
+from hf_triton.encoder.types import EncoderGroup, EncoderLoad
 from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_own_error, panics_as_errors
 from hf_triton.protocol.prompts import Limits
-from hf_triton.protocol.task_requests import TaskRequest, TaskResult, encode_results, outputs_to_fill
+from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, encode_results, outputs_to_fill
+from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.tasks.admission import AdmissionGate, request_limits
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.interface import ResponseConfig
@@ -46,7 +49,13 @@ class EncoderService:
     """
 
     def __init__(
-        self, task: EncoderTask[Any], engine: EncoderEngine, limits: Limits, *, max_waiting: int, meter: Meter
+        self,
+        task: EncoderTask[Any],
+        engine: EncoderEngine | NoEngine,
+        limits: Limits,
+        *,
+        max_waiting: int,
+        meter: Meter,
     ) -> None:
         self._task = task
         self._engine = engine
@@ -58,12 +67,14 @@ class EncoderService:
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Check a request and start it, see `Task`."""
         checked = self._task.read(request.inputs(), request.parameters(), self._limits)
+        if config.is_batching:
+            checked = dataclasses.replace(checked, shape=(len(checked.rows), 1))
         requested, declared = request.requested_outputs(), config.output_names
         names = outputs_to_fill(self._task.declaration, requested, declared, checked.default_outputs)
         response = _Response(request, self._task, checked, names)
         self._gate.enter(response, len(checked.rows))
         request.on_ending(response.refuse, request.deadline_s())
-        if len(checked.rows) == 1 and sum(map(len, checked.rows[0].values())) <= MAX_INLINE_CHARACTERS:
+        if len(checked.rows) == 1 and _num_characters(checked.rows[0]) <= MAX_INLINE_CHARACTERS:
             self._encode(response)
         else:
             self._run(self._encode, response)
@@ -128,6 +139,31 @@ class EncoderService:
         self._gate.leave(response)
 
 
+class NoEngine:
+    """In place of an encoder's engine, for a task that needs token sequences alone: each gets an empty array."""
+
+    def submit(self, group: EncoderGroup) -> None:
+        """Answer a group at once."""
+        group.on_begin()
+        group.on_done([np.empty(0, np.float32) for _ in group.inputs])
+
+    def load(self) -> EncoderLoad:
+        """Nothing waits."""
+        return EncoderLoad()
+
+    def is_healthy(self) -> bool:
+        """It cannot fail."""
+        return True
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def _num_characters(row: Row | TokenRow) -> int:
+    """Characters to tokenize."""
+    return 0 if isinstance(row, TokenRow) else sum(map(len, row.values()))
+
+
 class _Response:
     """One request from its rows to its final response.
 
@@ -167,7 +203,7 @@ class _Response:
                 self.refuse(self.request.ending() or ShuttingDownError())
                 return None
             try:
-                self._rows.append(self._task.encode(row, options))
+                self._rows.append(self._task.encode_row(row, options))
             except RequestError as error:
                 if len(self._checked.rows) == 1:
                     raise
@@ -223,6 +259,9 @@ def build_encoder_service(
     from hf_triton.encoder.engine import build_encoder
 
     task = task_class(checkpoint, settings)
+    limits = request_limits(settings, checkpoint.context_length)
+    if not settings.has_weights:
+        return EncoderService(task, NoEngine(), limits, max_waiting=settings.max_waiting_prompts, meter=meter)
     engine = build_encoder(
         checkpoint.model,
         task.model_outputs,
@@ -233,5 +272,4 @@ def build_encoder_service(
         keeps_dtype=settings.dtype != "auto",
         on_fatal=on_fatal,
     )
-    limits = request_limits(settings, checkpoint.context_length)
     return EncoderService(task, engine, limits, max_waiting=settings.max_waiting_prompts, meter=meter)

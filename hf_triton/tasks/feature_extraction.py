@@ -36,6 +36,7 @@ class FeatureExtraction(EncoderTask[TaskOptions]):
                 is_ragged=True,
             )
         },
+        takes_tokens=True,
     )
     model_outputs: ClassVar[tuple[str, ...]] = (STATES,)
     per_token: ClassVar[bool] = True

@@ -35,7 +35,9 @@ class GenerativeOptions(RerankOptions):
 class GenerativeRerank(EncoderTask[GenerativeOptions]):
     """See `EncoderTask`."""
 
-    declaration: ClassVar[TaskDeclaration] = dataclasses.replace(Rerank.declaration, options=GenerativeOptions)
+    declaration: ClassVar[TaskDeclaration] = dataclasses.replace(
+        Rerank.declaration, options=GenerativeOptions, takes_tokens=False
+    )
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     per_token: ClassVar[bool] = True
 
@@ -59,7 +61,7 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
         """See `EncoderTask`."""
         text = f"<Instruct>: {options.instruction}\n<Query>: {row[QUERY]}\n<Document>: {row[DOCUMENTS]}"
         ids, room = self._plain_ids(text), self.max_length - len(self._head) - len(self._tail)
-        if len(ids) > room and not (self.settings.truncate if options.truncate is None else options.truncate):
+        if len(ids) > room and not self.may_cut(options.truncate):
             raise RequestError(
                 "context_exceeded",
                 f"query and document have {len(ids)} tokens with the instruction, more than the {room} that the "

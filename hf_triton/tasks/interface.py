@@ -23,6 +23,8 @@ class ResponseConfig:
     """Whether a response is streamed if the request does not say."""
     sender: ResponseSender
     """Sends the responses."""
+    is_batching: bool = False
+    """Whether the first dimension of every tensor is Triton's batch (`max_batch_size`)."""
 
     def streams_if(self, asked: bool | None) -> bool:
         """Whether a response is streamed to a request that asks for it, for the contrary, or does not say."""

@@ -24,6 +24,7 @@ ENCODER_TASKS: Final[dict[str, str]] = {
     "fill-mask": "FillMask",
     "zero-shot-classification": "ZeroShotClassification",
     "feature-extraction": "FeatureExtraction",
+    "tokenization": "Tokenization",
 }
 """Each is a class in the module of its own name, with underscores."""
 

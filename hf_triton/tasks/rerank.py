@@ -39,6 +39,7 @@ class Rerank(EncoderTask[RerankOptions]):
         outputs={"score": TaskOutput("TYPE_FP32", "the score of each document, the higher the better")},
         options=RerankOptions,
         has_json=False,
+        takes_tokens=True,
     )
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
 

@@ -64,6 +64,7 @@ class TextClassification(EncoderTask[ClassificationOptions]):
         },
         options=ClassificationOptions,
         has_json=False,
+        takes_tokens=True,
     )
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
 

@@ -103,6 +103,7 @@ def response_config(
         is_decoupled=is_decoupled,
         streams=settings.stream,
         sender=ResponseSender(),
+        is_batching=config["max_batch_size"] > 0,
     )
 
 

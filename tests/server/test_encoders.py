@@ -3,7 +3,8 @@
 
 import json
 import re
-import shutil
+import shlex
+import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tritonclient.grpc
+from transformers import AutoTokenizer
 
 from hf_triton.testing import LoopbackHub, TritonServer
 from tests.support.client import get, post
@@ -31,6 +33,7 @@ BGE = "BAAI/bge-large-zh-v1.5"
 NEIGHBOURS = {0: [1], 3: [4]}
 """In TEXTS, the texts that mean nearly the same."""
 TOLERANCE = 1e-5
+READY = ("bge", "examples/bge_tokenizer", "examples/bge_apart")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,8 @@ def server(
     bge_checkpoint: Path, make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
     repository = tmp_path_factory.mktemp("repository")
-    shutil.copytree(ROOT / "bge", repository / "bge")
+    *copy, _ = shlex.split(line_of_models("cp -r bge/ "))
+    subprocess.run([*copy, repository], cwd=ROOT, check=True)
     minilm = real_checkpoint()
     make_folder(repository, "minilm", huggingface_model=minilm)
     make_folder(repository, "batched", config="max_batch_size: 8\ndynamic_batching { }", huggingface_model=minilm)
@@ -70,6 +74,13 @@ def expected() -> npt.NDArray[np.float32]:
     return reference_embeddings(real_checkpoint(), TEXTS)
 
 
+def line_of_models(beginning: str) -> str:
+    """The command of docs/models.md that begins so."""
+    lines = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
+    [line] = [line for line in lines if line.startswith(beginning)]
+    return line
+
+
 def ask(server: TritonServer, model: str, name: str, data: list[str], **body: Any) -> Any:
     """POST /infer with one BYTES tensor; the outputs by name."""
     shape = body.pop("shape", [len(data)])
@@ -89,11 +100,52 @@ def vectors_of(outputs: Any) -> npt.NDArray[np.float64]:
 
 
 def test_ready_folder_is_served_as_it_is(server: TritonServer, bge_checkpoint: Path) -> None:
-    for file in ("config.pbtxt", "1/model.py"):
-        assert (server.model_repository / "bge" / file).read_bytes() == (ROOT / "bge" / file).read_bytes()
-    assert server.is_model_ready("bge"), server.log_tail()
+    for folder in READY:
+        name = Path(folder).name
+        served = (server.model_repository / name / "config.pbtxt").read_bytes()
+        assert served == (ROOT / folder / "config.pbtxt").read_bytes()
+        assert server.is_model_ready(name), server.log_tail()
     vectors = vectors_of(ask(server, "bge", "text", TEXTS))
     np.testing.assert_allclose(vectors, reference_embeddings(bge_checkpoint, TEXTS), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{}, {"truncate": True, "dimensions": 8}])
+def test_tokenizer_apart_gives_the_folder_s_vectors(server: TritonServer, options: dict[str, Any]) -> None:
+    texts = [*TEXTS, "word " * 300] if options else TEXTS
+    single = vectors_of(ask(server, "bge", "text", texts, parameters=options))
+    (apart,) = ask(server, "bge_apart", "TEXT", texts, parameters=options).values()
+    assert (apart["name"], apart["shape"]) == ("output", list(single.shape))
+    np.testing.assert_allclose(np.array(apart["data"]).reshape(single.shape), single, atol=1e-6)
+
+
+def test_request_of_the_documents_gets_a_vector(server: TritonServer) -> None:
+    line = line_of_models("curl -X POST localhost:8000/v2/models/bge_apart/")
+    command = shlex.split(line.replace("localhost:8000", server.http_url))
+    done = subprocess.run([*command, "--silent"], capture_output=True, text=True, check=True)
+    (output,) = json.loads(done.stdout)["outputs"]
+    assert (output["name"], output["shape"]) == ("output", [1, 16])
+
+
+def test_error_of_the_tokenizer_reaches_the_client(server: TritonServer) -> None:
+    reply = post(server, "/v2/models/bge_apart/generate", {"TEXT": "word " * 300})
+    assert reply.status == 400
+    assert reply.error.startswith("in ensemble 'bge_apart', context_exceeded: the text has ")
+
+
+def test_batching_folder_takes_the_tokens_of_transformers(
+    server: TritonServer, expected: npt.NDArray[np.float32]
+) -> None:
+    tokens = AutoTokenizer.from_pretrained(real_checkpoint())(TEXTS, padding=True, return_tensors="np")
+    tensors = [
+        {"name": name, "datatype": "INT64", "shape": list(ids.shape), "data": ids.tolist()}
+        for name, ids in tokens.items()
+    ]
+    names = [{"name": "embedding"}, {"name": "num_input_tokens"}]
+    reply = post(server, "/v2/models/batched/infer", {"inputs": tensors, "outputs": names})
+    assert reply.status == 200, reply.body
+    embedding, counts = reply.json()["outputs"]
+    np.testing.assert_allclose(np.array(embedding["data"]).reshape(embedding["shape"]), expected, atol=TOLERANCE)
+    assert (counts["shape"], counts["data"][0]) == ([len(TEXTS), 1], 10)
 
 
 # --- a real checkpoint -----------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class Served:
     def ask(self, inputs: Mapping[str, Array], **parameters: Any) -> dict[str, Array]:
         """The outputs for a client that names none."""
         request = self.task.read(inputs, parameters, LIMITS)
-        rows = [self.task.encode(row, request.options) for row in request.rows]
+        rows = [self.task.encode_row(row, request.options) for row in request.rows]
         outputs = iter(self.forward([each for row in rows for each in row.inputs]))
         results = [self.task.decode(row, request.options, [next(outputs).numpy() for _ in row.inputs]) for row in rows]
         nums_tokens = [sum(len(each.ids) for each in row.inputs) for row in rows]

@@ -48,7 +48,7 @@ class Served:
 
     def ask(self, inputs: Mapping[str, Array], **parameters: Any) -> dict[str, Array]:
         request = self.task.read(inputs, parameters, LIMITS)
-        rows = [self.task.encode(row, request.options) for row in request.rows]
+        rows = [self.task.encode_row(row, request.options) for row in request.rows]
         outputs = self.forward([each for row in rows for each in row.inputs])
         results = [
             self.task.decode(row, request.options, [output.numpy()]) for row, output in zip(rows, outputs, strict=True)
