@@ -246,7 +246,7 @@ NO_SUCH = {
     "max_length": r", did you mean 'max_new_tokens'\?",
     "repetition_penality": r", did you mean 'repetition_penalty'\?",
     "exclude_input_in_outputs": r", did you mean 'exclude_input_in_output'\?",
-    "text_inputs": r", did you mean 'text_input'\?",
+    "text_inpt": r", did you mean 'text_input'\?",
     "custom_generate": "; known are .*",
     "assistant_model": "; known are .*",
     "trust_remote_code": "; known are .*",

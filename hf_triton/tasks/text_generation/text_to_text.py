@@ -139,8 +139,9 @@ def build_text_to_text(name: str | None, checkpoint: Checkpoint) -> TextToText |
         checkpoint.model.generation_config.update(**own)
         checkpoint.generation_defaults(with_beams=True)
     except (RequestError, ValueError, TypeError) as error:
+        reason = error.sentence if isinstance(error, RequestError) else error
         raise CheckpointError(
-            "unsupported_model", f"config.json has settings for {name} that cannot be used ({error}): correct them"
+            "unsupported_model", f"config.json has settings for {name} that cannot be used ({reason}): correct them"
         ) from error
     prefix = settings.get("prefix", config.get("prefix"))
     return TextToText(name, prefix if isinstance(prefix, str) else "", pairs, find_languages(checkpoint, name))
