@@ -86,7 +86,7 @@ class GatewayProcess:
         num_answers = 0  # any worker may give one
         while num_answers < ANSWERS_PER_WORKER * self.config.workers and time.monotonic() < deadline:
             num_answers = num_answers + 1 if self._health() == 200 else 0
-            time.sleep(0.01)
+            time.sleep(0.01 if num_answers else 0.2)  # each refusal is a line of the log
 
     def _health(self) -> int:
         """The HTTP status of its health; 0 if it does not answer."""
