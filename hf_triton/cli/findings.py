@@ -16,8 +16,9 @@ from typing import Any, Final, Literal
 from rich.filesize import decimal
 
 from hf_triton.cli.folders import CONFIG, folder_defect, load_folder_settings, parse_config
-from hf_triton.cli.sizes import cache_bytes_per_token, is_quantized, parameter_bytes, weight_bytes
+from hf_triton.cli.sizes import cache_bytes_per_token, parameter_bytes, weight_bytes
 from hf_triton.errors import HfTritonError, HubError, SettingsError
+from hf_triton.hub.pretrained import is_quantized
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import DoorSettings, ModelSettings
 from hf_triton.stream_door.model import other_folder

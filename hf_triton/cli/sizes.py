@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError
+from hf_triton.hub.pretrained import is_quantized
 from hf_triton.hub.snapshot import weight_files
 from hf_triton.settings import ModelSettings
 
@@ -56,11 +57,6 @@ def parameter_bytes(kind: Any, config: Any, settings: ModelSettings) -> int:
 def dtype_name(config: Any, settings: ModelSettings) -> str:
     """The dtype that a model is loaded in, as PyTorch names it; `None` if neither setting nor config says."""
     return str(config.dtype).removeprefix("torch.") if settings.dtype == "auto" else settings.dtype
-
-
-def is_quantized(config: Any) -> bool:
-    """Whether a checkpoint is quantised on disk."""
-    return any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
 
 
 def _read_header(file: Path) -> dict[str, Any]:

@@ -123,6 +123,11 @@ def load_model(
     return model
 
 
+def is_quantized(config: Any) -> bool:
+    """Whether a checkpoint is quantised on disk."""
+    return any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+
+
 def check_quantization(config: Any, settings: ModelSettings) -> str | None:
     """Check without weights that transformers can load what is, or is to be, quantised.
 
@@ -132,6 +137,8 @@ def check_quantization(config: Any, settings: ModelSettings) -> str | None:
     Raises:
         CheckpointError: A package or a GPU is missing, or the setting is wrong.
     """
+    if not settings.quantization_config and not is_quantized(config):
+        return None
     import torch
     from transformers.quantizers import auto
 
