@@ -29,9 +29,10 @@ GENAI_PERF := .venv/genai_perf/.set-up
 AIPERF := .venv/aiperf/.set-up
 FRAMEWORKS := .venv/frameworks/.set-up
 NPM := .venv/npm/.set-up
+GPTQ := .venv/gptq/.set-up
 PROMETHEUS := .venv/prometheus/.set-up
 
-.PHONY: help setup serve test test-all test-clients bench soak check format docs test-page test-container clean
+.PHONY: help setup serve test test-all test-clients bench soak check format docs test-gptq test-page test-container clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +99,13 @@ $(FRAMEWORKS): $(SETUP)
 
 $(NPM): $(SETUP)
 	npm install --silent --no-audit --no-fund --prefix $(@D) openai@6.49.0
+	@touch $@
+
+test-gptq: $(SETUP) $(GPTQ) ## Test checkpoints of GPTQ and AWQ (45 MB; compiles a C extension)
+	REQUIRE_CLIENTS=1 $(BIN)/pytest tests/server/test_gptq.py
+
+$(GPTQ): $(SETUP) requirements-gptq.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(@D) --requirement requirements-gptq.txt
 	@touch $@
 
 check: $(SETUP) ## Check format, lint, types, import contracts, and the Dockerfile

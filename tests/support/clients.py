@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients with an environment of their own under .venv/, which `make test-clients` makes."""
+"""Clients with an environment of their own under .venv/, which `make test-clients` and others make."""
 
 import os
 import subprocess
@@ -12,11 +12,11 @@ from tests.support.paths import ROOT
 CLIENTS = ROOT / ".venv"
 
 
-def has(program: Path) -> Path:
-    """A client's program; skip the test if it is not installed, or fail if REQUIRE_CLIENTS is set."""
+def has(program: Path, target: str = "test-clients") -> Path:
+    """What `make TARGET` installs; skip the test if it is not there, or fail if REQUIRE_CLIENTS is set."""
     if not program.exists():
         assert not os.environ.get("REQUIRE_CLIENTS"), f"{program} is missing"
-        pytest.skip(f"{program.relative_to(ROOT)} is not installed: run `make test-clients`")
+        pytest.skip(f"{program.relative_to(ROOT)} is not installed: run `make {target}`")
     return program
 
 
