@@ -90,6 +90,10 @@ TaskName = Literal[
 ]
 
 
+TEXT_TO_TEXT: Final[tuple[TaskName, ...]] = ("summarization", "translation", "text2text-generation")
+"""Tasks that generate text with an encoder-decoder, see `hf_triton.tasks.text_generation.text_to_text`."""
+
+
 class ModelSettings(BaseModel):
     """Settings of a model folder. Subclass it to add your own; the model's `settings_class` names the subclass."""
 

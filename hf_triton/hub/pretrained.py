@@ -19,7 +19,7 @@ from typing import Any, Final
 from hf_triton.errors import CheckpointError, LoadError
 from hf_triton.hub.failures import explain_load
 from hf_triton.hub.kind import find_task
-from hf_triton.settings import ModelSettings, TaskName
+from hf_triton.settings import TEXT_TO_TEXT, ModelSettings, TaskName
 
 CHAT_TEMPLATE: Final = "chat_template.json"
 """Older image processors keep their chat template here, which tokenizers do not read."""
@@ -167,6 +167,13 @@ def model_class(folder: Path, config: Any, settings: ModelSettings, auto_class_n
 
 def _check_generates(folder: Path, settings: ModelSettings, config: Any) -> None:
     """Refuse a model for another task, to which transformers would add an untrained language model head."""
+    if settings.task in TEXT_TO_TEXT and not config.is_encoder_decoder:
+        raise CheckpointError(
+            "unsupported_model",
+            f"the task {settings.task} needs an encoder-decoder such as T5, BART or Marian, and "
+            f"{settings.huggingface_model} is a {_architectures(config)} according to its config.json: set task to "
+            "text-generation, and put the instruction into the prompt",
+        )
     task = find_task(folder)
     if task in (None, "text-generation") or (settings.task == "text-generation" and task == "embeddings"):
         return

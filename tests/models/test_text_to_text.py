@@ -7,12 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, GenerationConfig, M2M100Tokenizer, MBart50Tokenizer, MBartTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, M2M100Tokenizer, MBart50Tokenizer, MBartTokenizer
 
 from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.hub.checkpoint import Checkpoint
+from hf_triton.hub.pretrained import model_class
+from hf_triton.settings import ModelSettings
 from hf_triton.tasks.text_generation.text_to_text import build_text_to_text, find_languages, max_new_tokens
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
+from hf_triton.testing import build_tiny_checkpoint
 from tests.support.reference import load_reference
 from tests.support.sentence_checkpoints import quietly
 from tests.support.translation import SUMMARY, TASKS, build_nllb, build_t5
@@ -148,7 +151,8 @@ def test_settings_that_cannot_be_used_fail_the_load(settings: dict[str, Any], t5
         build_text_to_text("summarization", checkpoint)
 
 
-def test_a_model_that_continues_its_prompt_does_no_such_task() -> None:
-    model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
+def test_a_model_that_continues_its_prompt_does_no_such_task(tmp_path: Path) -> None:
+    folder = build_tiny_checkpoint(tmp_path, "gpt2")
+    settings = ModelSettings(huggingface_model=str(folder), task="translation")
     with pytest.raises(CheckpointError, match="the task translation needs an encoder-decoder"):
-        build_text_to_text("translation", Checkpoint(None, model, 64))
+        model_class(folder, AutoConfig.from_pretrained(folder), settings)

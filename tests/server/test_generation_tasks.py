@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.support.client import Reply, post
+from tests.support.client import Reply, generate_stream, post
 from tests.support.reference import Reference, beam_ids, load_reference
 from tests.support.translation import build_nllb, build_t5, pipeline_text, translation
 
@@ -141,6 +141,13 @@ def test_a_translation_by_its_prefix(server: TritonServer, checkpoints: dict[str
         expected = pipeline_text(checkpoints["t5"], PROMPTS[0], f"translation_en_to_{language}")
         event = json.loads(answer.body.removeprefix("data: "))
         assert json.loads(event["output"]) == {"translation_text": expected}
+
+
+def test_beams_of_the_checkpoint_give_way_to_a_stream(server: TritonServer, checkpoints: dict[str, Path]) -> None:
+    languages = {"src_lang": "en", "tgt_lang": "de"}
+    events = generate_stream(server, "translations", [PROMPTS[0]], stream=True, **languages)
+    assert len(events.events) > 2
+    assert events.text() == pipeline_text(checkpoints["t5"], PROMPTS[0], "translation_en_to_de", num_beams=1)
 
 
 def test_a_translation_by_tokens_for_languages(server: TritonServer, checkpoints: dict[str, Path]) -> None:

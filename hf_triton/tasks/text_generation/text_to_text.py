@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import CheckpointError, RequestError, clip
+from hf_triton.settings import TEXT_TO_TEXT
 
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
@@ -25,8 +26,6 @@ TEXT_FIELDS: Final[Mapping[str, str]] = {
     "translation": "translation_text",
 }
 """Tasks that generate text, and the field of the text in the output `output`."""
-TEXT_TO_TEXT: Final = frozenset(TEXT_FIELDS) - {"text-generation"}
-"""Those of this module."""
 PAIR: Final = re.compile(r"translation_(\w+?)_to_(\w+)")
 """A pair of languages as `task_specific_params` has it."""
 
@@ -117,16 +116,10 @@ def build_text_to_text(name: str | None, checkpoint: Checkpoint) -> TextToText |
     """The task of a setting `task`, with its settings in the checkpoint's generation_config; None for text generation.
 
     Raises:
-        CheckpointError: The checkpoint is no encoder-decoder, or its settings for the task cannot be used.
+        CheckpointError: The checkpoint's settings for the task cannot be used.
     """
     if name not in TEXT_TO_TEXT:
         return None
-    if not checkpoint.is_encoder_decoder:
-        raise CheckpointError(
-            "unsupported_model",
-            f"the task {name} needs an encoder-decoder such as T5, BART or Marian, and this model continues its "
-            "prompt: set task to text-generation, and put the instruction into the prompt",
-        )
     config = _read_config(checkpoint)
     by_task = config.get("task_specific_params")
     settings = _settings(name, by_task if isinstance(by_task, dict) else {})
