@@ -34,7 +34,6 @@ from folders import save, take_turns
 from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import EncoderForward, build_forward
 from hf_triton.encoder.types import EncoderGroup, EncoderInput
-from hf_triton.errors import HfTritonError
 
 NUM_CLIENTS = 64
 MINILM = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
@@ -118,17 +117,6 @@ def ask(engine: EncoderEngine, inputs: list[EncoderInput], on_done: Callable[[An
     engine.submit(EncoderGroup(inputs, on_done, lambda: False))
 
 
-def ask_and_wait(engine: EncoderEngine, inputs: list[EncoderInput]) -> list[Any]:
-    """Raises: HfTritonError: It was refused."""
-    done = threading.Event()
-    answers: list[Any] = []
-    ask(engine, inputs, lambda answer: (answers.append(answer), done.set()))  # type: ignore[arg-type, return-value]
-    done.wait()
-    if isinstance(answers[0], HfTritonError):
-        raise answers[0]
-    return list(answers[0])
-
-
 def clients(encoders: Encoders, way: str) -> float:
     """Texts per second of many clients."""
     numbers = itertools.count()
@@ -167,7 +155,7 @@ def texts(encoders: Encoders, way: str) -> float:
         encoders.encode(batch)
     else:
         with running(encoders.forwards["packed"]) as engine:
-            ask_and_wait(engine, [encoders.tokenize(text) for text in batch])
+            engine.run([encoders.tokenize(text) for text in batch])
     return len(batch) / (time.perf_counter() - began_s)
 
 
@@ -182,7 +170,7 @@ def one_client(encoders: Encoders, way: str) -> float:
                 ids = torch.tensor([each.ids])
                 pool(encoders.bare(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]).numpy()
             else:
-                ask_and_wait(engine, [each])
+                engine.run([each])
             times_s.append(time.perf_counter() - began_s)
     return 1000 * statistics.median(times_s)
 

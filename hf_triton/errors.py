@@ -73,6 +73,8 @@ CODES: dict[str, str] = {
     "checkpoint_incomplete": "the checkpoint lacks files",
     "weights_mismatch": "the checkpoint's tensors do not match its config",
     "checkpoint_invalid": "the checkpoint cannot be loaded",
+    "optimized_elsewhere": "`hf-triton optimize` wrote the folder for another processor, or another version of its "
+    "runtime",
     "adapter_not_found": "the folder has no LoRA adapter of this name",
     "adapter_invalid": "the LoRA adapter that the request names cannot be used with the model",
     "device_unavailable": "the device that Triton or the folder asks for does not exist",

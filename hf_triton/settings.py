@@ -138,6 +138,13 @@ class ModelSettings(BaseModel):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Data type of the weights. `auto` keeps the checkpoint's; the log warns if the CPU has no instructions for it."""
 
+    runtime: Literal["torch", "onnx", "openvino"] = "torch"
+    """What computes an encoder: PyTorch, or ONNX Runtime or OpenVINO with the graph of a folder that `hf-triton
+    optimize` wrote, on the processor and with the version that it was written for."""
+
+    precision: Literal["float32", "int8"] = "float32"
+    """Number format of that graph."""
+
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention implementation. `auto` is `sdpa` if the model supports it, otherwise `eager`. The checkpoint's own
     choice is ignored, because it may name code on the Hub."""
@@ -263,6 +270,13 @@ class ModelSettings(BaseModel):
     def _check_together(self) -> Self:
         if self.load_format == "dummy" and self.quantization_config:
             raise ValueError("quantization_config needs real weights: leave it out, or set load_format to auto")
+        if self.runtime == "torch" and self.precision != "float32":
+            raise ValueError("precision is that of a graph: set runtime to onnx, or dtype in place of precision")
+        if self.runtime != "torch" and (self.load_format, self.dtype, self.quantization_config) != ("auto", "auto", {}):
+            raise ValueError(
+                f"runtime {self.runtime} computes a graph, whose numbers are fixed: leave out load_format, dtype and "
+                "quantization_config, or set runtime to torch"
+            )
         return self
 
 

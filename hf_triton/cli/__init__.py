@@ -18,6 +18,7 @@ from hf_triton.cli.listing import list_models
 from hf_triton.cli.models import load, unload
 from hf_triton.cli.new import new
 from hf_triton.cli.openai import openai
+from hf_triton.cli.optimize import optimize
 from hf_triton.cli.pull import pull
 from hf_triton.cli.serve import serve
 from hf_triton.cli.status import status
@@ -32,7 +33,7 @@ def cli() -> None:
 
 cli.add_command(serve)
 cli.add_command(openai)
-for command in (new, pull, check, export, list_models, status, load, unload, generate, chat, bench):
+for command in (new, pull, check, optimize, export, list_models, status, load, unload, generate, chat, bench):
     cli.add_command(command)
 
 

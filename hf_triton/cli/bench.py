@@ -18,8 +18,9 @@ import click
 
 from hf_triton.cli.client import Triton, require_client, triton_options
 from hf_triton.cli.gateway import GatewayProcess
-from hf_triton.cli.tables import show_table
-from hf_triton.errors import ServerError, clip
+from hf_triton.cli.numbers import NUMBERS
+from hf_triton.cli.tables import new_figure, show_table
+from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import describe_status, free_ports
 
@@ -42,7 +43,9 @@ TIMES: Final[Mapping[str, str]] = {
 @click.command(epilog="Example: hf-triton bench demo --concurrency 1,4,16 --requests 64 --out bench")
 @click.argument("model", required=False)
 @triton_options
-@click.option("--concurrency", default="1,4,16", show_default=True, metavar="N,N,...", help="Requests at a time.")
+@click.option(
+    "--concurrency", type=NUMBERS, default="1,4,16", show_default=True, metavar="N,N,...", help="Requests at a time."
+)
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, help="Requests per concurrency.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="Length of a prompt.")
 @click.option("--output-tokens", type=click.IntRange(1), default=64, show_default=True, help="Length of a completion.")
@@ -53,7 +56,7 @@ def bench(
     model: str | None,
     triton: str,
     headers: dict[str, str],
-    concurrency: str,
+    concurrency: Sequence[int],
     requests: int,
     prompt_tokens: int,
     output_tokens: int,
@@ -65,7 +68,6 @@ def bench(
 
     Requests go through an OpenAI gateway that the command starts and stops.
     """
-    levels = _read_levels(concurrency)
     require_client()
     program = shutil.which("aiperf")
     if program is None:
@@ -81,7 +83,7 @@ def bench(
         gateway.start()
         gateway.wait_until_started()
         gateway.wait_until_connected()
-        for level in levels:
+        for level in concurrency:
             click.echo(f"{name}: {requests} requests, {level} at a time ...", err=True)
             report = folder / f"concurrency-{level}"
             load = ["--concurrency", level, "--request-count", requests, *shape]
@@ -96,13 +98,6 @@ def bench(
     else:
         show_table(rows)
     click.echo(f"Reports are in {folder}.", err=True)
-
-
-def _read_levels(text: str) -> list[int]:
-    levels = [int(part) for part in text.split(",") if part.strip().isascii() and part.strip().isdigit()]
-    if len(levels) != text.count(",") + 1 or min(levels) < 1:
-        raise click.BadParameter(f"must be integers >= 1, as in 1,4,16, got {clip(text)}", param_hint="--concurrency")
-    return levels
 
 
 async def _choose(triton: Triton, name: str | None) -> Model:
@@ -162,12 +157,9 @@ def _rounded(figure: float | None) -> float | None:
 
 def _plot(name: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Throughput and latency by concurrency; nothing where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        click.echo("No plot: `pip install 'hf-triton[bench]'` installs matplotlib.", err=True)
+    figure = new_figure()
+    if figure is None:
         return
-    figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     levels = [row["concurrency"] for row in rows]
     left.plot(levels, [row["tokens/s"] for row in rows], marker="o")

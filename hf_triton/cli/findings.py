@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from rich.filesize import decimal
 
-from hf_triton.cli.folders import CONFIG, folder_defect, load_folder_settings, parse_config
+from hf_triton.cli.folders import CONFIG, folder_defect, load_folder_settings, newest_version, parse_config
 from hf_triton.cli.sizes import cache_bytes_per_token, parameter_bytes, weight_bytes
 from hf_triton.errors import HfTritonError, HubError, SettingsError
 from hf_triton.hub.pretrained import is_quantized
@@ -225,10 +225,7 @@ def own_class(folder: Path) -> Any:
     """
     from hf_triton import StreamDoor, TritonPythonModel
 
-    versions = [path for path in folder.glob("*") if path.name.isdecimal() and (path / "model.py").exists()]
-    if not versions:
-        raise SettingsError("it has no 1/model.py: copy one from a model folder")
-    version = max(versions, key=lambda path: int(path.name))
+    version = newest_version(folder)
     file = version / "model.py"
     place = f"{version.name}/model.py"
     spec = importlib.util.spec_from_file_location(f"hf_triton_checked_{folder.name}", file)

@@ -56,6 +56,18 @@ def _versions(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("[0-9]*") if path.is_dir())
 
 
+def newest_version(folder: Path) -> Path:
+    """The version of a model folder with the highest number, of those with a model.py.
+
+    Raises:
+        SettingsError: There is none.
+    """
+    versions = [path for path in folder.glob("*") if path.name.isdecimal() and (path / "model.py").exists()]
+    if not versions:
+        raise SettingsError("it has no 1/model.py: copy one from a model folder")
+    return max(versions, key=lambda path: int(path.name))
+
+
 def read_config(folder: Path) -> str:
     """The text of a folder's config.pbtxt; empty if it has none."""
     path = folder / CONFIG

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError
+from hf_triton.hub.graph import check_graph
 from hf_triton.hub.pretrained import is_quantized
 from hf_triton.hub.snapshot import weight_files
 from hf_triton.settings import ModelSettings
@@ -26,8 +27,11 @@ def weight_bytes(folder: Path, config: Any, settings: ModelSettings) -> int | No
     A quantised checkpoint keeps its dtypes.
 
     Raises:
-        CheckpointError: A file is damaged.
+        LoadError: A file is damaged, or a graph is not for this machine.
     """
+    if settings.runtime != "torch":
+        _, file = check_graph(folder, settings)
+        return sum(path.stat().st_size for path in folder.glob(f"{file.name}*"))
     names = weight_files(folder, [path.name for path in folder.iterdir()], allow_pickle=False)
     loaded = None if is_quantized(config) else BYTES.get(dtype_name(config, settings))
     total = 0

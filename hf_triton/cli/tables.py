@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables on the terminal; lines with tabs where standard output is none."""
+"""Tables on the terminal, lines with tabs where standard output is none; and plots."""
 
 from __future__ import annotations
 
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 from rich.console import Console
@@ -28,6 +29,16 @@ def show_table(rows: Sequence[Mapping[str, object]]) -> None:
     for line in cells:
         table.add_row(*map(Text, line))
     Console().print(table)
+
+
+def new_figure() -> Any:
+    """A figure of matplotlib to draw on; None, and a line on standard error, where it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        click.echo("No plot: `pip install 'hf-triton[bench]'` installs matplotlib.", err=True)
+        return None
+    return Figure(figsize=(9, 4), layout="constrained")
 
 
 def printable(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import traceback
 from collections.abc import Callable
@@ -18,7 +19,8 @@ import numpy.typing as npt
 import torch
 
 from hf_triton.encoder.forward import EncoderForward, Reduce, build_forward
-from hf_triton.encoder.types import EncoderGroup, EncoderLoad
+from hf_triton.encoder.probe import Way
+from hf_triton.encoder.types import EncoderGroup, EncoderInput, EncoderLoad
 from hf_triton.encoder.waiting import Job, PendingGroup, WaitingGroups
 from hf_triton.errors import GenerationError, HfTritonError, ShuttingDownError, UnavailableError, where
 from hf_triton.runner.device import DeviceContext
@@ -43,6 +45,7 @@ def build_encoder(
     max_batch_tokens: int | None = None,
     pack_weights: Literal["auto"] | bool = "auto",
     keeps_dtype: bool = False,
+    way: Way | None = None,
     on_fatal: Callable[[], None] = lambda: None,
 ) -> EncoderEngine:
     """Probe a model and start its engine.
@@ -57,13 +60,14 @@ def build_encoder(
             bits in any company; `auto` packs those that are faster so, by timing each shape.
         keeps_dtype: Whether a model of 16 bits keeps them on a CPU without instructions for them; if not, it becomes
             float32, which is several times faster there.
+        way: How sequences share a forward, see `build_forward`.
         on_fatal: Called once, in the engine's thread, after the device was lost and every group answered.
     """
     dtype = serving_dtype(model.dtype, model.device)
     if dtype != model.dtype and not keeps_dtype and getattr(model, "hf_quantizer", None) is None:
         logger.info("this processor has no instructions for %s: the model becomes %s", model.dtype, dtype)
         model.to(dtype)
-    forward = build_forward(model, outputs, per_token=per_token, reduce=reduce, pack_weights=pack_weights)
+    forward = build_forward(model, outputs, per_token=per_token, reduce=reduce, pack_weights=pack_weights, way=way)
     return EncoderEngine(forward, max_batch_tokens=max_batch_tokens, on_fatal=on_fatal)
 
 
@@ -87,6 +91,8 @@ class EncoderEngine:
         self._max_batch_tokens = default if max_batch_tokens is None else max_batch_tokens
         self._batch_tokens = self._max_batch_tokens
         """The same, but for what the memory had no room for lately."""
+        self.way: Way = forward.way
+        """How sequences share a forward."""
         self._forward = forward
         self._on_fatal = on_fatal
         self._waiting = WaitingGroups()
@@ -108,6 +114,19 @@ class EncoderEngine:
                 self._waiting.add(pending)
                 return
         pending.fail(error) if error else pending.answer_empty()
+
+    def run(self, inputs: list[EncoderInput]) -> list[npt.NDArray[np.float32]]:
+        """The outputs of inputs, as soon as they are computed.
+
+        Raises:
+            HfTritonError: The engine refuses one, or fails on it.
+        """
+        answers: queue.SimpleQueue[list[npt.NDArray[np.float32]] | HfTritonError] = queue.SimpleQueue()
+        self.submit(EncoderGroup(inputs, answers.put, lambda: False))
+        answer = answers.get()
+        if isinstance(answer, HfTritonError):
+            raise answer
+        return answer
 
     def load(self) -> EncoderLoad:
         """What the engine holds; from any thread, and not quite at one moment."""

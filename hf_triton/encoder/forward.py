@@ -16,6 +16,7 @@ from hf_triton.encoder.probe import Way, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.cpu import accelerate_encoder
+from hf_triton.runner.graph import GraphModel
 from hf_triton.runner.positions import max_positions
 
 Reduce = Callable[..., torch.Tensor]
@@ -35,6 +36,7 @@ def build_forward(
     per_token: bool,
     reduce: Reduce | None = None,
     pack_weights: Literal["auto"] | bool = False,
+    way: Way | None = None,
 ) -> EncoderForward:
     """Choose how the model's sequences share a forward.
 
@@ -44,7 +46,10 @@ def build_forward(
         per_token: Whether an output has a row for each token.
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
         pack_weights: On a CPU, which linear layers get oneDNN's layout, see `accelerate`; the model is changed.
+        way: None: what a probe finds, and `padded` for a graph, which was measured so when it was made.
     """
+    if isinstance(model, GraphModel):
+        return EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way="padded")
 
     def build(way: Way) -> EncoderForward:
         return EncoderForward(model, outputs, per_token=per_token, reduce=None, way=way)
@@ -57,7 +62,7 @@ def build_forward(
     def build_base(way: Way) -> EncoderForward:
         return EncoderForward(model.base_model, ("last_hidden_state",), per_token=True, reduce=None, way=way)
 
-    way = probe_way(model, build, build_base, per_token=per_token)
+    way = way or probe_way(model, build, build_base, per_token=per_token)
     return EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way=way)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
+from hf_triton.hub.graph import load_graph
 from hf_triton.hub.pretrained import load_config, load_model, load_tokenizer, loading
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.snapshot import purge_damaged
@@ -158,7 +159,10 @@ def _load(
             import torch
 
             torch.cuda.set_device(placement.device_id)  # kernels outside torch run on the thread's current device
-        model = load_model(folder, config, settings, device_map, auto_class)
+        if settings.runtime == "torch":
+            model = load_model(folder, config, settings, device_map, auto_class)
+    if settings.runtime != "torch":  # out of the context, where torch has the threads that this model has alone
+        model = _load_graph(folder, config, settings, placement, auto_class)
     model.eval()
     length = context_length(config, settings.max_context_length)
     if auto_class is not None:
@@ -171,17 +175,33 @@ def _load(
     if auto_class is None:
         with loading("generation_config.json", settings):
             checkpoint.generation_defaults()
+    is_torch = settings.runtime == "torch"
     logger.info(
-        "%s in %s on %s, attention %s, context of %d tokens",
+        "%s in %s on %s, %s, context of %d tokens",
         type(model).__name__,
-        str(model.dtype).removeprefix("torch."),
+        str(model.dtype).removeprefix("torch.") if is_torch else settings.precision,
         model.device,
-        model.config._attn_implementation,
+        f"attention {model.config._attn_implementation}" if is_torch else f"runtime {settings.runtime}",
         checkpoint.context_length,
     )
     if auto_class is None or settings.dtype != "auto":  # by default an encoder leaves a slow dtype
         _warn_of_slow_dtype(model)
     return checkpoint
+
+
+def _load_graph(
+    folder: Path, config: Any, settings: ModelSettings, placement: Placement, auto_class: str | None
+) -> Any:
+    if auto_class is None:
+        raise SettingsError(
+            f"runtime {settings.runtime} is for tasks of encoders, and the folder generates text: set runtime to torch"
+        )
+    if placement.device_map() != {"": "cpu"}:
+        raise SettingsError(
+            f"runtime {settings.runtime} computes on the CPU, and Triton places this model on a GPU: add "
+            "instance_group [{ kind: KIND_CPU }] to config.pbtxt"
+        )
+    return load_graph(folder, config, settings)
 
 
 def _warn_of_slow_dtype(model: Any) -> None:

@@ -77,7 +77,7 @@ class Hub:
             CheckpointSpec(
                 settings.huggingface_model,
                 settings.revision,
-                needs_weights=settings.load_format == "auto" and settings.has_weights,
+                needs_weights=settings.load_format == "auto" and settings.has_weights and settings.runtime == "torch",
                 needs_tokenizer=settings.tokenizer is None,
                 allow_pickle=settings.allow_pickle,
                 trust_remote_code=settings.trust_remote_code,

@@ -30,6 +30,7 @@ from hf_triton.tasks.request import InferenceRequest
 
 if TYPE_CHECKING:
     from hf_triton.encoder.engine import EncoderEngine
+    from hf_triton.encoder.probe import Way
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.settings import ModelSettings
 
@@ -256,13 +257,26 @@ def build_encoder_service(
     Raises:
         LoadError: The checkpoint does not fit the task.
     """
-    from hf_triton.encoder.engine import build_encoder
-
     task = task_class(checkpoint, settings)
     limits = request_limits(settings, checkpoint.context_length)
-    if not settings.has_weights:
-        return EncoderService(task, NoEngine(), limits, max_waiting=settings.max_waiting_prompts, meter=meter)
-    engine = build_encoder(
+    engine: EncoderEngine | NoEngine = NoEngine()
+    if settings.has_weights:
+        engine = build_task_engine(task, checkpoint, settings, on_fatal=on_fatal)
+    return EncoderService(task, engine, limits, max_waiting=settings.max_waiting_prompts, meter=meter)
+
+
+def build_task_engine(
+    task: EncoderTask[Any],
+    checkpoint: Checkpoint,
+    settings: ModelSettings,
+    *,
+    way: Way | None = None,
+    on_fatal: Callable[[], None] = lambda: None,
+) -> EncoderEngine:
+    """The engine for a task, running; `way` as `build_encoder` has it, the others as `build_encoder_service`."""
+    from hf_triton.encoder.engine import build_encoder
+
+    return build_encoder(
         checkpoint.model,
         task.model_outputs,
         per_token=task.per_token,
@@ -270,6 +284,6 @@ def build_encoder_service(
         max_batch_tokens=settings.max_batch_tokens,
         pack_weights=settings.pack_weights,
         keeps_dtype=settings.dtype != "auto",
+        way=way,
         on_fatal=on_fatal,
     )
-    return EncoderService(task, engine, limits, max_waiting=settings.max_waiting_prompts, meter=meter)

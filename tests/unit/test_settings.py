@@ -68,6 +68,8 @@ def test_every_setting_can_come_from_the_environment(name: str) -> None:
         "dtype": "auto",
         "engine": "auto",
         "attn_implementation": "sdpa",
+        "runtime": "onnx",
+        "precision": "float32",
         "decoding": "eager",
         "max_cache_tokens": "1024",
         "pack_weights": "yes",
