@@ -29,6 +29,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 CALL_TIMEOUT_S: Final = 10.0
 """Limit of a call that neither loads nor generates."""
 READY: Final = "READY"
+NO_HOST: Final = "errors resolving"
+"""In gRPC's sentence: errors resolving nohost:8001: [... Domain name not found]."""
 ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")
 HEADER: Final = re.compile(r"([a-z0-9_.-]+):\s*([\x20-\x7e]+)")
 
@@ -169,7 +171,7 @@ def _is_transport(details: str) -> bool:
     """Whether gRPC itself says it, not Triton, whose sentences are UNAVAILABLE as well."""
     if "TritonModelException" in details:
         return False
-    words = ("failed to connect", "Socket closed", "Connection reset", "DNS", "recvmsg", "GOAWAY")
+    words = ("failed to connect", "Socket closed", "Connection reset", "DNS", NO_HOST, "recvmsg", "GOAWAY")
     return any(word in details for word in words)
 
 
@@ -178,7 +180,7 @@ def _transport_reason(details: str) -> str:
         return "what listens there speaks no gRPC: is it the HTTP port?"
     if "refused" in details:
         return "the connection is refused"
-    if "DNS" in details or "name resolution" in details:
+    if any(word in details for word in ("DNS", "name resolution", NO_HOST)):
         return "there is no such host"
     return "the connection broke off"
 

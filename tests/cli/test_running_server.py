@@ -185,6 +185,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "parameter of the command": (["generate", "demo", "x", "--param=stream=true"], 2, "stream is for the command"),
     "header": (["list", "--header=secret"], 2, "must be NAME:VALUE"),
     "address": (["list", "--triton=http://localhost"], 2, "must be HOST:PORT"),
+    "unknown host": (["list", "--triton=nohost.invalid:8001"], 4, "there is no such host"),
 }
 
 
