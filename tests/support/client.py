@@ -9,9 +9,16 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hf_triton.testing import TritonServer
+
+
+class HttpServer(Protocol):
+    """A server, or what stands in front of one."""
+
+    @property
+    def http_url(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Reply:
 
 
 def post(
-    server: TritonServer,
+    server: HttpServer,
     path: str,
     body: object,
     timeout_s: float = 60.0,

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that never stop while a test changes the server, and what came of each of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from tests.support.client import HttpServer, Reply, post
+
+PAUSE_S = 0.02
+"""Of a client between two requests, or the models that are loaded beside would wait for a core."""
+LIMIT_S = 60.0
+"""A request that takes longer is lost."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What clients send to one model.
+
+    Args:
+        path: Where to.
+        bodies: One for each client.
+        read: Gives the reply to a client, by its number, the name of the revision that made it.
+    """
+
+    path: str
+    bodies: Sequence[Mapping[str, Any]]
+    read: Callable[[int, Reply], str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one request."""
+
+    sent_s: float
+    took_s: float
+    answer: str
+    """As `Questions.read` names it; `lost: ...` if no reply came."""
+
+
+class Traffic:
+    """Clients that each send one request after the other while it is entered.
+
+    Args:
+        server: Where to.
+        questions: What.
+    """
+
+    def __init__(self, server: HttpServer, questions: Questions) -> None:
+        self._server, self._questions = server, questions
+        self._outcomes: list[Outcome] = []
+        self._is_over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._send, args=(client,), daemon=True) for client in range(len(questions.bodies))
+        ]
+
+    def __enter__(self) -> Traffic:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(2 * LIMIT_S)
+
+    def _send(self, client: int) -> None:
+        questions = self._questions
+        while not self._is_over.is_set():
+            sent_s = time.monotonic()
+            try:
+                reply = post(self._server, questions.path, questions.bodies[client], LIMIT_S)
+                answer = questions.read(client, reply)
+            except Exception as error:
+                answer = f"lost: {error!r}"
+            self._outcomes.append(Outcome(sent_s, time.monotonic() - sent_s, answer))
+            self._is_over.wait(PAUSE_S)
+
+    def answers(self, since_s: float = 0.0) -> Counter[str]:
+        """How often each answer came, to requests that were sent since a time."""
+        return Counter(outcome.answer for outcome in list(self._outcomes) if outcome.sent_s >= since_s)
+
+    def slowest_s(self, since_s: float) -> float:
+        """The longest time of a request that was sent since a time."""
+        return max(outcome.took_s for outcome in list(self._outcomes) if outcome.sent_s >= since_s)
+
+    def wait_for(self, answer: str, limit_s: float = 120.0, num_answers: int = 8) -> None:
+        """Wait until the last answers are all the same one."""
+        deadline_s = time.monotonic() + limit_s
+        while [outcome.answer for outcome in self._outcomes[-num_answers:]] != [answer] * num_answers:
+            assert time.monotonic() < deadline_s, self.answers()
+            time.sleep(0.05)
