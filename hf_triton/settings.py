@@ -26,6 +26,8 @@ from hf_triton.protocol.validation import parse_boolean, problems, suggest
 ENVIRONMENT_PREFIX: Final = "HF_TRITON_"
 TRITON_SETTINGS: Final = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 """config.pbtxt parameters that Triton's Python backend reads itself."""
+SERVER_VARIABLE: Final = "HF_TRITON_SERVER"
+"""Of the command line: the address of a running server. No setting."""
 SECRET_WORDS: Final = ("token", "secret", "password", "api_key")
 
 Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(7 * 24 * 3600)]
@@ -430,6 +432,8 @@ def _reject_unknown(parameters: Mapping[str, str], environment: Mapping[str, str
         raise SettingsError(f"there is no setting '{key}' (from config.pbtxt){suggest(key, names)}")
     names = {**SETTING_NAMES, **names}  # the environment is that of all folders
     for variable in environment:
+        if variable == SERVER_VARIABLE:
+            continue
         if variable.startswith(ENVIRONMENT_PREFIX) and _field_of(variable, names) is None:
             hint = suggest(variable, [ENVIRONMENT_PREFIX + name.upper() for name in names])
             if "did you mean" in hint:  # otherwise it may be a setting that another folder declares itself

@@ -18,6 +18,7 @@ import click
 
 from hf_triton.cli.openai import PACKAGES
 from hf_triton.errors import HfTritonError, ServerError, clip
+from hf_triton.settings import SERVER_VARIABLE
 
 if TYPE_CHECKING:
     from tritonclient.grpc import InferenceServerClient
@@ -198,7 +199,7 @@ def triton_options(command: Command) -> Command:
     address = click.option(
         "--triton",
         metavar="HOST:PORT",
-        envvar="HF_TRITON_SERVER",
+        envvar=SERVER_VARIABLE,
         default="localhost:8001",
         show_default=True,
         show_envvar=True,

@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from hf_triton.errors import SettingsError, clip
+from hf_triton.errors import HubError, SettingsError, clip
 from hf_triton.settings import LoadedSettings, ModelSettings, TaskName, load_settings
 
 TASKS: Final[tuple[str, ...]] = typing.get_args(TaskName)
@@ -45,12 +45,17 @@ def model_settings(model: str, more: Mapping[str, str]) -> dict[str, str]:
     Args:
         model: A name on the Hub, with `@REVISION` or without, or a path.
         more: Further settings, by name.
+
+    Raises:
+        HubError: It is a relative path of no folder; an absolute one may exist where the model is served.
     """
     named = HUB_NAME.fullmatch(model)
     if os.path.isdir(os.path.expanduser(model)):
         own = {"huggingface_model": os.path.abspath(os.path.expanduser(model))}
     elif named and named[2]:
         own = {"huggingface_model": named[1], "revision": named[2]}
+    elif model.startswith(("./", "../", "~")):
+        raise HubError("path_not_found", f"there is no folder {clip(model)}")
     else:
         own = {"huggingface_model": model}
     for name in own.keys() & more.keys():

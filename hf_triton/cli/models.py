@@ -13,6 +13,7 @@ import click
 
 from hf_triton.cli.client import READY, Triton, first_sentence, require_client, triton_options, unknown_model
 from hf_triton.errors import HfTritonError, ServerError
+from hf_triton.stream_door.model import SUFFIX
 
 POLL_S: Final = 0.2
 NOT_EXPLICIT: Final = "explicit"
@@ -27,13 +28,14 @@ TIMEOUT: Final = click.option(
 @triton_options
 @TIMEOUT
 def load(name: str, triton: str, headers: dict[str, str], timeout: float) -> None:
-    """Load the model folder NAME, or load it again, and wait until it is ready."""
+    """Load the model folder NAME, or load it again, and wait until it is ready; its stream door NAME_stream too."""
     require_client()
     server = Triton(triton, headers)
-    _require_folder(server, name)
+    doors = _require_folder(server, name)
     started_s = time.monotonic()
     with _explicit(name), _progress(f"Loading {name}"), server.connect() as client:
-        client.load_model(name, headers=headers, client_timeout=timeout)
+        for folder in (name, *doors):
+            client.load_model(folder, headers=headers, client_timeout=timeout)
     states = [entry for entry in server.index() if entry.name == name]
     if not any(entry.state == READY for entry in states):
         reason = next((first_sentence(entry.reason) for entry in states if entry.reason), "the server's log says why")
@@ -46,25 +48,35 @@ def load(name: str, triton: str, headers: dict[str, str], timeout: float) -> Non
 @triton_options
 @TIMEOUT
 def unload(name: str, triton: str, headers: dict[str, str], timeout: float) -> None:
-    """Unload the model folder NAME, and wait until its requests in flight are answered and it is out of memory."""
+    """Unload the model folder NAME and its stream door NAME_stream.
+
+    It waits until the requests in flight are answered and the model is out of memory.
+    """
     require_client()
     server = Triton(triton, headers)
-    _require_folder(server, name)
+    folders = [*_require_folder(server, name), name]
     started_s = time.monotonic()
     with _explicit(name), _progress(f"Unloading {name}"):
         with server.connect() as client:
-            client.unload_model(name, headers=headers, client_timeout=timeout)
-        while any(entry.name == name and entry.state in (READY, "UNLOADING") for entry in server.index()):
+            for folder in folders:
+                client.unload_model(folder, headers=headers, client_timeout=timeout)
+        while any(entry.name in folders and entry.state in (READY, "UNLOADING") for entry in server.index()):
             if time.monotonic() - started_s > timeout:
                 raise ServerError("server_failed", f"{name} is still being unloaded after {timeout:g} s")
             time.sleep(POLL_S)
     click.echo(f"{name} is unloaded after {time.monotonic() - started_s:.1f} s.")
 
 
-def _require_folder(server: Triton, name: str) -> None:
+def _require_folder(server: Triton, name: str) -> list[str]:
+    """The folder of the stream door that goes with a model, if the repository has one.
+
+    Raises:
+        ServerError: There is no such model.
+    """
     names = sorted({entry.name for entry in server.index()})
     if name not in names:
         raise unknown_model(name, names)
+    return [door for door in names if door == f"{name}{SUFFIX}"]
 
 
 @contextlib.contextmanager

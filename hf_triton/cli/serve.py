@@ -78,7 +78,7 @@ Examples:
     help="Add a stream door, NAME_stream, beside each folder that does not stream itself.",
 )
 @click.option("--exit-on-error", is_flag=True, help="Exit if a folder cannot be loaded, instead of serving the others.")
-@click.option("--verbose", is_flag=True, help="Show the server's own log.")
+@click.option("--verbose", is_flag=True, help="Show the server's own log, which is shown anyway if models are named.")
 @gateway_options(BESIDE_TRITON)
 def serve(
     what: Sequence[str],
@@ -151,7 +151,11 @@ def serve(
             was_ready = True
             _wait(server, gateway)
     was_killed = was_ready and server.process is not None and server.process.returncode != 0
-    click.echo("Stopped with open connections: requests in flight were not answered." if was_killed else "Stopped.")
+    click.echo(
+        "Stopped after Triton's time to exit: a connection was still open, or a model was not unloaded."
+        if was_killed
+        else "Stopped."
+    )
 
 
 @contextlib.contextmanager

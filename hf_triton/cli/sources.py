@@ -93,6 +93,7 @@ def _write(model: str, repository: Path, settings: Mapping[str, str], *, stream:
     except HubError as error:
         similar = Path(model).parent if Path(model).parent.is_dir() and "/" in model else None
         more = f" (there is no such folder in {similar} either)" if similar else ""
+        more = more or ("" if "/" in model else f" (there is no folder {clip(model)} here either)")
         raise HubError(error.code, error.sentence + more) from None
 
 

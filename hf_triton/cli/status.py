@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from hf_triton.cli.client import CALL_TIMEOUT_S, Triton, require_client, triton_options, unknown_model
+from hf_triton.cli.client import CALL_TIMEOUT_S, READY, Triton, require_client, triton_options, unknown_model
 from hf_triton.cli.listing import describe_models
 from hf_triton.cli.tables import show_table
 from hf_triton.server import open_local
@@ -90,7 +90,7 @@ def _count_requests(triton: Triton) -> dict[str, int]:
 
 def _describe_model(model: Mapping[str, Any], figures: Figures | None, num_inferences: int | None) -> dict[str, Any]:
     """A row; figures that are not known are None."""
-    known: Figures = figures or {}
+    known: Figures = (figures or {}) if model["state"] == READY else {}
     max_tokens = known.get(MAX_TOKENS, 0.0)
     return {
         "model": model["model"],

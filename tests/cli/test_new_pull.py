@@ -54,6 +54,7 @@ def test_a_pulled_folder_serves_without_the_hub(hub: LoopbackHub, tmp_path: Path
 WRONG = {
     "existing folder": (["new", "here", "--model=a/b"], 2, "here exists: choose another name"),
     "no model": (["new", "mine"], 2, "--model"),
+    "no such checkpoint": (["new", "mine", "--model=./nowhere"], 3, "there is no folder './nowhere'"),
     "bad name": (["new", "a b", "--model=a/b"], 2, "NAME must have ASCII letters"),
     "two ways to stream": (["new", "mine", "--model=a/b", "--stream", "--stream-door"], 2, "exclude each other"),
     "unknown setting": (["new", "mine", "--model=a/b", "--set", "dtipe=int8"], 2, "did you mean 'dtype'?"),

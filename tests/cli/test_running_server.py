@@ -96,6 +96,9 @@ def test_load_and_unload(server: TritonServer) -> None:
     unloaded = run(server, "unload", "spare")
     assert (unloaded.returncode, unloaded.stdout[:17]) == (0, "spare is unloaded")
     assert not server.is_model_ready("spare")
+    for command, is_ready in (("unload", False), ("load", True)):
+        assert run(server, command, "demo").returncode == 0
+        assert [server.is_model_ready(name) for name in ("demo", "demo_stream")] == [is_ready] * 2
 
 
 @pytest.mark.full

@@ -108,7 +108,8 @@ def test_models_named_by_a_flag_are_loaded_with_their_doors(checkpoint: Path, tm
 
 
 WRONG = {
-    "no such folder": (["./nowhere"], 3, "there is no folder './nowhere', and it is no name on the Hub"),
+    "no such folder": (["./nowhere"], 3, "there is no folder './nowhere'"),
+    "no name of an owner": (["nothing"], 3, "(there is no folder 'nothing' here either)"),
     "no such name": (["nobody/nothing"], 3, "hub_not_found"),
     "gated": ([GATED], 3, "hub_gated"),
     "no such revision": ([f"{NAME}@v9"], 3, "hub_revision_not_found"),
@@ -116,7 +117,7 @@ WRONG = {
     "impossible setting": ([NAME, "--set", "max_output_length=-3"], 2, "max_output_length"),
     "set without value": ([NAME, "--set", "revision"], 2, "must be KEY=VALUE"),
     "set without model": (["--set", "revision=main"], 2, "--set, --task and --stream are for models: name one"),
-    "unknown task": ([NAME, "--task", "translation"], 2, "'translation' is not one of 'text-generation', 'embeddings'"),
+    "unknown task": ([NAME, "--task", "telepathy"], 2, "'telepathy' is not one of 'text-generation', 'embeddings'"),
     "own flag": ([NAME, "--", "--http-port=1"], 2, "give --http-port before --"),
     "flag apart from its value": ([NAME, "--", "--log-verbose", "1"], 2, "write --flag=value"),
 }
