@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from hf_triton.cli.gateway_options import ALONE, gateway_options, read_config
-from hf_triton.cli.ports import check_ports
+from hf_triton.cli.ports import check_host, check_ports
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
 
@@ -28,6 +28,7 @@ def openai(**values: Any) -> None:
     """
     config = read_config(ALONE, values)
     require_gateway()
+    check_host(config.host)
     check_ports({ALONE["port"]: config.port})
     from hf_triton.openai.server import run
 

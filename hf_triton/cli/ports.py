@@ -1,15 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports on the command line: their type, and refusals before a server would fail on them."""
+"""Host and ports on the command line: their type, and refusals before a server would fail on them."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 
 import click
 
+from hf_triton.errors import clip
 from hf_triton.server import busy_ports
 
 PORT = click.IntRange(1, 65535)
+
+
+def check_host(host: str) -> None:
+    """Check that a server can listen on the address of `--host`.
+
+    Raises:
+        click.UsageError: It is none of this machine.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError):  # a name with a part of more than 63 letters
+        raise click.UsageError(
+            f"--host must be an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all, got {clip(host)}"
+        ) from None
 
 
 def check_ports(ports: Mapping[str, int]) -> None:

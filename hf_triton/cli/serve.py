@@ -28,7 +28,7 @@ from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.gateway_options import BESIDE_TRITON, gateway_options, read_config
 from hf_triton.cli.model_folder import SET, TASK, with_task
 from hf_triton.cli.openai import require_gateway
-from hf_triton.cli.ports import PORT, check_ports
+from hf_triton.cli.ports import PORT, check_host, check_ports
 from hf_triton.cli.repositories import served_repository
 from hf_triton.cli.sources import is_repository, model_repository, split_flags
 from hf_triton.errors import ServerError
@@ -107,6 +107,7 @@ def serve(
     _check_flags(flags)
     if not what and (settings or stream):
         raise click.UsageError("--set, --task and --stream are for models: name one")
+    check_host(host)
     ports = {"--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port}
     check_ports(ports | ({"--openai-port": openai_port} if openai else {}))
     log = sys.stderr.fileno() if verbose or what else None

@@ -181,6 +181,8 @@ def test_sigterm_ends_a_gateway_and_its_workers(workers: int, tmp_path: Path) ->
 
 REFUSALS = {
     "openai --triton=somewhere": "--triton must be HOST:PORT, got 'somewhere'",
+    "openai --host=300.1.1.1": "--host must be an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all, got",
+    "serve --host=nohost.invalid": "--host must be an address of this machine",
     "openai --port=70000": "--port must be an integer >= 0 and <= 65535, got '70000'",
     "openai --workers=0": "--workers must be an integer >= 1 and <= 2147483647, got '0'",
     "openai --timeout-s=never": "--timeout-s must be a number > 0",
