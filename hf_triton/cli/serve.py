@@ -53,7 +53,17 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES)
+class _ServeCommand(click.Command):
+    """Says of an option that it does not know where tritonserver's stand."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise click.UsageError(f"{error.format_message()} Flags of tritonserver follow behind --.", ctx) from None
+
+
+@click.command(cls=_ServeCommand, epilog=EXAMPLES)
 @click.argument("what", nargs=-1, metavar="[MODEL|FOLDER]... [-- TRITON FLAGS]")
 @click.option("--stream", is_flag=True, help="Checkpoints' folders stream themselves, and refuse /infer.")
 @TASK

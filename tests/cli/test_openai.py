@@ -197,6 +197,7 @@ REFUSALS = {
     "serve --keep-alive=10m": "--keep-alive needs --on-demand",
     "serve --on-demand --openai-workers=2": "needs one worker, got 2",
     "openai --tritn=a:1": "No such option '--tritn'.",
+    "serve --model-control-mode=explicit": "'--model-control-mode'. Flags of tritonserver follow behind --.",
     "serve --openai-port=0": "'--openai-port': 0 is not in the range 1<=x<=65535.",
     "serve --openai-workers=many": "--openai-workers must be an integer >= 1 and <= 2147483647, got 'many'",
     "serve --api-key-file=nowhere": "'--api-key-file': File 'nowhere' does not exist.",
