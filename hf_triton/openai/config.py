@@ -90,7 +90,8 @@ class GatewayConfig(BaseModel):
     """Processes that accept requests on the port."""
 
     on_demand: bool = False
-    """Load models when they are asked for, and unload idle ones. Triton must run with --model-control-mode=explicit."""
+    """Load models when they are asked for, and unload idle ones. A Triton that `hf-triton serve` has not started must
+    run with --model-control-mode=explicit."""
 
     keep_alive: Duration | None = None
     """With --on-demand: unload a model that is idle for this long, 30s, 10m or 1h; 0: at once; -1: never. By default
