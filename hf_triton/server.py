@@ -192,6 +192,20 @@ def describe_status(status: int) -> str:
     return f"with status {status}" if status >= 0 else f"by signal {-status} ({signal.strsignal(-status)})"
 
 
+def _check_flags(binary: Path, flags: Sequence[str]) -> None:
+    """Check that tritonserver knows its flags; its own answer to a wrong one is one line above 400 lines of help.
+
+    Raises:
+        ServerError: It does not.
+    """
+    if not flags:
+        return
+    tried = subprocess.run([binary, *flags, "--help"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    name, colon, sentence = tried.stderr.partition("\n")[0].partition(": ")
+    if colon and name == str(binary):  # getopt's sentence
+        raise ServerError("server_failed", f"tritonserver: {sentence}")
+
+
 def _prepare_process() -> None:
     """Runs in the new process before tritonserver."""
     end_with_parent()
@@ -266,11 +280,12 @@ class TritonServer:
         """Start the process and return at once.
 
         Raises:
-            ServerError: There is no tritonserver to start.
+            ServerError: There is no tritonserver to start, or it does not know a flag.
         """
         self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_server_")
         scratch = Path(self._scratch.name)
         installation = find_tritonserver(scratch)
+        _check_flags(installation.binary, self._arguments)
         repositories = [
             self._safe_path(path, scratch / f"models{number}") for number, path in enumerate(self.model_repositories)
         ]
