@@ -18,6 +18,7 @@ from hf_triton.stream_door.model import SUFFIX
 POLL_S: Final = 0.2
 NOT_EXPLICIT: Final = "explicit"
 """In Triton's sentence: explicit model load / unload is not allowed if polling is enabled."""
+UNREADABLE: Final = "failed to poll from model repository"
 TIMEOUT: Final = click.option(
     "--timeout", type=click.FloatRange(1), default=7200, show_default=True, help="Seconds to wait, downloads included."
 )
@@ -90,6 +91,11 @@ def _explicit(name: str) -> Iterator[None]:
                 "server_failed",
                 "this Triton loads and unloads no models by request: start it with `hf-triton serve REPOSITORY -- "
                 "--model-control-mode=explicit '--load-model=*'`",
+            ) from None
+        if UNREADABLE in error.sentence:
+            raise ServerError(
+                "server_failed",
+                f"{name}: its config.pbtxt or folder cannot be read: `hf-triton check FOLDER` says why",
             ) from None
         if error.code == "server_failed":
             raise ServerError("server_failed", f"{name}: {first_sentence(error.sentence)}") from None

@@ -25,7 +25,7 @@ ENDLESS = ("--max-tokens=200", "--param=ignore_eos=true")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[TritonServer]:
-    """A server in explicit mode with `demo`, the slow `slow`, `broken`, and `spare`, which is not loaded."""
+    """A server in explicit mode with `demo`, the slow `slow`, `broken`, and `spare` and `garbled`, not loaded."""
     root = tmp_path_factory.mktemp("commands")
     repository, checkpoint = root / "repository", build_chat_checkpoint(root / "chat")
     add_demo(repository)
@@ -33,6 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., 
     (slow / "1" / "model.py").write_text(SLOW_MODEL)
     make_folder(repository, "spare", huggingface_model=checkpoint)
     make_folder(repository, "broken", huggingface_model="./nowhere")
+    make_folder(repository, "garbled", huggingface_model="./nowhere", config="max_bach_size: 8")
     loaded = [f"--load-model={name}" for name in ("demo", "demo_stream", "slow", "broken")]
     with TritonServer(repository, arguments=["--model-control-mode=explicit", *loaded]) as running:
         yield running
@@ -61,13 +62,13 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_list_shows_states_reasons_and_doors(server: TritonServer) -> None:
     models = {model["model"]: model for model in json.loads(run(server, "list", "--json").stdout)}
-    assert sorted(models) == ["broken", "demo", "slow", "spare"]
+    assert sorted(models) == ["broken", "demo", "garbled", "slow", "spare"]
     assert (models["demo"]["state"], models["demo"]["stream"]) == ("READY", "demo_stream")
     assert (models["slow"]["stream"], models["demo"]["task"]) == ("itself", "text-generation")
     assert "path_not_found" in models["broken"]["reason"]
     assert models["spare"]["state"] != "READY"
     lines = run(server, "list").stdout.splitlines()
-    assert [line.split("\t")[0] for line in lines] == ["model", "broken", "demo", "slow", "spare"]
+    assert [line.split("\t")[0] for line in lines] == ["model", "broken", "demo", "garbled", "slow", "spare"]
 
 
 def test_status_shows_server_and_figures(server: TritonServer) -> None:
@@ -175,6 +176,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "model not ready": (["generate", "broken", "x"], 1, "the model 'broken' is not ready: path_not_found"),
     "chat with a model not ready": (["chat", "spare"], 1, "the model 'spare' is not ready"),
     "model that cannot be loaded": (["load", "broken"], 1, "broken: path_not_found"),
+    "folder that cannot be read": (["load", "garbled"], 1, "garbled: its config.pbtxt or folder cannot be read: `hf-"),
     "stream door": (["generate", "demo_stream", "x"], 1, "generates no text but streams for demo: name that"),
     "several models": (["generate", "-"], 2, "there are several models, name one: demo, slow"),
     "three words": (["generate", "demo", "The", "model"], 2, "quote the prompt"),
