@@ -124,8 +124,8 @@ class Session:
         self._models: TritonModels | None = None
         self._model: Model | None = None
         self._set_system(system)
-        self.failure: HfTritonError | None = None
-        """The last error of a conversation from a pipe."""
+        self.failure: HfTritonError | click.ClickException | None = None
+        """The error that ended a conversation from a pipe."""
 
     def open(self, name: str | None) -> None:
         """Connect and choose the model.
@@ -162,11 +162,11 @@ class Session:
                 self._set_system(argument.strip() or None)
                 click.echo("The system prompt is set." if self._messages else "There is no system prompt.")
             case "/save":
-                self._save(argument.strip())
+                return self._save(argument.strip())
             case "/help" | "/?":
                 click.echo(HELP)
             case _ if command.startswith("/") and "/" not in command[1:] and command[1:].isalpha():
-                click.echo(f"error: there is no command {command}: /help lists them", err=True)
+                return self._refuse(click.UsageError(f"there is no command {command}: /help lists them"))
             case _:
                 return self._answer(text)
         return True
@@ -177,17 +177,25 @@ class Session:
     def _set_system(self, system: str | None) -> None:
         self._messages = [{"role": "system", "content": system}] if system else []
 
-    def _save(self, file: str) -> None:
+    def _refuse(self, error: HfTritonError | click.ClickException) -> bool:
+        """Say on a terminal what failed; from a pipe, end the conversation: what follows would belong to another."""
+        if not sys.stdin.isatty():
+            self.failure = error
+            return False
+        sentence = error.sentence if isinstance(error, HfTritonError) else error.message
+        click.echo(f"error: {sentence}", err=True)
+        return True
+
+    def _save(self, file: str) -> bool:
         if not file:
-            click.echo("error: /save needs the name of a file", err=True)
-            return
+            return self._refuse(click.UsageError("/save needs the name of a file"))
         try:
             with Path(file).expanduser().open("x", encoding="utf-8") as stream:
                 json.dump(self._messages, stream, ensure_ascii=False, indent=2)
         except OSError as error:
-            click.echo(f"error: {file} cannot be written: {error.strerror}", err=True)
-        else:
-            click.echo(f"Saved {len(self._messages)} messages to {file}.")
+            return self._refuse(click.ClickException(f"{file} cannot be written: {error.strerror}"))
+        click.echo(f"Saved {len(self._messages)} messages to {file}.")
+        return True
 
     def _answer(self, text: str) -> bool:
         """Send a message and print the answer; a message without an answer leaves the conversation as it was."""
@@ -196,10 +204,7 @@ class Session:
             answer = self._runner.run(self._print_answer())
         except HfTritonError as error:
             self._messages.pop()
-            if not sys.stdin.isatty():  # what follows would answer another conversation
-                self.failure = error
-                return False
-            click.echo(f"error: {error.sentence}", err=True)
+            return self._refuse(error)
         except KeyboardInterrupt:
             self._messages.pop()
             click.echo("\nCancelled; the message is not part of the conversation.", err=True)

@@ -178,6 +178,8 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "model that cannot be loaded": (["load", "broken"], 1, "broken: path_not_found"),
     "folder that cannot be read": (["load", "garbled"], 1, "garbled: its config.pbtxt or folder cannot be read: `hf-"),
     "stream door": (["generate", "demo_stream", "x"], 1, "generates no text but streams for demo: name that"),
+    "unknown command of chat": (["chat", "demo"], 2, "there is no command /foo: /help lists them"),
+    "file that chat cannot write": (["chat", "demo"], 1, "nowhere/chat.json cannot be written"),
     "several models": (["generate", "-"], 2, "there are several models, name one: demo, slow"),
     "three words": (["generate", "demo", "The", "model"], 2, "quote the prompt"),
     "empty prompt": (["generate", "demo", "-"], 2, "the prompt is empty"),
@@ -193,12 +195,19 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "unknown host": (["list", "--triton=nohost.invalid:8001"], 4, "there is no such host"),
 }
 
+STDIN = {
+    "empty prompt": "",
+    "unknown command of chat": "/foo\nHello",
+    "file that chat cannot write": "/save nowhere/chat.json\nHello",
+}
+"""By case, what is not a plain greeting."""
+
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_use_is_one_sentence(server: TritonServer, case: str) -> None:
     arguments, code, sentence = WRONG[case]
     address = [] if "--triton" in arguments[-1] else [f"--triton={server.grpc_url}"]
-    stdin = "" if case == "empty prompt" else "Hello"
+    stdin = STDIN.get(case, "Hello")
     done = hf_triton(*arguments, *address, stdin=stdin)
     assert done.returncode == code, done.stderr
     assert sentence in refusal(done)
