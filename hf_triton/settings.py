@@ -328,7 +328,7 @@ class LoadedSettings(Generic[AnySettings]):
 
     settings: AnySettings
     sources: Mapping[str, str]
-    """By setting: `config.pbtxt`, the name of the environment variable, or `default`."""
+    """By setting: `config.pbtxt` or where else the parameters stand, the environment variable's name, or `default`."""
 
     def describe(self) -> list[str]:
         """The start-up table: one setting a line, with its source."""
@@ -347,6 +347,7 @@ def load_settings(
     parameters: Mapping[str, str],
     environment: Mapping[str, str],
     settings_class: type[AnySettings] = ModelSettings,  # type: ignore[assignment]
+    origin: str = "config.pbtxt",
 ) -> LoadedSettings[AnySettings]:
     """Read and check a folder's settings.
 
@@ -354,6 +355,7 @@ def load_settings(
         parameters: config.pbtxt's `parameters`, by key.
         environment: The process's environment.
         settings_class: The declarations.
+        origin: Where the parameters stand, for messages.
 
     Raises:
         SettingsError: A setting is unknown, impossible, contradictory or given twice; the message names it, its value,
@@ -361,13 +363,13 @@ def load_settings(
     """
     fields = settings_class.model_fields
     names = _accepted_names(settings_class)
-    _reject_unknown(parameters, environment, names)
+    _reject_unknown(parameters, environment, names, origin)
     variables = {key: name for key in environment if environment[key].strip() and (name := _field_of(key, names))}
     keys = {key: names[key] for key in parameters if key in names}
     _reject_duplicates("the environment", environment, variables)
-    _reject_duplicates("config.pbtxt", parameters, keys)
+    _reject_duplicates(origin, parameters, keys)
     sources = dict.fromkeys(fields, "default") | {name: key for key, name in variables.items()}
-    sources |= {name: "config.pbtxt" if key == name else f"config.pbtxt: {key}" for key, name in keys.items()}
+    sources |= {name: origin if key == name else f"{origin}: {key}" for key, name in keys.items()}
     texts = {name: environment[key] for key, name in variables.items()}
     texts |= {name: parameters[key] for key, name in keys.items()}
     values = {name: _parse_setting(text, fields[name]) for name, text in texts.items()}
@@ -415,13 +417,15 @@ def _reject_duplicates(source: str, texts: Mapping[str, str], fields: Mapping[st
             raise SettingsError(f"{source} has both {first} and {key}, which differ: keep one of them")
 
 
-def _reject_unknown(parameters: Mapping[str, str], environment: Mapping[str, str], names: Mapping[str, str]) -> None:
+def _reject_unknown(
+    parameters: Mapping[str, str], environment: Mapping[str, str], names: Mapping[str, str], origin: str
+) -> None:
     for key in parameters:
         if key in names or key in TRITON_SETTINGS:
             continue
         if key in GenerationParameters.model_fields or key in ALIASES:
             raise SettingsError(
-                f"'{key}' (from config.pbtxt) is a request parameter, not a setting: set its default with "
+                f"'{key}' (from {origin}) is a request parameter, not a setting: set its default with "
                 f'parameters {{ key: "generation_defaults" value {{ string_value: "{{\\"{key}\\": ...}}" }} }}'
             )
         if any(word in key.lower() for word in SECRET_WORDS):
@@ -429,7 +433,7 @@ def _reject_unknown(parameters: Mapping[str, str], environment: Mapping[str, str
                 f"'{key}' in config.pbtxt would be shown to every client by GET /v2/models/NAME/config: "
                 "set the access token in the environment variable HF_TOKEN, or the path of its file in HF_TOKEN_PATH"
             )
-        raise SettingsError(f"there is no setting '{key}' (from config.pbtxt){suggest(key, names)}")
+        raise SettingsError(f"there is no setting '{key}' (from {origin}){suggest(key, names)}")
     names = {**SETTING_NAMES, **names}  # the environment is that of all folders
     for variable in environment:
         if variable == SERVER_VARIABLE:

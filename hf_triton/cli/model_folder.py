@@ -70,7 +70,7 @@ def check_settings(settings: Mapping[str, str]) -> LoadedSettings[ModelSettings]
         click.UsageError: One is unknown or impossible.
     """
     try:
-        return load_settings(settings, os.environ, ModelSettings)
+        return load_settings(settings, os.environ, ModelSettings, "the command line")
     except SettingsError as error:
         raise click.UsageError(error.sentence) from None
 

@@ -57,7 +57,12 @@ WRONG = {
     "no such checkpoint": (["new", "mine", "--model=./nowhere"], 3, "there is no folder './nowhere'"),
     "bad name": (["new", "a b", "--model=a/b"], 2, "NAME must have ASCII letters"),
     "two ways to stream": (["new", "mine", "--model=a/b", "--stream", "--stream-door"], 2, "exclude each other"),
-    "unknown setting": (["new", "mine", "--model=a/b", "--set", "dtipe=int8"], 2, "did you mean 'dtype'?"),
+    "unknown setting": (
+        ["new", "mine", "--model=a/b", "--set", "dtipe=int8"],
+        2,
+        "there is no setting 'dtipe' (from the command line), did you mean 'dtype'?",
+    ),
+    "wrong value": (["new", "mine", "--model=a/b", "--set", "dtype=x"], 2, "got 'x' (from the command line)"),
     "a name twice": (["new", "mine", "--model=a/b", "--set", "huggingface_model=c/d"], 2, "is given twice"),
     "no repository": (["new", "mine", "--model=a/b", "--into=nowhere"], 2, "'nowhere' does not exist"),
     "nothing to pull": (["pull", "nobody/nothing"], 3, "hub_not_found"),
