@@ -29,7 +29,7 @@ class EmbeddingRequest(EncoderFields):
     encoding_format: Literal["float", "base64"] = "float"
     """`base64` gives each vector as the bytes of its float32 numbers, little-endian."""
 
-    dimensions: Annotated[int, annotated_types.Ge(1)] | None = None
+    dimensions: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
     """To how many dimensions a vector is cut; for models that were trained so."""
 
     prompt_name: str | None = None

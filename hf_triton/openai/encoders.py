@@ -22,7 +22,8 @@ MAX_TEXTS: Final = 10_000
 """Of one request."""
 BATCH_SIZE: Final = 128
 """Texts of one request to Triton, unless the folder takes fewer."""
-MAX_SIDE_BY_SIDE: Final = 8
+MAX_SIDE_BY_SIDE: Final = 2
+"""Requests of one client to Triton at a time: the next one is there when a pass ends, and others get their turn."""
 NUM_TOKENS: Final = "num_input_tokens"
 TEXT_CODES: Final = ("invalid_input", "context_length_exceeded")
 """Codes of errors about a text."""
@@ -86,9 +87,14 @@ async def encode(
             )
             for start in range(0, count, size)
         ]
-        return _joined(await _run_all(gateway, parts))
+        return _joined(await _run_all(gateway, parts, _num_side_by_side(folder, size)))
 
-    return await run_while_connected(request.receive, run())
+    try:
+        async with asyncio.timeout(gateway.config.timeout_s):
+            return await run_while_connected(request.receive, run())
+    except TimeoutError:
+        message = f"the {count} texts were not done within {gateway.config.timeout_s:g} s: send fewer in a request"
+        raise ApiError(504, message, code="deadline_exceeded") from None
 
 
 def _batch_size(folder: Folder) -> int:
@@ -97,9 +103,15 @@ def _batch_size(folder: Folder) -> int:
     return min([*limits, int(own)] if own.isascii() and own.isdigit() and int(own) else limits)
 
 
-async def _run_all(gateway: Gateway, parts: Sequence[TextRequest]) -> list[Outputs]:
+def _num_side_by_side(folder: Folder, size: int) -> int:
+    """As many requests as do not refuse each other for what may wait in a folder."""
+    own = folder.parameters.get("max_waiting_prompts", "")
+    return max(1, min(MAX_SIDE_BY_SIDE, int(own) // size)) if own.isascii() and own.isdigit() else MAX_SIDE_BY_SIDE
+
+
+async def _run_all(gateway: Gateway, parts: Sequence[TextRequest], num_side_by_side: int) -> list[Outputs]:
     """All requests, some at a time; the first that fails cancels the others."""
-    free = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+    free = asyncio.Semaphore(num_side_by_side)
 
     async def run(part: TextRequest) -> Outputs:
         async with free:

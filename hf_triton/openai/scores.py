@@ -63,7 +63,7 @@ class ClassifyRequest(EncoderFields):
     input: str | list[str]
     """A text, or several."""
 
-    top_k: Annotated[int, annotated_types.Ge(1)] | None = None
+    top_k: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
     """How many labels to list with their scores in `labels`, beside the best one."""
 
 

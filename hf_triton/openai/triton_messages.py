@@ -185,8 +185,10 @@ def infer_request(folder: Folder, request: Generation | TextRequest, *, is_strea
 
 def _add_texts(message: Any, folder: Folder, request: TextRequest) -> dict[str, object]:
     """Add the texts and the wanted outputs of a request to an encoder; returns its parameters."""
+    num_rows = max(map(len, request.texts.values()))
     for name, texts in request.texts.items():
-        _add_strings(message, folder, name, texts)
+        is_shared = len(texts) == 1 and folder.max_batch_size > 0  # whose inputs have as many rows each
+        _add_strings(message, folder, name, [*texts] * num_rows if is_shared else texts)
     for name in request.outputs:
         message.outputs.add(name=name)
     return {**request.parameters, **caller()}

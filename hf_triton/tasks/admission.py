@@ -19,9 +19,20 @@ BYTES_PER_TOKEN: Final = 16
 """More than any prompt has on average; bounds what is tokenized at all."""
 
 
-def request_limits(settings: ModelSettings, context_length: int) -> Limits:
-    """What one request to a folder may hold; without a setting, prompts of as many bytes as could fit the context."""
-    return Limits(settings.max_prompts, settings.max_prompt_bytes or BYTES_PER_TOKEN * context_length)
+MIN_ENCODER_BYTES: Final = 1 << 18
+"""Of a text for an encoder: documents are cut to the context, or read in windows."""
+
+
+def request_limits(settings: ModelSettings, context_length: int, min_bytes: int = 0) -> Limits:
+    """What one request to a folder may hold; without a setting, prompts of as many bytes as could fit the context.
+
+    Args:
+        settings: The folder's.
+        context_length: The model's, in tokens.
+        min_bytes: A prompt may have as many whatever the context.
+    """
+    max_bytes = settings.max_prompt_bytes or max(BYTES_PER_TOKEN * context_length, min_bytes)
+    return Limits(settings.max_prompts, max_bytes)
 
 
 class Refusable(Protocol):

@@ -22,7 +22,7 @@ from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, encode_results, outputs_to_fill
 from hf_triton.protocol.token_rows import TokenRow
-from hf_triton.tasks.admission import AdmissionGate, request_limits
+from hf_triton.tasks.admission import MIN_ENCODER_BYTES, AdmissionGate, request_limits
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.meter import Meter
@@ -258,7 +258,7 @@ def build_encoder_service(
         LoadError: The checkpoint does not fit the task.
     """
     task = task_class(checkpoint, settings)
-    limits = request_limits(settings, checkpoint.context_length)
+    limits = request_limits(settings, checkpoint.context_length, MIN_ENCODER_BYTES)
     engine: EncoderEngine | NoEngine = NoEngine()
     if settings.has_weights:
         engine = build_task_engine(task, checkpoint, settings, on_fatal=on_fatal)

@@ -235,8 +235,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a large token": ("/v1/embeddings", {"input": [1, 10**7]}, "input", "token ids must be in 0 to"),
     "a negative token": ("/v1/embeddings", {"input": [-1]}, "input", "input"),
     "too many dimensions": ("/v1/embeddings", {"input": "a", "dimensions": 385}, "dimensions", "<= 384, got 385"),
-    "no dimensions": ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", ">= 1, got 0"),
+    "no dimensions": ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", "<= 2147483647, got 0"),
     "an unknown encoding": ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "`base64`"),
+    "a number of 64 bits": ("/v1/embeddings", {"input": "a", "dimensions": 2**63}, "dimensions", "<= 2147483647"),
     "an unknown prompt": ("/v1/embeddings", {"input": "a", "prompt_name": "q"}, "prompt_name", "prompt_name must be"),
     "an unknown field": ("/v1/embeddings", {"input": "a", "dimension": 3}, "dimension", "did you mean 'dimensions'"),
     "a generation parameter": ("/v1/embeddings", {"input": "a", "temperature": 1}, "temperature", "no field"),
@@ -275,8 +276,17 @@ def test_bad_requests_name_the_field(gateway: GatewayThread, case: str) -> None:
 
 
 def test_long_texts_may_be_cut(gateway: GatewayThread) -> None:
-    answer = ask(gateway, "/v1/embeddings", model="minilm", input=["a b " * 400, "short"], truncate=True)
+    answer = ask(gateway, "/v1/embeddings", model="minilm", input=["a b " * 40_000, "short"], truncate=True)
     assert len(answer["data"]) == 2
+
+
+def test_the_time_of_a_request_is_that_of_all_its_texts(server: TritonServer) -> None:
+    with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0, timeout_s=0.3)) as hasty:
+        body = {"model": "minilm", "input": ["a long way to the old harbour"] * 4000}
+        answer = httpx.post(f"{hasty.url}/v1/embeddings", json=body, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert answer.elapsed.total_seconds() < 10
+        assert httpx.get(f"{hasty.url}/health").status_code == 200
 
 
 @pytest.mark.full
@@ -284,7 +294,7 @@ def test_encoders_are_loaded_on_demand(
     checkpoints: dict[str, Path], make_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     for name in ("reranker", "sentiment"):
-        make_folder(tmp_path / "models", name, huggingface_model=checkpoints[name])
+        make_folder(tmp_path / "models", name, huggingface_model=checkpoints[name], config="max_batch_size: 8")
     with running(str(tmp_path / "models"), "--on-demand", "--max-loaded=1", output=tmp_path / "output") as serving:
         output = serving.wait_for("Ctrl+C stops the server")
         url = f"http://127.0.0.1:{serving.openai_port}"

@@ -117,6 +117,12 @@ def test_an_adapter_comes_changes_and_goes_while_the_model_serves(server: Triton
     shutil.copytree(root / "changed", folder, dirs_exist_ok=True)
     time.sleep(1.1)
     assert text_of(server, "later") == expected(root, "changed")
+    (folder / "adapter_model.safetensors").write_bytes(b"half a file")
+    time.sleep(1.1)
+    assert text_of(server, "later") == expected(root, "changed"), "it stays until the new files are whole"
+    shutil.copytree(root / "later", folder, dirs_exist_ok=True)
+    time.sleep(1.1)
+    assert text_of(server, "later") == expected(root, "later")
     shutil.rmtree(folder)
     time.sleep(1.1)
     assert "adapter_not_found" in generate(server, "llama", PROMPT, lora_name="later").json()["error"]

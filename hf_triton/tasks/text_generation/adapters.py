@@ -98,13 +98,23 @@ class AdapterStore:
                 continue
             known = self._of_folder.get(folder.name)
             if known is None or known.version != version:
-                known = self._load(folder.name, partial(Path, folder), version)
+                known = self._load_again(known, folder, version)
             found[folder.name] = known
         for name in self._of_folder.keys() - found.keys():
             logger.info("adapter %s: dropped", name)
         self._of_folder = found
         self._adapters.sweep()
         self._scanned_s = time.monotonic()
+
+    def _load_again(self, known: _Found | None, folder: Path, version: object) -> _Found:
+        """Load an adapter whose files have come or changed; one that is in use stays until the new files are whole."""
+        loaded = self._load(folder.name, partial(Path, folder), version)
+        if known is None or isinstance(known.result, HfTritonError):
+            return loaded
+        if isinstance(loaded.result, HfTritonError) or _version(folder) != version:
+            logger.warning("adapter %s: stays as it was before its files changed", folder.name)
+            return _Found(version, known.result)
+        return loaded
 
     def _load(self, name: str, find: Callable[[], Path], version: object = None) -> _Found:
         try:
