@@ -15,7 +15,14 @@ from typing import Any, Final, Literal
 
 from rich.filesize import decimal
 
-from hf_triton.cli.folders import CONFIG, folder_defect, load_folder_settings, newest_version, parse_config
+from hf_triton.cli.folders import (
+    CONFIG,
+    ensemble_steps,
+    folder_defect,
+    load_folder_settings,
+    newest_version,
+    parse_config,
+)
 from hf_triton.cli.sizes import cache_bytes_per_token, parameter_bytes, weight_bytes
 from hf_triton.errors import HfTritonError, HubError, SettingsError
 from hf_triton.hub.pretrained import is_quantized
@@ -61,6 +68,10 @@ class FolderCheck:
                 raise SettingsError(defect)
         if self.has_errors:
             return
+        steps = ensemble_steps(self._folder)
+        if steps is not None:
+            self._check_ensemble(steps)
+            return
         config: dict[str, Any] = {}
         with self._errors(CONFIG):
             config = parse_config(self._folder)
@@ -78,6 +89,12 @@ class FolderCheck:
             self._check_model(own, loaded.settings, config)
         else:
             self._check_door(loaded.settings, config)
+
+    def _check_ensemble(self, steps: list[str]) -> None:
+        self._add("ensemble", "ok", f"joins {', '.join(steps)}")
+        for name in steps:
+            if not (self._folder.parent / name).is_dir():
+                self._add("ensemble", "warning", f"there is no folder {name} beside it")
 
     def _check_door(self, settings: DoorSettings, config: Mapping[str, Any]) -> None:
         with self._errors("ports"):

@@ -94,6 +94,16 @@ def parse_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def ensemble_steps(folder: Path) -> list[str] | None:
+    """The models that an ensemble's folder joins; None: it is no ensemble."""
+    text = read_config(folder)
+    if not re.search(r"""^\s*platform\s*:\s*["']ensemble["']""", text, re.MULTILINE) or _parse_error(text):
+        return None
+    message = importlib.import_module("tritonclient.grpc.model_config_pb2").ModelConfig()
+    importlib.import_module("google.protobuf.text_format").Parse(text, message)
+    return list(dict.fromkeys(step.model_name for step in message.ensemble_scheduling.step))
+
+
 def load_folder_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) -> LoadedSettings[AnySettings]:
     """The settings in a config of `parse_config`.
 

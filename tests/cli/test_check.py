@@ -61,6 +61,16 @@ def test_a_folder_that_can_be_served(folder: Path) -> None:
     assert result.stdout.splitlines()[0] == "folder\tabout\tstate\tfinding"
 
 
+def test_ensemble_needs_its_models_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ensemble = shutil.copytree(ROOT / "examples" / "bge_apart", tmp_path / "bge_apart")
+    shutil.copytree(ROOT / "examples" / "bge_tokenizer", tmp_path / "bge_tokenizer")
+    assert findings(ensemble) == {"ensemble": ("warning", "there is no folder bge beside it")}
+    shutil.copytree(ROOT / "bge", tmp_path / "bge")
+    assert findings(ensemble) == {"ensemble": ("ok", "joins bge_tokenizer, bge")}
+    assert findings(tmp_path / "bge_tokenizer")["task"] == ("ok", "tokenization")
+
+
 def test_ready_folders_and_a_repository(tmp_path: Path, folder: Path) -> None:
     repository = tmp_path / "repository"
     for name in ("falcon7b", "bge"):

@@ -65,6 +65,13 @@ def test_encoders_are_measured_beside_padding(benchmark: ModuleType) -> None:
     assert re.search(r"128 texts +engine +[\d.]+ +1.00", output)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("benchmark", ["apart"], indirect=True)
+def test_tokenizer_apart_is_measured_beside_one_folder(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "CASES", {"alone ms": benchmark.alone})
+    assert re.search(r"alone ms +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+-[\d.]+", run(benchmark, "--rounds 2"))
+
+
 @pytest.mark.parametrize("benchmark", ["gpu"], indirect=True)
 def test_the_gpu_benchmark_says_what_is_missing(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_paged(*_: object) -> None:
