@@ -180,17 +180,18 @@ async def _answer_http_exception(request: Request, error: Exception) -> JSONResp
         if getattr(error, "detail", "") == UNREADABLE:
             message = "the body is not JSON that can be read: it must be UTF-8, not compressed and not nested deeply"
             return ApiError(400, message, code="invalid_json").response(request.url.path)
-        error = ApiError(status, _plain_sentence(request, status, getattr(error, "detail", "")))
+        error = ApiError(status, _plain_sentence(request, status, error))
     return error.response(request.url.path)
 
 
-def _plain_sentence(request: Request, status: int, detail: str) -> str:
+def _plain_sentence(request: Request, status: int, error: Exception) -> str:
     place = f"{request.method} {clip(request.url.path).strip(chr(39))}"
     if status == 404:
         return f"there is no endpoint {place}"
     if status == 405:
-        return f"there is no endpoint {place}: use another method"
-    return detail
+        methods = (getattr(error, "headers", None) or {}).get("Allow", "another method")
+        return f"there is no endpoint {place}: use {methods}"
+    return str(getattr(error, "detail", ""))
 
 
 async def _answer_validation_error(request: Request, error: Exception) -> JSONResponse:

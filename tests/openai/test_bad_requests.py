@@ -183,7 +183,7 @@ RAW: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
     "number of 10,000 digits": ("POST", COMPLETIONS, b'{"seed": ' + b"9" * 10_000 + b"}", {}, 400, ""),
     "form": ("POST", CHAT, b"{}", {"content-type": "application/x-www-form-urlencoded"}, 415, "Content-Type"),
     "unknown endpoint": ("POST", "/v1/chat", b"{}", {}, 404, "no endpoint POST /v1/chat"),
-    "GET a chat": ("GET", CHAT, b"", {}, 405, "another method"),
+    "GET a chat": ("GET", CHAT, b"", {}, 405, "no endpoint GET /v1/chat/completions: use POST"),
     "unknown model": ("GET", "/v1/models/nobody", b"", {}, 404, "the model 'nobody' does not exist"),
     "stream door as a model": ("GET", "/v1/models/slow_stream", b"", {}, 404, "does not exist"),
     "chat with an unknown model": (
