@@ -34,6 +34,8 @@ TYPE_NAMES: Final[Mapping[type, str]] = {
     dict: "a JSON object",
     list: "a JSON array",
 }
+ELEMENT_TYPES: Final[Mapping[str, type]] = {"string_type": str, "int_type": int, "dict_type": dict, "list_type": list}
+"""By pydantic's kind of error, what an element should be."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,11 @@ class Problem:
 def problems(model: type[BaseModel], error: ValidationError) -> list[Problem]:
     """The first problem of each field: its name, the allowed values and the value."""
     by_name: dict[str, Problem] = {}
-    for details in error.errors(include_url=False, include_context=False):
-        problem = _problem(model, details)
+    errors = error.errors(include_url=False, include_context=False)
+    for details in errors:
+        if details["loc"] and str(details["loc"][0]) in by_name:
+            continue
+        problem = _element_problem(model, details, errors) or _problem(model, details)
         by_name.setdefault(problem.name, problem)
     return list(by_name.values())
 
@@ -94,11 +99,43 @@ def _problem(model: type[BaseModel], details: Any) -> Problem:
     if details["type"] == "value_error":  # raised by a validator of ours, which words the sentence
         return Problem(name, details["msg"].removeprefix("Value error, "))
     got, wanted = details["input"], allowed(model.model_fields[name])
+    if details["type"] == "too_short" and isinstance(got, list):
+        return Problem(name, f"{name} must have at least one {name.removesuffix('s')}")
     if details["type"] == "string_too_long":
         reason = f", which has {len(got)}"
     else:
         reason = json_error(got) if "JSON" in wanted else ""
     return Problem(name, f"{name} must be {wanted}, got {clip(got)}{reason}")
+
+
+def _element_problem(model: type[BaseModel], details: Any, errors: Iterable[Any]) -> Problem | None:
+    """The wrong element of a list, by the declared alternative that reads the list farthest; None: it is no such list.
+
+    Args:
+        model: The declarations.
+        details: The first error of the field.
+        errors: All errors.
+    """
+    name = str(details["loc"][0]) if details["loc"] else ""
+    field = model.model_fields.get(name)
+    if field is None or not any(typing.get_origin(_plain(each)) is list for each in _members(field.annotation)):
+        return None
+    firsts: dict[object, Any] = {}
+    for each in errors:
+        if each["loc"][:1] == (name,) and each["type"] in ELEMENT_TYPES and _position(each):
+            firsts.setdefault(each["loc"][1] if isinstance(each["loc"][1], str) else "", each)
+    if not firsts:
+        return None
+    position = max(map(_position, firsts.values()))
+    wrong = [each for each in firsts.values() if _position(each) == position]
+    wanted = " or ".join(dict.fromkeys(TYPE_NAMES[ELEMENT_TYPES[each["type"]]] for each in wrong))
+    place = name + "".join(f"[{index}]" for index in position)
+    return Problem(name, f"{place} must be {wanted}, got {clip(wrong[0]['input'])}")
+
+
+def _position(details: Any) -> tuple[int, ...]:
+    """Where in its list the value of an error is; empty: it is the whole field."""
+    return tuple(part for part in details["loc"][1:] if isinstance(part, int))
 
 
 def parse_json(text: str) -> Any:
