@@ -145,6 +145,11 @@ def _read_words(words: tuple[str, ...]) -> tuple[str | None, str]:
     else:
         raise click.UsageError("there is no prompt: give it as an argument, or pipe it in")
     text = _read_stdin() if prompt == "-" else prompt
+    if not text and len(words) == 1 and prompt != words[0]:
+        raise click.UsageError(
+            "the prompt is empty: standard input has no text. It is no terminal, so that one argument is the model: "
+            "`hf-triton generate MODEL PROMPT`"
+        )
     if not text:
         raise click.UsageError("the prompt is empty: standard input has no text")
     return name, text

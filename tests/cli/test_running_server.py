@@ -183,6 +183,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "several models": (["generate", "-"], 2, "there are several models, name one: demo, slow"),
     "three words": (["generate", "demo", "The", "model"], 2, "quote the prompt"),
     "empty prompt": (["generate", "demo", "-"], 2, "the prompt is empty"),
+    "empty prompt, one word": (["generate", "How can you be"], 2, "one argument is the model: `hf-triton"),
     "temperature": (["generate", "demo", "x", "--temperature=-1"], 2, "-1"),
     "top_p": (["generate", "demo", "x", "--top-p=0"], 2, "0"),
     "unknown parameter": (["generate", "demo", "x", "--param=tempratur=1"], 1, "did you mean 'temperature'?"),
@@ -197,6 +198,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
 
 STDIN = {
     "empty prompt": "",
+    "empty prompt, one word": "",
     "unknown command of chat": "/foo\nHello",
     "file that chat cannot write": "/save nowhere/chat.json\nHello",
 }
