@@ -82,6 +82,7 @@ CODES: dict[str, str] = {
     "server_failed": "tritonserver did not start, or exited",
     "server_unreachable": "no Triton answers at the address that a command was given",
     "model_not_found": "Triton has no model of this name",
+    "wrong_task": "the model is loaded, and does not do what the command or the endpoint is for",
     "restricted": "Triton restricts the API, and the command did not send the key",
     "client_missing": "packages that a command needs are not installed",
     "gateway_failed": "the OpenAI gateway did not start, or exited",

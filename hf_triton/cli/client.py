@@ -122,30 +122,42 @@ class Triton:
 
         try:
             generating = (TEXT_GENERATION, None)
-            served = {model.name: model for model in await models.models() if model.folder.task in generating}
+            ready = {model.name: model for model in await models.models()}
         except ApiError as error:
             if error.code == "unavailable":
                 self.index()  # says more
             raise self.api_error(error) from None
+        served = {each: model for each, model in ready.items() if model.folder.task in generating}
         if name in served:
             return served[name]
         if name is not None:
-            raise self._not_served(name, served)
+            raise self._not_served(name, served, ready.get(name))
         if len(served) > 1:
             raise click.UsageError(f"there are several models, name one: {', '.join(served)}")
         if not served:
             raise ServerError("model_not_found", "no model that generates text is ready: `hf-triton list` shows all")
         return next(iter(served.values()))
 
-    def _not_served(self, name: str, served: Mapping[str, Model]) -> ServerError:
+    def _not_served(self, name: str, served: Mapping[str, Model], other: Model | None) -> ServerError:
+        from hf_triton.openai.triton_messages import ADAPTER_MARK, ENDPOINTS
+
+        generate = f"POST /v2/models/{name}/generate to Triton"
+        task = other.folder.task if other else None
+        if task is not None:
+            where = f"{generate}, or {ENDPOINTS[task]} to the gateway"
+            return ServerError("wrong_task", f"the model {clip(name)} is for {task}, and generates no text: {where}")
         entries = [entry for entry in self.index() if entry.name == name]
         if any(entry.state == READY for entry in entries):
             doors = [model.name for model in served.values() if model.door and model.door.name == name]
-            more = f" but streams for {doors[0]}: name that" if doors else ""
-            return ServerError("not_loaded", f"the model {clip(name)} generates no text{more}")
+            more = f" but streams for {doors[0]}: name that" if doors else f": {generate}"
+            return ServerError("wrong_task", f"the model {clip(name)} generates no text{more}")
         if entries:
             state, reason = entries[0].state or "not loaded", first_sentence(entries[0].reason)
             return ServerError("not_loaded", f"the model {clip(name)} is not ready: {reason or state.lower()}")
+        base, mark, adapter = name.partition(ADAPTER_MARK)
+        if mark and base in served:
+            more = f"an adapter of {base} is named by --param lora_name={adapter}"
+            return ServerError("model_not_found", f"there is no model {clip(name)}: {more}")
         return unknown_model(name, served)
 
 

@@ -18,6 +18,7 @@ from hf_triton.openai.config import GatewayConfig
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import post
 from tests.support.clients import CLIENTS, has, run
+from tests.support.commands import hf_triton
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import TEXTS, real_checkpoint, reference_embeddings
@@ -224,13 +225,19 @@ def test_a_model_of_another_task_is_refused(gateway: GatewayThread, path: str) -
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def test_the_command_for_texts_names_an_encoders_task(server: TritonServer) -> None:
+    done = hf_triton("generate", "minilm", "hello", f"--triton={server.grpc_url}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "wrong_task: the model 'minilm' is for embeddings, and generates no text: POST " in done.stderr
+
+
 BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "no input": ("/v1/embeddings", {}, "input", "input is required"),
     "an empty list": ("/v1/embeddings", {"input": []}, "input", "input is an empty list"),
     "an empty text": ("/v1/embeddings", {"input": ""}, "input", "input is empty"),
     "an empty text of several": ("/v1/embeddings", {"input": ["a", ""]}, "input", "input[1] is empty"),
     "a number": ("/v1/embeddings", {"input": 1.5}, "input", "input must be"),
-    "mixed": ("/v1/embeddings", {"input": ["a", 1]}, "input", "input must be"),
+    "mixed": ("/v1/embeddings", {"input": ["a", 1]}, "input", "input[1] must be a string, got 1"),
     "no tokens": ("/v1/embeddings", {"input": [[]]}, "input", "empty list of token ids"),
     "a large token": ("/v1/embeddings", {"input": [1, 10**7]}, "input", "token ids must be in 0 to"),
     "a negative token": ("/v1/embeddings", {"input": [-1]}, "input", "input"),
@@ -245,7 +252,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "half a pair of surrogates": ("/v1/embeddings", {"input": "\ud800"}, "", "not Unicode"),
     "no documents": ("/v1/rerank", {"query": "a", "documents": []}, "documents", "documents is an empty list"),
     "no query": ("/v1/rerank", {"query": "", "documents": ["a"]}, "query", "query must be a non-empty string"),
-    "a document of numbers": ("/v1/rerank", {"query": "a", "documents": [1]}, "documents", "documents must be"),
+    "a document of numbers": ("/v1/rerank", {"query": "a", "documents": [1]}, "documents", "documents[0] must be a "),
     "none to return": ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", ">= 1, got 0"),
     "too many documents": (
         "/v1/rerank",
