@@ -90,6 +90,8 @@ ANTHROPIC_RESPONSES: Final = _responses(AnthropicErrorBody)
 
 _CODED: Final = re.compile(rf"(?:^|[\s\]])({'|'.join(CODES)}): (.*)", re.DOTALL)
 _REQUEST_ID: Final = re.compile(r"^\[request id: [^]]*\] ")
+_REASON: Final = re.compile(r"(?:TritonModelException: )(?:[a-z_]+: )?([^\n]*)")
+_PATH: Final = re.compile(r"'[.~]{0,2}/[^']*'|(?<![\w:/.~-])[.~]{0,2}/[^\s'\",;:)]*")
 _NAME: Final = re.compile(r"(?:there is no (?:parameter|field) ')?(([A-Za-z_]+)(?:\[\d+\]|\.\w+)*)")
 
 
@@ -134,6 +136,12 @@ class ApiError(HTTPException):
 
 def model_not_found(name: str) -> ApiError:
     return ApiError(404, f"the model {clip(name)} does not exist", param="model", code="model_not_found")
+
+
+def load_reason(details: str) -> str:
+    """Why Triton has not loaded a model: our sentence in its message, or the first line; without the host's paths."""
+    found = _REASON.search(details)
+    return _PATH.sub("[path]", found[1] if found else details.partition("\n")[0])
 
 
 def triton_error(message: str, names: Mapping[str, str], fields: Collection[str], status: int = 500) -> ApiError:

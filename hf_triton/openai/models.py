@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from hf_triton.openai.errors import model_not_found
 from hf_triton.openai.gateway import gateway_of
 from hf_triton.openai.triton import Model
 from hf_triton.openai.triton_messages import ADAPTER_MARK
@@ -25,11 +24,12 @@ async def list_models(request: Request) -> dict[str, Any]:
 @router.get("/v1/models/{model}")
 async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
     """One of the models that are served."""
-    for served in await gateway_of(request).models.models():
+    models = gateway_of(request).models
+    for served in await models.models():
         for described in _describe(served):
             if described["id"] == model:
                 return described
-    raise model_not_found(model)
+    raise await models.missing(model)
 
 
 def _describe(model: Model) -> list[dict[str, Any]]:

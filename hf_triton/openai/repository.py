@@ -16,7 +16,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
-from hf_triton.openai.errors import ApiError
+from hf_triton.openai.errors import ApiError, load_reason
 from hf_triton.openai.on_demand import Activity
 from hf_triton.openai.triton import CHANNEL_OPTIONS, CONTROL_TIMEOUT_S, RESTRICTED
 from hf_triton.openai.triton_messages import DOOR_SUFFIX
@@ -28,7 +28,6 @@ UNLOAD_LIMIT_S: Final = 60.0
 UNLOAD_POLL_S: Final = 0.05
 PRESENT: Final = ("READY", "UNLOADING", "LOADING")
 IN_FLIGHT: Final = re.compile(r'^hf_triton_requests_in_flight\{[^}]*model="([^"]*)"[^}]*\} (\S+)$', re.MULTILINE)
-_REASON: Final = re.compile(r"(?:TritonModelException: )(?:[a-z_]+: )?([^\n]*)")
 
 
 class TritonRepository:
@@ -129,7 +128,7 @@ class TritonRepository:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE and "explicit" not in (error.details() or ""):
                 raise _error(error) from None
-            sentence = f"the model {clip(name)} cannot be loaded: {_reason(error.details() or '')}"
+            sentence = f"the model {clip(name)} cannot be loaded: {load_reason(error.details() or '')}"
             raise ApiError(503, sentence, code="not_loaded") from None
 
     async def unload(self, name: str) -> None:
@@ -184,10 +183,4 @@ def _error(error: grpc.aio.AioRpcError) -> ApiError:
         return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
-    return ApiError(503, f"Triton refused to tell its models: {_reason(error.details() or '')}", code="not_loaded")
-
-
-def _reason(details: str) -> str:
-    """Our own sentence inside Triton's message, or the message's first line."""
-    found = _REASON.search(details)
-    return found[1] if found else details.partition("\n")[0]
+    return ApiError(503, f"Triton refused to tell its models: {load_reason(error.details() or '')}", code="not_loaded")

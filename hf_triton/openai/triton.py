@@ -14,7 +14,8 @@ from typing import Final
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from hf_triton.openai.errors import ApiError, model_not_found, triton_error
+from hf_triton.errors import clip
+from hf_triton.openai.errors import ApiError, load_reason, model_not_found, triton_error
 from hf_triton.openai.on_demand import OnDemand, Use
 from hf_triton.openai.tracing import caller
 from hf_triton.openai.triton_messages import (
@@ -143,8 +144,24 @@ class TritonModels:
             return self._models[name]
         await asyncio.shield(self._list())
         if name not in self._models:
-            raise model_not_found(name)
+            raise await self.missing(name)
         return self._models[name]
+
+    async def missing(self, name: str) -> ApiError:
+        """Why a model is not among those that are ready: it failed to load, is still loading, or does not exist."""
+        try:
+            index = await self._stub.RepositoryIndex(
+                service_pb2.RepositoryIndexRequest(), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
+            )
+        except grpc.aio.AioRpcError as error:
+            return self._error(error)
+        for entry in index.models:
+            if entry.name != name or entry.state == "READY" or entry.reason == "unloaded":
+                continue
+            reason = load_reason(entry.reason) or ("it is being loaded" if entry.state == "LOADING" else "")
+            if reason:
+                return ApiError(503, f"the model {clip(name)} is not ready: {reason}", param="model", code="not_loaded")
+        return model_not_found(name)
 
     async def folder(self, name: str, *, task: str = TEXT_GENERATION, is_stream: bool = False) -> Folder:
         """The folder that answers a model's requests; with loading on demand, as it was when it was last loaded.

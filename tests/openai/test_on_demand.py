@@ -99,7 +99,7 @@ def test_models_are_loaded_when_asked_for_and_listed_before(repository: Path) ->
         with pytest.raises(openai.NotFoundError):
             ask(client, "none")
         for _ in range(2):
-            with pytest.raises(openai.InternalServerError, match="nowhere") as failed:
+            with pytest.raises(openai.InternalServerError, match="there is no folder") as failed:
                 ask(client, "broken")
             assert failed.value.status_code == 503
             assert failed.value.code == "not_loaded"
@@ -241,7 +241,7 @@ def test_serve_loads_on_demand(repository: Path, tmp_path: Path) -> None:
             assert "".join(stream(client, "two")) == ask(client, "two")
             assert "".join(stream(client, "three")) == ask(client, "three")  # by the stream door that serve adds
             assert loaded(client) == {"three"}
-            with pytest.raises(openai.InternalServerError, match="nowhere"):
+            with pytest.raises(openai.InternalServerError, match="there is no folder"):
                 ask(client, "broken")
         assert httpx.get(f"{url}/health").status_code == 200
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that are loaded and unloaded behind a gateway."""
 
+import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import openai
@@ -23,8 +25,9 @@ def ask(client: openai.OpenAI, *, stream: bool) -> str:
 
 
 @pytest.mark.full
-def test_loaded_and_unloaded_folders_are_noticed(tmp_path: Path) -> None:
+def test_loaded_and_unloaded_folders_are_noticed(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     add_demo(tmp_path)
+    make_folder(tmp_path, "broken", huggingface_model="./nowhere")
     arguments = ["--model-control-mode=explicit", "--load-model=demo"]
     with (
         TritonServer(tmp_path, arguments=arguments) as server,
@@ -45,5 +48,13 @@ def test_loaded_and_unloaded_folders_are_noticed(tmp_path: Path) -> None:
         control(server, "demo", "unload")
         with pytest.raises(openai.NotFoundError):
             ask(client, stream=False)
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("broken")
+        with pytest.raises(urllib.error.HTTPError):
+            control(server, "broken", "load")
+        with pytest.raises(openai.InternalServerError, match="not ready: there is no folder") as failed:
+            client.completions.create(model="broken", prompt="a")
+        assert (failed.value.status_code, failed.value.code) == (503, "not_loaded")
+        assert str(tmp_path) not in failed.value.message
         control(server, "demo", "load")
         assert ask(client, stream=False) == whole
