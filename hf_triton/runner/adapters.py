@@ -127,7 +127,7 @@ class Adapters:
         """Put an adapter's weights into the model.
 
         Raises:
-            CheckpointError: The file lacks weights, or has more than the model takes.
+            CheckpointError: The file lacks weights, has more than the model takes, or some of other shapes.
         """
         from peft import inject_adapter_in_model, set_peft_model_state_dict
 
@@ -137,6 +137,7 @@ class Adapters:
         finally:
             self._hook_layers()
         self._check_base_is_kept(own)
+        self._check_shapes(adapter, own)
         info: Any = set_peft_model_state_dict(self._model, own, adapter.key)
         self._model.eval()
         missing = [name for name in info.missing_keys if adapter.key in name.split(".")]
@@ -155,6 +156,22 @@ class Adapters:
         for name in sorted(weights.keys() & own.keys()):
             if not torch.equal(weights[name].to(own[name]), own[name]):
                 raise CheckpointError("adapter_invalid", f"replaces {name} of the model: merge it into its base model")
+
+    def _check_shapes(self, adapter: Adapter, weights: dict[str, torch.Tensor]) -> None:
+        """Refuse tensors of other shapes than the layers that peft has made for them.
+
+        Raises:
+            CheckpointError: Names the first one.
+        """
+        layers = {name.replace(f".{adapter.key}", ""): weight for name, weight in self._model.named_parameters()}
+        for name in sorted(weights.keys() & layers.keys()):
+            own, expected = list(weights[name].shape), list(layers[name].shape)
+            if own != expected:
+                raise CheckpointError(
+                    "adapter_invalid",
+                    f"has tensors of other shapes than the model, as {name}: {own} in place of {expected}: it was made "
+                    "for another base model",
+                )
 
     def _hook_layers(self) -> None:
         for layer in _adapted_layers(self._model):

@@ -185,7 +185,7 @@ def test_a_peft_model_keeps_continuous_batching(checkpoint: Path, folders: dict[
         ({}, ("q_proj", "nothing"), "lacks|has, and the model has not"),
         ({"use_dora": True}, ("", ""), "DoRA"),
         ({"alora_invocation_tokens": [3]}, ("", ""), "aLoRA"),
-        ({}, ('"r": 4', '"r": 8'), "size mismatch"),
+        ({}, ('"r": 4', '"r": 8'), r"other shapes than the model, as .*lora_A.weight: \[4, 64\] in place of \[8, 64\]"),
         ({}, ('"peft_type": "LORA"', '"peft_type": "NEW"'), "cannot be read"),
     ],
 )
@@ -234,7 +234,7 @@ def test_adapters_of_another_model_are_refused(checkpoint: Path, folders: dict[s
     other = build_tiny_checkpoint(tmp_path / "wide", "llama", hidden_size=128)
     wide = save_adapter(other, tmp_path / "adapter")
     model = load_model(checkpoint)
-    with pytest.raises(CheckpointError, match="size mismatch"):
+    with pytest.raises(CheckpointError, match="it was made for another base model"):
         Adapters(model).load(wide)
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="cannot be read"):

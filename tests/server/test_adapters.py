@@ -95,8 +95,8 @@ def test_simultaneous_requests_with_all_adapters_equal_each_alone(server: Triton
     ("adapter", "words"),
     [
         ("sqll", "adapter_not_found: there is no adapter 'sqll', did you mean 'sql'?"),
-        ("misfit", "adapter_invalid: the adapter 'misfit' does not fit the model"),
-        ("none", "adapter_invalid: the adapter 'none' "),
+        ("misfit", "adapter_invalid: the adapter 'misfit' has tensors of other shapes than the model, as "),
+        ("none", "adapter_invalid: the adapter 'none' cannot be loaded: "),
         (5, "lora_name must be a string"),
     ],
 )
@@ -183,7 +183,7 @@ def test_wrong_adapters_of_an_openai_client(client: openai.OpenAI) -> None:
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError, match="nothing"):
         client.completions.create(model="nothing:sql", prompt=PROMPT)
-    with pytest.raises(openai.BadRequestError, match="'misfit' does not fit the model"):
+    with pytest.raises(openai.BadRequestError, match="'misfit' has tensors of other shapes"):
         client.completions.create(model="llama:misfit", prompt=PROMPT)
     with pytest.raises(openai.BadRequestError, match="model names the adapter sql, and lora_name tone"):
         client.completions.create(model="llama:sql", prompt=PROMPT, extra_body={"lora_name": "tone"})

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 SUBFOLDER: Final = "adapters"
 SCAN_INTERVAL_S: Final = 1.0
+ENDS_A_SENTENCE: Final = "adapter_invalid"
+"""The code whose sentences go on after the adapter's name; others are whole ones, such as the Hub's."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ class AdapterStore:
             adapter = self._adapters.load(find())
         except Exception as error:
             own = as_own_error(f"loading the adapter {name}", error)
+            if own.code != ENDS_A_SENTENCE:
+                own = HfTritonError(own.code, f"cannot be loaded: {own.sentence}")
             logger.error("adapter %s: its requests are refused: it %s", name, own.sentence)
             return _Found(version, own)
         logger.info("adapter %s: loaded", name)
