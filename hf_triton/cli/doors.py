@@ -8,9 +8,9 @@ import contextlib
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import hf_triton
 from hf_triton.cli.folders import load_folder_settings, model_folders, parse_config, read_config
@@ -59,6 +59,16 @@ def folders_without_door(repository: Path) -> list[str]:
         and _answers_in_one_piece(folder)
         and encoder_declaration(folder) is None
     ]
+
+
+def streamed_folder(config: Mapping[str, Any]) -> str | None:
+    """The folder that a folder streams from, given Triton's config of it; None: it is no stream door."""
+    name, parameters = str(config["name"]), config.get("parameters", {})
+    is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+    if not is_decoupled or "huggingface_model" in parameters:
+        return None
+    named = parameters.get("stream_of", {}).get("string_value")
+    return named or (name.removesuffix(SUFFIX) if name.endswith(SUFFIX) else None)
 
 
 def encoder_declaration(folder: Path) -> TaskDeclaration | None:

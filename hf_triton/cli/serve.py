@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import click
 
-from hf_triton.cli.doors import door_repository, encoder_declaration
+from hf_triton.cli.doors import door_repository, encoder_declaration, streamed_folder
 from hf_triton.cli.examples import (
     TRY,
     choose_folder,
@@ -246,15 +246,19 @@ def _show(
     Raises:
         ServerError: No folder is served, or one is not and `exit_on_error` is set.
     """
+    models = server.models()
     served = {folder.name for folder in model_folders(server.model_repository)}
-    models = [model for model in server.models() if model.name in served]
-    ready = sorted({model.name for model in models if model.state == "READY"})
+    loaded = {model.name for model in models if model.state == "READY"}
+    ready = sorted(served & loaded)
     reasons = {
         model.name: with_remedy(model.sentence) or guess_reason(server.model_repository / model.name)
         for model in models
-        if model.name not in ready and (model.reason or not is_explicit)
+        if model.name in served - loaded and (model.reason or not is_explicit)
     }
     _show_reasons({**excluded, **reasons})
+    configs = [server.model_config(name) for name in ready]
+    configs = [config for config in configs if (streamed_folder(config) or config["name"]) in loaded]
+    ready = [config["name"] for config in configs]
     if is_explicit and not (ready or reasons):
         click.echo("Ready; no model is loaded: `hf-triton load NAME` loads one.")
         return
@@ -262,7 +266,6 @@ def _show(
         more = "--verbose shows the server's log" if server.read_log() else "the log above it may say more"
         raise ServerError("server_failed", f"{_refusal(not ready)}; {more}")
     click.echo(f"Ready: {', '.join(ready)}.")
-    configs = [server.model_config(name) for name in ready]
     requests = example_requests(configs, server.host, server.http_port)
     if gateway is not None:
         requests += "\n" + _openai_example(server, gateway.config, choose_folder(configs))

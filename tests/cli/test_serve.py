@@ -202,6 +202,7 @@ def test_served_folders_and_reasons_of_the_others_are_printed(tmp_path: Path, ma
     shutil.copytree(DEMO, tmp_path / "demo")
     make_folder(repository, "batching", config="max_batch_size: 8", huggingface_model="../../demo", stream=True)
     make_folder(repository, "a_stream", config=DECOUPLED, huggingface_model=DEMO)
+    shutil.copytree(ROOT / "stream_door", repository / "nowhere_stream")
     with running(str(repository), output=tmp_path / "output") as serving:
         output = serving.wait_for("Ctrl+C stops the server")
         for name, reason in REASONS.items():
