@@ -132,7 +132,7 @@ MESSAGES: dict[str, tuple[dict[str, object], str]] = {
     "no max_tokens": ({"model": "tiny", "messages": HELLO}, "max_tokens is required"),
     "no messages": ({"model": "tiny", "max_tokens": 3}, "messages is required"),
     "no model": ({"max_tokens": 3, "messages": HELLO}, "model is required"),
-    "messages are empty": ({"model": "tiny", "max_tokens": 3, "messages": []}, "messages must be"),
+    "messages are empty": ({"model": "tiny", "max_tokens": 3, "messages": []}, "messages must have at least one"),
     "message is text": (says("Hello!"), "messages[1] must be a JSON object"),
     "message without content": (says({"role": "user"}), "messages[1].content is required"),
     "message of a tool": (says({"role": "tool", "content": "a"}), "messages[1].role must be"),
