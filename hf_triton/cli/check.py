@@ -13,7 +13,7 @@ import click
 
 from hf_triton.cli.client import require_client
 from hf_triton.cli.exit_codes import UNSERVABLE
-from hf_triton.cli.folders import is_model_folder, model_folders
+from hf_triton.cli.folders import is_checkpoint, is_model_folder, model_folders
 from hf_triton.cli.tables import show_table
 
 
@@ -51,5 +51,5 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
 
 def _folders(given: Path) -> list[Path]:
     folder = given.resolve()  # whose name is that of the model, `.` included
-    inner = [] if is_model_folder(folder) or not folder.is_dir() else model_folders(folder)
-    return inner or [folder]
+    is_one = is_model_folder(folder) or is_checkpoint(folder) or not folder.is_dir()
+    return (not is_one and model_folders(folder)) or [folder]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ def is_model_folder(folder: Path) -> bool:
     return (folder / CONFIG).exists() or any((version / "model.py").exists() for version in _versions(folder))
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, which needs a model folder that names it."""
+    return (folder / "config.json").exists() and not is_model_folder(folder)
+
+
 def defects(repository: Path) -> Mapping[str, str]:
     """The defects, by name, of folders that must be kept from tritonserver."""
     return {folder.name: defect for folder in model_folders(repository) if (defect := folder_defect(folder))}
@@ -37,6 +43,8 @@ def folder_defect(folder: Path) -> str | None:
     """Why a folder must be kept from tritonserver; None: it need not."""
     if not folder.is_dir():
         return "it is no folder"
+    if is_checkpoint(folder):
+        return f"it is a checkpoint: `hf-triton new NAME --model {shlex.quote(str(folder))}` writes a folder for it"
     versions = _versions(folder)
     if not folder.name.isascii():
         return "its name is not ASCII, and Triton's Python cannot open it: rename it"

@@ -201,7 +201,7 @@ def _check_folders(repository: Path, exit_on_error: bool) -> Mapping[str, str]:
     """
     folders = model_folders(repository)
     if not folders:
-        raise click.UsageError(f"there is no model folder in {repository}: copy one in")
+        raise click.UsageError(f"there is no model folder in {repository}: copy one in; a checkpoint has a config.json")
     excluded = defects(repository)
     if len(excluded) == len(folders) or (excluded and exit_on_error):
         _show_reasons(excluded)

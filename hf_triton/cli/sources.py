@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from hf_triton.cli.download import fetch, use_standard_cache
-from hf_triton.cli.folders import is_model_folder, model_folders
+from hf_triton.cli.folders import is_checkpoint, is_model_folder, model_folders
 from hf_triton.cli.model_folder import HUB_NAME, check_settings, folder_name, model_settings, write_model_folder
 from hf_triton.errors import HubError, clip
 
@@ -20,7 +20,7 @@ from hf_triton.errors import HubError, clip
 def is_repository(path: str) -> bool:
     """Whether a path is a folder of model folders, or an empty one."""
     folder = Path(path).expanduser()
-    return folder.is_dir() and not is_model_folder(folder) and not (folder / "config.json").exists()
+    return folder.is_dir() and not is_model_folder(folder) and not is_checkpoint(folder)
 
 
 def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -135,7 +135,15 @@ def lacks_a_shard(folder: Path) -> None:
     weights.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
 
 
+def become_checkpoint(folder: Path) -> None:
+    (folder / "config.pbtxt").unlink()
+    (folder / "config.json").write_text("{}")
+    (folder / "1").rename(folder / "1_Pooling")
+    (folder / "1_Pooling" / "model.py").unlink()
+
+
 WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "a checkpoint": (become_checkpoint, "folder", "it is a checkpoint: `hf-triton new NAME --model /"),
     "no model.py": (lambda it: (it / "1" / "model.py").unlink(), "folder", "it has no 1/model.py"),
     "no model.py, and a config in one line": (
         lambda it: (

@@ -254,7 +254,7 @@ def test_folder_without_model_folders_is_refused(tmp_path: Path) -> None:
     (tmp_path / "README.md").touch()
     result = serve_until_exit(tmp_path)
     assert result.returncode == 2
-    assert f"there is no model folder in {tmp_path}: copy one in" in result.stderr
+    assert f"there is no model folder in {tmp_path}: copy one in; a checkpoint has a config.json" in result.stderr
 
 
 @pytest.mark.full
