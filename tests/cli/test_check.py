@@ -325,6 +325,8 @@ def test_wrong_use_and_the_command_itself(folder: Path) -> None:
     assert run("check", "nowhere").exit_code == 2
     assert run("check").exit_code == 2
     assert run("export", "vllm", "nowhere").exit_code == 2
+    done = hf_triton("export", "vllm", str(checkpoint_of(folder)))
+    assert (done.returncode, "it is a checkpoint: `hf-triton new" in done.stderr) == (2, True)
     done = hf_triton("check", str(folder))
     assert done.returncode == 0, done.stderr
     assert "chat template\tok" in done.stdout
