@@ -103,7 +103,7 @@ def test_a_gateway_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     keys.touch()
     result = serve_until_exit(f"--api-key-file={keys}")
     assert result.returncode == 1
-    assert "error: gateway_failed: the OpenAI gateway exited with status 1" in result.stderr
+    assert "error: gateway_failed: the OpenAI gateway exited with status 2" in result.stderr
     assert "keys has no key" in result.stderr
 
 
