@@ -148,7 +148,7 @@ class TritonModels:
         return self._models[name]
 
     async def missing(self, name: str) -> ApiError:
-        """Why a model is not among those that are ready: it failed to load, is still loading, or does not exist."""
+        """Why a model is not served: it has a task without an endpoint, is not loaded, or does not exist."""
         try:
             index = await self._stub.RepositoryIndex(
                 service_pb2.RepositoryIndexRequest(), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
@@ -156,8 +156,11 @@ class TritonModels:
         except grpc.aio.AioRpcError as error:
             return self._error(error)
         for entry in index.models:
-            if entry.name != name or entry.state == "READY" or entry.reason == "unloaded":
+            if entry.name != name or entry.reason == "unloaded":
                 continue
+            if entry.state == "READY" and not name.endswith(DOOR_SUFFIX):
+                message = f"the model {clip(name)} has no endpoint here: POST Triton's /v2/models/{name}/infer"
+                return ApiError(400, message, param="model", code="wrong_task")
             reason = load_reason(entry.reason) or ("it is being loaded" if entry.state == "LOADING" else "")
             if reason:
                 return ApiError(503, f"the model {clip(name)} is not ready: {reason}", param="model", code="not_loaded")

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc
 
+from hf_triton.openai.config import GatewayConfig
 from hf_triton.testing import LoopbackHub, TritonServer
 from tests.support.client import post
+from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT
 from tests.support.tasks import TEXTS, reference, save_task_checkpoint
 
@@ -201,3 +204,11 @@ def test_ten_thousand_documents_are_refused_in_a_sentence(server: TritonServer) 
     assert reply.status == 400
     assert "documents holds 10000 texts, more than the " in reply.json()["error"]
     assert infer(server, "reranker", tensor("query", "a"), tensor("documents", "b"))["score"]["shape"] == [1]
+
+
+def test_the_gateway_says_where_a_task_without_an_endpoint_is_asked(server: TritonServer) -> None:
+    with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as gateway:
+        answer = httpx.post(f"{gateway.url}/v1/classify", json={"model": "qa", "input": "Who?"}, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "wrong_task")
+    assert "POST Triton's /v2/models/qa/infer" in error["message"]
