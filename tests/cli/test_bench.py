@@ -5,10 +5,14 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from hf_triton.testing import TritonServer
 from tests.support.clients import CLIENTS, has
 from tests.support.commands import hf_triton
 from tests.support.gateway import add_demo
+
+pytestmark = pytest.mark.full
 
 
 def test_bench_reports_each_concurrency_of_a_restricted_server(tmp_path: Path) -> None:

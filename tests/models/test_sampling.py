@@ -123,6 +123,7 @@ def test_every_setting_is_tried_alone_and_changes_something() -> None:
     tried = {setting for settings in ONE_BY_ONE.values() for setting in settings}
     shaping = {field.name for field in dataclasses.fields(SamplingParams)}
     shaping -= {"max_new_tokens", "do_sample", "seed", "eos_ids", "num_return_sequences", "best_of"}
+    shaping -= {"num_beams", "length_penalty", "early_stopping", "first_id"}  # of beam search and translation
     assert tried == shaping - {"logprobs", "prompt_logprobs"}
     without_effect = {"top_k of all", "min_new_tokens reached", "no_repeat_ngram_size beyond the sequence"}
     sequence, logits = RandomSequence(random.Random(0)), random_logits(1, VOCABULARY)

@@ -300,5 +300,6 @@ def test_metrics_have_the_time_in_the_queue(server: TritonServer) -> None:
         own = [line for line in lines if line.startswith(f"{name}{{") and 'model="minilm"' in line]
         return sum(float(line.rpartition(" ")[2]) for line in own)
 
-    wait_until(lambda: count("hf_triton_queue_time_seconds_count") == count("hf_triton_requests_total") > 0)
+    names = ("hf_triton_queue_time_seconds_count", "hf_triton_e2e_request_latency_seconds_count")
+    wait_until(lambda: count(names[0]) == count(names[1]) > 0)
     assert count("hf_triton_queue_time_seconds_sum") < count("hf_triton_e2e_request_latency_seconds_sum")

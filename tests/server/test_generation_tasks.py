@@ -13,6 +13,8 @@ from tests.support.client import Reply, generate_stream, post
 from tests.support.reference import Reference, beam_ids, load_reference
 from tests.support.translation import build_nllb, build_t5, pipeline_text, translation
 
+pytestmark = pytest.mark.full
+
 PROMPTS = ["The old harbour has two boats.", "Where does the river go?", "In the morning the baker carries bread."]
 
 

@@ -16,6 +16,8 @@ from tests.support.paths import ROOT
 from tests.support.slow_model import DECOUPLED
 from tests.support.writing_model import CHATML, WRITING_MODEL
 
+pytestmark = pytest.mark.full
+
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>'
 TOOLS = [
     {

@@ -27,6 +27,8 @@ from tests.support.client import generate, infer, post
 from tests.support.paths import ROOT
 from tests.support.slow_model import slow_model
 
+pytestmark = pytest.mark.full
+
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 PROMETHEUS_BIN = ROOT / ".venv" / "prometheus" / "bin"  # of prometheus.sh
 STEP_S = 0.02
@@ -239,7 +241,6 @@ def test_rows_that_must_wait_again_are_counted(server: TritonServer) -> None:
     assert found["kv_cache_max_tokens", ""] == 512
 
 
-@pytest.mark.full
 def test_instances_of_a_model_add_up_and_a_reload_goes_on(server: TritonServer) -> None:
     with ThreadPoolExecutor(6) as pool:
         replies = [pool.submit(generate, server, "twins", f"number {i}", max_new_tokens=100) for i in range(6)]
@@ -275,7 +276,6 @@ def test_every_model_but_one_without_metrics_has_all_from_the_start(server: Trit
         assert not any("instance" in label for sample in family.samples for label in sample.labels)
 
 
-@pytest.mark.full
 def test_a_server_without_metrics_serves_all_the_same(
     checkpoint: Path, tmp_path: Path, make_folder: Callable[..., Path]
 ) -> None:

@@ -12,6 +12,8 @@ from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, generate_stream, infer
 from tests.support.engines import ENGINES
 
+pytestmark = pytest.mark.full
+
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}, "people": {"type": "integer"}},
