@@ -67,7 +67,7 @@ class GraphWriter:
         _write_config(self._folder, target, {"huggingface_model": f"./{PLACE}", **changed})
         return made
 
-    def quantize(self, source: Path, target: Path) -> str:
+    def quantize(self, target: Path, source: Path) -> str:
         """Write a folder of `write` again, with weights of 8 bits; returns how."""
         from hf_triton.runner.graph import processor
         from hf_triton.runner.graph_export import quantize_graph

@@ -243,6 +243,8 @@ def _not_finite(job: Job) -> HfTritonError:
 
 def _to_host(outputs: list[torch.Tensor]) -> list[npt.NDArray[np.float32]]:
     """Copy outputs to the CPU at once: each copy waits for the device."""
+    if len(outputs) == 1:
+        return [outputs[0].cpu().numpy()]
     flat = torch.cat([output.reshape(-1) for output in outputs]).cpu().numpy()
     ends = np.cumsum([output.numel() for output in outputs])
     parts = np.split(flat, ends[:-1])

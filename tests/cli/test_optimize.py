@@ -94,6 +94,7 @@ def test_minilm_is_optimized_and_served_without_hub(tmp_path: Path, make_folder:
     assert list(rows)[:4] == ["pytorch", "pytorch, padded", "onnxruntime", "onnxruntime, int8"]
     assert rows["onnxruntime"]["largest difference"] < 1e-5
     assert rows["onnxruntime"]["times pytorch"] > 1.2
+    assert 0.9 < rows["onnxruntime, int8"]["lowest cosine"] < 0.99999
     assert report["written"] == str(repository / "minilm")
     shutil.rmtree(mine)
     expected = reference_embeddings(checkpoint, TEXTS)

@@ -4,6 +4,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from transformers import AutoTokenizer
 from hf_triton.testing import LoopbackHub, TritonServer
 from tests.support.client import get, post
 from tests.support.gateway import wait_until
+from tests.support.graphs import write_graph_folder
 from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import (
     TEXTS,
@@ -55,6 +57,10 @@ def server(
     (own / "1" / "model.py").write_text(example("task_class"))
     plain = save_plain(tmp_path_factory.mktemp("plain") / "model")
     make_folder(repository, "features", huggingface_model=plain, task="feature-extraction")
+    copy = shutil.copytree(bge_checkpoint, tmp_path_factory.mktemp("copy") / "model")
+    folder = make_folder(copy.parent, "tiny", huggingface_model=copy)
+    write_graph_folder(folder, repository / "graph")
+    shutil.rmtree(copy.parent)
     with LoopbackHub() as hub:
         hub.add(BGE, bge_checkpoint)
         home = {"HF_HOME": str(tmp_path_factory.mktemp("home"))}
@@ -146,6 +152,13 @@ def test_batching_folder_takes_the_tokens_of_transformers(
     embedding, counts = reply.json()["outputs"]
     np.testing.assert_allclose(np.array(embedding["data"]).reshape(embedding["shape"]), expected, atol=TOLERANCE)
     assert (counts["shape"], counts["data"][0]) == ([len(TEXTS), 1], 10)
+
+
+def test_optimized_folder_needs_no_hub_and_no_weights(server: TritonServer, bge_checkpoint: Path) -> None:
+    expected = reference_embeddings(bge_checkpoint, TEXTS)
+    np.testing.assert_allclose(vectors_of(ask(server, "graph", "text", TEXTS)), expected, atol=TOLERANCE)
+    reply = post(server, "/v2/models/graph/generate", {"text": "word " * 200})
+    assert (reply.status, "context_exceeded" in str(reply.body)) == (400, True)
 
 
 # --- a real checkpoint -----------------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimized folder beside what it could cost at least: `python benchmarks/graph.py FOLDER FOLDER_optimized`.
+
+Milliseconds of a request of one text, tokenized beforehand, by all ways in turns; shown are medians, and the medians
+of the rounds' ratios to the first. Set OMP_NUM_THREADS to what the server would have.
+
+    graph     the engine with the folder that `hf-triton optimize` wrote for ONNX Runtime
+    by hand   ONNX Runtime called with the same graph, and nothing else
+    torch     the engine with the folder that was optimized
+    bare      its transformers model, as it is loaded
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import onnxruntime
+import torch
+from folders import take_turns
+
+from hf_triton.cli.candidates import Candidate, Measured
+from hf_triton.cli.graph_folder import PLACE
+
+NUM_RUNS = 20
+
+
+def by_hand(folder: Path, num_tokens: int) -> Callable[[], Any]:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(folder / PLACE / "model.onnx"), options)
+    ids = np.full((1, num_tokens), 5)
+    values = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    given = {each.name: values[each.name] for each in session.get_inputs()}
+    return lambda: session.run(None, given)
+
+
+def bare(folder: Path, num_tokens: int) -> Callable[[], Any]:
+    _, checkpoint, _ = Candidate(folder).load()
+    ids = torch.full((1, num_tokens), 5)
+    return lambda: checkpoint.model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, path_type=Path))
+@click.argument("optimized", type=click.Path(exists=True, path_type=Path))
+@click.option("--tokens", default=16, show_default=True, help="Of the text.")
+@click.option("--rounds", default=15, show_default=True, help="Rounds; medians are shown.")
+@torch.inference_mode()
+def main(folder: Path, optimized: Path, tokens: int, rounds: int) -> None:
+    """Measure, and print a table."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    texts = ["the old harbour", "a lighthouse"]
+    engines = {"graph": Measured(Candidate(optimized), texts), "torch": Measured(Candidate(folder), texts)}
+    others = {"by hand": by_hand(optimized, tokens), "bare": bare(folder, tokens)}
+
+    def take(_: str, way: str) -> float:
+        if way in engines:
+            return 1000 * statistics.median(engines[way].times_s((1, tokens), NUM_RUNS))
+        times_s = []
+        for _ in range(NUM_RUNS):
+            began_s = time.perf_counter()
+            others[way]()
+            times_s.append(time.perf_counter() - began_s)
+        return 1000 * statistics.median(times_s)
+
+    ways = ("graph", "by hand", "torch", "bare")
+    figures = take_turns(["one text"], ways, rounds, take)["one text"]
+    print(f"{'':<10}{'ms':>8}{'times graph':>14}")
+    for way in ways:
+        ratio = statistics.median(each[way] / each["graph"] for each in figures)
+        print(f"{way:<10}{statistics.median(each[way] for each in figures):>8.2f}{ratio:>14.2f}")
+
+
+if __name__ == "__main__":
+    main()
