@@ -23,10 +23,12 @@ from hf_triton.cli.folders import (
     newest_version,
     parse_config,
 )
-from hf_triton.cli.sizes import cache_bytes_per_token, parameter_bytes, weight_bytes
+from hf_triton.cli.sizes import cache_bytes_per_token, loaded_bytes
 from hf_triton.errors import HfTritonError, HubError, SettingsError
+from hf_triton.hub.failures import explain_download
 from hf_triton.hub.pretrained import is_quantized
 from hf_triton.hub.resolve import Hub
+from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.settings import DoorSettings, ModelSettings
 from hf_triton.stream_door.model import other_folder
 
@@ -34,6 +36,8 @@ State = Literal["ok", "warning", "error"]
 SAMPLE_CHAT: Final = '[{"role": "user", "content": "Hello"}]'
 NOT_ON_DISK: Final = "not_on_disk"
 """The code of a checkpoint or an adapter that would be downloaded."""
+HARMLESS: Final = (NOT_ON_DISK, "adapter_invalid")
+"""Codes of errors of an adapter with which the folder is served all the same."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,9 @@ class FolderCheck:
         own, loaded = None, None
         with self._errors("1/model.py"):
             own = own_class(self._folder)
-        with self._errors("settings"):
-            loaded = load_folder_settings(config, own.settings_class if own else ModelSettings)
+        if config:
+            with self._errors("settings"):
+                loaded = load_folder_settings(config, own.settings_class if own else ModelSettings)
         if self.has_errors or own is None or loaded is None:
             return
         changed = [name for name, source in loaded.sources.items() if source != "default"]
@@ -123,11 +128,16 @@ class FolderCheck:
         self._add("checkpoint", "ok", str(checkpoint))
         model_config = None
         with self._errors("model"):
+            from hf_triton.hub.checkpoint import context_length
             from hf_triton.hub.pretrained import load_config
 
             model_config = load_config(checkpoint, settings)
         if model_config is None:
             return
+        with self._errors("settings"):
+            context_length(model_config, settings.max_context_length)
+        with self._errors("device"):
+            _check_devices(config)
         self._check_weights(checkpoint, model_config, settings, task, config)
         with self._errors("tokenizer"):
             self._check_tokenizer(hub.resolve_tokenizer() or checkpoint, settings, renders_chats=task is None)
@@ -150,42 +160,42 @@ class FolderCheck:
     def _check_weights(
         self, checkpoint: Path, model_config: Any, settings: ModelSettings, task: Any, config: Mapping[str, Any]
     ) -> None:
-        from hf_triton.hub.pretrained import check_quantization, model_class
+        from hf_triton.hub.pretrained import architecture_names, check_attention, check_quantization, model_class
 
         kind = None
         with self._errors("model"):
             found = model_class(checkpoint, model_config, settings, task.auto_class if task else None)
-            architecture = ", ".join(model_config.architectures or ()) or type(model_config).__name__
+            architecture = architecture_names(model_config)
             if type(model_config) not in found._model_mapping and not settings.trust_remote_code:
                 raise SettingsError(f"{architecture} is not one of the models of transformers' {found.__name__}")
+            check_attention(found, model_config, settings)
             self._add("model", "ok", f"{architecture}, by {found.__name__}")
             kind = found
         if kind is None:
             return
         if task is None:
             self._add("engine", "ok", _engine(settings, model_config))
+        is_undone = False
         with self._errors("quantisation"):
-            if method := check_quantization(model_config, settings):
-                self._add("quantisation", "ok", method)
+            if quantization := check_quantization(model_config, settings):
+                method, is_undone = quantization
+                self._add("quantisation", "ok", f"{method}, undone at load on this machine" if is_undone else method)
         if settings.has_weights:
             with self._errors("memory"):
-                self._check_memory(checkpoint, model_config, kind, settings, config)
+                num_bytes = loaded_bytes(checkpoint, model_config, kind, settings, from_files=not is_undone)
+                self._check_memory(num_bytes, model_config, settings, _device(config), generates=task is None)
 
     def _check_memory(
-        self, checkpoint: Path, model_config: Any, kind: Any, settings: ModelSettings, config: Mapping[str, Any]
+        self, num_bytes: int | None, model_config: Any, settings: ModelSettings, device: Any, *, generates: bool
     ) -> None:
         from hf_triton.runner.budget import FreeMemory
 
-        num_bytes = weight_bytes(checkpoint, model_config, settings)
-        if num_bytes is None and type(model_config) in kind._model_mapping:
-            num_bytes = parameter_bytes(kind, model_config, settings)
         if num_bytes is None:
             self._add("memory", "warning", "its weights are not in safetensors, whose sizes can be read")
             return
-        device = _device(config)
         free = FreeMemory().of(device)
         is_before = bool(settings.quantization_config) and not is_quantized(model_config)
-        per_token = cache_bytes_per_token(model_config, settings)
+        per_token = cache_bytes_per_token(model_config, settings) if generates else None
         cache = f"; each token of KV cache takes {decimal(per_token)}" if per_token else ""
         weights = f"weights of {decimal(num_bytes)}{' before they are quantised' if is_before else ''}"
         sentence = f"{weights}, {decimal(free)} free on {device.type}{cache}"
@@ -211,12 +221,16 @@ class FolderCheck:
         self._add("chat template", "ok", "renders a chat")
 
     def _check_adapters(self, hub: Hub, settings: ModelSettings) -> None:
+        from hf_triton.runner.adapters import read_adapter_config
+
         for name, source in settings.adapters.items():
             about = f"adapter {name}"
             try:
-                self._add(about, "ok", str(hub.resolve_adapter(source)))
+                folder = hub.resolve_adapter(source)
+                read_adapter_config(folder)
+                self._add(about, "ok", str(folder))
             except HfTritonError as error:
-                self._add(about, "warning" if error.code == NOT_ON_DISK else "error", error.sentence)
+                self._add(about, "warning" if error.code in HARMLESS else "error", error.sentence)
 
     def _add(self, about: str, state: State, finding: str) -> None:
         self.findings.append(Finding(about, state, finding))
@@ -230,7 +244,14 @@ class FolderCheck:
             self._add(about, "error", error.sentence)
 
 
-def _refuse_download(spec: Any, *_: object) -> Path:
+def _refuse_download(spec: CheckpointSpec, cache: Path, environment: Mapping[str, str], _: object) -> Path:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(spec.name)
+    except HFValidationError as error:
+        raise explain_download(error, spec, str(cache), environment) from None
     raise HubError(NOT_ON_DISK, f"{spec.name} is in no cache, and is downloaded at load")
 
 
@@ -238,9 +259,10 @@ def own_class(folder: Path) -> Any:
     """The class of 1/model.py.
 
     Raises:
-        SettingsError: It cannot be imported, or has no class of this library.
+        LoadError: It cannot be imported, has no class of this library, or a hook in it cannot be called.
     """
     from hf_triton import StreamDoor, TritonPythonModel
+    from hf_triton.tasks.checked_hooks import check_hooks
 
     version = newest_version(folder)
     file = version / "model.py"
@@ -252,7 +274,8 @@ def own_class(folder: Path) -> Any:
     sys.path.insert(0, str(version))
     before = set(sys.modules)
     try:
-        spec.loader.exec_module(module)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is the command's own
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's own code
         raise SettingsError(f"{place} cannot be imported ({type(error).__name__}: {error})") from None
     finally:
@@ -263,6 +286,8 @@ def own_class(folder: Path) -> Any:
     own = getattr(module, "TritonPythonModel", None)
     if not (isinstance(own, type) and issubclass(own, TritonPythonModel | StreamDoor)):
         raise SettingsError(f"{place} has no class TritonPythonModel that is a subclass of hf_triton.TritonPythonModel")
+    if issubclass(own, TritonPythonModel):
+        check_hooks(own, TritonPythonModel)
     return own
 
 
@@ -282,6 +307,20 @@ def _device(config: Mapping[str, Any]) -> Any:
 
     kinds = {group.get("kind") for group in config.get("instance_group", ())}
     return torch.device("cuda" if torch.cuda.is_available() and kinds != {"KIND_CPU"} else "cpu")
+
+
+def _check_devices(config: Mapping[str, Any]) -> None:
+    """Check that the GPUs that `instance_group` asks for are there.
+
+    Raises:
+        CheckpointError: One is not.
+    """
+    from hf_triton.hub.checkpoint import Placement
+
+    for group in config.get("instance_group", ()):
+        if group.get("kind") == "KIND_GPU":
+            for gpu in group.get("gpus") or [0]:
+                Placement("GPU", gpu).device_map()
 
 
 def _engine(settings: ModelSettings, config: Any) -> str:

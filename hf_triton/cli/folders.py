@@ -61,7 +61,8 @@ def folder_defect(folder: Path) -> str | None:
 
 
 def _versions(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir())
+    """The version folders; Triton passes over names that begin with 0."""
+    return sorted(path for path in folder.glob("[1-9]*") if path.is_dir())
 
 
 def newest_version(folder: Path) -> Path:
@@ -70,7 +71,7 @@ def newest_version(folder: Path) -> Path:
     Raises:
         SettingsError: There is none.
     """
-    versions = [path for path in folder.glob("*") if path.name.isdecimal() and (path / "model.py").exists()]
+    versions = [path for path in _versions(folder) if path.name.isdecimal() and (path / "model.py").exists()]
     if not versions:
         raise SettingsError("it has no 1/model.py: copy one from a model folder")
     return max(versions, key=lambda path: int(path.name))
@@ -95,6 +96,8 @@ def parse_config(folder: Path) -> dict[str, Any]:
     importlib.import_module("google.protobuf.text_format").Parse(text, message)
     if message.backend != "python":
         raise SettingsError(f'a folder for this library has backend: "python", got {clip(message.backend)}')
+    if message.max_batch_size < 0:
+        raise SettingsError(f"max_batch_size must be >= 0, got {message.max_batch_size}")
     if message.name and message.name != folder.name:
         raise SettingsError(guess_reason(folder))
     json_format = importlib.import_module("google.protobuf.json_format")

@@ -21,10 +21,17 @@ HYBRID: Final = ("layers_block_type", "attn_layer_indices", "block_types", "kv_l
 """Fields of configs whose layers keep other things than a key and a value per head and token."""
 
 
-def weight_bytes(folder: Path, config: Any, settings: ModelSettings) -> int | None:
-    """Bytes of a checkpoint's weights in the dtype that they are loaded in; None: they are not in safetensors.
+def loaded_bytes(
+    folder: Path, config: Any, kind: Any, settings: ModelSettings, *, from_files: bool = True
+) -> int | None:
+    """Bytes of a checkpoint's weights in the dtype that they are loaded in; None: nothing on disk says.
 
-    A quantised checkpoint keeps its dtypes.
+    Args:
+        folder: The checkpoint.
+        config: The model's config.
+        kind: The auto class of transformers that loads it.
+        settings: The dtype.
+        from_files: Whether the files have the dtypes and shapes that are loaded.
 
     Raises:
         LoadError: A file is damaged, or a graph is not for this machine.
@@ -32,6 +39,14 @@ def weight_bytes(folder: Path, config: Any, settings: ModelSettings) -> int | No
     if settings.runtime != "torch":
         _, file = check_graph(folder, settings)
         return sum(path.stat().st_size for path in folder.glob(f"{file.name}*"))
+    num_bytes = _bytes_in_safetensors(folder, config, settings) if from_files else None
+    if num_bytes is None and type(config) in kind._model_mapping:
+        return _bytes_of_parameters(kind, config, settings)
+    return num_bytes
+
+
+def _bytes_in_safetensors(folder: Path, config: Any, settings: ModelSettings) -> int | None:
+    """By the headers of the files; a quantised checkpoint keeps its dtypes."""
     names = weight_files(folder, [path.name for path in folder.iterdir()], allow_pickle=False)
     loaded = None if is_quantized(config) else BYTES.get(dtype_name(config, settings))
     total = 0
@@ -43,14 +58,8 @@ def weight_bytes(folder: Path, config: Any, settings: ModelSettings) -> int | No
     return total if names else None
 
 
-def parameter_bytes(kind: Any, config: Any, settings: ModelSettings) -> int:
-    """Bytes of the weights of a model that is built without any, for random weights and pickle files.
-
-    Args:
-        kind: The auto class of transformers that knows the config.
-        config: The model's config.
-        settings: The dtype.
-    """
+def _bytes_of_parameters(kind: Any, config: Any, settings: ModelSettings) -> int:
+    """By a model that is built without weights, for random weights and pickle files."""
     import torch
 
     dtype = getattr(torch, dtype_name(config, settings), torch.float32)
@@ -74,7 +83,7 @@ def _read_header(file: Path) -> dict[str, Any]:
     try:
         with safe_open(file, "np"):  # checks that the whole file is there, and reads no weights
             pass
-    except SafetensorError:
+    except (OSError, SafetensorError):
         raise CheckpointError(
             "checkpoint_invalid", f"{file.name} is no safetensors file, or half of one: fetch the checkpoint again"
         ) from None

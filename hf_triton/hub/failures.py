@@ -242,7 +242,7 @@ def explain_load(error: Exception, part: str, name: str, has_quantization_settin
             "weights",
         )
     if isinstance(error, ImportError):
-        of_setting = "" if "quantiz" in message and not has_quantization_setting else REMOVE_SETTING
+        of_setting = REMOVE_SETTING if has_quantization_setting or "attention" in message.lower() else ""
         return CheckpointError(
             "checkpoint_invalid",
             f"{part} of {name} cannot be loaded without a Python package ({short}): install it{of_setting}",

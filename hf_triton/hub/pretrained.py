@@ -113,9 +113,9 @@ def load_model(
         "ignore_mismatched_sizes": True,  # `check_weights` refuses them, with our sentence
         "output_loading_info": True,
     }
-    if settings.quantization_config:
-        arguments["quantization_config"] = dict(settings.quantization_config)
     with loading("the weights", settings):
+        if settings.quantization_config:
+            arguments["quantization_config"] = _quantization(settings)
         model, info = _with_attention(
             settings, lambda attention: auto_class.from_pretrained(folder, attn_implementation=attention, **arguments)
         )
@@ -128,11 +128,11 @@ def is_quantized(config: Any) -> bool:
     return any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
 
 
-def check_quantization(config: Any, settings: ModelSettings) -> str | None:
+def check_quantization(config: Any, settings: ModelSettings) -> tuple[str, bool] | None:
     """Check without weights that transformers can load what is, or is to be, quantised.
 
     Returns:
-        The method of quantisation; None if there is none.
+        The method of quantisation, and whether it is undone at load for want of a GPU; None if there is none.
 
     Raises:
         CheckpointError: A package or a GPU is missing, or the setting is wrong.
@@ -143,14 +143,37 @@ def check_quantization(config: Any, settings: ModelSettings) -> str | None:
     from transformers.quantizers import auto
 
     device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
-    wanted = dict(settings.quantization_config) or None
     with loading("the weights", settings):
+        wanted = _quantization(settings) if settings.quantization_config else None
         find: Any = auto.get_hf_quantizer
         quantizer = find(copy.deepcopy(config), wanted, device_map, weights_only=True, user_agent={})[0]
     if quantizer is None:
         return None
     method = quantizer.quantization_config.quant_method
-    return str(getattr(method, "value", method))
+    is_undone = bool(getattr(quantizer.quantization_config, "dequantize", False))
+    return str(getattr(method, "value", method)), is_undone
+
+
+def check_attention(auto_class: Any, config: Any, settings: ModelSettings) -> None:
+    """Check without weights that the model has the attention implementation of the setting.
+
+    Raises:
+        CheckpointError: A package is missing, or the model does not support it.
+    """
+    if settings.attn_implementation == "auto" or type(config) not in auto_class._model_mapping:
+        return
+    import torch
+
+    with loading("the model", settings), torch.device("meta"):
+        auto_class.from_config(config, dtype=torch.bfloat16, attn_implementation=settings.attn_implementation)
+
+
+def _quantization(settings: ModelSettings) -> Any:
+    """The setting as transformers' own object, which may also say how a quantised checkpoint is loaded."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    build: Any = AutoQuantizationConfig.from_dict
+    return build(dict(settings.quantization_config))
 
 
 def model_class(folder: Path, config: Any, settings: ModelSettings, auto_class_name: str | None = None) -> Any:
@@ -171,13 +194,13 @@ def _check_generates(folder: Path, settings: ModelSettings, config: Any) -> None
         raise CheckpointError(
             "unsupported_model",
             f"the task {settings.task} needs an encoder-decoder such as T5, BART or Marian, and "
-            f"{settings.huggingface_model} is a {_architectures(config)} according to its config.json: set task to "
+            f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json: set task to "
             "text-generation, and put the instruction into the prompt",
         )
     task = find_task(folder)
     if task in (None, "text-generation") or (settings.task == "text-generation" and task == "embeddings"):
         return
-    about = f"{settings.huggingface_model} is a {_architectures(config)} according to its config.json"
+    about = f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json"
     if task not in typing.get_args(TaskName):
         advice = "which does not generate text: choose a model that does"
     elif settings.task is not None:
@@ -190,8 +213,9 @@ def _check_generates(folder: Path, settings: ModelSettings, config: Any) -> None
     raise CheckpointError("unsupported_model", f"{about}, {advice}")
 
 
-def _architectures(config: Any) -> str:
-    return ", ".join(config.architectures or ()) or type(config).__name__
+def architecture_names(config: Any) -> str:
+    """What a config says that its model is."""
+    return ", ".join(map(str, config.architectures or ())) or type(config).__name__
 
 
 def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
@@ -206,7 +230,7 @@ def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
     if head and config.architectures and not any(other.endswith(head) for other in config.architectures):
         raise CheckpointError(
             "unsupported_model",
-            f"{settings.huggingface_model} is a {_architectures(config)} according to its config.json, and the "
+            f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json, and the "
             f"folder's task needs a model {head}: choose another checkpoint, or another task",
         )
     return getattr(transformers, name)

@@ -262,21 +262,29 @@ def _active_adapter(model: Any) -> str:
 
 
 def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """An adapter's config and weights, on the CPU.
+    """An adapter's config and weights, on the CPU; raises what `read_adapter_config` raises."""
+    from safetensors.torch import load
+
+    config = read_adapter_config(folder)
+    try:  # a map of a file that shrinks kills the process
+        return config, load((folder / "adapter_model.safetensors").read_bytes())
+    except Exception as error:
+        raise CheckpointError("adapter_invalid", f"cannot be read ({_short(error)})") from None
+
+
+def read_adapter_config(folder: Path) -> Any:
+    """An adapter's config.
 
     Raises:
-        CheckpointError: They cannot be read, or are of another method.
+        CheckpointError: It cannot be read, or is of another method.
         SettingsError: peft is not installed.
     """
     try:
         from peft import LoraConfig, PeftConfig
     except ImportError:
         raise SettingsError("adapters need the package peft: pip install 'hf-triton[lora]'") from None
-    from safetensors.torch import load
-
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        weights = load((folder / "adapter_model.safetensors").read_bytes())  # a map of a file that shrinks kills us
     except Exception as error:
         raise CheckpointError("adapter_invalid", f"cannot be read ({_short(error)})") from None
     if not isinstance(config, LoraConfig):
@@ -287,7 +295,7 @@ def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
         raise CheckpointError("adapter_invalid", "is an aLoRA adapter, which begins within a prompt: train it as LoRA")
     if change := _change_of_base(config):
         raise CheckpointError("adapter_invalid", f"changes its base model ({change}): merge it into its base model")
-    return config, weights
+    return config
 
 
 def _change_of_base(config: Any) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from hf_triton.cli import cli
@@ -16,6 +17,7 @@ from hf_triton.testing import build_tiny_checkpoint
 from tests.support.adapters import save_adapter
 from tests.support.commands import hf_triton
 from tests.support.paths import ROOT
+from tests.support.sentence_checkpoints import real_checkpoint
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -123,6 +125,11 @@ def of_another_task(folder: Path) -> None:
     add(folder, "task", "text-generation")
 
 
+def own_code(folder: Path, lines: str) -> None:
+    code = f"import hf_triton\n\n\nclass TritonPythonModel(hf_triton.TritonPythonModel):\n{lines}\n"
+    (folder / "1" / "model.py").write_text(code)
+
+
 def quantized_by(folder: Path, method: str) -> None:
     values = {"quant_method": method, "bits": 4, "group_size": 32}
     edit_json(checkpoint_of(folder) / "config.json", quantization_config=values)
@@ -160,6 +167,36 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "config.pbtxt",
         "names the model other",
     ),
+    "a version that Triton passes over": (
+        lambda it: (it / "1").rename(it / "01"),
+        "folder",
+        "it has no version folder",
+    ),
+    "a negative batch size": (
+        lambda it: edit(it, 'backend: "python"', 'backend: "python" max_batch_size: -3'),
+        "config.pbtxt",
+        "max_batch_size must be >= 0, got -3",
+    ),
+    "more context than the model has": (
+        lambda it: add(it, "max_context_length", "9999"),
+        "settings",
+        "max_context_length must be <= 256",
+    ),
+    "attention of a missing package": (
+        lambda it: add(it, "attn_implementation", "flash_attention_2"),
+        "model",
+        "install it, or leave out the setting",
+    ),
+    "no name on the Hub": (
+        lambda it: edit(it, str(checkpoint_of(it)), "no name"),
+        "checkpoint",
+        "'no name' is not a valid name on the Hub",
+    ),
+    "a hook that cannot be called": (
+        lambda it: own_code(it, "    build_prompt = 5"),
+        "1/model.py",
+        "build_prompt of the folder's own 1/model.py is not a method",
+    ),
     "misspelt setting": (lambda it: add(it, "dtipe", "float32"), "settings", "did you mean 'dtype'"),
     "wrong value": (lambda it: add(it, "dtype", "int3"), "settings", "dtype must be one of"),
     "own code fails": (
@@ -186,6 +223,19 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda it: (checkpoint_of(it) / "model.safetensors").unlink(),
         "checkpoint",
         "has no model.safetensors",
+    ),
+    "architectures that are no names": (
+        lambda it: edit_json(checkpoint_of(it) / "config.json", architectures=[5], model_type="mpnet"),
+        "model",
+        "5 is not one of the models",
+    ),
+    "weights in a folder": (
+        lambda it: (
+            (checkpoint_of(it) / "model.safetensors").unlink(),
+            (checkpoint_of(it) / "model.safetensors").mkdir(),
+        ),
+        "memory",
+        "model.safetensors is no safetensors file",
     ),
     "a missing shard": (lacks_a_shard, "checkpoint", "has no model-00002-of-00002.safetensors"),
     "GPTQ without its packages": (
@@ -313,12 +363,44 @@ def test_modules_of_two_folders_may_have_one_name(folder: Path, tmp_path: Path) 
     assert run("check", folder, other).exit_code == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_gpu_is_an_error(folder: Path) -> None:
+    edit(folder, 'backend: "python"', 'backend: "python" instance_group { kind: KIND_GPU }')
+    assert findings(folder)["device"][0] == "error"
+    edit(folder, "KIND_GPU", "KIND_CPU")
+    assert "device" not in findings(folder)
+
+
+def test_own_code_may_print(folder: Path) -> None:
+    own_code(folder, "    print('hello')")
+    assert findings(folder)["model"][0] == "ok"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_quantisation_that_is_undone_at_load(folder: Path) -> None:
+    size = size_of_weights(folder)
+    edit_json(checkpoint_of(folder) / "config.json", quantization_config={"quant_method": "fp8"})
+    assert findings(folder)["quantisation"] == ("ok", "fp8, undone at load on this machine")
+    assert size_of_weights(folder) == size
+
+
+def test_an_encoder_has_no_kv_cache(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    found = findings(make_folder(tmp_path, "mine", huggingface_model=real_checkpoint()))
+    assert found["task"] == ("ok", "embeddings")
+    assert found["memory"][0] == "ok"
+    assert "KV cache" not in found["memory"][1]
+
+
 def test_an_adapter_on_disk_is_found(folder: Path, checkpoint: Path) -> None:
     adapter = save_adapter(checkpoint, folder / "sql")
     add(folder, "adapters", json.dumps({"sql": "./sql", "hub": "someone/lora"}))
     found = findings(folder)
     assert found["adapter sql"] == ("ok", str(adapter))
     assert found["adapter hub"][0] == "warning"
+    (adapter / "adapter_config.json").write_text("{")
+    state, sentence = findings(folder)["adapter sql"]  # refuses its own requests, and no others
+    assert state == "warning"
+    assert "cannot be read" in sentence
 
 
 def test_wrong_use_and_the_command_itself(folder: Path) -> None:
@@ -382,4 +464,7 @@ def test_what_cannot_be_exported(folder: Path, tmp_path: Path) -> None:
     assert (result.exit_code, "bge is for embeddings" in result.output) == (2, True)
     result = run("export", "vllm", ROOT / "stream_door", "--into", tmp_path / "exported")
     assert (result.exit_code, "a stream door has no model" in result.output) == (2, True)
+    add(folder, "dtype", "int3")
+    done = hf_triton("export", "vllm", str(folder), "--into", str(tmp_path / "exported"))
+    assert (done.returncode, "dtype must be one of" in done.stderr) == (2, True)
     assert not (tmp_path / "exported").exists()
