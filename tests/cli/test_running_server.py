@@ -134,6 +134,7 @@ def test_generate_takes_any_parameter(server: TritonServer) -> None:
 
 
 def test_ctrl_c_cancels_the_request_on_the_server(server: TritonServer) -> None:
+    wait_until(lambda: num_running(server) == 0)  # the gauge of an earlier request is as old as its last update
     with Terminal("generate", "slow", "Hello", *ENDLESS, f"--triton={server.grpc_url}") as terminal:
         wait_until(lambda: num_running(server) > 0)
         terminal.type("\x03")
