@@ -114,6 +114,7 @@ class FolderCheck:
                 self._add("stream door", "warning", f"there is no folder {other} beside it, which it streams from")
 
     def _check_model(self, own: Any, settings: ModelSettings, config: Mapping[str, Any]) -> None:
+        from hf_triton.tasks.embeddings import find_modules
         from hf_triton.tasks.registry import folder_task
 
         task = folder_task(own.task_class, settings, self._folder)
@@ -139,6 +140,9 @@ class FolderCheck:
         with self._errors("device"):
             _check_devices(config)
         self._check_weights(checkpoint, model_config, settings, task, config)
+        if name == "embeddings":
+            with self._errors("modules"):
+                find_modules(checkpoint, settings)
         with self._errors("tokenizer"):
             self._check_tokenizer(hub.resolve_tokenizer() or checkpoint, settings, renders_chats=task is None)
         self._check_adapters(hub, settings)

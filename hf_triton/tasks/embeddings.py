@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import annotated_types
@@ -102,7 +103,7 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
                 f"{settings.huggingface_model} has an encoder and a decoder, and embeddings are made by one of "
                 "them: choose another model",
             )
-        self._modules = find_modules(checkpoint, settings)
+        self._modules = find_modules(checkpoint.folder, settings)
         self._normalizes = self._modules.normalizes if settings.normalize is None else settings.normalize
         self.max_length = min(self.max_length, self._modules.max_length or self.max_length)
         if self._modules.lowercases:
@@ -180,13 +181,13 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
         return len(ids) - 1 if ids and ids[-1] in self.tokenizer.all_special_ids else len(ids)
 
 
-def find_modules(checkpoint: Checkpoint, settings: ModelSettings) -> SentenceModules:
+def find_modules(folder: Path, settings: ModelSettings) -> SentenceModules:
     """What the checkpoint's modules.json says, and the setting `pooling` in its place.
 
     Raises:
         LoadError: modules.json cannot be used; or there is none, and no setting.
     """
-    modules = load_sentence_modules(checkpoint.folder)
+    modules = load_sentence_modules(folder)
     if settings.pooling is not None:
         return dataclasses.replace(modules or SentenceModules(()), pooling=(settings.pooling,))
     if modules is None:

@@ -283,6 +283,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "newest",
     ),
     "another task": (of_another_task, "model", "LlamaForTokenClassification"),
+    "no modules.json": (lambda it: add(it, "task", "embeddings"), "modules", "set pooling to what its model card says"),
     "damaged tokenizer": (
         lambda it: (checkpoint_of(it) / "tokenizer.json").write_text("{"),
         "tokenizer",
