@@ -12,8 +12,8 @@ from typing import Any, Final
 import click
 
 from hf_triton.cli.client import require_client
-from hf_triton.cli.findings import own_class
 from hf_triton.cli.folders import folder_defect, load_folder_settings, parse_config
+from hf_triton.cli.own_code import own_class
 from hf_triton.errors import SettingsError
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.settings import ModelSettings

@@ -23,10 +23,10 @@ import click
 from hf_triton.cli.candidates import TEXTS, Candidate, Case, Child, Measured
 from hf_triton.cli.comparison import MIN_GAIN, Row, judge, measure, summary_rows, timing_rows
 from hf_triton.cli.download import fetch, use_standard_cache
-from hf_triton.cli.findings import own_class
 from hf_triton.cli.folders import folder_defect, load_folder_settings, parse_config
 from hf_triton.cli.graph_folder import GraphWriter
 from hf_triton.cli.numbers import NUMBERS, SeveralNumbers
+from hf_triton.cli.own_code import own_class
 from hf_triton.cli.tables import new_figure, show_table
 from hf_triton.errors import ServerError, SettingsError
 from hf_triton.settings import ModelSettings
