@@ -83,17 +83,27 @@ def read_config(folder: Path) -> str:
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
-def parse_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.pbtxt as Triton's JSON, with its own names of fields.
+def parse_message(folder: Path) -> Any:
+    """A folder's config.pbtxt as Triton's protobuf message `ModelConfig`.
 
     Raises:
-        SettingsError: Triton cannot read it, or serves it by something else than Python.
+        SettingsError: Triton cannot read it.
     """
     text = read_config(folder)
     if error := _parse_error(text):
         raise SettingsError(error)
     message = importlib.import_module("tritonclient.grpc.model_config_pb2").ModelConfig()
     importlib.import_module("google.protobuf.text_format").Parse(text, message)
+    return message
+
+
+def parse_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.pbtxt as Triton's JSON, with its own names of fields.
+
+    Raises:
+        SettingsError: Triton cannot read it, or serves it by something else than Python.
+    """
+    message = parse_message(folder)
     if message.backend != "python":
         raise SettingsError(f'a folder for this library has backend: "python", got {clip(message.backend)}')
     if message.max_batch_size < 0:
@@ -107,11 +117,12 @@ def parse_config(folder: Path) -> dict[str, Any]:
 
 def ensemble_steps(folder: Path) -> list[str] | None:
     """The models that an ensemble's folder joins; None: it is no ensemble."""
-    text = read_config(folder)
-    if not re.search(r"""^\s*platform\s*:\s*["']ensemble["']""", text, re.MULTILINE) or _parse_error(text):
+    if not re.search(r"""^\s*platform\s*:\s*["']ensemble["']""", read_config(folder), re.MULTILINE):
         return None
-    message = importlib.import_module("tritonclient.grpc.model_config_pb2").ModelConfig()
-    importlib.import_module("google.protobuf.text_format").Parse(text, message)
+    try:
+        message = parse_message(folder)
+    except SettingsError:  # `parse_config` says what is wrong
+        return None
     return list(dict.fromkeys(step.model_name for step in message.ensemble_scheduling.step))
 
 

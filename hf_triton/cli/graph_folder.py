@@ -8,10 +8,10 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from hf_triton.cli.candidates import Candidate
-from hf_triton.cli.folders import CONFIG, newest_version, read_config
+from hf_triton.cli.folders import CONFIG, newest_version, parse_message
 from hf_triton.hub.graph import GRAPHS, GraphFacts
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.sentence_modules import module_files
@@ -90,9 +90,7 @@ def _copy_small_files(source: Path, target: Path) -> None:
 
 def _write_config(source: Path, target: Path, settings: Mapping[str, str]) -> None:
     """Write a folder's config.pbtxt with other settings, for the CPU."""
-    text_format = importlib.import_module("google.protobuf.text_format")
-    config: Any = importlib.import_module("tritonclient.grpc.model_config_pb2").ModelConfig()
-    text_format.Parse(read_config(source), config)
+    config = parse_message(source)
     for name in DROPPED if "huggingface_model" in settings else ():
         if name in config.parameters:
             del config.parameters[name]
@@ -102,4 +100,5 @@ def _write_config(source: Path, target: Path, settings: Mapping[str, str]) -> No
     for group in config.instance_group or [config.instance_group.add()]:
         group.kind = group.KIND_CPU
         del group.gpus[:]
-    (target / CONFIG).write_text(text_format.MessageToString(config), encoding="utf-8")
+    text = importlib.import_module("google.protobuf.text_format").MessageToString(config)
+    (target / CONFIG).write_text(text, encoding="utf-8")
