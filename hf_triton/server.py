@@ -27,7 +27,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,7 @@ from hf_triton.errors import ServerError
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h: the signal a child gets when its parent dies
 DISTRIBUTION_LIBRARIES: Final = ("/usr/lib", "/lib")
 """The loader looks there anyway; named in LD_LIBRARY_PATH, they would hide the image's CUDA compatibility libraries."""
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 STOP_GRACE_S = 30.0
 STACK_BYTES = 256 << 20
 
@@ -182,8 +183,22 @@ def is_shell_safe(name: str) -> bool:
     return shlex.quote(name) == name
 
 
+@contextlib.contextmanager
+def delayed_signals() -> Iterator[None]:
+    """Let Ctrl+C and SIGTERM wait until a new process is started and known.
+
+    Python drops what a signal's handler raises while it forks.
+    """
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
 def end_with_parent() -> None:
     """Runs in a new process: it gets SIGTERM when the thread that started it ends."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -289,7 +304,7 @@ class TritonServer:
         repositories = [
             self._safe_path(path, scratch / f"models{number}") for number, path in enumerate(self.model_repositories)
         ]
-        with (scratch / "log").open("wb") as own_log:
+        with (scratch / "log").open("wb") as own_log, delayed_signals():
             self.process = subprocess.Popen(
                 self.command(installation, repositories),
                 env=self._environment | {"TMPDIR": str(scratch)},  # deleted with what Triton leaves in it

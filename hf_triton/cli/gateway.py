@@ -18,7 +18,7 @@ from typing import Final
 from hf_triton.cli.gateway_options import as_arguments
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.server import describe_status, end_with_parent, open_local
+from hf_triton.server import delayed_signals, describe_status, end_with_parent, open_local
 
 START_LIMIT_S: Final = 60.0
 CONNECT_LIMIT_S: Final = 2.0
@@ -49,7 +49,7 @@ class GatewayProcess:
 
     def start(self) -> None:
         """Start the process and return at once."""
-        with self._own_log.open("wb") as own_log:
+        with self._own_log.open("wb") as own_log, delayed_signals():
             self._process = subprocess.Popen(
                 # -P: no file of the folder that the command runs in takes the place of a module.
                 [sys.executable, "-P", "-m", "hf_triton.cli", "openai", *as_arguments(self.config)],

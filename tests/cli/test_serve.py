@@ -22,6 +22,7 @@ from hf_triton.testing import build_tiny_checkpoint
 from tests.support.paths import ROOT
 from tests.support.serving import (
     COMMAND,
+    PORTS,
     Serving,
     curl_lines,
     port_options,
@@ -93,6 +94,17 @@ def test_ctrl_c_while_starting_stops_all_processes(serving: Serving) -> None:
     os.kill(serving.process.pid, signal.SIGINT)
     assert serving.process.wait(timeout=60) == 0, serving.output()
     wait_until_gone(family)
+
+
+def test_ctrl_c_while_a_process_is_forked_is_not_lost() -> None:
+    script = (
+        "import os, signal; from hf_triton.cli import main; "
+        "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT)); main()"
+    )
+    command = [sys.executable, "-c", script, "serve", *port_options(free_ports(len(PORTS)))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.endswith("downloaded first.\nStopped.\n")
 
 
 @pytest.mark.full
