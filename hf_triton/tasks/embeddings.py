@@ -33,7 +33,7 @@ from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import INPUT_IDS, TOKEN_INPUTS, TokenRow
 from hf_triton.protocol.validation import suggest
-from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask, add_lowercase
+from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.pooling import build_head
 
 if TYPE_CHECKING:
@@ -105,9 +105,7 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
             )
         self._modules = find_modules(checkpoint.folder, settings)
         self._normalizes = self._modules.normalizes if settings.normalize is None else settings.normalize
-        self.max_length = min(self.max_length, self._modules.max_length or self.max_length)
-        if self._modules.lowercases:
-            add_lowercase(self.tokenizer)
+        self.follow(self._modules)
         self._head = build_head(self._modules, checkpoint.model, settings)
         self._prompt_lengths = {name: self._count_prompt(text) for name, text in self._modules.prompts.items()}
 

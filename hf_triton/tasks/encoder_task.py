@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.hub.sentence_modules import SentenceModules
     from hf_triton.settings import ModelSettings
 
 
@@ -208,12 +209,18 @@ class EncoderTask(ABC, Generic[Options]):
         has_types = "token_type_ids" in self.tokenizer.model_input_names
         return EncoderInput(list(encoding.ids), list(encoding.type_ids) if has_types else None)
 
+    def follow(self, modules: SentenceModules) -> None:
+        """Cut texts and make them lower case as modules.json of sentence-transformers says."""
+        self.max_length = min(self.max_length, modules.max_length or self.max_length)
+        if modules.lowercases:
+            _add_lowercase(self.tokenizer)
+
     def label(self, index: int) -> str:
         """The name that the checkpoint's config gives a label."""
         return str((self.config.id2label or {}).get(index, f"LABEL_{index}"))
 
 
-def add_lowercase(tokenizer: Any) -> None:
+def _add_lowercase(tokenizer: Any) -> None:
     """Let a tokenizer make texts lower case first, but not its special tokens."""
     from tokenizers import normalizers
 

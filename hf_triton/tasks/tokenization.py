@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,14 @@ from hf_triton.protocol.task_declaration import TEXT_ALIASES, TaskDeclaration, T
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import ATTENTION_MASK, INPUT_IDS, TOKEN_TYPE, TOKEN_TYPE_IDS
-from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask, add_lowercase
+from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.settings import ModelSettings
 
-TEXT = "text"
-PAIR = "text_pair"
+TEXT: Final = "text"
+PAIR: Final = "text_pair"
 
 
 class Tokenization(EncoderTask[TaskOptions]):
@@ -56,9 +56,7 @@ class Tokenization(EncoderTask[TaskOptions]):
                 "say which those are: serve it by one folder",
             )
         self._prompt = modules.prompts.get(modules.default_prompt or "", "")
-        self.max_length = min(self.max_length, modules.max_length or self.max_length)
-        if modules.lowercases:
-            add_lowercase(self.tokenizer)
+        self.follow(modules)
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
