@@ -98,15 +98,19 @@ async def encode(
 
 
 def _batch_size(folder: Folder) -> int:
-    limits = [BATCH_SIZE, folder.max_batch_size or BATCH_SIZE]
-    own = folder.parameters.get("max_prompts", "")
-    return min([*limits, int(own)] if own.isascii() and own.isdigit() and int(own) else limits)
+    return min(BATCH_SIZE, folder.max_batch_size or BATCH_SIZE, _own_limit(folder, "max_prompts") or BATCH_SIZE)
 
 
 def _num_side_by_side(folder: Folder, size: int) -> int:
     """As many requests as do not refuse each other for what may wait in a folder."""
-    own = folder.parameters.get("max_waiting_prompts", "")
-    return max(1, min(MAX_SIDE_BY_SIDE, int(own) // size)) if own.isascii() and own.isdigit() else MAX_SIDE_BY_SIDE
+    max_waiting = _own_limit(folder, "max_waiting_prompts")
+    return MAX_SIDE_BY_SIDE if max_waiting is None else max(1, min(MAX_SIDE_BY_SIDE, max_waiting // size))
+
+
+def _own_limit(folder: Folder, setting: str) -> int | None:
+    """A number among a folder's settings; None: its config has none."""
+    own = folder.parameters.get(setting, "")
+    return int(own) if own.isascii() and own.isdigit() else None
 
 
 async def _run_all(gateway: Gateway, parts: Sequence[TextRequest], num_side_by_side: int) -> list[Outputs]:
