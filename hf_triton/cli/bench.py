@@ -19,7 +19,7 @@ import click
 from hf_triton.cli.client import Triton, require_client, triton_options
 from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.numbers import NUMBERS
-from hf_triton.cli.tables import new_figure, show_table
+from hf_triton.cli.tables import new_figure, rounded, show_table
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import describe_status, free_ports
@@ -144,15 +144,11 @@ def _describe(level: int, summary: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the table; what AIPerf does not report is None."""
     row: dict[str, Any] = {"concurrency": level}
     for metric, title in RATES.items():
-        row[title] = _rounded(summary.get(metric, {}).get("avg"))
+        row[title] = rounded(summary.get(metric, {}).get("avg"))
     for metric, title in TIMES.items():
         for percentile in PERCENTILES:
-            row[f"{title} {percentile} ms"] = _rounded(summary.get(metric, {}).get(percentile))
+            row[f"{title} {percentile} ms"] = rounded(summary.get(metric, {}).get(percentile))
     return row
-
-
-def _rounded(figure: float | None) -> float | None:
-    return None if figure is None else round(figure, 2)
 
 
 def _plot(name: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:

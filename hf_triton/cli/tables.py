@@ -41,6 +41,11 @@ def new_figure() -> Any:
     return Figure(figsize=(9, 4), layout="constrained")
 
 
+def rounded(figure: float | None, digits: int = 2) -> float | None:
+    """A figure of a table; None if it is not known."""
+    return None if figure is None else round(figure, digits)
+
+
 def printable(text: str) -> str:
     """A text without control characters, which could steer the terminal; line ends and tabs stay."""
     return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) != "Cc")
