@@ -383,6 +383,11 @@ def check_best_of(best_of: int | None, num_return_sequences: int) -> None:
         )
 
 
+def beam_conflict(obstacle: str, num_beams: int) -> str:
+    """The sentence about a parameter that beam search does not combine with."""
+    return f"{obstacle} cannot be combined with num_beams {num_beams}: leave one of them out"
+
+
 def check_beams(num_beams: int, num_return_sequences: int, obstacle: str | None) -> None:
     """Check what a beam search is asked for.
 
@@ -392,7 +397,7 @@ def check_beams(num_beams: int, num_return_sequences: int, obstacle: str | None)
         obstacle: A parameter that does not combine with it.
     """
     if obstacle is not None:
-        raise ValueError(f"{obstacle} cannot be combined with num_beams {num_beams}: leave one of them out")
+        raise ValueError(beam_conflict(obstacle, num_beams))
     if num_return_sequences > num_beams:
         raise ValueError(
             f"num_return_sequences {num_return_sequences} is more than num_beams {num_beams}: "

@@ -10,7 +10,7 @@ from hf_triton.errors import RequestError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.chat import Chat
 from hf_triton.protocol.options import RequestOptions
-from hf_triton.protocol.parameters import GenerationParameters
+from hf_triton.protocol.parameters import GenerationParameters, beam_conflict
 from hf_triton.protocol.prompts import PROMPT_TOKEN_IDS, Prompt, prompt_name
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.sampling.params import SamplingParams
@@ -285,8 +285,5 @@ def _without_beams(parameters: GenerationParameters, obstacle: str | None) -> Ge
     if obstacle is None:
         return parameters
     if parameters.num_beams is not None and parameters.num_beams > 1:
-        raise RequestError(
-            "invalid_parameter",
-            f"{obstacle} cannot be combined with num_beams {parameters.num_beams}: leave one of them out",
-        )
+        raise RequestError("invalid_parameter", beam_conflict(obstacle, parameters.num_beams))
     return parameters.model_copy(update={"num_beams": 1})
