@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
-from folders import ROOT, make_folder, save, take_turns
+from folders import ROOT, make_folder, save, show_two, take_turns
 from lean_client import LeanClient
 
 from hf_triton.testing import TritonServer
@@ -97,11 +97,7 @@ def main(rounds: int, out: Path | None) -> None:
         make_repository(repository, Path(package.origin).parent / "model")
         with TritonServer(repository) as server, contextlib.closing(LeanClient(server.http_url)) as client:
             figures = take_turns(CASES, list(WAYS), rounds, lambda case, way: CASES[case](client, way))
-    print(f"{'':<15}{'folder':>9}{'ensemble':>10}{'ratio':>8}{'quartiles':>16}")
-    for case, found in figures.items():
-        low, middle, high = statistics.quantiles([each["ensemble"] / each["folder"] for each in found], n=4)
-        one, two = (statistics.median(each[way] for each in found) for way in WAYS)
-        print(f"{case:<15}{one:>9.2f}{two:>10.2f}{middle:>8.3f}{f'{low:.3f}-{high:.3f}':>16}")
+    show_two(figures, list(WAYS))
     if out is not None:
         save(figures, out)
 

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
-from folders import ROOT, make_folder, save, take_turns
+from folders import ROOT, make_folder, save, show_two, take_turns
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 
@@ -88,11 +88,7 @@ def main(rounds: int, out: Path | None) -> None:
         shutil.copytree(ROOT / "stream_door", repository / "plain_stream")
         with TritonServer(repository) as server:
             figures = take_turns(CASES, list(WAYS), rounds, lambda case, way: CASES[case](server, WAYS[way]))
-    print(f"{'':<10}{'direct':>9}{'door':>9}{'ratio':>8}{'quartiles':>16}")
-    for case, found in figures.items():
-        low, middle, high = statistics.quantiles([each["door"] / each["direct"] for each in found], n=4)
-        direct, door = (statistics.median(each[way] for each in found) for way in WAYS)
-        print(f"{case:<10}{direct:>9.2f}{door:>9.2f}{middle:>8.3f}{f'{low:.3f}-{high:.3f}':>16}")
+    show_two(figures, list(WAYS))
     if out is not None:
         save(figures, out)
 

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def take_turns(cases: Iterable[str], ways: Sequence[str], rounds: int, take: Cal
             if number:
                 found.append(figure)
     return figures
+
+
+def show_two(figures: Figures, ways: Sequence[str]) -> None:
+    """Print each case's medians of two ways, and the ratio of the second to the first with its quartiles."""
+    first, second = ways
+    print(f"{'':<15}{first:>10}{second:>10}{'ratio':>8}{'quartiles':>16}")
+    for case, found in figures.items():
+        low, middle, high = statistics.quantiles([each[second] / each[first] for each in found], n=4)
+        one, two = (statistics.median(each[way] for each in found) for way in ways)
+        print(f"{case:<15}{one:>10.2f}{two:>10.2f}{middle:>8.3f}{f'{low:.3f}-{high:.3f}':>16}")
 
 
 def save(figures: Figures, out: Path) -> None:
