@@ -37,7 +37,7 @@ MAX_TEXTS: Final = 1000
 """Lines of a file that are read."""
 SAMPLE: Final = """the ship lies in the old harbour while gulls cry over the pier and a child carries warm bread home
 before rain falls on quiet streets where twelve people wait for news from another town about prices of grain this year
-nobody knows how far it is to go by train or why the letter came late but every morning someone asks again"""
+few know how far it is to go by train or why the letter came late but every morning someone asks again"""
 
 
 @click.command(

@@ -17,8 +17,6 @@ from hf_triton.settings import ModelSettings
 
 BYTES_PER_TOKEN: Final = 16
 """More than any prompt has on average; bounds what is tokenized at all."""
-
-
 MIN_ENCODER_BYTES: Final = 1 << 18
 """Of a text for an encoder: documents are cut to the context, or read in windows."""
 

@@ -79,7 +79,7 @@ class TextToText:
     name: str
     prefix: str = ""
     pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """The prefix for a source and a target language, of models that are told so in words (T5)."""
+    """The prefix for a source and a target language, of models that read the languages as words (T5)."""
     languages: Languages | None = None
 
     def direction(self, text: str, src_lang: str | None, tgt_lang: str | None) -> Direction:
