@@ -98,15 +98,7 @@ def read_message() -> str | None:
 
 
 class Session:
-    """One conversation.
-
-    Args:
-        triton: The server.
-        runner: Its loop; Ctrl+C cancels what runs in it.
-        sampling: Generation parameters.
-        options: Options of each request.
-        system: System prompt.
-    """
+    """One conversation; Ctrl+C cancels what runs in its runner."""
 
     def __init__(
         self,

@@ -240,11 +240,7 @@ def _read_headers(context: click.Context, option: click.Parameter, values: Seque
 
 
 def require_client() -> None:
-    """Check that the packages of the clients are installed.
-
-    Raises:
-        ServerError: One is not.
-    """
+    """Check that the packages of the clients are installed."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ServerError("client_missing", f"this needs {', '.join(missing)}: `pip install 'hf-triton[openai]'`")

@@ -100,11 +100,7 @@ class GatewayProcess:
             return 0
 
     def check(self) -> None:
-        """Check that the process runs.
-
-        Raises:
-            ServerError: It has ended.
-        """
+        """Check that the process runs."""
         status = None if self._process is None else self._process.poll()
         if status is not None:
             raise ServerError(

@@ -171,11 +171,7 @@ def serve(
 
 @contextlib.contextmanager
 def _running(server: TritonServer, gateway: GatewayProcess | None) -> Iterator[None]:
-    """Start both; at the end both finish their requests in flight at the same time.
-
-    Raises:
-        ServerError: One of them does not start.
-    """
+    """Start both; at the end both finish their requests in flight at the same time."""
     with contextlib.ExitStack() as stack:
         if gateway is not None:
             stack.callback(gateway.stop)
@@ -210,11 +206,7 @@ def _check_folders(repository: Path, exit_on_error: bool) -> Mapping[str, str]:
 
 
 def _check_flags(flags: Sequence[str]) -> None:
-    """Refuse flags that the command sets itself.
-
-    Raises:
-        click.UsageError: There is one.
-    """
+    """Refuse flags that the command sets itself."""
     for flag in flags:
         own = OWN_FLAGS.get(flag.partition("=")[0])
         if own:

@@ -39,13 +39,7 @@ class InflightStep:
 
 
 class Executor:
-    """Runs steps of one model.
-
-    Args:
-        forward: The model's.
-        decoder: Runs decoding steps.
-        memory: The slots.
-    """
+    """Runs steps of one model."""
 
     def __init__(self, forward: Forward, decoder: Decoder, memory: KVMemory) -> None:
         self._forward = forward

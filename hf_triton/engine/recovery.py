@@ -14,12 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Decides what a failure means for the sequences.
-
-    Args:
-        scheduler: Preempts them.
-        memory: Holds their KV.
-    """
+    """Decides what a failure means for the sequences."""
 
     def __init__(self, scheduler: Scheduler, memory: KVMemory) -> None:
         self._scheduler = scheduler

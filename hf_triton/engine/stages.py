@@ -50,11 +50,7 @@ class Memory(Protocol):
 
 
 class Stages:
-    """Admitted sequences: ready to be prefilled (admitted or preempted), prefilling, or running.
-
-    Args:
-        memory: Holds the prefilling and the running ones.
-    """
+    """Admitted sequences: ready to be prefilled (admitted or preempted), prefilling, or running."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

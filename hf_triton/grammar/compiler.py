@@ -92,10 +92,6 @@ class GrammarCompiler:
     ) -> tuple[SamplingParams, Callable[[], GrammarConstraint]]:
         """Compile a grammar for the sequences of one prompt.
 
-        Args:
-            grammar: What the completions follow.
-            params: The prompt's sampling parameters.
-
         Returns:
             The sampling parameters with at least one end-of-sequence token, and a factory of the sequences'
             constraints. Each prompt has a matcher of its own: the library's limits add up over its life.

@@ -115,11 +115,7 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Find and load the checkpoint of the settings; a damaged cache entry is removed and downloaded again, once.
 
-    Args:
-        hub: Finds its files.
-        settings: The folder's.
-        placement: The device.
-        auto_class: The class of transformers for the task of an encoder; None for text generation.
+    `auto_class` is None for text generation, as in `load_model`.
 
     Raises:
         LoadError: One sentence with the model, the cause and the remedy.

@@ -87,11 +87,6 @@ def decode_texts(name: str, array: Array, limits: Limits, noun: str = "text") ->
 def decode_chat(value: object, options: Mapping[str, object], limits: Limits) -> Chat:
     """Read `messages`, a tensor of JSON or a parameter.
 
-    Args:
-        value: The tensor or the parameter's value.
-        options: The request's `ChatOptions`.
-        limits: What to accept.
-
     Raises:
         RequestError: It is not a chat, or too long.
     """
@@ -142,11 +137,7 @@ def _parse_array(text: str) -> object:
 
 
 def check_size(num_bytes: int, limits: Limits, name: str) -> None:
-    """Check the size of a prompt.
-
-    Raises:
-        RequestError: It has more bytes than are accepted.
-    """
+    """Refuse a prompt that has more bytes than are accepted."""
     if num_bytes > limits.max_prompt_bytes:
         raise RequestError(
             "context_exceeded",

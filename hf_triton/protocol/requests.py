@@ -224,11 +224,7 @@ def _parameters_per_prompt(
 
 
 def check_parameter_names(parameters: Mapping[str, object]) -> None:
-    """Refuse unknown parameters.
-
-    Raises:
-        RequestError: Names the parameter and suggests a known one.
-    """
+    """Refuse unknown parameters."""
     for name, value in parameters.items():
         if not (_is_known(name) or has_no_effect(name, value)):
             raise unknown_parameter(name, (*OPTIONS, *CHAT_OPTIONS, *SOURCES))

@@ -145,11 +145,7 @@ def _scalar_options(declaration: TaskDeclaration) -> Iterator[dict[str, Any]]:
 
 
 def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) -> None:
-    """Refuse an input of a config.pbtxt that the task does not have.
-
-    Raises:
-        SettingsError: It is unknown or of a wrong type.
-    """
+    """Refuse an input of a config.pbtxt that the task does not have."""
     if declaration.text_of(name) is not None:
         types: tuple[str, ...] = ("TYPE_STRING",)
     elif name in declaration.token_names:
@@ -168,11 +164,7 @@ def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) ->
 
 
 def check_task_output(declaration: TaskDeclaration, name: str, data_type: str) -> None:
-    """Refuse an output of a config.pbtxt that the task does not have.
-
-    Raises:
-        SettingsError: It is unknown or of a wrong type.
-    """
+    """Refuse an output of a config.pbtxt that the task does not have."""
     known = declaration.all_outputs
     if name not in known or known[name].data_type != data_type:
         listed = ", ".join(f"{name} {output.data_type}" for name, output in known.items())

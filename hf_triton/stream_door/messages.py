@@ -27,7 +27,7 @@ ERRORS: Final = {error.triton_code: error for error in (HfTritonError, RequestEr
 
 
 class ProtocolError(ValueError):
-    """A malformed message from the other side; its content may be a prompt and must not be quoted."""
+    """What `read_...` raises: the other side's message is malformed. It may hold a prompt and must not be quoted."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,7 @@ def pack_request(request: DoorRequest) -> Message:
 
 
 def read_request(value: object) -> DoorRequest:
-    """Parse a request.
-
-    Raises:
-        ProtocolError: It is malformed.
-    """
+    """Parse a request."""
     match value:
         case {
             "inputs": dict() as inputs,
@@ -85,11 +81,7 @@ def _elements(array: Array) -> list[Any]:
 
 
 def read_tensors(value: object) -> dict[str, Array]:
-    """Parse tensors.
-
-    Raises:
-        ProtocolError: They are malformed.
-    """
+    """Parse tensors."""
     if not isinstance(value, dict):
         raise ProtocolError("malformed tensors")
     return {name: _read_tensor(entry) for name, entry in value.items()}
@@ -114,11 +106,7 @@ def _array(dtype: str, elements: list[Any]) -> Array:
 
 
 def read_parameters(value: object) -> dict[str, int]:
-    """Parse the parameters of a response.
-
-    Raises:
-        ProtocolError: They are malformed.
-    """
+    """Parse the parameters of a response."""
     if not isinstance(value, dict) or any(type(entry) is not int for entry in value.values()):
         raise ProtocolError("malformed response parameters")
     return value
@@ -130,11 +118,7 @@ def pack_error(error: HfTritonError) -> list[str]:
 
 
 def read_error(value: object) -> HfTritonError:
-    """Parse an error, with its code and sentence.
-
-    Raises:
-        ProtocolError: It is malformed.
-    """
+    """Parse an error, with its code and sentence."""
     match value:
         case [CancelledError.triton_code, str(), str()]:
             return CancelledError()

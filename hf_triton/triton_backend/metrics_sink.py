@@ -11,11 +11,7 @@ from hf_triton.tasks.metrics import METRICS, Metric
 
 
 class MetricsSink:
-    """The server's metrics. What several instances of a model add under the same labels adds up.
-
-    Args:
-        labels: Of every metric.
-    """
+    """The server's metrics. What several instances of a model add under the same labels adds up."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = dict(labels)
