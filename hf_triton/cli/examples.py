@@ -62,7 +62,7 @@ def _encoder(config: Mapping[str, Any]) -> tuple[str, tuple[str, str] | None] | 
 
 def config_of_task(name: str, task: TaskDeclaration) -> Mapping[str, Any]:
     """What the config of a folder that is not loaded will say of its inputs and outputs."""
-    ports = {"input": task.names(), "output": task.all_outputs}
+    ports = {"input": task.input_types, "output": task.all_outputs}
     return {"name": name, **{side: [{"name": port} for port in found] for side, found in ports.items()}}
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -75,12 +76,7 @@ def decode_texts(name: str, array: Array, limits: Limits, noun: str = "text") ->
         )
     elements = array.ravel()
     for row, element in enumerate(elements):
-        if len(element) > limits.max_prompt_bytes:
-            raise RequestError(
-                "context_exceeded",
-                f"{name} row {row} has {len(element)} bytes, more than the {limits.max_prompt_bytes} that are "
-                "accepted (setting max_prompt_bytes)",
-            )
+        check_size(len(element), limits, f"{name} row {row}")
     return [decode_string(f"{name} row {row}", element, "invalid_input") for row, element in enumerate(elements)]
 
 
@@ -117,7 +113,8 @@ def decode_token_ids(value: object, limits: Limits, name: str = PROMPT_TOKEN_IDS
             value = row.tolist()
     if isinstance(value, str):
         check_size(len(value), limits, name)  # digits are one byte each
-        value = _parse_array(value)
+        with contextlib.suppress(ValueError):
+            value = from_json(value)
     if not isinstance(value, list) or not value:
         raise RequestError("invalid_input", f"{name} must be a JSON array of 1 or more token ids, got {clip(value)}")
     for index, token_id in enumerate(value):
@@ -127,13 +124,6 @@ def decode_token_ids(value: object, limits: Limits, name: str = PROMPT_TOKEN_IDS
                 f"{name}[{index}] must be an integer >= 0 and <= {MAX_TOKEN_ID}, got {clip(token_id)}",
             )
     return tuple(value)
-
-
-def _parse_array(text: str) -> object:
-    try:
-        return from_json(text)
-    except ValueError:
-        return text
 
 
 def check_size(num_bytes: int, limits: Limits, name: str) -> None:

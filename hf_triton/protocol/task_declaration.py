@@ -86,17 +86,20 @@ class TaskDeclaration:
         }
         return {**self.outputs, **common}
 
-    def text_of(self, name: str) -> TextInput | None:
-        """The text input of a name or an alias."""
-        return next((text for text in self.texts if name in (text.name, *text.aliases)), None)
-
     def text_names(self) -> list[str]:
         """The names of text inputs and their aliases."""
         return [name for text in self.texts for name in (text.name, *text.aliases)]
 
-    def names(self) -> list[str]:
-        """Every name of an input or a parameter."""
-        return [*self.text_names(), *self.token_names, *self.options.model_fields, *self.other_inputs]
+    @property
+    def input_types(self) -> dict[str, tuple[str, ...]]:
+        """The tensor types of every input or parameter by name, the declared one first."""
+        options = {name: TENSOR_TYPES[value_type(self.options, name)[0]] for name in self.options.model_fields}
+        return {
+            **dict.fromkeys(self.text_names(), ("TYPE_STRING",)),
+            **dict.fromkeys(self.token_names, (TOKEN_TYPE,)),
+            **options,
+            **{name: (data_type,) for name, data_type in self.other_inputs.items()},
+        }
 
     @property
     def token_names(self) -> tuple[str, ...]:
@@ -110,9 +113,7 @@ def missing_task_ports(
     """The inputs and outputs that config.pbtxt leaves out, in Triton's form; see `ports.missing_ports`."""
     has_inputs, has_outputs = ({port["name"] for port in config[side]} for side in ("input", "output"))
     batch = [] if config["max_batch_size"] > 0 else [-1]
-    inputs: list[dict[str, Any]] = [] if has_inputs and not parameters_as_inputs else list(_inputs(declaration, config))
-    if parameters_as_inputs:
-        inputs += _scalar_options(declaration)
+    inputs = _inputs(declaration, batch, parameters_as_inputs) if parameters_as_inputs or not has_inputs else ()
     outputs = [
         {"name": name, "data_type": output.data_type, "dims": [*batch, *[-1] * output.num_dims] or [1]}
         for name, output in declaration.all_outputs.items()
@@ -122,42 +123,28 @@ def missing_task_ports(
     ]
 
 
-def _inputs(declaration: TaskDeclaration, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Texts, and options that are arrays, which Triton's JSON passes on to inputs only."""
-    dims = [1] if config["max_batch_size"] > 0 else [-1]
-    for name in declaration.text_names():
-        yield {"name": name, "data_type": "TYPE_STRING", "dims": dims, "optional": True}
-    for name in declaration.token_names:
-        yield {"name": name, "data_type": TOKEN_TYPE, "dims": [-1] if dims == [1] else [-1, -1], "optional": True}
-    for name, data_type in declaration.other_inputs.items():
-        yield {"name": name, "data_type": data_type, "dims": [1], "optional": True}
-    for name in declaration.options.model_fields:
-        element, is_array = value_type(declaration.options, name)
-        if is_array:
-            yield {"name": name, "data_type": TENSOR_TYPES[element][0], "dims": [-1], "optional": True}
-
-
-def _scalar_options(declaration: TaskDeclaration) -> Iterator[dict[str, Any]]:
-    for name in declaration.options.model_fields:
-        kind, is_array = value_type(declaration.options, name)
-        if not is_array:
-            yield {"name": name, "data_type": TENSOR_TYPES[kind][0], "dims": [1], "optional": True}
+def _inputs(declaration: TaskDeclaration, batch: list[int], parameters_as_inputs: bool) -> Iterator[dict[str, Any]]:
+    """All inputs; of the options else only those that are arrays, which Triton's JSON passes on to inputs only."""
+    for name, types in declaration.input_types.items():
+        dims = [1]
+        if name in declaration.text_names():
+            dims = batch or [1]
+        elif name in declaration.token_names:
+            dims = [*batch, -1]
+        elif name in declaration.options.model_fields and value_type(declaration.options, name)[1]:
+            dims = [-1]
+        elif name in declaration.options.model_fields and not parameters_as_inputs:
+            continue
+        yield {"name": name, "data_type": types[0], "dims": dims, "optional": True}
 
 
 def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) -> None:
     """Refuse an input of a config.pbtxt that the task does not have."""
-    if declaration.text_of(name) is not None:
-        types: tuple[str, ...] = ("TYPE_STRING",)
-    elif name in declaration.token_names:
-        types = (TOKEN_TYPE,)
-    elif name in declaration.other_inputs:
-        types = (declaration.other_inputs[name],)
-    elif name in declaration.options.model_fields:
-        types = TENSOR_TYPES[value_type(declaration.options, name)[0]]
-    else:
+    types = declaration.input_types.get(name)
+    if types is None:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', which a model for {declaration.name} does not take"
-            f"{suggest(name, declaration.names())}"
+            f"{suggest(name, declaration.input_types)}"
         )
     if data_type not in types:
         raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {' or '.join(types)}")

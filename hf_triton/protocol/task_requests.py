@@ -74,7 +74,7 @@ def read_task_request(
     for name in given:
         if name in parameters and name in inputs:
             raise RequestError("invalid_parameter", f"{name} is given twice, as an input and as a parameter")
-        if declaration.text_of(name) is None and name not in (*options.model_fields, *declaration.token_names):
+        if name not in (*declaration.text_names(), *options.model_fields, *declaration.token_names):
             raise _unknown(declaration, name)
     given_options = {name: _option(options, name, given[name]) for name in options.model_fields if name in given}
     tokens = {name: given[name] for name in declaration.token_names if name in given}
@@ -104,7 +104,7 @@ def _unknown(declaration: TaskDeclaration, name: str) -> RequestError:
         )
     return RequestError(
         "unknown_parameter",
-        f"there is no input or parameter {clip(name)} in {declaration.name}{suggest(name, declaration.names())}",
+        f"there is no input or parameter {clip(name)} in {declaration.name}{suggest(name, declaration.input_types)}",
     )
 
 

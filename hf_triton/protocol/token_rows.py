@@ -59,9 +59,9 @@ def read_token_rows(inputs: Mapping[str, Any], limits: Limits) -> list[TokenRow]
         )
     check_size(ids.shape[1] * ids.itemsize, limits, f"a row of {INPUT_IDS}")
     rows = []
-    for number, start, stop in _spans(mask):
-        type_ids = None if types is None else types[number, start:stop].tolist()
-        rows.append(TokenRow(ids[number, start:stop].tolist(), type_ids))
+    for number, row in enumerate(mask):
+        span = _span(number, row)
+        rows.append(TokenRow(ids[number, span].tolist(), None if types is None else types[number, span].tolist()))
     return rows
 
 
@@ -81,16 +81,13 @@ def _matrix(name: str, value: object) -> Array:
     return value
 
 
-def _spans(mask: Array) -> list[tuple[int, int, int]]:
-    """Each row's number, its first token, and the place behind its last."""
-    spans = []
-    for number, row in enumerate(mask):
-        tokens = np.flatnonzero(row)
-        start, stop = (int(tokens[0]), int(tokens[-1]) + 1) if tokens.size else (0, 0)
-        if stop - start != tokens.size or not (row[start:stop] == 1).all():
-            raise RequestError(
-                "invalid_input",
-                f"{ATTENTION_MASK} row {number} must be 1 for the tokens and 0 for the padding before or behind them",
-            )
-        spans.append((number, start, stop))
-    return spans
+def _span(number: int, mask: Array) -> slice:
+    """From a row's first token to its last."""
+    tokens = np.flatnonzero(mask)
+    span = slice(int(tokens[0]), int(tokens[-1]) + 1) if tokens.size else slice(0)
+    if len(mask[span]) != tokens.size or not (mask[span] == 1).all():
+        raise RequestError(
+            "invalid_input",
+            f"{ATTENTION_MASK} row {number} must be 1 for the tokens and 0 for the padding before or behind them",
+        )
+    return span
