@@ -21,7 +21,7 @@ from tests.support.chat import build_chat_checkpoint
 from tests.support.gateway import GatewayThread, wait_until
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 BODY = {"model": "slow", "prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
 STREAMS: dict[str, dict[str, Any]] = {
     "/v1/completions": BODY,

@@ -136,7 +136,7 @@ def test_a_dropped_request_is_answered_at_once(server: TritonServer) -> None:
     reply = infer(server, "faulty", ["lost"], parameters={"max_new_tokens": IS_DROPPED})
     assert reply.status == 500
     assert reply.error.startswith("internal: ")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.usefixtures("canary")
