@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -89,12 +90,16 @@ def parse_message(folder: Path) -> Any:
     Raises:
         SettingsError: Triton cannot read it.
     """
-    text = read_config(folder)
-    if error := _parse_error(text):
-        raise SettingsError(error)
-    message = importlib.import_module("tritonclient.grpc.model_config_pb2").ModelConfig()
-    importlib.import_module("google.protobuf.text_format").Parse(text, message)
-    return message
+    messages = importlib.import_module("tritonclient.grpc.model_config_pb2")
+    text_format = importlib.import_module("google.protobuf.text_format")
+    config, message = read_config(folder), messages.ModelConfig()
+    try:
+        return text_format.Parse(config, message)
+    except text_format.ParseError as error:  # `5:61 : Message type ...`
+        sentence = re.sub(r"^[\d:]+ : ('.*': )?", "", str(error)).rstrip(".")
+        position = f"{error.GetLine()}:{error.GetColumn()}"
+        hint = _hint(sentence, config, message.DESCRIPTOR.fields_by_name)
+        raise SettingsError(f"{CONFIG} cannot be parsed: {position}: {sentence}{hint}") from None
 
 
 def parse_config(folder: Path) -> dict[str, Any]:
@@ -149,24 +154,12 @@ def guess_reason(folder: Path) -> str:
     name = re.search(r'^name\s*:\s*"([^"]*)"', config, flags=re.MULTILINE)
     if name and name[1] != folder.name:
         return f"{CONFIG} names the model {name[1]}, and Triton expects the folder's name: remove the line name:"
-    return _parse_error(config) or "see Triton's log above"
-
-
-def _parse_error(config: str) -> str | None:
-    """`config.pbtxt cannot be parsed: 5:61: Expected string but found: '128'`; None if it can be parsed."""
-    try:
-        messages = importlib.import_module("tritonclient.grpc.model_config_pb2")
-        text_format = importlib.import_module("google.protobuf.text_format")
-    except ImportError:  # the container has no tritonclient
-        return None
-    try:
-        text_format.Parse(config, messages.ModelConfig())
-    except text_format.ParseError as error:
-        sentence = re.sub(r"^[\d:]+ : ('.*': )?", "", str(error)).rstrip(".")
-        position = f"{error.GetLine()}:{error.GetColumn()}"
-        fields = messages.ModelConfig.DESCRIPTOR.fields_by_name
-        return f"{CONFIG} cannot be parsed: {position}: {sentence}{_hint(sentence, config, fields)}"
-    return None
+    with contextlib.suppress(ImportError):  # the container has no tritonclient
+        try:
+            parse_message(folder)
+        except SettingsError as error:
+            return error.sentence
+    return "see Triton's log above"
 
 
 def _hint(sentence: str, config: str, fields: Mapping[str, object]) -> str:

@@ -15,11 +15,11 @@ import click
 
 from hf_triton.cli.client import Triton, require_client, triton_options
 from hf_triton.cli.exit_codes import INTERRUPTED
+from hf_triton.cli.model_folder import read_settings
 from hf_triton.cli.tables import printable
-from hf_triton.errors import clip
 from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.ports import TEXT_OUTPUTS
-from hf_triton.protocol.validation import parse_json
+from hf_triton.protocol.validation import read_json
 
 if TYPE_CHECKING:
     from hf_triton.openai.triton import Model, TritonModels
@@ -54,20 +54,11 @@ def sampling_options(command: Command) -> Command:
 
 
 def _read_params(context: click.Context, option: click.Parameter, values: Sequence[str]) -> dict[str, object]:
-    params: dict[str, object] = {}
-    for given in values:
-        name, equals, text = given.partition("=")
-        if not equals or not name:
-            raise click.BadParameter(f"must be KEY=VALUE, got {clip(given)}")
+    params = read_settings(context, option, values)
+    for name in COMMAND_DECIDES:
         if name in params:
-            raise click.BadParameter(f"{clip(name)} is given twice: give it once")
-        if name in COMMAND_DECIDES:
             raise click.BadParameter(f"{name} is for the command to decide: leave it out")
-        try:
-            params[name] = parse_json(text)
-        except ValueError:
-            params[name] = text
-    return params
+    return {name: read_json(text) for name, text in params.items()}
 
 
 def split_parameters(params: Mapping[str, object], **given: object) -> tuple[dict[str, object], dict[str, Any]]:

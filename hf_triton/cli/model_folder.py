@@ -100,7 +100,7 @@ def _quoted(text: str) -> str:
 
 
 def read_settings(context: click.Context, option: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """The `--set key=value` of a command, by key."""
+    """The values of a repeatable option KEY=VALUE, by key."""
     settings: dict[str, str] = {}
     for given in values:
         name, equals, text = given.partition("=")
