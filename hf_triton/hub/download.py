@@ -82,7 +82,10 @@ class Downloader:
         spec = self._spec
         commit, sizes = self._list_files()
         if spec.files:
-            return self._fetch_all(spec.files, sizes, commit)
+            missing = [name for name in spec.files if name not in sizes]
+            if missing:
+                raise incomplete_on_hub(spec, missing)
+            return self._fetch(list(spec.files), sizes, commit)
         patterns = SMALL_FILES + (("*.py",) if spec.trust_remote_code else ())
         small = [name for name in sizes if _matches(name, patterns)]
         if not small:
@@ -100,13 +103,6 @@ class Downloader:
         if missing:
             raise incomplete_on_hub(spec, missing)
         return snapshot
-
-    def _fetch_all(self, names: Collection[str], sizes: Mapping[str, int], commit: str) -> Path:
-        """Download files by name; returns the snapshot folder."""
-        missing = [name for name in names if name not in sizes]
-        if missing:
-            raise incomplete_on_hub(self._spec, missing)
-        return self._fetch(list(names), sizes, commit)
 
     def _fetch_modules(self, snapshot: Path, sizes: Mapping[str, int], commit: str) -> None:
         """Download what modules.json of sentence-transformers names, if there is one."""

@@ -28,8 +28,8 @@ def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
         names: All of its files, here or on the Hub.
     """
     if "adapter_config.json" in names:
-        base = _base_model(folder / "adapter_config.json")
-        of = f" of {clip(base)}" if base else ""
+        base = _read_object(folder / "adapter_config.json").get("base_model_name_or_path")
+        of = f" of {clip(base)}" if base and isinstance(base, str) else ""
         return (
             f"is an adapter{of}, not a whole model: set huggingface_model to its base model, and name the adapter in "
             "the setting adapters"
@@ -88,8 +88,3 @@ def _read_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _base_model(file: Path) -> str | None:
-    base = _read_object(file).get("base_model_name_or_path")
-    return base if isinstance(base, str) else None

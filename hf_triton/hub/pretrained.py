@@ -98,8 +98,10 @@ def load_model(
     """
     auto_class = model_class(folder, config, settings, auto_class_name)
     if not settings.has_weights:
-        with loading("the model", settings):
-            return _without_weights(auto_class, config, settings)
+        import torch
+
+        with loading("the model", settings), torch.device("meta"):
+            return auto_class.from_config(config, trust_remote_code=settings.trust_remote_code)
     if settings.load_format == "dummy":
         with loading("the model", settings):
             return _with_attention(settings, _dummy_loader(auto_class, config, settings, device_map))
@@ -271,13 +273,6 @@ def _dummy_loader(auto_class: Any, config: Any, settings: ModelSettings, device_
         )
 
     return load
-
-
-def _without_weights(auto_class: Any, config: Any, settings: ModelSettings) -> Any:
-    import torch
-
-    with torch.device("meta"):
-        return auto_class.from_config(config, trust_remote_code=settings.trust_remote_code)
 
 
 def _with_attention(settings: ModelSettings, load: Callable[[str], Any]) -> Any:

@@ -99,15 +99,10 @@ def missing_files(folder: Path, spec: CheckpointSpec) -> list[str]:
     if spec.trust_remote_code:
         missing += missing_code(folder)
     if spec.needs_config:
-        missing += _missing_modules(folder, spec)
+        there = [str(path.relative_to(folder)) for path in folder.glob("*/*")]
+        names = module_files(folder, there, allow_pickle=spec.allow_pickle, needs_weights=spec.needs_weights)
+        missing += [name for name in names if not (folder / name).exists()]
     return missing + (missing_weights(folder, spec.allow_pickle) if spec.needs_weights else [])
-
-
-def _missing_modules(folder: Path, spec: CheckpointSpec) -> list[str]:
-    """The files that modules.json of sentence-transformers names and the folder lacks."""
-    there = [str(path.relative_to(folder)) for path in folder.glob("*/*")]
-    names = module_files(folder, there, allow_pickle=spec.allow_pickle, needs_weights=spec.needs_weights)
-    return [name for name in names if not (folder / name).exists()]
 
 
 def is_sound(path: Path, on_chunk: Callable[[], None] | None = None) -> bool:
