@@ -198,9 +198,10 @@ class BatchEngine(EngineThread):
             logits_processor=LogitsProcessorList([_Sampling(sequences, self._pad_id, self.observer)]),
             stopping_criteria=StoppingCriteriaList([_Ending(sequences, self._is_over)]),
         )
-        if self.rejection() is None:
-            for sequence in sequences:
-                _end(sequence)
+        for sequence in sequences if self.rejection() is None else ():
+            if not sequence.is_done:  # the checkpoint's `max_time` was up
+                sequence.expire()
+                sequence.group.finish_if_complete()
 
     def _search(self, sequences: list[Sequence]) -> None:
         """Generate the prompts of these sequences by beam search; one that failed begins anew."""
@@ -316,13 +317,6 @@ class _Ending(StoppingCriteria):
         is_over = self._is_over(self._sequences)
         done = [is_over or sequence.is_done for sequence in self._sequences]
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
-
-
-def _end(sequence: Sequence) -> None:
-    """Finish a sequence that `generate` left unfinished: the checkpoint's `max_time` was up."""
-    if not sequence.is_done:
-        sequence.expire()
-        sequence.group.finish_if_complete()
 
 
 def _pad_id(model: Any) -> int:

@@ -86,9 +86,13 @@ def build_engine(
     if mode is None:
         sharing = _sharing(model, context_length)
         logger.info("engine batch: up to %d sequences, sharing a batch: %s", max_num_seqs, sharing)
-        _warn_of_ignored(max_cache_tokens=max_cache_tokens is not None, decoding=decoding not in ("auto", "eager"))
+        ignored = {"max_cache_tokens": max_cache_tokens is not None, "decoding": decoding not in ("auto", "eager")}
+        for name in filter(ignored.get, ignored):
+            logger.warning("engine batch ignores the setting %s", name)
         return BatchEngine(model, context_length=context_length, sharing=sharing, **shared)
-    _check_decoding(model, decoding)
+    error = decoding_error(decoding, model.get_input_embeddings().weight.device)
+    if error:
+        raise CheckpointError("device_unavailable", error)
     details = ", each prompt prefilled whole, no prefix caching" if mode == "whole" else ""
     logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, details)
     return ContinuousBatchingEngine(
@@ -126,18 +130,6 @@ def _continuous_mode(model: Any, wanted: EngineName, context_length: int) -> Pre
         )
     logger.log(level, "engine batch, because %s", obstacle)
     return None
-
-
-def _check_decoding(model: Any, decoding: DecodingMode) -> None:
-    error = decoding_error(decoding, model.get_input_embeddings().weight.device)
-    if error:
-        raise CheckpointError("device_unavailable", error)
-
-
-def _warn_of_ignored(**settings: bool) -> None:
-    for name, is_set in settings.items():
-        if is_set:
-            logger.warning("engine batch ignores the setting %s", name)
 
 
 def _sharing(model: Any, context_length: int) -> Sharing:

@@ -64,16 +64,11 @@ class ContinuousBatchingEngine(EngineThread):
         chunk_sizes = self.config.chunk_sizes or self.device_context.chunk_sizes
         self.forward = forward
         self.decoder = Decoder(forward, decoding)
-        weight_bytes = model.get_memory_footprint(return_buffers=False)
-
-        def max_padding(bytes_per_token: int) -> float:
-            """Tokens; unlimited if shapes are static: captured graphs are those of one lane."""
-            return math.inf if self.decoder.is_static else self.config.padding_fraction * weight_bytes / bytes_per_token
-
+        padding_bytes = self.config.padding_fraction * model.get_memory_footprint(return_buffers=False)
         self.memory = KVMemory(
             forward,
             max_cache_tokens,
-            max_padding=max_padding,
+            padding_bytes=math.inf if self.decoder.is_static else padding_bytes,  # captured graphs are of one lane
             prefix_tokens=2 * chunk_sizes.per_weights,
             prefix_fraction=self.config.prefix_cache_fraction if enable_prefix_caching and not prefills_whole else 0.0,
         )
@@ -83,7 +78,7 @@ class ContinuousBatchingEngine(EngineThread):
             recomputes=forward.recomputes,
             prefills_whole=prefills_whole,
             stores_prompts=self.memory.prefixes.stores_prompts,
-            can_run_ahead=lambda: self.executor.can_run_ahead,
+            can_run_ahead=lambda: self.decoder.is_static,
         )
         numbers = itertools.count()
         self.scheduler = Scheduler(

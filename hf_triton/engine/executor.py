@@ -46,11 +46,6 @@ class Executor:
         self._decoder = decoder
         self._memory = memory
 
-    @property
-    def can_run_ahead(self) -> bool:
-        """Whether a decoding step may start before the tokens of the last one are read."""
-        return self._decoder.is_static
-
     def run(self, step: ScheduledStep) -> StepOutput:
         """Run a step; a failure leaves the sequences as they were, and the memory corrupt if it must be."""
         if step.wait_s:

@@ -34,7 +34,7 @@ class KVMemory:
     Args:
         forward: The model's.
         max_tokens: The setting `max_cache_tokens`; None: what the device has free.
-        max_padding: Tokens of padding that a sequence may bring into a lane.
+        padding_bytes: Of padding that a sequence may bring into a lane.
         prefix_tokens: The fewest tokens of a cached prefix, for a model whose prefixes are prefilled alone.
         prefix_fraction: The most of the memory that the prefix cache takes; 0: prefixes are not cached.
     """
@@ -44,7 +44,7 @@ class KVMemory:
         forward: Forward,
         max_tokens: int | None,
         *,
-        max_padding: Callable[[int], float],
+        padding_bytes: float,
         prefix_tokens: int,
         prefix_fraction: float,
     ) -> None:
@@ -55,7 +55,7 @@ class KVMemory:
         bytes_per_token, slot_tokens = forward.memory_per_token()
         self._slot_tokens = slot_tokens if max_tokens is None else 0  # the setting limits keys and values
         self.budget = TokenBudget(bytes_per_token, max_tokens)
-        self._max_padding = max_padding(sum(bytes_per_token.values()))
+        self._max_padding = padding_bytes / sum(bytes_per_token.values())
         self._prefix_fraction = prefix_fraction
         self.prefixes = PrefixCache()
         if forward.is_recurrent:

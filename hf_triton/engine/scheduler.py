@@ -336,9 +336,13 @@ class Scheduler:
         sequences = list(sequences)
         running = self._memory.running
         if not self._traits.recomputes:
+            refusal = error or GenerationError(
+                "generation_failed",
+                "a failure interrupted this sequence, and this model cannot continue an interrupted one: send it again",
+            )
             for sequence in sequences:
                 if sequence.token_ids and not sequence.is_done:
-                    sequence.group.finish(error or _not_recomputable())
+                    sequence.group.finish(refusal)
         unfinished = [sequence for sequence in sequences if not sequence.is_done]
         self._observer.on_preempt(sum(sequence in running for sequence in unfinished))
         # First, so that no failure below loses a sequence.
@@ -353,10 +357,3 @@ class Scheduler:
             self._free([slot for slot, sequence in enumerate(running) if sequence in sequences])
         if not self._memory.running:
             self._inflight = None
-
-
-def _not_recomputable() -> GenerationError:
-    return GenerationError(
-        "generation_failed",
-        "a failure interrupted this sequence, and this model cannot continue an interrupted one: send it again",
-    )
