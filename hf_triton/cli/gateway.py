@@ -118,14 +118,14 @@ class GatewayProcess:
         if self._process is not None:
             self._process.terminate()
 
-    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Wait for the end of the process; kill what is left of its group after `grace_s` seconds."""
+    def stop(self) -> None:
+        """Wait for the end of the process; kill what is left of its group after `STOP_GRACE_S`."""
         if self._process is None:
             return
         self.terminate()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_s)
+                self._process.wait(STOP_GRACE_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

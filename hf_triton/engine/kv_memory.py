@@ -69,9 +69,7 @@ class KVMemory:
                     slot_tokens,
                 )
         self.running: list[Sequence] = []
-        """The running sequences, by slot."""
         self.prefills: list[PrefillBatch] = []
-        """Batches that are being prefilled, the current one last."""
         self.reset()
 
     def reset(self) -> None:

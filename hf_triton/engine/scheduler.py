@@ -38,14 +38,7 @@ class _Round:
 class Scheduler:
     """Schedules steps, each a prefill chunk or a decoding step, and takes their results.
 
-    Args:
-        memory: The KV cache and the prefix cache.
-        queue: Groups that wait for admission.
-        traits: Of the model.
-        max_sequences: The most sequences that are admitted at a time.
-        start: Creates the sequences of an admitted group, or finishes it with an error.
-        observer: Observes the engine.
-        config: The engine's constants.
+    `start` creates the sequences of an admitted group, or finishes it with an error.
     """
 
     def __init__(

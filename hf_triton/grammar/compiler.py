@@ -51,16 +51,7 @@ class GrammarConfig:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model. Thread-safe.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        vocabulary_size: Rows of the model's embedding.
-        eos_ids: The end-of-sequence tokens if the sampling parameters have none.
-        config: Limits; None: the defaults.
-        sandbox: Tries grammars that are new.
-        clock: CPU time of the thread in seconds.
-    """
+    """Compiles grammars for one model, which ends with `eos_ids` if the sampling parameters have none. Thread-safe."""
 
     def __init__(
         self,

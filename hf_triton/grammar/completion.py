@@ -45,14 +45,7 @@ class SearchBudget:
 
 
 class CompletionFinder:
-    """Finds tokens that complete a sequence.
-
-    Args:
-        tokenizer: llguidance's.
-        vocabulary_size: The model's tokens.
-        eos_ids: End-of-sequence tokens, which a completion cannot hold.
-        clock: CPU time of the thread in seconds.
-    """
+    """Finds tokens that complete a sequence, without those of `eos_ids`."""
 
     def __init__(
         self,

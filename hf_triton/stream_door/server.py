@@ -35,7 +35,6 @@ from hf_triton.triton_backend.cancellation import RequestPoller
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 64
-BACKLOG: Final = 16
 BIND_ATTEMPTS: Final = 5
 DRAIN_S: Final = 30.0
 """How long the requests of doors may continue when the model is unloaded: as long as a stopping server waits."""
@@ -207,7 +206,7 @@ class DoorServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._address = _bind(listener, self._model_name, self._version)
-            listener.listen(BACKLOG)
+            listener.listen()
         except OSError as error:
             listener.close()
             logger.warning("no stream door can reach this model: %s", error)

@@ -35,14 +35,7 @@ AMPLE_BYTES: Final = 32 * 2**20
 
 
 class TritonRequest(InferenceRequest):
-    """A request over Triton's sender. A decoupled folder may send several responses.
-
-    Args:
-        request: Triton's.
-        poller: Polls the request until it is answered.
-        on_answer: Called once, with `ok` or the error's code.
-        headers: Those that the server adds to the parameters.
-    """
+    """A request over Triton's sender. A decoupled folder may send several responses."""
 
     def __init__(
         self,
