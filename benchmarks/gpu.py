@@ -31,7 +31,7 @@ import transformers
 from transformers import AutoModelForCausalLM, FalconConfig, GenerationConfig, LlamaConfig, PretrainedConfig
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Outcome, SequenceGroup
+from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.sampling.params import SamplingParams
 

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import hf_triton
-from hf_triton.engine.types import Engine, Outcome, SequenceGroup
+from hf_triton.engine.sequence import Outcome, SequenceGroup
+from hf_triton.engine.types import Engine
 from hf_triton.protocol.ports import TEXT
 from hf_triton.protocol.prompts import PROMPT
 from hf_triton.protocol.tensors import encode_strings

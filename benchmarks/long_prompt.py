@@ -34,7 +34,7 @@ from engine import VOCABULARY, build_packed_model
 from folders import processor
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Outcome, SequenceGroup
+from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.errors import HfTritonError
 from hf_triton.runner import device
 from hf_triton.sampling.params import SamplingParams

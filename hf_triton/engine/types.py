@@ -6,30 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hf_triton.engine.sequence import (
-    Completion,
-    FinishReason,
-    Outcome,
-    RequestTimes,
-    RequestUsage,
-    SequenceGroup,
-    SequenceObserver,
-)
+from hf_triton.engine.sequence import SequenceGroup, SequenceObserver
 from hf_triton.errors import HfTritonError
-
-__all__ = [
-    "Completion",
-    "Engine",
-    "EngineLoad",
-    "FinishReason",
-    "Observer",
-    "Outcome",
-    "RequestTimes",
-    "RequestUsage",
-    "SequenceGroup",
-    "SequenceObserver",
-    "eos_ids",
-]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final, Protocol
 
-from hf_triton.engine.types import Completion, EngineLoad, Observer, RequestTimes, SequenceGroup, SequenceObserver
+from hf_triton.engine.sequence import Completion, RequestTimes, SequenceGroup, SequenceObserver
+from hf_triton.engine.types import EngineLoad, Observer
 from hf_triton.errors import CODES, where
 from hf_triton.tasks import metrics
 from hf_triton.tasks.metrics import METRICS, OK, Metric

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from hf_triton.engine.types import FinishReason
+from hf_triton.engine.sequence import FinishReason
 
 OK: Final = "ok"
 

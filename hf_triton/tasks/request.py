@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from hf_triton.engine.types import RequestTimes
+from hf_triton.engine.sequence import RequestTimes
 from hf_triton.errors import CancelledError, DeadlineExceededError, HfTritonError
 
 

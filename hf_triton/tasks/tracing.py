@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Final, NamedTuple
 
-from hf_triton.engine.types import FinishReason, RequestTimes, RequestUsage
+from hf_triton.engine.sequence import FinishReason, RequestTimes, RequestUsage
 from hf_triton.errors import where
 from hf_triton.protocol.tracing import CLOSE_S, TRACE_CONTEXT, Tracing, build_tracing
 from hf_triton.tasks.metrics import OK

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Completion, Outcome, SequenceGroup
+from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapter, Adapters, without_peft_wrapper
 from hf_triton.runner.cpu import accelerate

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine.types import Outcome, SequenceGroup
+from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.errors import GenerationError, UnavailableError
 from hf_triton.sampling.params import SamplingParams
 from tests.support.batch_engine import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_triton.engine.types import Completion
+from hf_triton.engine.sequence import Completion
 from hf_triton.hub.checkpoint import Checkpoint
 from hf_triton.protocol.parameters import parse_parameters
 from hf_triton.runner.probe import Sharing, probe_batching

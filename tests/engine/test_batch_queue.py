@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_triton.engine.types import Completion
+from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError, HfTritonError, UnavailableError
 from hf_triton.sampling.params import SamplingParams
 from tests.support.batch_engine import FilledEngine, Submission, draw_prompts, mixed_submissions

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Completion
+from hf_triton.engine.sequence import Completion
 from hf_triton.errors import RequestError
 from hf_triton.runner.probe import Sharing, probe_batching
 from hf_triton.sampling.params import SamplingParams

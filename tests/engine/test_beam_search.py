@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_triton.engine.types import Completion
+from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError, RequestError
 from hf_triton.sampling.params import SamplingParams
 from tests.support.batch_engine import (

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Completion
+from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams

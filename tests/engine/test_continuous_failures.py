@@ -12,7 +12,7 @@ import torch
 from hf_triton.engine import executor
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Outcome, SequenceGroup
+from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.errors import GenerationError, HfTritonError, UnavailableError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.kv_cache import KVCache

@@ -19,7 +19,7 @@ from hf_triton.engine import worker as thread
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Completion, Outcome, SequenceGroup
+from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams

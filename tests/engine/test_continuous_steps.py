@@ -14,7 +14,8 @@ import torch
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.plan import PrefillRequest, is_worth_one_batch
-from hf_triton.engine.types import Observer, SequenceGroup
+from hf_triton.engine.sequence import SequenceGroup
+from hf_triton.engine.types import Observer
 from hf_triton.runner.device import CHUNK_SIZES, ChunkSizes, DeviceContext
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import BASE, build

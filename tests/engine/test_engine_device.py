@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.types import SequenceGroup
+from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.worker import EngineThread
 
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Observer, SequenceGroup
+from hf_triton.engine.sequence import SequenceGroup
+from hf_triton.engine.types import Observer
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.long_rope import LongRope, has_long_rope

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Completion
+from hf_triton.engine.sequence import Completion
 from hf_triton.runner.padding import pad
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint

@@ -13,7 +13,8 @@ import pytest
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Completion, Engine, Outcome, SequenceGroup, eos_ids
+from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
+from hf_triton.engine.types import Engine, eos_ids
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_triton.engine.batch_engine import BatchEngine
-from hf_triton.engine.types import Completion, Outcome, SequenceGroup
+from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.probe import Sharing
 from hf_triton.sampling.params import SamplingParams

@@ -11,7 +11,8 @@ import torch
 
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Completion, Observer, Outcome, SequenceGroup
+from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
+from hf_triton.engine.types import Observer
 from hf_triton.errors import HfTritonError
 from hf_triton.sampling.params import SamplingParams
 from tests.support.reference import solo_ids

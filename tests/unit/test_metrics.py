@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hf_triton.engine.types import Completion, EngineLoad, RequestTimes, SequenceGroup
+from hf_triton.engine.sequence import Completion, RequestTimes, SequenceGroup
+from hf_triton.engine.types import EngineLoad
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.meter import Meter, MetricsMeter, build_meter
 from hf_triton.tasks.metrics import (

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_triton.engine.types import Completion, FinishReason, SequenceGroup
+from hf_triton.engine.sequence import Completion, FinishReason, SequenceGroup
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
 from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.ports import OUTPUTS

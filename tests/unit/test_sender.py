@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from hf_triton.engine.types import Completion, SequenceGroup
+from hf_triton.engine.sequence import Completion, SequenceGroup
 from hf_triton.errors import CancelledError
 from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.requests import GenerationRequest

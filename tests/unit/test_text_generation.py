@@ -14,7 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from hf_triton.engine.types import Completion, EngineLoad, Outcome, SequenceGroup
+from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
+from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError, SettingsError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.options import RequestOptions

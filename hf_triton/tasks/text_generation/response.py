@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, Final
 
-from hf_triton.engine.types import Completion, FinishReason, Outcome, SequenceGroup
+from hf_triton.engine.sequence import Completion, FinishReason, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError, HfTritonError, as_own_error, panics_as_errors
 from hf_triton.protocol.ports import JSON_OUTPUT, LEGACY_TEXT, MESSAGE, PROMPT_LOGPROBS, TEXT
 from hf_triton.protocol.requests import GenerationRequest

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hf_triton.engine.types import Completion, Engine, EngineLoad, Observer, SequenceGroup, eos_ids
+from hf_triton.engine.sequence import Completion, SequenceGroup
+from hf_triton.engine.types import Engine, EngineLoad, Observer, eos_ids
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, as_own_error, panics_as_errors
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.parameters import parse_parameters
