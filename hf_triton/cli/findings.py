@@ -22,6 +22,7 @@ from hf_triton.cli.folders import (
 )
 from hf_triton.cli.own_code import own_class
 from hf_triton.cli.sizes import cache_bytes_per_token, loaded_bytes
+from hf_triton.cli.tensors import check_tensors
 from hf_triton.errors import HfTritonError, HubError, SettingsError
 from hf_triton.hub.failures import explain_download
 from hf_triton.hub.pretrained import is_quantized
@@ -164,9 +165,9 @@ class FolderCheck:
     ) -> None:
         from hf_triton.hub.pretrained import architecture_names, check_attention, check_quantization, model_class
 
-        kind = None
+        kind, auto_class_name = None, task.auto_class if task else None
         with self._errors("model"):
-            found = model_class(checkpoint, model_config, settings, task.auto_class if task else None)
+            found = model_class(checkpoint, model_config, settings, auto_class_name)
             architecture = architecture_names(model_config)
             if type(model_config) not in found._model_mapping and not settings.trust_remote_code:
                 raise SettingsError(f"{architecture} is not one of the models of transformers' {found.__name__}")
@@ -182,6 +183,10 @@ class FolderCheck:
             if quantization := check_quantization(model_config, settings):
                 method, is_undone = quantization
                 self._add("quantisation", "ok", f"{method}, undone at load on this machine" if is_undone else method)
+        if settings.has_weights and settings.load_format == "auto" and settings.runtime == "torch":
+            with self._errors("weights"):
+                if check_tensors(checkpoint, model_config, settings, auto_class_name):
+                    self._add("weights", "ok", "the tensors of the model")
         if settings.has_weights:
             with self._errors("memory"):
                 num_bytes = loaded_bytes(checkpoint, model_config, kind, settings, from_files=not is_undone)

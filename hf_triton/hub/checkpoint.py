@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.hub.graph import load_graph
-from hf_triton.hub.pretrained import load_config, load_model, load_tokenizer, loading
+from hf_triton.hub.pretrained import load_config, load_model, load_tokenizer, loading, silence_transformers
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.snapshot import purge_damaged
 from hf_triton.protocol.parameters import (
@@ -144,10 +144,7 @@ def _load(
     folder: Path, tokenizer_folder: Path, settings: ModelSettings, placement: Placement, auto_class: str | None
 ) -> Checkpoint:
     with DeviceContext():
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        silence_transformers()
         config = load_config(folder, settings)
         tokenizer = load_tokenizer(tokenizer_folder, settings)
         device_map = placement.device_map()

@@ -38,6 +38,14 @@ def loading(part: str, settings: ModelSettings) -> Iterator[None]:
         raise explain_load(error, part, settings.huggingface_model, bool(settings.quantization_config)) from error
 
 
+def silence_transformers() -> None:
+    """Turn off transformers' progress bars and warnings, in whose place errors of ours stand."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
 def load_config(folder: Path, settings: ModelSettings) -> Any:
     """Load the model's config, and check that its generation_config.json can be read.
 

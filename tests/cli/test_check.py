@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 from hf_triton.cli import cli
-from hf_triton.testing import build_tiny_checkpoint
+from hf_triton.cli.tensors import check_tensors
+from hf_triton.errors import CheckpointError
+from hf_triton.hub.pretrained import load_config, load_model
+from hf_triton.settings import ModelSettings
+from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.adapters import save_adapter
+from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, load, some_in_make_test
 from tests.support.commands import hf_triton
+from tests.support.encoders import ALONE, HEADS, PACKED, PADDED, build_model
 from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import real_checkpoint
 
@@ -53,8 +60,8 @@ def findings(folder: Path) -> dict[str, tuple[str, str]]:
 def test_a_folder_that_can_be_served(folder: Path) -> None:
     found = findings(folder)
     assert {state for state, _ in found.values()} == {"ok"}
-    parts = ["config.pbtxt", "settings", "task", "checkpoint", "model", "engine", "memory", "tokenizer"]
-    assert list(found) == [*parts, "chat template"]
+    parts = ["config.pbtxt", "settings", "task", "checkpoint", "model", "engine", "weights", "memory"]
+    assert list(found) == [*parts, "tokenizer", "chat template"]
     assert found["task"][1] == "text-generation"
     assert found["model"][1] == "LlamaForCausalLM, by AutoModelForCausalLM"
     assert "free on " in found["memory"][1]
@@ -353,6 +360,95 @@ def test_kv_cache_per_token(
     checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", architecture)
     memory = findings(make_folder(tmp_path, "mine", huggingface_model=checkpoint))["memory"][1]
     assert memory.partition("each token of KV cache takes ")[2] == (size or "")
+
+
+def lose(checkpoint: Path, lost: str) -> None:
+    """Write the weights again without the tensors whose names begin so."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(lost)}
+    assert len(kept) < len(tensors)
+    save_file(kept, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+def mismatch(checkpoint: Path, config: Any, settings: ModelSettings, auto_class_name: str | None = None) -> str:
+    """The sentence of a check, which is that of a load."""
+    sentences = []
+    for check in (check_tensors, lambda *given: load_model(*given[:3], {"": "cpu"}, given[3])):
+        with pytest.raises(CheckpointError) as caught:
+            check(checkpoint, config, settings, auto_class_name)
+        assert caught.value.code == "weights_mismatch"
+        sentences.append(caught.value.sentence)
+    assert sentences[0] == sentences[1]
+    return sentences[0]
+
+
+@pytest.mark.parametrize("name", some_in_make_test([*ARCHITECTURES, *CONTINUOUS, *WHOLE, *BATCH]))
+def test_tensors_of_each_architecture_are_found_and_missed(name: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "saved"
+    if name in ARCHITECTURES:
+        build_tiny_checkpoint(checkpoint, name)
+    else:
+        load(name, tmp_path).save_pretrained(checkpoint)
+    settings = ModelSettings(huggingface_model=str(checkpoint))
+    config = load_config(checkpoint, settings)
+    assert check_tensors(checkpoint, config, settings, None)
+    first = max(load_file(checkpoint / "model.safetensors"))
+    lose(checkpoint, first)
+    assert "missing (" in mismatch(checkpoint, config, settings)
+
+
+@pytest.mark.parametrize("family", PACKED | PADDED | ALONE)
+def test_tensors_of_each_encoder_are_found_and_missed(family: str, tmp_path: Path) -> None:
+    for head, (auto_class_name, *_) in HEADS.items():
+        checkpoint = tmp_path / head
+        try:
+            build_model(family, head).save_pretrained(checkpoint)
+        except ValueError:  # the family has no such head
+            assert head == "masks"
+            continue
+        settings = ModelSettings(huggingface_model=str(checkpoint))
+        config = load_config(checkpoint, settings)
+        assert check_tensors(checkpoint, config, settings, auto_class_name)
+        lose(checkpoint, min(load_file(checkpoint / "model.safetensors")))
+        assert "missing (" in mismatch(checkpoint, config, settings, auto_class_name)
+
+
+def test_a_checkpoint_that_lacks_what_its_task_needs(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    checkpoint = shutil.copytree(real_checkpoint(), tmp_path / "minilm")
+
+    def weights(task: str) -> tuple[str, str]:
+        return findings(make_folder(tmp_path, task, huggingface_model=checkpoint, task=task))["weights"]
+
+    assert weights("embeddings") == ("ok", "the tensors of the model")
+    state, sentence = weights("text-generation")
+    assert state == "error"
+    assert "6 missing (cls.predictions.bias" in sentence
+    assert "set task to what the model does" in sentence
+    edit_json(checkpoint / "config.json", architectures=["BertForSequenceClassification"])
+    state, sentence = weights("text-classification")
+    assert state == "error"
+    assert "2 missing (classifier.bias, classifier.weight): use a complete checkpoint" in sentence
+
+
+def test_tensors_in_pickle_files(folder: Path) -> None:
+    weights = checkpoint_of(folder) / "model.safetensors"
+    add(folder, "allow_pickle", "true")
+    tensors = load_file(weights)
+    weights.unlink()
+    pickle = weights.with_name("pytorch_model.bin")
+    torch.save(tensors, pickle)
+    assert findings(folder)["weights"][0] == "ok"
+    torch.save(tensors | {"lm_head.weight": torch.zeros(2, 2)}, pickle)
+    assert "1 of a wrong shape (lm_head.weight is [2, 2]" in findings(folder)["weights"][1]
+    torch.save(tensors, pickle, _use_new_zipfile_serialization=False)  # would be read
+    assert "weights" not in findings(folder)
+
+
+def test_quantised_weights_are_not_judged(folder: Path) -> None:
+    lose(checkpoint_of(folder), "lm_head")
+    assert findings(folder)["weights"][0] == "error"
+    add(folder, "quantization_config", '{"quant_method": "bitsandbytes", "load_in_4bit": true}')
+    assert "weights" not in findings(folder)
 
 
 def test_modules_of_two_folders_may_have_one_name(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a checkpoint has the tensors of the model that serves it. Reads no weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+from zipfile import is_zipfile
+
+from hf_triton.errors import CheckpointError
+from hf_triton.hub.pretrained import is_quantized, load_model, silence_transformers
+from hf_triton.hub.snapshot import weight_files
+from hf_triton.settings import ModelSettings
+
+CERTAIN: Final = ("weights_mismatch", "weights_not_safe")
+"""Codes that a load on `meta` gives as any other does; what else fails may be for want of values."""
+
+
+def check_tensors(folder: Path, config: Any, settings: ModelSettings, auto_class_name: str | None) -> bool:
+    """Check names and shapes as a load does: by transformers' own loader, which puts the tensors on torch's `meta`.
+
+    Files are mapped into memory, and only their headers are read.
+
+    Args:
+        folder: The checkpoint.
+        config: The model's config.
+        settings: The folder's.
+        auto_class_name: The class of transformers for the task of an encoder; None for text generation.
+
+    Returns:
+        Whether it is known: not of what is quantised, nor of pickle files in torch's old form, which would be read.
+
+    Raises:
+        CheckpointError: Tensors are missing, extra or of other shapes, in the sentence of a load.
+    """
+    files = [folder / name for name in weight_files(folder, os.listdir(folder), settings.allow_pickle)]
+    are_mapped = all(file.suffix == ".safetensors" or is_zipfile(file) for file in files)
+    if settings.quantization_config or is_quantized(config) or not are_mapped:
+        return False
+    silence_transformers()
+    try:
+        load_model(folder, config, settings, {"": "meta"}, auto_class_name)
+    except CheckpointError as error:
+        if error.code in CERTAIN:
+            raise
+        return False
+    return True
