@@ -122,7 +122,7 @@ def test_mixed_load_with_swapping_loses_nothing(repository: Path, max_loaded: in
 
         async def client_of(connection: openai.AsyncOpenAI, number: int) -> list[str]:
             answers = []
-            for place in range(3):
+            for place in range(2):
                 name = NAMES[(number + place * (1 + number % 2)) % len(NAMES)]
                 is_stream = name != "three" and (number + place) % 2 == 0
                 answer = await connection.completions.create(
@@ -137,11 +137,11 @@ def test_mixed_load_with_swapping_loses_nothing(repository: Path, max_loaded: in
 
         async def all_clients() -> list[str]:
             async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as connection:
-                answers = await asyncio.gather(*(client_of(connection, number) for number in range(6)))
+                answers = await asyncio.gather(*(client_of(connection, number) for number in range(4)))
             return list(itertools.chain(*answers))
 
         answers = asyncio.run(all_clients())
-        assert len(answers) == 18
+        assert len(answers) == 8
         assert set(answers) == set(NAMES)
 
 
