@@ -108,10 +108,6 @@ def _defines_our_model(file: Path) -> bool:
                 ours |= {f"{name.asname or name.name}.{MODEL_CLASS}" for name in names if name.name in OUR_MODULES}
             case ast.ImportFrom(module, names) if module in OUR_MODULES:
                 ours |= {name.asname or name.name for name in names if name.name == MODEL_CLASS}
-            case ast.ClassDef(name, bases) if _names(bases) & ours:
+            case ast.ClassDef(name, bases) if {ast.unparse(base) for base in bases} & ours:
                 ours.add(name)
     return MODEL_CLASS in ours
-
-
-def _names(expressions: Collection[ast.expr]) -> set[str]:
-    return {ast.unparse(expression) for expression in expressions}

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+from hf_triton.openai.config import GatewayConfig
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.server import TritonServer, open_local
 
@@ -60,30 +61,29 @@ def _encoder(config: Mapping[str, Any]) -> tuple[str, tuple[str, str] | None] | 
     return None if "finish_reason" in names else next((ENCODERS[name] for name in ENCODERS if name in names), None)
 
 
-def config_of_task(name: str, task: TaskDeclaration) -> Mapping[str, Any]:
-    """What the config of a folder that is not loaded will say of its inputs and outputs."""
-    ports = {"input": task.input_types, "output": task.all_outputs}
+def config_of_task(name: str, task: TaskDeclaration | None) -> Mapping[str, Any]:
+    """What the config of a folder that is not loaded will say of its inputs and outputs; nothing of text generation."""
+    ports = {"input": task.input_types, "output": task.all_outputs} if task else {}
     return {"name": name, **{side: [{"name": port} for port in found] for side, found in ports.items()}}
 
 
-def encoder_request(config: Mapping[str, Any], host: str, port: int, *, needs_key: bool) -> str | None:
-    """The gateway's curl line for an encoder, empty if it has no endpoint for the task; None: it generates text."""
+def gateway_request(config: Mapping[str, Any], gateway: GatewayConfig, takes_chats: Callable[[], bool]) -> str:
+    """The curl line for the gateway, with the address of its page for text; empty if it has no endpoint for the task.
+
+    `takes_chats` is asked of a folder that generates text.
+    """
     encoder = _encoder(config)
-    if encoder is None or encoder[1] is None:
-        return None if encoder is None else ""
-    path, fields = encoder[1]
-    key = KEY if needs_key else ""
-    return OPENAI.format(host=_reachable(host), port=port, path=path, key=key, name=config["name"], prompt=fields)
-
-
-def openai_request(name: str, host: str, port: int, *, takes_chats: bool, needs_key: bool) -> str:
-    """The curl line for the gateway, and the address of its page."""
-    path, prompt = "completions", '"prompt":"How can you be"'
-    if takes_chats:
-        path, prompt = "chat/completions", f'"messages":{MESSAGES}'
-    key = KEY if needs_key else ""
-    request = OPENAI + PAGE
-    return request.format(host=_reachable(host), port=port, path=path, key=key, name=name, prompt=prompt)
+    if encoder is None:
+        request = OPENAI + PAGE
+        chat, plain = ("chat/completions", f'"messages":{MESSAGES}'), ("completions", '"prompt":"How can you be"')
+        path, fields = chat if takes_chats() else plain
+    elif encoder[1] is None:
+        return ""
+    else:
+        request, (path, fields) = OPENAI, encoder[1]
+    key = KEY if gateway.api_key_file is not None else ""
+    host = _reachable(gateway.host)
+    return request.format(host=host, port=gateway.port, path=path, key=key, name=config["name"], prompt=fields)
 
 
 def choose_folder(configs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -18,9 +18,8 @@ from hf_triton.cli.examples import (
     TRY,
     choose_folder,
     config_of_task,
-    encoder_request,
     example_requests,
-    openai_request,
+    gateway_request,
     takes_chats,
 )
 from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
@@ -260,7 +259,8 @@ def _show(
     click.echo(f"Ready: {', '.join(ready)}.")
     requests = example_requests(configs, server.host, server.http_port)
     if gateway is not None:
-        requests += "\n" + _openai_example(server, gateway.config, choose_folder(configs))
+        folder = choose_folder(configs)
+        requests += "\n" + gateway_request(folder, gateway.config, lambda: takes_chats(server, folder["name"]))
     click.echo(TRY.format(requests=requests))
 
 
@@ -272,22 +272,8 @@ def _show_on_demand(server: TritonServer, config: GatewayConfig, excluded: Mappi
     click.echo(f"Loaded on demand: {', '.join(names)}.")
     tasks = {name: encoder_declaration(server.model_repository / name) for name in names}
     name = min(names, key=lambda name: tasks[name] is not None)
-    needs_key, task = config.api_key_file is not None, tasks[name]
-    if task is None:
-        request = openai_request(name, config.host, config.port, takes_chats=False, needs_key=needs_key)
-    else:
-        folder = config_of_task(name, task)
-        request = encoder_request(folder, config.host, config.port, needs_key=needs_key) or ""
-    click.echo(TRY.format(requests=request))
-
-
-def _openai_example(server: TritonServer, config: GatewayConfig, folder: Mapping[str, Any]) -> str:
-    name, needs_key = folder["name"], config.api_key_file is not None
-    encoder = encoder_request(folder, config.host, config.port, needs_key=needs_key)
-    if encoder is not None:
-        return encoder
-    takes = takes_chats(server, name)
-    return openai_request(name, config.host, config.port, takes_chats=takes, needs_key=needs_key)
+    folder = config_of_task(name, tasks[name])
+    click.echo(TRY.format(requests=gateway_request(folder, config, lambda: False)))
 
 
 def _show_reasons(reasons: Mapping[str, str]) -> None:
