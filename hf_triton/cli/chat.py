@@ -98,7 +98,15 @@ def read_message() -> str | None:
 
 
 class Session:
-    """One conversation; Ctrl+C cancels what runs in its runner."""
+    """One conversation.
+
+    Args:
+        triton: The server.
+        runner: Its loop; Ctrl+C cancels what runs in it.
+        sampling: Generation parameters.
+        options: Options of each request.
+        system: System prompt.
+    """
 
     def __init__(
         self,

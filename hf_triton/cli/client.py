@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 CALL_TIMEOUT_S: Final = 10.0
 """Limit of a call that neither loads nor generates."""
-GENERATION_TIMEOUT_S: Final = 3600.0
 READY: Final = "READY"
 NO_HOST: Final = "errors resolving"
 """In gRPC's sentence: errors resolving nohost:8001: [... Domain name not found]."""
@@ -64,11 +63,11 @@ class Triton:
             except InferenceServerException as error:
                 raise self.error(error.status() or "", error.message() or "") from None
 
-    def models(self) -> TritonModels:
+    def models(self, timeout_s: float = 3600.0) -> TritonModels:
         """A client that generates. Belongs to the running event loop."""
         from hf_triton.openai.triton import TritonModels
 
-        return TritonModels(self.address, GENERATION_TIMEOUT_S, self.headers)
+        return TritonModels(self.address, timeout_s, self.headers)
 
     def error(self, status: str, details: str) -> HfTritonError:
         """A failed call as an error of ours.
@@ -241,7 +240,11 @@ def _read_headers(context: click.Context, option: click.Parameter, values: Seque
 
 
 def require_client() -> None:
-    """Check that the packages of the clients are installed."""
+    """Check that the packages of the clients are installed.
+
+    Raises:
+        ServerError: One is not.
+    """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ServerError("client_missing", f"this needs {', '.join(missing)}: `pip install 'hf-triton[openai]'`")

@@ -30,6 +30,10 @@ def use_standard_cache() -> None:
 def fetch(model_folder: Path, settings: ModelSettings) -> Path:
     """Find a folder's checkpoint, or download it, as the model would; also its tokenizer if it has one of its own.
 
+    Args:
+        model_folder: Relative paths start there.
+        settings: The folder's.
+
     Returns:
         The folder with the model's files.
 

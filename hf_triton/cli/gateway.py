@@ -100,7 +100,11 @@ class GatewayProcess:
             return 0
 
     def check(self) -> None:
-        """Check that the process runs."""
+        """Check that the process runs.
+
+        Raises:
+            ServerError: It has ended.
+        """
         status = None if self._process is None else self._process.poll()
         if status is not None:
             raise ServerError(
@@ -118,14 +122,14 @@ class GatewayProcess:
         if self._process is not None:
             self._process.terminate()
 
-    def stop(self) -> None:
-        """Wait for the end of the process; kill what is left of its group after `STOP_GRACE_S`."""
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Wait for the end of the process; kill what is left of its group after `grace_s` seconds."""
         if self._process is None:
             return
         self.terminate()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_GRACE_S)
+                self._process.wait(grace_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -72,7 +72,12 @@ def _option(name: str, option: str) -> Callable[[Command], Command]:
 
 
 def read_config(options: Mapping[str, str], values: Mapping[str, Any], **fixed: object) -> GatewayConfig:
-    """The gateway's settings from a command's options; `fixed` are fields that the command decides.
+    """The gateway's settings from a command's options.
+
+    Args:
+        options: The command's, by field.
+        values: What was given, by field.
+        fixed: Fields that the command decides.
 
     Raises:
         click.UsageError: A value is impossible.

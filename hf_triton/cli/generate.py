@@ -64,7 +64,9 @@ def _read_params(context: click.Context, option: click.Parameter, values: Sequen
 def split_parameters(params: Mapping[str, object], **given: object) -> tuple[dict[str, object], dict[str, Any]]:
     """Generation parameters, and options of the request as Triton takes them.
 
-    `params` are those of `--param`, `given` those with an option of their own: None and () are not given.
+    Args:
+        params: Those of `--param`.
+        given: Those with an option of their own; None and () are not given.
 
     Raises:
         click.UsageError: A parameter is given both ways.
@@ -117,7 +119,11 @@ def generate(
 
 
 def _read_words(words: tuple[str, ...]) -> tuple[str | None, str]:
-    """The model, if it is named, and the prompt."""
+    """The model, if it is named, and the prompt.
+
+    Raises:
+        click.UsageError: There is no prompt, or there are more than two words.
+    """
     if len(words) > 2:
         raise click.UsageError("there are more than MODEL and PROMPT: quote the prompt")
     is_piped = not sys.stdin.isatty()

@@ -31,7 +31,11 @@ DROPPED: Final = (
 
 
 class GraphWriter:
-    """Exports a folder's model; in a process of its own, since exporters take memory and leave patches."""
+    """Exports a folder's model; in a process of its own, since exporters take memory and leave patches.
+
+    Args:
+        folder: The model folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

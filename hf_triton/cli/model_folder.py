@@ -64,7 +64,11 @@ def model_settings(model: str, more: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_settings(settings: Mapping[str, str]) -> LoadedSettings[ModelSettings]:
-    """Check a folder's settings."""
+    """Check a folder's settings.
+
+    Raises:
+        click.UsageError: One is unknown or impossible.
+    """
     try:
         return load_settings(settings, os.environ, ModelSettings, "the command line")
     except SettingsError as error:
@@ -113,7 +117,11 @@ def read_settings(context: click.Context, option: click.Parameter, values: Seque
 
 
 def with_task(settings: Mapping[str, str], task: str | None) -> Mapping[str, str]:
-    """The settings of a command, and its `--task` among them."""
+    """The settings of a command, and its `--task` among them.
+
+    Raises:
+        click.UsageError: The task is given twice.
+    """
     if task is None:
         return settings
     if "task" in settings:

@@ -69,7 +69,11 @@ def unload(name: str, triton: str, headers: dict[str, str], timeout: float) -> N
 
 
 def _require_folder(server: Triton, name: str) -> list[str]:
-    """The folder of the stream door that goes with a model, if the repository has one."""
+    """The folder of the stream door that goes with a model, if the repository has one.
+
+    Raises:
+        ServerError: There is no such model.
+    """
     names = sorted({entry.name for entry in server.index()})
     if name not in names:
         raise unknown_model(name, names)

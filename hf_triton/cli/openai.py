@@ -40,7 +40,11 @@ def openai(**values: Any) -> None:
 
 
 def _require_explicit_mode(config: GatewayConfig) -> None:
-    """Check that Triton loads models on request; one that is not there yet is asked later."""
+    """Check that Triton loads models on request; one that is not there yet is asked later.
+
+    Raises:
+        ServerError: It does not.
+    """
     from hf_triton.openai.errors import ApiError
     from hf_triton.openai.repository import TritonRepository
     from hf_triton.openai.triton_headers import read_headers
@@ -61,7 +65,11 @@ def _require_explicit_mode(config: GatewayConfig) -> None:
 
 
 def require_gateway() -> None:
-    """Check that the packages of the gateway are installed."""
+    """Check that the packages of the gateway are installed.
+
+    Raises:
+        ServerError: One is not.
+    """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ServerError(

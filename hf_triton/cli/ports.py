@@ -15,7 +15,11 @@ PORT = click.IntRange(1, 65535)
 
 
 def check_host(host: str) -> None:
-    """Check that a server can listen on the address of `--host`."""
+    """Check that a server can listen on the address of `--host`.
+
+    Raises:
+        click.UsageError: It is none of this machine.
+    """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -27,7 +31,11 @@ def check_host(host: str) -> None:
 
 
 def check_ports(ports: Mapping[str, int]) -> None:
-    """Check that ports, by option, are different and free."""
+    """Check that ports, by option, are different and free.
+
+    Raises:
+        click.UsageError: Two are equal, or some are in use.
+    """
     options = _listed(list(ports))
     if len(set(ports.values())) < len(ports):
         numbers = ", ".join(map(str, ports.values()))

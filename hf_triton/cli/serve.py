@@ -170,7 +170,11 @@ def serve(
 
 @contextlib.contextmanager
 def _running(server: TritonServer, gateway: GatewayProcess | None) -> Iterator[None]:
-    """Start both; at the end both finish their requests in flight at the same time."""
+    """Start both; at the end both finish their requests in flight at the same time.
+
+    Raises:
+        ServerError: One of them does not start.
+    """
     with contextlib.ExitStack() as stack:
         if gateway is not None:
             stack.callback(gateway.stop)
@@ -205,7 +209,11 @@ def _check_folders(repository: Path, exit_on_error: bool) -> Mapping[str, str]:
 
 
 def _check_flags(flags: Sequence[str]) -> None:
-    """Refuse flags that the command sets itself."""
+    """Refuse flags that the command sets itself.
+
+    Raises:
+        click.UsageError: There is one.
+    """
     for flag in flags:
         own = OWN_FLAGS.get(flag.partition("=")[0])
         if own:

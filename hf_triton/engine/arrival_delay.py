@@ -15,7 +15,11 @@ MAX_STEPS: Final = 2
 
 
 class ArrivalDelay:
-    """Delays the prefill of the first prompts to arrive after sequences finished."""
+    """Delays the prefill of the first prompts to arrive after sequences finished.
+
+    Args:
+        max_delay_s: The longest delay, however long a step takes.
+    """
 
     def __init__(self, max_delay_s: float) -> None:
         self._max_delay_s = max_delay_s

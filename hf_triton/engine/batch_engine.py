@@ -100,16 +100,20 @@ class BatchEngine(EngineThread):
         self._run([sequence for group in self._groups for sequence in group.sequences[: 1 if searches else None]])
 
     def load(self) -> EngineLoad:
+        """What the engine holds; from any thread, and not quite at one moment."""
         num_running = sum(not sequence.is_done for group in self._groups for sequence in group.sequences)
         return EngineLoad(len(self.queue), num_running, num_free_slots=max(0, self._max_num_seqs - num_running))
 
     def is_busy(self) -> bool:
+        """Whether groups of the batch have no outcome yet."""
         return bool(self.unfinished())
 
     def unfinished(self) -> list[SequenceGroup]:
+        """The groups of the batch that have no outcome yet."""
         return [group for group in self._groups if not group.is_finished]
 
     def admission_error(self, group: SequenceGroup) -> HfTritonError | None:
+        """The error of a group that can never run here; None: it can."""
         num_beams = group.params.num_beams
         if num_beams > 1 and has_bare_state(self._model):
             return RequestError(
@@ -198,10 +202,11 @@ class BatchEngine(EngineThread):
             logits_processor=LogitsProcessorList([_Sampling(sequences, self._pad_id, self.observer)]),
             stopping_criteria=StoppingCriteriaList([_Ending(sequences, self._is_over)]),
         )
-        for sequence in sequences if self.rejection() is None else ():
-            if not sequence.is_done:  # the checkpoint's `max_time` was up
-                sequence.expire()
-                sequence.group.finish_if_complete()
+        if self.rejection() is None:
+            for sequence in sequences:
+                if not sequence.is_done:  # the checkpoint's `max_time` was up
+                    sequence.expire()
+                    sequence.group.finish_if_complete()
 
     def _search(self, sequences: list[Sequence]) -> None:
         """Generate the prompts of these sequences by beam search; one that failed begins anew."""

@@ -70,7 +70,20 @@ def build_engine(
     config: EngineConfig | None = None,
     adapters: Adapters | None = None,
 ) -> Engine:
-    """Start the engine for a model; `auto` takes the continuous one if its logits are those of `generate`.
+    """Start the engine for a model.
+
+    Args:
+        model: In eval mode, on its device.
+        wanted: `auto` takes the continuous engine if its logits are those of the model's own `generate`.
+        max_num_seqs: The most sequences that run at a time.
+        max_cache_tokens: The continuous engine's KV cache memory; None: what the device has free.
+        enable_prefix_caching: Whether the continuous engine reuses the KV of earlier prompts.
+        decoding: How the continuous engine runs a step.
+        context_length: Tokens that a prompt and its continuation may have together.
+        on_fatal: Called after the engine has failed for good.
+        observer: Observes the engine.
+        config: The engine's constants.
+        adapters: The model's LoRA adapters.
 
     Raises:
         CheckpointError: The setting requires `continuous`, which cannot run this model correctly, or no engine can.

@@ -106,9 +106,11 @@ class ContinuousBatchingEngine(EngineThread):
             self.recovery.recover(scheduled.sequences, error)
 
     def is_busy(self) -> bool:
+        """Whether admitted groups have no outcome yet."""
         return self.scheduler.stages.is_busy
 
     def unfinished(self) -> list[SequenceGroup]:
+        """The admitted groups that have no outcome yet."""
         return self.scheduler.stages.unfinished()
 
     def release(self) -> None:
@@ -118,6 +120,7 @@ class ContinuousBatchingEngine(EngineThread):
         self.scheduler.reset_limits()
 
     def load(self) -> EngineLoad:
+        """What the engine holds; from any thread, and not quite at one moment."""
         return self.scheduler.load(self.memory.num_used_tokens, self.memory.budget.allowed)
 
     def admission_error(self, group: SequenceGroup) -> HfTritonError | None:

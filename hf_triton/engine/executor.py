@@ -39,7 +39,13 @@ class InflightStep:
 
 
 class Executor:
-    """Runs steps of one model."""
+    """Runs steps of one model.
+
+    Args:
+        forward: The model's.
+        decoder: Runs decoding steps.
+        memory: The slots.
+    """
 
     def __init__(self, forward: Forward, decoder: Decoder, memory: KVMemory) -> None:
         self._forward = forward

@@ -69,10 +69,13 @@ class KVMemory:
                     slot_tokens,
                 )
         self.running: list[Sequence] = []
+        """The running sequences, by slot."""
         self.prefills: list[PrefillBatch] = []
+        """Batches that are being prefilled, the current one last."""
         self.reset()
 
     def reset(self) -> None:
+        """Begin with new, empty slots."""
         self.lanes = KVCacheLanes(self._forward.device, self._max_padding, self._slot_tokens)
         self.running = []
 
@@ -88,6 +91,7 @@ class KVMemory:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
+        """For a change of all slots: an exception inside sets `is_corrupt`."""
         self.lanes.is_corrupt = True
         yield
         self.lanes.is_corrupt = False
@@ -137,6 +141,7 @@ class KVMemory:
         )
 
     def no_memory_error(self, num_tokens: int) -> UnavailableError:
+        """The error of a sequence that does not fit the memory that is free now."""
         allowed = self.budget.words(self.budget.tokens(self.num_used_tokens))
         return UnavailableError(
             "out_of_memory",
@@ -157,6 +162,7 @@ class KVMemory:
     # --- slots -------------------------------------------------------------------------------------------------------
 
     def insert(self, sequence: Sequence, batch: PrefillBatch, at: int) -> None:
+        """Give a sequence a slot, with the KV of context `at` of a complete prefill batch."""
         slot = self.lanes.add(batch.state.cache, at, batch.requests[at].length)
         self.running.insert(slot, sequence)
 
@@ -178,6 +184,11 @@ class KVMemory:
     # --- prefix cache ------------------------------------------------------------------------------------------------
 
     def prefill_request(self, sequences: list[Sequence]) -> PrefillRequest:
+        """The request to prefill a context, with its cached prefix.
+
+        Args:
+            sequences: Those that continue it.
+        """
         request = PrefillRequest(sequences, sequences[0].context())
         cache = self.prefixes
         if not self._prefix_fraction or request.num_top_logprobs is not None or request.length <= cache.min_tokens:
@@ -195,6 +206,7 @@ class KVMemory:
         return PrefillRequest(sequences, request.context, num_cached, prefix, pause, is_alone)
 
     def store_prompt(self, batch: PrefillBatch, at: int, num_tokens: int) -> None:
+        """Store the first tokens of context `at` of a prefill batch in the prefix cache."""
         request = batch.requests[at]
         self._store(request.sequences[0], request.context[:num_tokens], partial(batch.state.read, at))
 

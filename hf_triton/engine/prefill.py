@@ -17,7 +17,12 @@ from hf_triton.sampling.types import TokenLogprobs
 
 
 class Prefill:
-    """Computes a batch of contexts, left-padded, chunk by chunk; cached prefixes are copied."""
+    """Computes a batch of contexts, left-padded, chunk by chunk; cached prefixes are copied.
+
+    Args:
+        batch: What to compute.
+        forward: The model's.
+    """
 
     def __init__(self, batch: PrefillBatch, forward: Forward) -> None:
         self._requests = batch.requests

@@ -14,7 +14,12 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Decides what a failure means for the sequences."""
+    """Decides what a failure means for the sequences.
+
+    Args:
+        scheduler: Preempts them.
+        memory: Holds their KV.
+    """
 
     def __init__(self, scheduler: Scheduler, memory: KVMemory) -> None:
         self._scheduler = scheduler

@@ -38,7 +38,14 @@ class _Round:
 class Scheduler:
     """Schedules steps, each a prefill chunk or a decoding step, and takes their results.
 
-    `start` creates the sequences of an admitted group, or finishes it with an error.
+    Args:
+        memory: The KV cache and the prefix cache.
+        queue: Groups that wait for admission.
+        traits: Of the model.
+        max_sequences: The most sequences that are admitted at a time.
+        start: Creates the sequences of an admitted group, or finishes it with an error.
+        observer: Observes the engine.
+        config: The engine's constants.
     """
 
     def __init__(

@@ -143,7 +143,14 @@ class SequenceGroup:
         observer: SequenceObserver,
         arrival_number: int = 0,
     ) -> None:
-        """Create the sequences."""
+        """Create the sequences.
+
+        Args:
+            new_sampler: Creates the sampler of a sequence, given its index.
+            eos_ids: The end-of-sequence tokens.
+            observer: Observes the group from now on.
+            arrival_number: See the attribute.
+        """
         self.eos_ids, self.observer, self.arrival_number = eos_ids, observer, arrival_number
         self.sequences = [Sequence(self, index, new_sampler(index)) for index in range(self.params.num_sequences)]
 

@@ -50,7 +50,11 @@ class Memory(Protocol):
 
 
 class Stages:
-    """Admitted sequences: ready to be prefilled (admitted or preempted), prefilling, or running."""
+    """Admitted sequences: ready to be prefilled (admitted or preempted), prefilling, or running.
+
+    Args:
+        memory: Holds the prefilling and the running ones.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

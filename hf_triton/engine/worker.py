@@ -29,6 +29,13 @@ class EngineThread:
 
     A subclass defines `step`, `is_busy` and `unfinished`, and `admission_error` and `release` as it needs, and starts
     `thread` when it is ready.
+
+    Args:
+        device: Of the model's input embedding.
+        eos_ids: The end-of-sequence tokens of groups that do not name any.
+        on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered every group.
+        observer: Observes the engine.
+        config: The engine's constants.
     """
 
     def __init__(

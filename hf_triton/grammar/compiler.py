@@ -51,7 +51,16 @@ class GrammarConfig:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model, which ends with `eos_ids` if the sampling parameters have none. Thread-safe."""
+    """Compiles grammars for one model. Thread-safe.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        vocabulary_size: Rows of the model's embedding.
+        eos_ids: The end-of-sequence tokens if the sampling parameters have none.
+        config: Limits; None: the defaults.
+        sandbox: Tries grammars that are new.
+        clock: CPU time of the thread in seconds.
+    """
 
     def __init__(
         self,
@@ -82,6 +91,10 @@ class GrammarCompiler:
         self, grammar: Grammar, params: SamplingParams
     ) -> tuple[SamplingParams, Callable[[], GrammarConstraint]]:
         """Compile a grammar for the sequences of one prompt.
+
+        Args:
+            grammar: What the completions follow.
+            params: The prompt's sampling parameters.
 
         Returns:
             The sampling parameters with at least one end-of-sequence token, and a factory of the sequences'

@@ -45,7 +45,14 @@ class SearchBudget:
 
 
 class CompletionFinder:
-    """Finds tokens that complete a sequence, without those of `eos_ids`."""
+    """Finds tokens that complete a sequence.
+
+    Args:
+        tokenizer: llguidance's.
+        vocabulary_size: The model's tokens.
+        eos_ids: End-of-sequence tokens, which a completion cannot hold.
+        clock: CPU time of the thread in seconds.
+    """
 
     def __init__(
         self,

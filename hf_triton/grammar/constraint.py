@@ -87,10 +87,12 @@ class GrammarConstraint:
         raise GenerationError("generation_failed", "the grammar allows none of the model's tokens here")
 
     def completion_tokens(self) -> list[int]:
+        """Tokens that complete the sequence, an end-of-sequence token last; empty if none are known."""
         completion = self._state.completion
         return [] if completion is None else [*completion, self._eos_ids[0]]
 
     def accept(self, token_id: int) -> None:
+        """Advance by one enforced token."""
         if token_id not in self._eos_ids:
             with panics_as_errors():
                 state = self._state_behind(token_id)

@@ -72,7 +72,11 @@ def _source(grammar: Grammar) -> str:
 
 
 def _lark(gbnf: str) -> str:
-    """A grammar in llama.cpp's syntax as Lark."""
+    """A grammar in llama.cpp's syntax as Lark.
+
+    Raises:
+        ValueError: It cannot be read.
+    """
     try:
         return gbnf_to_lark(gbnf)
     except Exception as error:  # llguidance 1.9 raises errors of no class of their own

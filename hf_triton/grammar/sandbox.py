@@ -37,7 +37,12 @@ RETRY_S: Final = 30.0
 
 
 class GrammarSandbox:
-    """Compiles one grammar after the other in a child process, restarted after a grammar that exceeds the limits."""
+    """Compiles one grammar after the other in a child process, restarted after a grammar that exceeds the limits.
+
+    Args:
+        executable: The child's Python.
+        clock: Seconds, as `time.monotonic`.
+    """
 
     def __init__(self, executable: str = sys.executable, clock: Callable[[], float] = time.monotonic) -> None:
         self._executable = executable

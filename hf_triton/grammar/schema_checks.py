@@ -27,6 +27,9 @@ MAX_INTEGER: Final = 2**53
 def check_schema(schema: Any) -> None:
     """Refuse what llguidance does not enforce.
 
+    Args:
+        schema: A JSON schema, read from JSON.
+
     Raises:
         ValueError: A bound of a number that is ignored; or a `minProperties` that repeated names would satisfy.
     """

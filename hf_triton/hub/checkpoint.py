@@ -115,7 +115,11 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Find and load the checkpoint of the settings; a damaged cache entry is removed and downloaded again, once.
 
-    `auto_class` is None for text generation, as in `load_model`.
+    Args:
+        hub: Finds its files.
+        settings: The folder's.
+        placement: The device.
+        auto_class: The class of transformers for the task of an encoder; None for text generation.
 
     Raises:
         LoadError: One sentence with the model, the cause and the remedy.

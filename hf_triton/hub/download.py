@@ -44,14 +44,19 @@ SMALL_FILES: Final = (
 
 T = TypeVar("T")
 Report = Callable[[Mapping[str, Any]], None]
-"""Takes an event about once a second, from several threads:
-`{"num_bytes": so far, "total_bytes": known so far, "is_checking": bool}` or `{"warning": text}`."""
+"""Takes an event: `{"num_bytes": so far, "total_bytes": known so far, "is_checking": bool}` or `{"warning": text}`."""
 
 logger = logging.getLogger("hf_triton.hub.download")  # `__name__` is `__main__` in the process
 
 
 class Downloader:
-    """Downloads one checkpoint with the Hub's own client, and adds retries, a check of disk space, and checksums."""
+    """Downloads one checkpoint with the Hub's own client, and adds retries, a check of disk space, and checksums.
+
+    Args:
+        spec: The checkpoint.
+        cache_dir: A cache in the layout of the Hub's client.
+        report: Receives a progress event about once a second, from several threads.
+    """
 
     def __init__(self, spec: CheckpointSpec, cache_dir: str, report: Report) -> None:
         from huggingface_hub import HfApi, constants

@@ -42,6 +42,11 @@ class GraphFacts:
 def load_graph(folder: Path, config: Any, settings: ModelSettings) -> GraphModel:
     """Load the graph that the settings name.
 
+    Args:
+        folder: Has graph and facts.
+        config: The checkpoint's.
+        settings: The folder's.
+
     Raises:
         LoadError: It is broken, or made for another machine; or its runtime is not installed.
     """
@@ -56,7 +61,7 @@ def load_graph(folder: Path, config: Any, settings: ModelSettings) -> GraphModel
 
 
 def check_graph(folder: Path, settings: ModelSettings) -> tuple[GraphFacts, Path]:
-    """The facts and the file of a graph, without loading it. Errors as in `load_graph`."""
+    """The facts and the file of a graph, without loading it. Arguments and errors as in `load_graph`."""
     from hf_triton.runner.graph import PACKAGES, processor, runtime_version
 
     assert settings.runtime != "torch"

@@ -229,7 +229,11 @@ def architecture_names(config: Any) -> str:
 
 
 def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
-    """The auto class of a task of an encoder."""
+    """The auto class of a task of an encoder.
+
+    Raises:
+        CheckpointError: The checkpoint has no trained head for it.
+    """
     import transformers
 
     head = name.removeprefix("AutoModel")

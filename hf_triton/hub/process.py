@@ -84,7 +84,13 @@ def download(
 
 
 class DownloadWatch:
-    """Keeps the deadlines of a download and logs its progress."""
+    """Keeps the deadlines of a download and logs its progress.
+
+    Args:
+        name: The model, for messages.
+        limits: The deadlines.
+        clock: Seconds that only increase.
+    """
 
     def __init__(self, name: str, limits: DownloadLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._limits, self._clock = name, limits, clock

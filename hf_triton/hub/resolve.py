@@ -235,7 +235,11 @@ class Hub:
         return _expand_home(os.path.expandvars(home)) / "hub"
 
     def _writable_cache(self, spec: CheckpointSpec) -> Path:
-        """The cache to download to: a named one, or the standard one if it exists, else `hf_cache`."""
+        """The cache to download to: a named one, or the standard one if it exists, else `hf_cache`.
+
+        Raises:
+            HubError: None of them is writable.
+        """
         standard = self._standard_cache()
         candidates = self._named_caches() or [
             *([standard] if os.path.isdir(standard) else []),

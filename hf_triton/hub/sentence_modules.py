@@ -76,6 +76,9 @@ class SentenceModules:
 def load_sentence_modules(folder: Path) -> SentenceModules | None:
     """Read modules.json and the configs that it names; None if the checkpoint has none.
 
+    Args:
+        folder: The checkpoint.
+
     Raises:
         CheckpointError: A file is missing or malformed, or a module is none that is served.
     """
@@ -143,7 +146,11 @@ def module_files(folder: Path, available: Collection[str], *, allow_pickle: bool
 
 
 def _kind(entry: Mapping[str, Any]) -> str:
-    """The last part of a module's type; of one that is not sentence-transformers' own, the whole."""
+    """The last part of a module's type; of one that is not sentence-transformers' own, the whole.
+
+    Raises:
+        CheckpointError: The module is not served.
+    """
     name = str(entry["type"])
     kind = name.rpartition(".")[2]
     if not name.startswith("sentence_transformers.") or kind not in SERVED:

@@ -20,6 +20,7 @@ from hf_triton.protocol.validation import parse_json, problems, suggest, validat
 
 MESSAGES: Final = "messages"
 EXAMPLE: Final = '{"role": "user", "content": "..."}'
+ASSISTANT: Final = "assistant"
 MAX_MESSAGES: Final = 1024  # some templates loop over all earlier messages for each: quadratic time
 MAX_TOOLS: Final = 128
 MAX_DEPTH: Final = 32  # templates indent tools: each level lengthens every line
@@ -299,7 +300,7 @@ def _parse_message(name: str, value: object) -> dict[str, Any]:
 
 def _check_final_message(messages: Sequence[Mapping[str, Any]]) -> None:
     last, name = messages[-1], f"{MESSAGES}[{len(messages) - 1}]"
-    if last["role"] != "assistant":
+    if last["role"] != ASSISTANT:
         raise ValueError(
             f"continue_final_message continues a message of the assistant, but {name} is of role {clip(last['role'])}"
         )

@@ -389,7 +389,13 @@ def beam_conflict(obstacle: str, num_beams: int) -> str:
 
 
 def check_beams(num_beams: int, num_return_sequences: int, obstacle: str | None) -> None:
-    """Check what a beam search is asked for; `obstacle` is a parameter that does not combine with it."""
+    """Check what a beam search is asked for.
+
+    Args:
+        num_beams: Above 1.
+        num_return_sequences: Completions.
+        obstacle: A parameter that does not combine with it.
+    """
     if obstacle is not None:
         raise ValueError(beam_conflict(obstacle, num_beams))
     if num_return_sequences > num_beams:
@@ -420,7 +426,10 @@ def read_beam_search(values: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
-    """Check one prompt's parameters, given by our names or their aliases.
+    """Check one prompt's parameters.
+
+    Args:
+        values: By our names or their aliases.
 
     Raises:
         RequestError: A name is unknown, two names mean the same, or a value is impossible.
@@ -458,7 +467,12 @@ def _as_spelled(problem: Problem, spellings: Mapping[str, str]) -> str:
 
 
 def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
-    """The error for an unknown parameter; `also` are names to suggest beside those of generation parameters."""
+    """The error for an unknown parameter.
+
+    Args:
+        name: As given.
+        also: Names to suggest beside those of generation parameters.
+    """
     if name in UNSUPPORTED:
         sentence = f"there is no parameter {clip(name)} ({UNSUPPORTED[name]}): leave it out"
     else:

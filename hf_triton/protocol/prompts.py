@@ -83,6 +83,11 @@ def decode_texts(name: str, array: Array, limits: Limits, noun: str = "text") ->
 def decode_chat(value: object, options: Mapping[str, object], limits: Limits) -> Chat:
     """Read `messages`, a tensor of JSON or a parameter.
 
+    Args:
+        value: The tensor or the parameter's value.
+        options: The request's `ChatOptions`.
+        limits: What to accept.
+
     Raises:
         RequestError: It is not a chat, or too long.
     """
@@ -127,7 +132,11 @@ def decode_token_ids(value: object, limits: Limits, name: str = PROMPT_TOKEN_IDS
 
 
 def check_size(num_bytes: int, limits: Limits, name: str) -> None:
-    """Refuse a prompt that has more bytes than are accepted."""
+    """Check the size of a prompt.
+
+    Raises:
+        RequestError: It has more bytes than are accepted.
+    """
     if num_bytes > limits.max_prompt_bytes:
         raise RequestError(
             "context_exceeded",

@@ -224,7 +224,11 @@ def _parameters_per_prompt(
 
 
 def check_parameter_names(parameters: Mapping[str, object]) -> None:
-    """Refuse unknown parameters."""
+    """Refuse unknown parameters.
+
+    Raises:
+        RequestError: Names the parameter and suggests a known one.
+    """
     for name, value in parameters.items():
         if not (_is_known(name) or has_no_effect(name, value)):
             raise unknown_parameter(name, (*OPTIONS, *CHAT_OPTIONS, *SOURCES))

@@ -49,7 +49,14 @@ def encode_deltas(
     output_names: Iterable[str],
     messages: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Array]:
-    """The outputs of one response of a stream: the new text of each completion, possibly empty, and of its message."""
+    """The outputs of one response of a stream: the new text of each completion, possibly empty.
+
+    Args:
+        deltas: The texts.
+        request: The request.
+        output_names: The outputs that the folder declares.
+        messages: What is new of each message, if the request asks for messages.
+    """
     outputs = {name: encode_strings(deltas, request.shape) for name in output_names if name in TEXT_OUTPUTS}
     if messages and MESSAGE in output_names:
         outputs[MESSAGE] = encode_strings([json.dumps(message) for message in messages], request.shape)
@@ -59,7 +66,14 @@ def encode_deltas(
 def encode_timings(
     arrival_s: float, *, admitted_s: float | None, first_token_s: float | None, answered_s: float
 ) -> dict[str, int]:
-    """The response parameters of `return_timings`, from times of one clock; those that are None are left out."""
+    """The response parameters of `return_timings`; milestones that were not reached are left out.
+
+    Args:
+        arrival_s: When the request arrived; all times are of one clock.
+        admitted_s: When its first prompt left the queue.
+        first_token_s: When its first completion had a token.
+        answered_s: When its response was built.
+    """
     ends_s = {
         "queue_time_us": admitted_s,
         "time_to_first_token_us": first_token_s,

@@ -139,7 +139,11 @@ def _inputs(declaration: TaskDeclaration, batch: list[int], parameters_as_inputs
 
 
 def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) -> None:
-    """Refuse an input of a config.pbtxt that the task does not have."""
+    """Refuse an input of a config.pbtxt that the task does not have.
+
+    Raises:
+        SettingsError: It is unknown or of a wrong type.
+    """
     types = declaration.input_types.get(name)
     if types is None:
         raise SettingsError(
@@ -151,7 +155,11 @@ def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) ->
 
 
 def check_task_output(declaration: TaskDeclaration, name: str, data_type: str) -> None:
-    """Refuse an output of a config.pbtxt that the task does not have."""
+    """Refuse an output of a config.pbtxt that the task does not have.
+
+    Raises:
+        SettingsError: It is unknown or of a wrong type.
+    """
     known = declaration.all_outputs
     if name not in known or known[name].data_type != data_type:
         listed = ", ".join(f"{name} {output.data_type}" for name, output in known.items())

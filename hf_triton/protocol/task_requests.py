@@ -160,7 +160,15 @@ def encode_results(
     shape: tuple[int, ...],
     names: Collection[str],
 ) -> dict[str, Array]:
-    """The outputs of a response."""
+    """The outputs of a response.
+
+    Args:
+        results: One for each row.
+        nums_tokens: Tokens of each row.
+        declaration: The task's outputs.
+        shape: Of the texts.
+        names: The outputs to fill.
+    """
     outputs: dict[str, Array] = {}
     for name, output in declaration.all_outputs.items():
         if name not in names:

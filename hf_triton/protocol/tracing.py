@@ -36,7 +36,11 @@ def wants_traces(environment: Mapping[str, str]) -> bool:
 
 
 class Tracing:
-    """Makes spans and sends them from a thread of its own; a collector that is down costs nothing but its spans."""
+    """Makes spans and sends them from a thread of its own; a collector that is down costs nothing but its spans.
+
+    Args:
+        provider: OpenTelemetry's.
+    """
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -286,7 +286,12 @@ def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def table(model: type[BaseModel], extra: Mapping[str, str] | None = None) -> str:
-    """The fields of a model as a Markdown table of name, with `extra` words behind it, values, default and meaning."""
+    """The fields of a model as a Markdown table of name, values, default and meaning.
+
+    Args:
+        model: The declarations.
+        extra: Words to append to a field's name, by field.
+    """
     lines = ["| name | values | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         meaning = " ".join((field.description or "").split())

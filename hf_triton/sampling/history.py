@@ -17,7 +17,13 @@ Floats = npt.NDArray[np.float32]
 
 
 class TokenHistory:
-    """Biases, penalties and bans for a sequence's next token. It keeps only what the sampling parameters need."""
+    """Biases, penalties and bans for a sequence's next token. It keeps only what the sampling parameters need.
+
+    Args:
+        params: The prompt's sampling parameters.
+        prompt_ids: The prompt's token ids.
+        eos_ids: The end-of-sequence tokens.
+    """
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], eos_ids: frozenset[int]) -> None:
         self._params = params

@@ -28,6 +28,10 @@ CONNECT_S: Final = 2.0
 class _Forwarded:
     """A request that is being forwarded.
 
+    Args:
+        request: What is answered.
+        config: How the door's folder answers.
+
     Raises:
         RequestError: The request's parameters cannot be read.
     """
@@ -179,7 +183,11 @@ class _Link:
 
 
 class Engines:
-    """The engines of one model, in any process of this server; a `Task`, as far as Triton's side can see."""
+    """The engines of one model, in any process of this server; a `Task`, as far as Triton's side can see.
+
+    Args:
+        model_name: The model.
+    """
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name

@@ -27,7 +27,7 @@ ERRORS: Final = {error.triton_code: error for error in (HfTritonError, RequestEr
 
 
 class ProtocolError(ValueError):
-    """What `read_...` raises: the other side's message is malformed. It may hold a prompt and must not be quoted."""
+    """A malformed message from the other side; its content may be a prompt and must not be quoted."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,11 @@ def pack_request(request: DoorRequest) -> Message:
 
 
 def read_request(value: object) -> DoorRequest:
-    """Parse a request."""
+    """Parse a request.
+
+    Raises:
+        ProtocolError: It is malformed.
+    """
     match value:
         case {
             "inputs": dict() as inputs,
@@ -81,7 +85,11 @@ def _elements(array: Array) -> list[Any]:
 
 
 def read_tensors(value: object) -> dict[str, Array]:
-    """Parse tensors."""
+    """Parse tensors.
+
+    Raises:
+        ProtocolError: They are malformed.
+    """
     if not isinstance(value, dict):
         raise ProtocolError("malformed tensors")
     return {name: _read_tensor(entry) for name, entry in value.items()}
@@ -106,7 +114,11 @@ def _array(dtype: str, elements: list[Any]) -> Array:
 
 
 def read_parameters(value: object) -> dict[str, int]:
-    """Parse the parameters of a response."""
+    """Parse the parameters of a response.
+
+    Raises:
+        ProtocolError: They are malformed.
+    """
     if not isinstance(value, dict) or any(type(entry) is not int for entry in value.values()):
         raise ProtocolError("malformed response parameters")
     return value
@@ -118,7 +130,11 @@ def pack_error(error: HfTritonError) -> list[str]:
 
 
 def read_error(value: object) -> HfTritonError:
-    """Parse an error, with its code and sentence."""
+    """Parse an error, with its code and sentence.
+
+    Raises:
+        ProtocolError: It is malformed.
+    """
     match value:
         case [CancelledError.triton_code, str(), str()]:
             return CancelledError()

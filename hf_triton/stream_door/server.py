@@ -35,6 +35,7 @@ from hf_triton.triton_backend.cancellation import RequestPoller
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 64
+BACKLOG: Final = 16
 BIND_ATTEMPTS: Final = 5
 DRAIN_S: Final = 30.0
 """How long the requests of doors may continue when the model is unloaded: as long as a stopping server waits."""
@@ -43,7 +44,14 @@ ACCEPT_RETRY_S: Final = 0.5
 
 
 class RemoteRequest(InferenceRequest):
-    """A request that came through a door."""
+    """A request that came through a door.
+
+    Args:
+        number: The door's number for it.
+        request: The request.
+        peer: The door.
+        on_answer: Called once, with `ok` or the error's code.
+    """
 
     def __init__(self, number: int, request: DoorRequest, peer: _Peer, on_answer: Callable[[str], None]) -> None:
         super().__init__(request.request_id, request.timeout_s)
@@ -53,12 +61,15 @@ class RemoteRequest(InferenceRequest):
         self._on_answer = on_answer
 
     def inputs(self) -> dict[str, Array]:
+        """The request's tensors by name."""
         return dict(self._request.inputs)
 
     def parameters(self) -> dict[str, object]:
+        """The request's parameters by name."""
         return dict(self._request.parameters)
 
     def requested_outputs(self) -> list[str]:
+        """The outputs that the client names; all of them if it names none."""
         return self._request.requested_outputs
 
     def abandon(self) -> None:
@@ -68,6 +79,7 @@ class RemoteRequest(InferenceRequest):
             self._note_answer(CancelledError().code)
 
     def add(self, outputs: Mapping[str, Array]) -> None:
+        """Send a response with more to follow."""
         if self._is_answered:
             return
         try:
@@ -77,6 +89,7 @@ class RemoteRequest(InferenceRequest):
             self.refuse(UnavailableError("out_of_memory", f"the answer {error}"))
 
     def answer(self, outputs: Mapping[str, Array], parameters: Mapping[str, int] | None = None) -> None:
+        """Send the final response; `parameters` are the response's own."""
         message = {"id": self._number, "answer": pack_tensors(outputs), "parameters": dict(parameters or {})}
         try:
             framed = frame(message)
@@ -86,6 +99,7 @@ class RemoteRequest(InferenceRequest):
             self._finish(framed, OK)
 
     def refuse(self, error: HfTritonError) -> None:
+        """Send an error as the final response."""
         self._finish(frame({"id": self._number, "refuse": pack_error(error)}), error.code)
 
     def _finish(self, framed: bytes, outcome: str) -> None:
@@ -206,7 +220,7 @@ class DoorServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._address = _bind(listener, self._model_name, self._version)
-            listener.listen()
+            listener.listen(BACKLOG)
         except OSError as error:
             listener.close()
             logger.warning("no stream door can reach this model: %s", error)

@@ -43,7 +43,13 @@ Declare = Callable[[Any], TaskDeclaration | None]
 def complete_config(
     model_config: Any, settings_class: type[AnySettings], declare: Declare = lambda settings: None
 ) -> Any:
-    """Add the inputs and outputs that config.pbtxt leaves out to Triton's `ModelConfig`."""
+    """Add the inputs and outputs that config.pbtxt leaves out to Triton's `ModelConfig`.
+
+    Args:
+        model_config: Triton's.
+        settings_class: The settings that it may hold.
+        declare: Finds the folder's task.
+    """
     config = model_config.as_dict()
     with load_failures():
         settings = _load_settings(config, settings_class).settings
@@ -62,6 +68,10 @@ def complete_config(
 def read_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) -> AnySettings:
     """A folder's settings, which are logged.
 
+    Args:
+        config: config.pbtxt, completed.
+        settings_class: The settings that it may hold.
+
     Raises:
         SettingsError: A setting cannot be used.
     """
@@ -74,7 +84,12 @@ def read_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) 
 def response_config(
     config: Mapping[str, Any], settings: AnySettings, task: TaskDeclaration | None = None
 ) -> ResponseConfig:
-    """How a folder's requests are answered; `task` is None for text generation.
+    """How a folder's requests are answered.
+
+    Args:
+        config: config.pbtxt, completed.
+        settings: The folder's.
+        task: The folder's task; None for text generation.
 
     Raises:
         SettingsError: A port cannot be used.
@@ -93,7 +108,11 @@ def response_config(
 
 
 def count_instances(config: Mapping[str, Any]) -> int:
-    """Instances of a version of a folder; at least 1."""
+    """Instances of a version of a folder; at least 1.
+
+    Args:
+        config: config.pbtxt, completed.
+    """
     groups = config.get("instance_group", [])
     count: int = sum(group.get("count", 1) * max(1, len(group.get("gpus", []))) for group in groups)
     return max(count, 1)

@@ -11,7 +11,11 @@ from hf_triton.tasks.metrics import METRICS, Metric
 
 
 class MetricsSink:
-    """The server's metrics. What several instances of a model add under the same labels adds up."""
+    """The server's metrics. What several instances of a model add under the same labels adds up.
+
+    Args:
+        labels: Of every metric.
+    """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = dict(labels)

@@ -24,7 +24,11 @@ SERVER_POLL_S = 1.0
 
 
 def start_process(model_name: str) -> None:
-    """Set up the process of a model: UTF-8, log lines to the server's log, an end with the server."""
+    """Set up the process of a model: UTF-8, log lines to the server's log, an end with the server.
+
+    Args:
+        model_name: The folder's, for the log.
+    """
     _use_utf8()
     _end_with_server()
     _send_logs_to_triton(model_name)
@@ -60,6 +64,9 @@ class Sentinel:
     """Ends the server when this process dies, killed from outside or for its memory.
 
     Triton does not restart it, stays ready, and never answers its requests in flight.
+
+    Args:
+        model_name: For the log.
     """
 
     def __init__(self, model_name: str) -> None:

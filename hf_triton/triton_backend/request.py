@@ -35,7 +35,14 @@ AMPLE_BYTES: Final = 32 * 2**20
 
 
 class TritonRequest(InferenceRequest):
-    """A request over Triton's sender. A decoupled folder may send several responses."""
+    """A request over Triton's sender. A decoupled folder may send several responses.
+
+    Args:
+        request: Triton's.
+        poller: Polls the request until it is answered.
+        on_answer: Called once, with `ok` or the error's code.
+        headers: Those that the server adds to the parameters.
+    """
 
     def __init__(
         self,
@@ -77,6 +84,7 @@ class TritonRequest(InferenceRequest):
         return parsed | (trace_context(self._request) if traces_requests() else {})
 
     def requested_outputs(self) -> list[str]:
+        """The outputs that the client names; all of them if it names none."""
         return list(self._request.requested_output_names())
 
     def poll(self) -> bool:
@@ -107,6 +115,7 @@ class TritonRequest(InferenceRequest):
         self._send(_response(outputs, parameters), OK, sum(map(_num_bytes, outputs.values())))
 
     def refuse(self, error: HfTritonError) -> None:
+        """Send an error as the final response."""
         code: int = getattr(pb_utils.TritonError, error.triton_code)
         message = str(error).encode(errors="replace").decode()  # a folder's own error may not be UTF-8
         self._send(pb_utils.InferenceResponse([], error=pb_utils.TritonError(message, code)), error.code)

@@ -27,7 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Hands a folder's requests to its task. `cancel_elsewhere` cancels those of an id in other processes, slowly."""
+    """Hands a folder's requests to its task.
+
+    Args:
+        task: Answers requests.
+        config: How the folder's requests are answered.
+        poller: Polls this process's requests.
+        meter: Counts requests.
+        cancel_elsewhere: Cancels the requests of an id in the server's other processes; may take seconds.
+        headers: Those that the server adds to requests' parameters.
+        tracer: Makes the spans of requests.
+    """
 
     def __init__(
         self,
