@@ -34,6 +34,14 @@ ENTAILMENT = "entail"
 """How the label of models that entail begins."""
 
 
+def _read_labels(value: object) -> object:
+    """Read strings; commas part the labels of a single one that is no JSON array, as in transformers' pipeline."""
+    labels = read_strings(value)
+    if isinstance(value, str) and labels == (value,):
+        return tuple(label for part in value.split(",") if (label := part.strip()))
+    return labels
+
+
 class ZeroShotOptions(TaskOptions):
     """Request parameters of zero-shot-classification."""
 
@@ -42,11 +50,12 @@ class ZeroShotOptions(TaskOptions):
             tuple[Annotated[str, annotated_types.MinLen(1)], ...],
             annotated_types.MinLen(1),
             annotated_types.MaxLen(MAX_LABELS),
-            BeforeValidator(read_strings),
+            BeforeValidator(_read_labels),
         ]
         | None
     ) = None
-    """The labels to choose from. Required."""
+    """The labels to choose from. Required. Commas part those of a single string, as in transformers' pipeline; one
+    label that has a comma is a JSON array in a string."""
 
     hypothesis_template: Annotated[str, annotated_types.MaxLen(1000)] = "This example is {}."
     """The sentence that a label becomes, at `{}`."""

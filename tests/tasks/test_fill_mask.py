@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filled masks and entailed labels equal those of transformers' pipelines."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,14 @@ def test_template_one_label_and_the_place_of_entailment(serve: Callable[..., tup
             "multi_label": True,
         }
         same(served.json(TEXTS, **options), reference(folder, "zero-shot-classification", TEXTS, **options))
+
+
+@pytest.mark.parametrize("labels", ["bad, good,, München ", '["bad, good"]'])
+def test_commas_part_labels_as_in_the_pipeline(labels: str, serve: Callable[..., tuple[Served, Path]]) -> None:
+    served, folder = serve(ZeroShotClassification, "bert", "sequence", **names(LABELS))
+    candidates = json.loads(labels) if labels.startswith("[") else labels
+    expected = reference(folder, "zero-shot-classification", TEXTS, candidate_labels=candidates)
+    same(served.json(TEXTS, candidate_labels=labels), expected)
 
 
 def test_tensors_have_a_label_and_a_score_each(serve: Callable[..., tuple[Served, Path]]) -> None:
