@@ -117,7 +117,7 @@ class FolderCheck:
         from hf_triton.tasks.registry import folder_task
 
         task = folder_task(own.task_class, settings, self._folder)
-        name = task.declaration.name if task else "text-generation"
+        name = task.declaration.name if task else settings.task or "text-generation"
         self._add("task", "ok", name)
         with self._errors("ports"):
             _check_ports(config, task.declaration if task else None)
@@ -143,7 +143,9 @@ class FolderCheck:
             with self._errors("modules"):
                 find_modules(checkpoint, settings)
         with self._errors("tokenizer"):
-            self._check_tokenizer(hub.resolve_tokenizer() or checkpoint, settings, renders_chats=task is None)
+            self._check_tokenizer(
+                hub.resolve_tokenizer() or checkpoint, settings, renders_chats=name == "text-generation"
+            )
         self._check_adapters(hub, settings)
 
     def _find_checkpoint(self, hub: Hub) -> Path | None:
@@ -172,6 +174,8 @@ class FolderCheck:
             if type(model_config) not in found._model_mapping and not settings.trust_remote_code:
                 raise SettingsError(f"{architecture} is not one of the models of transformers' {found.__name__}")
             check_attention(found, model_config, settings)
+            if task is not None:
+                task.check_config(model_config, settings)
             self._add("model", "ok", f"{architecture}, by {found.__name__}")
             kind = found
         if kind is None:

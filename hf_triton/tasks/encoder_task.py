@@ -76,9 +76,18 @@ class EncoderTask(ABC, Generic[Options]):
                 "setting tokenizer to a checkpoint that has one",
             )
         self.config = checkpoint.model.config
+        self.check_config(self.config, settings)
         self.max_length = checkpoint.context_length
         self.settings = settings
         self._window_tokenizer = lru_cache(NUM_WINDOW_TOKENIZERS)(self._make_window_tokenizer)
+
+    @classmethod
+    def check_config(cls, config: Any, settings: ModelSettings) -> None:
+        """Check what config.json alone says; `hf-triton check` does so without loading the model.
+
+        Raises:
+            CheckpointError: The checkpoint does not fit the task.
+        """
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits

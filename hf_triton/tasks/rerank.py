@@ -43,14 +43,18 @@ class Rerank(EncoderTask[RerankOptions]):
     )
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
 
-    def __init__(self, checkpoint: Any, settings: Any) -> None:
-        super().__init__(checkpoint, settings)
-        if self.config.num_labels != 1:
+    @classmethod
+    def check_config(cls, config: Any, settings: Any) -> None:
+        """See `EncoderTask`."""
+        if config.num_labels != 1:
             raise CheckpointError(
                 "unsupported_model",
-                f"{settings.huggingface_model} has {self.config.num_labels} labels, and rerank needs a model with one "
+                f"{settings.huggingface_model} has {config.num_labels} labels, and rerank needs a model with one "
                 "score: set task to text-classification, or choose another model",
             )
+
+    def __init__(self, checkpoint: Any, settings: Any) -> None:
+        super().__init__(checkpoint, settings)
         own = getattr(self.config, "sentence_transformers", None) or {}
         named = str(own.get("activation_fn") or getattr(self.config, "sbert_ce_default_activation_function", "sigmoid"))
         self._activation = named.rpartition(".")[2].lower()

@@ -78,17 +78,22 @@ class ZeroShotClassification(EncoderTask[ZeroShotOptions]):
     )
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
 
-    def __init__(self, checkpoint: Any, settings: Any) -> None:
-        super().__init__(checkpoint, settings)
-        labels = {index: str(label).lower() for index, label in (self.config.id2label or {}).items()}
-        found = [int(index) for index, label in labels.items() if label.startswith(ENTAILMENT)]
-        if not found or len(labels) < 2:
+    @classmethod
+    def check_config(cls, config: Any, settings: Any) -> None:
+        """See `EncoderTask`."""
+        labels = _labels(config)
+        if len(labels) < 2 or not any(label.lower().startswith(ENTAILMENT) for label in labels.values()):
             raise CheckpointError(
                 "unsupported_model",
                 f"{settings.huggingface_model} has no label that begins with '{ENTAILMENT}', as models of natural "
-                f"language inference have; its labels are {', '.join(map(clip, labels.values()))}",
+                f"language inference have; its labels are {', '.join(map(clip, labels.values()))}: choose a model that "
+                "has one",
             )
-        self._entailment = found[0]
+
+    def __init__(self, checkpoint: Any, settings: Any) -> None:
+        super().__init__(checkpoint, settings)
+        labels = _labels(self.config)
+        self._entailment = next(i for i, label in labels.items() if label.lower().startswith(ENTAILMENT))
         self._contradiction = len(labels) - 1 if self._entailment == 0 else 0
 
     def read(
@@ -128,3 +133,7 @@ class ZeroShotClassification(EncoderTask[ZeroShotOptions]):
             json={"sequence": encoded.context, "labels": names, "scores": scores[best].tolist()},
             tensors={"label": names, "score": scores[best]},
         )
+
+
+def _labels(config: Any) -> dict[int, str]:
+    return {int(index): str(label) for index, label in (config.id2label or {}).items()}

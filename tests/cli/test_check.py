@@ -70,6 +70,13 @@ def test_a_folder_that_can_be_served(folder: Path) -> None:
     assert result.stdout.splitlines()[0] == "folder\tabout\tstate\tfinding"
 
 
+def test_a_folder_of_a_text_to_text_task_is_called_by_it(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    model = build_tiny_checkpoint(tmp_path / "t5", "t5")
+    found = findings(make_folder(tmp_path, "mine", huggingface_model=model, task="summarization"))
+    assert found["task"] == ("ok", "summarization")
+    assert "chat template" not in found
+
+
 def test_ensemble_needs_its_models_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     ensemble = shutil.copytree(ROOT / "examples" / "bge_apart", tmp_path / "bge_apart")
@@ -130,6 +137,16 @@ def keep_only(folder: Path, name: str) -> None:
 def of_another_task(folder: Path) -> None:
     edit_json(checkpoint_of(folder) / "config.json", architectures=["LlamaForTokenClassification"])
     add(folder, "task", "text-generation")
+
+
+def of_labels(task: str) -> Callable[[Path], None]:
+    """A classifier of two labels with a task that they do not fit."""
+
+    def change(folder: Path) -> None:
+        edit_json(checkpoint_of(folder) / "config.json", architectures=["LlamaForSequenceClassification"])
+        add(folder, "task", task)
+
+    return change
 
 
 def own_code(folder: Path, lines: str) -> None:
@@ -290,6 +307,8 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "newest",
     ),
     "another task": (of_another_task, "model", "LlamaForTokenClassification"),
+    "labels to rerank by": (of_labels("rerank"), "model", "has 2 labels, and rerank needs a model with one score"),
+    "no entailment": (of_labels("zero-shot-classification"), "model", "its labels are 'LABEL_0', 'LABEL_1'"),
     "no modules.json": (lambda it: add(it, "task", "embeddings"), "modules", "set pooling to what its model card says"),
     "damaged tokenizer": (
         lambda it: (checkpoint_of(it) / "tokenizer.json").write_text("{"),

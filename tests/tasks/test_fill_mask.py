@@ -149,5 +149,5 @@ def test_bad_labels_are_refused_in_a_sentence(
 
 def test_a_model_that_entails_nothing_is_refused(tmp_path: Path) -> None:
     folder = save_task_checkpoint(tmp_path / "model", "bert", "sequence", num_labels=2)
-    with pytest.raises(CheckpointError, match=r"has no label that begins with 'entail'.* 'label_0', 'label_1'"):
+    with pytest.raises(CheckpointError, match=r"has no label that begins with 'entail'.* 'LABEL_0', 'LABEL_1'"):
         Served(folder, ZeroShotClassification)
