@@ -9,7 +9,7 @@
   + RequestError             INVALID_ARG  400; the request is malformed; other requests are not affected
   + UnavailableError         UNAVAILABLE  503; the request is valid, but the model cannot take it now
     - ShuttingDownError                   the model is being unloaded
-    - DeadlineExceededError               the request's time was up before its first token
+    - DeadlineExceededError               the request's time was up before there was output
   + CancelledError           CANCELLED    499 in spirit; the client cancelled the request
   + GenerationError          INTERNAL     500; the model failed on this request
   + ServerError                           tritonserver or the gateway cannot be found or started
@@ -44,7 +44,7 @@ CODES: dict[str, str] = {
     "memory_exceeded": "prompt and `max_new_tokens` need more KV cache than the model may use",
     "out_of_memory": "the device has not enough memory for this request at the moment",
     "queue_full": "the queue has reached `max_waiting_prompts`; send the request again later",
-    "deadline_exceeded": "the time limit (`max_time`, or the client's timeout) passed before the first token",
+    "deadline_exceeded": "the time limit (`max_time`, or the client's timeout) passed before there was output",
     "shutting_down": "the model is being unloaded, or the server is stopping",
     "not_loaded": "the model behind a stream door is not loaded, or not yet",
     "engine_failed": "the engine stopped after a fatal error; the server restarts or must be restarted",
@@ -140,13 +140,13 @@ class ShuttingDownError(UnavailableError):
 
 
 class DeadlineExceededError(UnavailableError):
-    """The request's time was up before its first token."""
+    """The request's time was up before its first token, or its last forward of an encoder."""
 
     def __init__(self) -> None:
         super().__init__(
             "deadline_exceeded",
-            "the time was up before the first token: give more (max_time, or the client's timeout), or send it again "
-            "later",
+            "the time was up before there was output: give more (the client's timeout, or max_time where text is "
+            "generated), or send it again later",
         )
 
 

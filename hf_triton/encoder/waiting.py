@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_triton.encoder.types import EncoderGroup, EncoderInput
-from hf_triton.errors import CancelledError, HfTritonError, UnavailableError, panics_as_errors, where
+from hf_triton.errors import CancelledError, DeadlineExceededError, HfTritonError, panics_as_errors, where
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,7 @@ class PendingGroup:
             if self._group.is_cancelled():
                 self.fail(CancelledError())
             elif self._group.deadline_s is not None and time.monotonic() >= self._group.deadline_s:
-                sentence = "the time was up before the model ran: give more (the client's timeout), or send it later"
-                self.fail(UnavailableError("deadline_exceeded", sentence))
+                self.fail(DeadlineExceededError())
         return self.is_answered
 
     def _answer(self, answer: list[npt.NDArray[np.float32]] | HfTritonError) -> None:
