@@ -160,7 +160,7 @@ class Fields(BaseModel):
             elif name in cls.ignored:
                 cls.ignored[name].check(name, value)
             else:
-                raise unknown_field(name, [*cls.model_fields, *cls.ignored])
+                raise unknown_field(name, cls.model_fields)
         try:
             return validate(known)
         except ValidationError as error:
