@@ -77,7 +77,7 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
             ),
             TextInput(
                 TOKEN_IDS,
-                "instead of `text`, the token ids of each text as a JSON array, special tokens included",
+                "instead of `text`, the token ids of each text, special tokens included: a string with a JSON array",
                 is_optional=True,
             ),
             TextInput(
