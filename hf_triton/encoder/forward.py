@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
@@ -23,6 +24,9 @@ Reduce = Callable[..., torch.Tensor]
 
 MAX_PADDED_TOKENS: Final = {"cpu": 512, "cuda": 16384}
 """Of a padded batch, by torch's device type; other accelerators take CUDA's. On a CPU more is only cache misses."""
+MAX_PADDING: Final = {"cpu": 16}
+"""Tokens of padding in a padded batch, by torch's device type; elsewhere padding costs less than another forward. On a
+CPU a padded token costs as much as any, and a forward of a small model as much as 16 to 32."""
 MAX_STATES_TOKENS: Final = {"cpu": 32768, "cuda": 131072}
 """Of the padded states that a head gets from a packed row."""
 MAX_OUTPUTS: Final = 1 << 26
@@ -97,6 +101,7 @@ class EncoderForward:
         pad_id = getattr(model.config.get_text_config(), "pad_token_id", None)
         self._pad_id = pad_id if isinstance(pad_id, int) else 0
         self._max_padded = MAX_PADDED_TOKENS.get(self.device.type, MAX_PADDED_TOKENS["cuda"])
+        self._max_padding = MAX_PADDING.get(self.device.type, math.inf)
         self._max_states = MAX_STATES_TOKENS.get(self.device.type, MAX_STATES_TOKENS["cuda"])
         self._max_positions = max_positions(model)
         head = model.get_output_embeddings()
@@ -145,7 +150,7 @@ class EncoderForward:
         if self.way == "alone":
             return [[index] for index in order]
         if self.way == "padded":
-            return list(split_by_padding(order, lengths, self._max_padded))
+            return list(split_by_padding(order, lengths, self._max_padded, self._max_padding))
         if self._per_token:
             counts = [_num_wanted(each) for each in inputs]
             return list(split_by_total(order, counts, MAX_OUTPUTS // self._width))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -135,19 +136,25 @@ def pad_batch(inputs: list[EncoderInput], pad_id: int, device: torch.device) -> 
     )
 
 
-def split_by_padding(order: list[int], lengths: list[int], max_padded_tokens: int) -> Iterator[list[int]]:
+def split_by_padding(
+    order: list[int], lengths: list[int], max_padded_tokens: int, max_padding: float = math.inf
+) -> Iterator[list[int]]:
     """Split sequences into batches of bounded size, padding counted; one sequence may be larger.
 
     Args:
         order: Indices of the sequences by length, ascending.
         lengths: Tokens of each sequence.
         max_padded_tokens: Sequences times the longest one's tokens.
+        max_padding: The same without the sequences' own tokens.
     """
     batch: list[int] = []
+    num_tokens = 0
     for index in order:
-        if batch and (len(batch) + 1) * lengths[index] > max_padded_tokens:
+        num_tokens += lengths[index]
+        num_padded = (len(batch) + 1) * lengths[index]
+        if batch and (num_padded > max_padded_tokens or num_padded - num_tokens > max_padding):
             yield batch
-            batch = []
+            batch, num_tokens = [], lengths[index]
         batch.append(index)
     if batch:
         yield batch

@@ -101,3 +101,11 @@ def test_other_families_run_padded_and_equal_alone(family: str, head: str) -> No
     assert forward.way == "padded"
     for one, reference in zip(forward(inputs), expected, strict=True):
         torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_a_padded_batch_on_a_cpu_has_little_padding() -> None:
+    model = build_model("mpnet", "sequence")
+    masks: list[torch.Tensor] = []
+    model.register_forward_pre_hook(lambda _, __, given: masks.append(given["attention_mask"]), with_kwargs=True)
+    build_forward(model, ("logits",), per_token=False, way="padded")(random_inputs([5, 60, 3, 60, 12, 12, 41]))
+    assert [mask.sum(1).tolist() for mask in masks] == [[3, 5, 12, 12], [41], [60, 60]]

@@ -69,6 +69,14 @@ def test_padded_batches_keep_their_bound() -> None:
     assert list(split_by_padding(list(range(5)), lengths, 12)) == [[0, 1, 2], [3], [4]]
 
 
+def test_padding_keeps_its_bound() -> None:
+    lengths = [20, 3, 4, 3, 5, 10, 10, 11]
+    order = [1, 3, 2, 4, 5, 6, 7, 0]
+    assert list(split_by_padding(order, lengths, 100, 2)) == [[1, 3, 2], [4], [5, 6, 7], [0]]
+    assert list(split_by_padding(order, lengths, 100, 5)) == [[1, 3, 2, 4], [5, 6, 7], [0]]
+    assert list(split_by_padding(order, lengths, 100, 0)) == [[1, 3], [2], [4], [5, 6], [7], [0]]
+
+
 def test_batches_keep_their_total() -> None:
     assert list(split_by_total([2, 0, 1, 3], [5, 9, 3, 1], 8)) == [[2, 0], [1], [3]]
 
