@@ -7,15 +7,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from hf_triton.errors import SettingsError
+from hf_triton.errors import SettingsError, clip
 from hf_triton.protocol.ports import JSON_OUTPUT as JSON_OUTPUT
 from hf_triton.protocol.ports import TENSOR_TYPES
 from hf_triton.protocol.token_rows import TOKEN_INPUTS, TOKEN_TYPE
 from hf_triton.protocol.validation import suggest, value_type
 
 NUM_TOKENS: Final = "num_input_tokens"
+NUMPY_TYPES: Final = {"TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_INT64": np.int64}
+"""Of outputs that are numbers."""
 TEXT_ALIASES: Final = ("args", "text_input", "text_inputs", "input", "inputs", "TEXT")
 """What clients of other servers call the input `text`."""
 
@@ -36,7 +39,7 @@ class TaskOutput:
     """An output with a value, or an array, for each row."""
 
     data_type: str
-    """`TYPE_FP32`, `TYPE_STRING`, ..."""
+    """`TYPE_STRING`, or one of `NUMPY_TYPES`."""
     meaning: str
     num_dims: int = 0
     """Dimensions of a row's value: 0 for a scalar, 1 for a vector."""
@@ -48,6 +51,11 @@ class TaskOutput:
     """Whether the arrays of the rows, of unequal length, stand one below the other."""
     is_padded: bool = False
     """Whether the integers of the rows, of unequal number, stand side by side, with zeros behind the shorter ones."""
+
+    def __post_init__(self) -> None:
+        known = ("TYPE_STRING", *NUMPY_TYPES)
+        if self.data_type not in known:
+            raise SettingsError(f"the type of a task's output must be {' or '.join(known)}, got {clip(self.data_type)}")
 
 
 class TaskOptions(BaseModel):

@@ -6,15 +6,16 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hf_triton.errors import RequestError, clip
+from hf_triton.errors import HfTritonError, RequestError, clip
 from hf_triton.protocol.prompts import Limits, decode_texts
 from hf_triton.protocol.requests import PARAMETER_NAMES, is_triton_parameter
 from hf_triton.protocol.task_declaration import (
     NUM_TOKENS,
+    NUMPY_TYPES,
     TaskDeclaration,
     TaskOptions,
     TextInput,
@@ -26,7 +27,6 @@ from hf_triton.protocol.validation import suggest, validated, value_type
 Options = TypeVar("Options", bound=TaskOptions)
 Row = Mapping[str, str]
 """The texts of one row, by the input's own name."""
-NUMPY_TYPES: Final = {"TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_INT64": np.int64}
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,9 @@ def encode_results(
         declaration: The task's outputs.
         shape: Of the texts.
         names: The outputs to fill.
+
+    Raises:
+        HfTritonError: A result has no tensor for an output.
     """
     outputs: dict[str, Array] = {}
     for name, output in declaration.all_outputs.items():
@@ -176,7 +179,7 @@ def encode_results(
         if output.is_json:
             outputs[name] = encode_strings([_to_json(result.json) for result in results], shape)
             continue
-        values: list[Any] = list(nums_tokens) if name == NUM_TOKENS else [result.tensors[name] for result in results]
+        values: list[Any] = list(nums_tokens) if name == NUM_TOKENS else [_tensor(result, name) for result in results]
         if output.data_type == "TYPE_STRING":
             strings = [text for value in values for text in value] if output.num_dims else values
             outputs[name] = encode_strings(strings, (len(results), 1) if output.num_dims else shape)
@@ -188,6 +191,14 @@ def encode_results(
             array = np.asarray(values, NUMPY_TYPES[output.data_type])
             outputs[name] = array if output.num_dims else array.reshape(shape)
     return outputs
+
+
+def _tensor(result: TaskResult, name: str) -> Any:
+    if name not in result.tensors:
+        given = ", ".join(result.tensors) or "none"
+        sentence = f"the task's result has no tensor {clip(name)}, an output of its declaration; it has {given}"
+        raise HfTritonError("internal", sentence)
+    return result.tensors[name]
 
 
 def _to_json(value: Any) -> str:
