@@ -140,9 +140,10 @@ class ModelSettings(BaseModel):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Data type of the weights. `auto` keeps the checkpoint's; the log warns if the CPU has no instructions for it."""
 
-    runtime: Literal["torch", "onnx", "openvino"] = "torch"
-    """What computes an encoder: PyTorch, or ONNX Runtime or OpenVINO with the graph of a folder that `hf-triton
-    optimize` wrote, on the processor and with the version that it was written for."""
+    runtime: Literal["torch", "onnx", "onnx-cuda", "onnx-tensorrt", "openvino"] = "torch"
+    """What computes an encoder: PyTorch; or, with the graph of a folder that `hf-triton optimize` wrote, OpenVINO, or
+    ONNX Runtime on a CPU, by its provider for CUDA or for TensorRT, on the processor or GPU and with the version that
+    the folder was written for."""
 
     precision: Literal["float32", "int8"] = "float32"
     """Number format of that graph."""

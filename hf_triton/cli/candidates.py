@@ -40,6 +40,8 @@ class Candidate:
     """Settings in place of the folder's."""
     way: Way | None = None
     """How sequences share a forward; None: as the probe finds."""
+    on_gpu: bool = False
+    """Whether Triton would place it on the first GPU, and not on the CPU."""
 
     def load(self) -> tuple[Any, Any, Any]:
         """The folder's task, checkpoint and settings.
@@ -56,7 +58,7 @@ class Candidate:
         settings = loaded.settings.model_copy(update=dict(self.overrides))
         task: Any = folder_task(own.task_class, settings, self.folder)
         hub = Hub(self.folder, settings, os.environ)
-        checkpoint = load_checkpoint(hub, settings, Placement("CPU", 0), task.auto_class)
+        checkpoint = load_checkpoint(hub, settings, Placement("GPU" if self.on_gpu else "CPU", 0), task.auto_class)
         return task(checkpoint, settings), checkpoint, settings
 
 
@@ -112,7 +114,7 @@ class Measured:
         return self._engine.run(self._inputs)
 
     def times_s(self, case: Case, num_runs: int) -> list[float]:
-        """Seconds of each of some runs."""
+        """Seconds of each of some runs, which end when the outputs are on the host, also those of a GPU."""
         inputs = self._inputs
         if not isinstance(case, str):
             num_texts, num_tokens = case

@@ -194,7 +194,7 @@ class FolderCheck:
         if settings.has_weights:
             with self._errors("memory"):
                 num_bytes = loaded_bytes(checkpoint, model_config, kind, settings, from_files=not is_undone)
-                self._check_memory(num_bytes, model_config, settings, _device(config), generates=task is None)
+                self._check_memory(num_bytes, model_config, settings, device_of(config), generates=task is None)
 
     def _check_memory(
         self, num_bytes: int | None, model_config: Any, settings: ModelSettings, device: Any, *, generates: bool
@@ -276,7 +276,7 @@ def _check_ports(config: Mapping[str, Any], declaration: Any) -> None:
     check_config({"input": [], "output": [], **config}, *checks)
 
 
-def _device(config: Mapping[str, Any]) -> Any:
+def device_of(config: Mapping[str, Any]) -> Any:
     """The kind of device that the folder's instances are placed on, by its `instance_group`."""
     import torch
 

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.cli.candidates import Candidate
 from hf_triton.cli.folders import CONFIG, newest_version, parse_message
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 PLACE: Final = "1/onnx"
 """In the folder; `huggingface_model` names it."""
+HALF: Final = "1/float16"
+"""The same of weights in half precision."""
+FUSIONS: Final[dict[str, Any]] = {"onnx": "cpu", "onnx-cuda": "cuda"}
+"""By runtime, see `export_graph`; TensorRT and OpenVINO know none."""
 COPIED: Final = (".json", ".txt", ".model", ".jinja", ".py")
 """Files of a checkpoint beside its weights."""
 DROPPED: Final = (
@@ -46,7 +50,7 @@ class GraphWriter:
         Raises:
             Exception: It cannot be exported; transformers', torch's or onnx' own.
         """
-        from hf_triton.runner.graph import processor, runtime_version
+        from hf_triton.runner.graph import GPU_PROVIDERS, processor_of, runtime_version
         from hf_triton.runner.graph_export import export_graph
         from hf_triton.runner.positions import max_positions
 
@@ -54,18 +58,33 @@ class GraphWriter:
         checkpoint_folder = target / PLACE
         checkpoint_folder.mkdir(parents=True)
         made = export_graph(
-            checkpoint.model, task.model_outputs, checkpoint_folder / GRAPHS["float32"], is_fused=runtime == "onnx"
+            checkpoint.model, task.model_outputs, checkpoint_folder / GRAPHS["float32"], FUSIONS.get(runtime)
         )
         num_ids, num_positions = checkpoint.vocabulary_size, max_positions(checkpoint.model)
-        GraphFacts(num_ids, num_positions, processor(), runtime_version(runtime) or "").write(checkpoint_folder)
+        version = runtime_version(runtime) or ""
+        GraphFacts(num_ids, num_positions, processor_of(runtime), version).write(checkpoint_folder)
+        changed = {"task": task.declaration.name, "runtime": runtime, "precision": "float32"}
+        self._write_rest(target, PLACE, checkpoint, settings, changed, on_gpu=runtime in GPU_PROVIDERS)
+        return made
+
+    def save(self, target: Path) -> str:
+        """Write a folder with the weights in float16, for PyTorch on a GPU; returns how."""
+        task, checkpoint, settings = Candidate(self._folder, {"dtype": "float16"}).load()
+        checkpoint.model.save_pretrained(target / HALF)
+        changed = {"task": task.declaration.name, "dtype": "float16"}
+        self._write_rest(target, HALF, checkpoint, settings, changed, on_gpu=True)
+        return "save_pretrained"
+
+    def _write_rest(
+        self, target: Path, place: str, checkpoint: Any, settings: Any, changed: dict[str, str], *, on_gpu: bool
+    ) -> None:
+        """Write what is beside the model."""
         tokenizer = Hub(self._folder, settings, os.environ).resolve_tokenizer()
         for source in (checkpoint.folder, tokenizer or checkpoint.folder):
-            _copy_small_files(source, checkpoint_folder)
+            _copy_small_files(source, target / place)
         for file in newest_version(self._folder).glob("*.py"):
             shutil.copyfile(file, target / "1" / file.name)
-        changed = {"task": task.declaration.name, "runtime": runtime, "precision": "float32"}
-        _write_config(self._folder, target, {"huggingface_model": f"./{PLACE}", **changed})
-        return made
+        _write_config(self._folder, target, {"huggingface_model": f"./{place}", **changed}, on_gpu=on_gpu)
 
     def quantize(self, target: Path, source: Path) -> str:
         """Write a folder of `write` again, with weights of 8 bits; returns how."""
@@ -88,8 +107,8 @@ def _copy_small_files(source: Path, target: Path) -> None:
         shutil.copyfile(source / name, target / name)
 
 
-def _write_config(source: Path, target: Path, settings: Mapping[str, str]) -> None:
-    """Write a folder's config.pbtxt with other settings, for the CPU."""
+def _write_config(source: Path, target: Path, settings: Mapping[str, str], *, on_gpu: bool = False) -> None:
+    """Write a folder's config.pbtxt with other settings, for the CPU or as it was placed on a GPU."""
     config = parse_message(source)
     for name in DROPPED if "huggingface_model" in settings else ():
         if name in config.parameters:
@@ -97,7 +116,7 @@ def _write_config(source: Path, target: Path, settings: Mapping[str, str]) -> No
     for name, value in settings.items():
         config.parameters[name].string_value = value
     config.ClearField("name")
-    for group in config.instance_group or [config.instance_group.add()]:
+    for group in () if on_gpu else config.instance_group or [config.instance_group.add()]:
         group.kind = group.KIND_CPU
         del group.gpus[:]
     text = importlib.import_module("google.protobuf.text_format").MessageToString(config)

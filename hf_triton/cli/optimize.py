@@ -10,9 +10,9 @@ import platform
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ import click
 from hf_triton.cli.candidates import TEXTS, Candidate, Case, Child, Measured
 from hf_triton.cli.comparison import MIN_GAIN, Row, judge, measure, summary_rows, timing_rows
 from hf_triton.cli.download import fetch, use_standard_cache
+from hf_triton.cli.findings import device_of
 from hf_triton.cli.folders import folder_defect, load_folder_settings, parse_config
 from hf_triton.cli.graph_folder import GraphWriter
 from hf_triton.cli.numbers import NUMBERS, SeveralNumbers
@@ -32,6 +33,8 @@ from hf_triton.errors import ServerError, SettingsError
 from hf_triton.settings import ModelSettings
 
 PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
+VERSIONS: Final = ("hf-triton", "torch", "transformers", *PACKAGES, "onnxruntime-gpu", "openvino")
+"""Packages whose versions are reported."""
 NUM_SAMPLES: Final = 64
 MAX_TEXTS: Final = 1000
 """Lines of a file that are read."""
@@ -76,6 +79,9 @@ def optimize(
 ) -> None:
     """Measure PyTorch, ONNX Runtime and OpenVINO on the model FOLDER of an encoder; write a folder for the fastest.
 
+    On a GPU, where Triton places the folder unless instance_group says KIND_CPU, the others are PyTorch in float16 and
+    ONNX Runtime's providers for CUDA and TensorRT.
+
     The folder serves on this machine without Hub and without the original weights. A candidate that differs from
     PyTorch by more than the tolerance is refused. Below a gain of 10 % PyTorch stays, and nothing is written.
     """
@@ -87,11 +93,15 @@ def optimize(
         raise click.UsageError("--int8 is judged by your own texts: give --texts FILE")
     texts = _read_texts(file) if file else _sample_texts()
     _check_folder(folder)
-    if _has_gpu():
-        click.echo("The GPU of this machine is not measured: what is written serves on the CPU.", err=True)
+    from hf_triton.runner.graph import available_providers
+
+    on_gpu = device_of(parse_config(folder)).type == "cuda"
+    if int8 and on_gpu:
+        raise click.UsageError("--int8 is for CPUs: leave it out, or set instance_group to KIND_CPU")
     with ExitStack() as stack:
         work = Path(stack.enter_context(_work_folder(target)))
-        reference, *rows = _start(folder, work, _log(out), texts, stack, int8=int8)
+        graphs = written_candidates(work, available_providers(), on_gpu=on_gpu, int8=int8)
+        reference, *rows = _start(folder, graphs, _log(out), texts, stack, on_gpu=on_gpu)
         base = rows[0]
         lengths = sorted({min(num_tokens, base.facts["max_length"]) for num_tokens in seq_len})
         cases: list[Case] = [(num_texts, num_tokens) for num_tokens in lengths for num_texts in batch]
@@ -166,12 +176,6 @@ def _check_folder(folder: Path) -> None:
         raise click.UsageError(f"{folder.name} has no model, only its tokenizer: optimize the model's folder")
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _work_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
     """A folder on the target's file system."""
     try:
@@ -183,7 +187,42 @@ def _work_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
         ) from None
 
 
-def _start(folder: Path, work: Path, log: Path, texts: Sequence[str], stack: ExitStack, *, int8: bool) -> list[Row]:
+def written_candidates(
+    work: Path, providers: Sequence[str], *, on_gpu: bool, int8: bool
+) -> dict[str, tuple[str, Path, tuple[object, ...]]]:
+    """What is written to be measured on this machine: a method of the writer, the folder, and its other arguments.
+
+    Args:
+        work: Where folders are written.
+        providers: Those of ONNX Runtime.
+        on_gpu: Whether the folder is placed on a GPU.
+        int8: Whether weights of 8 bits are asked for.
+    """
+    if on_gpu:
+        from hf_triton.runner.graph import GPU_PROVIDERS
+
+        found: dict[str, tuple[str, Path, tuple[object, ...]]] = {"pytorch, float16": ("save", work / "float16", ())}
+        for runtime, provider in GPU_PROVIDERS.items():
+            if provider in providers:
+                found[runtime.replace("onnx-", "onnxruntime, ")] = ("write", work / runtime, (runtime,))
+        return found
+    found = {"onnxruntime": ("write", work / "onnx", ("onnx",))}
+    if int8:
+        found["onnxruntime, int8"] = ("quantize", work / "int8", (work / "onnx",))
+    if find_spec("openvino"):
+        found["openvino"] = ("write", work / "openvino", ("openvino",))
+    return found
+
+
+def _start(
+    folder: Path,
+    graphs: Mapping[str, tuple[str, Path, tuple[object, ...]]],
+    log: Path,
+    texts: Sequence[str],
+    stack: ExitStack,
+    *,
+    on_gpu: bool,
+) -> list[Row]:
     """Load the reference, PyTorch as the folder has it, and all others, their graphs written.
 
     Raises:
@@ -198,21 +237,16 @@ def _start(folder: Path, work: Path, log: Path, texts: Sequence[str], stack: Exi
 
     rows = [
         start(Row("reference", Candidate(folder, {"dtype": "float32"}, way="alone"))),
-        start(Row("pytorch", Candidate(folder))),
+        start(Row("pytorch", Candidate(folder, on_gpu=on_gpu))),
     ]
     _require(*rows)
     if rows[1].facts["way"] == "packed":
-        rows.append(start(Row("pytorch, padded", Candidate(folder, way="padded"))))
-    graphs: dict[str, tuple[str, Path, object]] = {"onnxruntime": ("write", work / "onnx", "onnx")}
-    if int8:
-        graphs["onnxruntime, int8"] = ("quantize", work / "int8", work / "onnx")
-    if find_spec("openvino"):
-        graphs["openvino"] = ("write", work / "openvino", "openvino")
+        rows.append(start(Row("pytorch, padded", Candidate(folder, way="padded", on_gpu=on_gpu))))
     with closing(Child(log, GraphWriter, folder)) as writer:
-        for name, (method, target, source) in graphs.items():
-            click.echo(f"Writing a graph for {name} ...", err=True)
-            row = Row(name, Candidate(target), writer)
-            row.facts["graph"] = row.call(method, target, source)
+        for name, (method, target, others) in graphs.items():
+            click.echo(f"Writing a folder for {name} ...", err=True)
+            row = Row(name, Candidate(target, on_gpu=on_gpu), writer)
+            row.facts["graph"] = row.call(method, target, *others)
             rows.append(start(row))
     return rows
 
@@ -260,8 +294,10 @@ def _conclusion(rows: Sequence[Row], best: Row | None, target: Path) -> str:
 def _machine(base: Row) -> dict[str, Any]:
     from hf_triton.runner.graph import processor
 
-    names = ("hf-triton", "torch", "transformers", "onnxruntime", "onnx", "onnxscript", "openvino")
-    versions = {name: version(name) for name in names if find_spec(name.replace("-", "_"))}
+    versions = {}
+    for name in VERSIONS:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "processor": processor(),
         "threads": base.facts["num_threads"],

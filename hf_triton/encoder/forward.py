@@ -100,8 +100,9 @@ class EncoderForward:
         self._base = PackedBase(model, per_token=per_token) if way == "packed" else None
         pad_id = getattr(model.config.get_text_config(), "pad_token_id", None)
         self._pad_id = pad_id if isinstance(pad_id, int) else 0
-        self._max_padded = MAX_PADDED_TOKENS.get(self.device.type, MAX_PADDED_TOKENS["cuda"])
-        self._max_padding = MAX_PADDING.get(self.device.type, math.inf)
+        kind = model.computes_on if isinstance(model, GraphModel) else self.device.type
+        self._max_padded = MAX_PADDED_TOKENS.get(kind, MAX_PADDED_TOKENS["cuda"])
+        self._max_padding = MAX_PADDING.get(kind, math.inf)
         self._max_states = MAX_STATES_TOKENS.get(self.device.type, MAX_STATES_TOKENS["cuda"])
         self._max_positions = max_positions(model)
         head = model.get_output_embeddings()

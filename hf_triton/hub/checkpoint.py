@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
-from hf_triton.hub.graph import load_graph
+from hf_triton.hub.graph import check_graph, load_graph
 from hf_triton.hub.pretrained import load_config, load_model, load_tokenizer, loading, silence_transformers
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.snapshot import purge_damaged
@@ -193,12 +193,17 @@ def _load_graph(
         raise SettingsError(
             f"runtime {settings.runtime} is for tasks of encoders, and the folder generates text: set runtime to torch"
         )
-    if placement.device_map() != {"": "cpu"}:
+    from hf_triton.runner.graph import GPU_PROVIDERS
+
+    check_graph(folder, settings)  # says first that there is no such GPU
+    is_for_gpu = settings.runtime in GPU_PROVIDERS
+    if (placement.device_map() == {"": "cpu"}) is is_for_gpu:
+        own, other, kind = ("a GPU", "the CPU", "GPU") if is_for_gpu else ("the CPU", "a GPU", "CPU")
         raise SettingsError(
-            f"runtime {settings.runtime} computes on the CPU, and Triton places this model on a GPU: add "
-            "instance_group [{ kind: KIND_CPU }] to config.pbtxt"
+            f"runtime {settings.runtime} computes on {own}, and Triton places this model on {other}: add "
+            f"instance_group [{{ kind: KIND_{kind} }}] to config.pbtxt"
         )
-    return load_graph(folder, config, settings)
+    return load_graph(folder, config, settings, placement.device_id)
 
 
 def _warn_of_slow_dtype(model: Any) -> None:

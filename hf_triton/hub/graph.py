@@ -30,7 +30,7 @@ class GraphFacts:
     num_positions: int | None
     """Tokens that it has position embeddings for; None: it computes positions."""
     processor: str
-    """On which it was measured; see `runner.graph.processor`."""
+    """On which it was measured; see `runner.graph.processor_of`."""
     version: str
     """Of the runtime that it was measured with."""
 
@@ -39,13 +39,14 @@ class GraphFacts:
         (folder / FACTS).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def load_graph(folder: Path, config: Any, settings: ModelSettings) -> GraphModel:
+def load_graph(folder: Path, config: Any, settings: ModelSettings, device_id: int) -> GraphModel:
     """Load the graph that the settings name.
 
     Args:
         folder: Has graph and facts.
         config: The checkpoint's.
         settings: The folder's.
+        device_id: The GPU, of a runtime that computes on one.
 
     Raises:
         LoadError: It is broken, or made for another machine; or its runtime is not installed.
@@ -55,20 +56,29 @@ def load_graph(folder: Path, config: Any, settings: ModelSettings) -> GraphModel
     facts, file = check_graph(folder, settings)
     assert settings.runtime != "torch"
     try:
-        return GraphModel(file, settings.runtime, config, num_ids=facts.num_ids, num_positions=facts.num_positions)
+        return GraphModel(
+            file,
+            settings.runtime,
+            config,
+            num_ids=facts.num_ids,
+            num_positions=facts.num_positions,
+            device_id=device_id,
+        )
     except GraphError as error:
         raise CheckpointError("checkpoint_invalid", f"{file} cannot be loaded ({error}): {AGAIN}") from None
 
 
 def check_graph(folder: Path, settings: ModelSettings) -> tuple[GraphFacts, Path]:
     """The facts and the file of a graph, without loading it. Arguments and errors as in `load_graph`."""
-    from hf_triton.runner.graph import PACKAGES, processor, runtime_version
+    from hf_triton.runner.graph import GPU_PROVIDERS, PACKAGES, processor_of, runtime_version
 
     assert settings.runtime != "torch"
     package, version = PACKAGES[settings.runtime], runtime_version(settings.runtime)
     if version is None:
+        provider = GPU_PROVIDERS.get(settings.runtime)
+        needed = f"the {provider} of {package}" if provider else package
         raise SettingsError(
-            f"runtime {settings.runtime} needs {package}, which is not installed: `pip install {package}`, or set "
+            f"runtime {settings.runtime} needs {needed}, which is not installed: `pip install {package}`, or set "
             "runtime to torch"
         )
     file = folder / GRAPHS[settings.precision]
@@ -83,7 +93,10 @@ def check_graph(folder: Path, settings: ModelSettings) -> tuple[GraphFacts, Path
         facts = GraphFacts(**json.loads((folder / FACTS).read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise CheckpointError("checkpoint_invalid", f"{folder / FACTS} is not what was written: {AGAIN}") from None
-    for made_for, here in ((facts.processor, processor()), (f"{package} {facts.version}", f"{package} {version}")):
+    for made_for, here in (
+        (facts.processor, processor_of(settings.runtime)),
+        (f"{package} {facts.version}", f"{package} {version}"),
+    ):
         if made_for != here:
             raise CheckpointError(
                 "optimized_elsewhere", f"{folder} was optimized for {made_for}, and this is {here}: {AGAIN}"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An ONNX graph in the place of a transformers encoder: ONNX Runtime or OpenVINO computes it on the CPU."""
+"""An ONNX graph in the place of a transformers encoder: ONNX Runtime computes it, or OpenVINO on the CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -14,16 +16,30 @@ import torch
 
 from hf_triton.runner.faults import described
 
-GraphRuntime = Literal["onnx", "openvino"]
+GraphRuntime = Literal["onnx", "onnx-cuda", "onnx-tensorrt", "openvino"]
 Arrays = dict[str, npt.NDArray[Any]]
 
-PACKAGES: Final[dict[GraphRuntime, str]] = {"onnx": "onnxruntime", "openvino": "openvino"}
+PACKAGES: Final[dict[GraphRuntime, str]] = {
+    "onnx": "onnxruntime",
+    "onnx-cuda": "onnxruntime-gpu",
+    "onnx-tensorrt": "onnxruntime-gpu",
+    "openvino": "openvino",
+}
+GPU_PROVIDERS: Final[dict[str, str]] = {
+    "onnx-cuda": "CUDAExecutionProvider",
+    "onnx-tensorrt": "TensorrtExecutionProvider",
+}
+"""Of ONNX Runtime, by the runtimes that compute on a GPU."""
 INSTRUCTION_SETS: Final = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "asimddp", "i8mm")
 """As Linux names them: those that decide which kernels a runtime takes."""
 
 
 class GraphError(RuntimeError):
     """A graph cannot be loaded; its message cannot quote a text."""
+
+
+Providers = Sequence[tuple[str, dict[str, Any]]]
+CPU_PROVIDER: Final[Providers] = (("CPUExecutionProvider", {}),)
 
 
 class Session(Protocol):
@@ -36,15 +52,26 @@ class Session(Protocol):
 
 
 class OnnxSession:
-    """ONNX Runtime's; its threads sleep between two runs, so that other models have the cores."""
+    """ONNX Runtime's; its threads sleep between two runs, so that other models have the cores.
 
-    def __init__(self, file: Path, num_threads: int) -> None:
+    Args:
+        file: The graph.
+        num_threads: Of the CPU.
+        providers: ONNX Runtime's, with options; the first one must take the graph.
+
+    Raises:
+        GraphError: The first provider cannot be loaded.
+    """
+
+    def __init__(self, file: Path, num_threads: int, providers: Providers = CPU_PROVIDER) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        self._session = onnxruntime.InferenceSession(str(file), options, providers=list(providers))
+        if self._session.get_providers()[0] != providers[0][0]:  # ONNX Runtime goes on without it
+            raise GraphError(f"ONNX Runtime cannot load its {providers[0][0]}: see its warning above")
         self.input_names = [each.name for each in self._session.get_inputs()]
         self._output_names = [each.name for each in self._session.get_outputs()]
 
@@ -69,7 +96,13 @@ class OpenVinoSession:
         return {output.get_any_name(): np.array(results[output]) for output in self._compiled.outputs}
 
 
-SESSIONS: Final[dict[GraphRuntime, Any]] = {"onnx": OnnxSession, "openvino": OpenVinoSession}
+def gpu_providers(runtime: GraphRuntime, file: Path, device_id: int) -> Providers:
+    """What ONNX Runtime computes a graph with on a GPU: what one provider does not know, the next one computes."""
+    cuda = ("CUDAExecutionProvider", {"device_id": device_id})
+    if runtime == "onnx-cuda":
+        return (cuda, *CPU_PROVIDER)
+    cache = {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(file.parent / "tensorrt")}
+    return (("TensorrtExecutionProvider", {"device_id": device_id, **cache}), cuda, *CPU_PROVIDER)
 
 
 class GraphModel(torch.nn.Module):
@@ -81,6 +114,7 @@ class GraphModel(torch.nn.Module):
         config: The checkpoint's.
         num_ids: Token ids that the model has embeddings for.
         num_positions: See `max_positions`.
+        device_id: The GPU, of a runtime that computes on one.
 
     Raises:
         GraphError: The runtime cannot load the graph.
@@ -90,17 +124,33 @@ class GraphModel(torch.nn.Module):
     device = torch.device("cpu")
 
     def __init__(
-        self, file: Path, runtime: GraphRuntime, config: Any, *, num_ids: int, num_positions: int | None
+        self,
+        file: Path,
+        runtime: GraphRuntime,
+        config: Any,
+        *,
+        num_ids: int,
+        num_positions: int | None,
+        device_id: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
+        self.computes_on = "cuda" if runtime in GPU_PROVIDERS else "cpu"
+        """The type of the device behind `device`, where inputs and outputs are."""
         self._embeddings = torch.nn.Embedding(num_ids, 0)
         if num_positions is not None:
             self.position_embeddings = torch.nn.Embedding(num_positions, 0)
         try:
-            self._session: Session = SESSIONS[runtime](file, torch.get_num_threads())
+            self._session: Session = self._load(file, runtime, device_id)
         except Exception as error:  # each runtime has its own
             raise GraphError(described(error)) from None
+
+    @staticmethod
+    def _load(file: Path, runtime: GraphRuntime, device_id: int) -> Session:
+        if runtime == "openvino":
+            return OpenVinoSession(file, torch.get_num_threads())
+        providers = gpu_providers(runtime, file, device_id) if runtime in GPU_PROVIDERS else CPU_PROVIDER
+        return OnnxSession(file, torch.get_num_threads(), providers)
 
     def get_input_embeddings(self) -> torch.nn.Embedding:
         """As many as the model has, without their values."""
@@ -125,11 +175,30 @@ class GraphModel(torch.nn.Module):
 
 
 def runtime_version(runtime: GraphRuntime) -> str | None:
-    """The runtime's version; None if it is not installed."""
-    try:
-        return version(PACKAGES[runtime])
-    except PackageNotFoundError:
+    """The runtime's version; None if it is not installed, or without the provider for a GPU."""
+    if runtime in GPU_PROVIDERS and GPU_PROVIDERS[runtime] not in available_providers():
         return None
+    package = PACKAGES[runtime].removesuffix("-gpu")
+    for name in (package, f"{package}-gpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return None
+
+
+def available_providers() -> list[str]:
+    """Those that ONNX Runtime is built with; empty if it is not installed."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return []
+    return list(onnxruntime.get_available_providers())
+
+
+def processor_of(runtime: GraphRuntime) -> str:
+    """What a runtime computes on: this machine's processor, or the name of its GPU."""
+    if runtime not in GPU_PROVIDERS:
+        return processor()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "a machine without a GPU"
 
 
 def processor() -> str:

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -18,14 +18,15 @@ logger = logging.getLogger(__name__)
 OPSET: Final = 17
 
 
-def export_graph(model: Any, outputs: tuple[str, ...], file: Path, *, is_fused: bool) -> str:
+def export_graph(model: Any, outputs: tuple[str, ...], file: Path, fusions: Literal["cpu", "cuda"] | None) -> str:
     """Write a model's graph for any number of sequences of any length.
 
     Args:
         model: A transformers model in eval mode on the CPU, in float32; its attention becomes `eager`.
         outputs: Names of the model's outputs that the graph has.
         file: To be written.
-        is_fused: Whether it is for ONNX Runtime alone, with its own operations for attention and the like.
+        fusions: Of ONNX Runtime, which alone then computes the graph: its own operations for attention and the like,
+            as its CPU or its CUDA has them. None: none.
 
     Returns:
         How it was written.
@@ -42,11 +43,11 @@ def export_graph(model: Any, outputs: tuple[str, ...], file: Path, *, is_fused: 
     if "token_type_ids" in inspect.signature(model.forward).parameters:
         inputs["token_type_ids"] = torch.zeros_like(ids)
     ways: dict[str, Callable[[], None]] = {
-        "transformers.exporters, fused": lambda: _export(model, inputs, outputs, file, "cpu"),
+        "transformers.exporters, fused": lambda: _export(model, inputs, outputs, file, fusions),
         "transformers.exporters": lambda: _export(model, inputs, outputs, file, None),
         "torch.onnx.export": lambda: _export_plainly(model, inputs, outputs, file),
     }
-    if not is_fused:
+    if fusions is None:
         del ways["transformers.exporters, fused"]
     for number, (name, export) in enumerate(ways.items(), 1):
         try:

@@ -2,23 +2,30 @@
 """`hf-triton optimize`: what it measures, writes and refuses, and what its folders refuse."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
 
 from hf_triton.cli import cli
-from hf_triton.cli.candidates import Candidate
+from hf_triton.cli.candidates import Candidate, Child
 from hf_triton.cli.comparison import Row, agreement, judge
-from hf_triton.errors import CheckpointError, SettingsError
+from hf_triton.cli.graph_folder import GraphWriter
+from hf_triton.cli.optimize import written_candidates
+from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
-from hf_triton.runner.graph import PACKAGES
+from hf_triton.runner.graph import PACKAGES, GraphError, OnnxSession, gpu_providers
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import post
@@ -51,7 +58,7 @@ def run(*arguments: object) -> Result:
 
 
 def load(folder: Path, **settings: Any) -> Any:
-    chosen = ModelSettings(huggingface_model="./1/onnx", runtime="onnx", **settings)
+    chosen = ModelSettings(huggingface_model="./1/onnx", **{"runtime": "onnx"} | settings)
     return load_checkpoint(Hub(folder, chosen, {}), chosen, Placement("CPU", 0), "AutoModel")
 
 
@@ -169,6 +176,84 @@ def test_a_graph_generates_no_text(copy: Path) -> None:
     chosen = ModelSettings(huggingface_model="./1/onnx", runtime="onnx")
     with pytest.raises(SettingsError, match="runtime onnx is for tasks of encoders"):
         load_checkpoint(Hub(copy, chosen, {}), chosen, Placement("CPU", 0))
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "providers", "names"),
+    [
+        (False, [CUDA, TENSORRT], ["onnxruntime", "onnxruntime, int8"]),
+        (True, ["CPUExecutionProvider"], ["pytorch, float16"]),
+        (True, [CUDA], ["pytorch, float16", "onnxruntime, cuda"]),
+        (True, [TENSORRT, CUDA], ["pytorch, float16", "onnxruntime, cuda", "onnxruntime, tensorrt"]),
+    ],
+)
+def test_candidates_are_what_the_machine_has(on_gpu: bool, providers: list[str], names: list[str]) -> None:
+    found = written_candidates(Path(), providers, on_gpu=on_gpu, int8=not on_gpu)
+    assert [name for name in found if name != "openvino"] == names
+
+
+def test_providers_take_their_gpu() -> None:
+    file = Path("/model/model.onnx")
+    cuda, cpu = (CUDA, {"device_id": 1}), ("CPUExecutionProvider", {})
+    assert gpu_providers("onnx-cuda", file, 1) == (cuda, cpu)
+    first, *others = gpu_providers("onnx-tensorrt", file, 1)
+    cache = {"trt_engine_cache_enable": True, "trt_engine_cache_path": "/model/tensorrt"}
+    assert first == (TENSORRT, {"device_id": 1, **cache})
+    assert others == [cuda, cpu]
+
+
+@pytest.fixture(scope="module")
+def for_cuda(folder: Path) -> Path:
+    """What would be written on this machine if it had a GPU."""
+    target = folder.with_name("mine_cuda")
+    with closing(Child(Path(os.devnull), GraphWriter, folder)) as writer:
+        assert writer.call("write", target, "onnx-cuda") == "transformers.exporters, fused"
+    return target
+
+
+def test_a_folder_for_a_gpu_is_refused_without_one(for_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "KIND_CPU" not in (for_cuda / "config.pbtxt").read_text()
+    lacks_provider = "needs the CUDAExecutionProvider of onnxruntime-gpu, which is not installed: `pip install onnxrunt"
+    for providers, sentence in (([], lacks_provider), ([CUDA], "this is a machine without a GPU: run `hf-triton")):
+        monkeypatch.setattr("onnxruntime.get_available_providers", lambda providers=providers: providers)
+        change_facts(for_cuda, processor="NVIDIA H100", version=version("onnxruntime"))
+        result = run("check", for_cuda)
+        assert result.exit_code == 5
+        assert sentence in result.output
+        with pytest.raises(LoadError) as error:
+            load(for_cuda, runtime="onnx-cuda")
+        assert sentence in str(error.value)
+
+
+def test_a_folder_for_a_gpu_is_refused_on_the_cpu(for_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: [CUDA])
+    change_facts(for_cuda, processor="a machine without a GPU", version=version("onnxruntime"))
+    with pytest.raises(SettingsError, match="onnx-cuda computes on a GPU, and Triton places this model on the CPU"):
+        load(for_cuda, runtime="onnx-cuda")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_provider_that_cannot_be_loaded_is_no_reason_to_compute_on_the_cpu(for_cuda: Path) -> None:
+    file = for_cuda / "1" / "onnx" / "model.onnx"
+    with pytest.raises(GraphError, match="ONNX Runtime cannot load its CUDAExecutionProvider"):
+        OnnxSession(file, 1, gpu_providers("onnx-cuda", file, 0))
+
+
+def test_a_folder_in_float16(folder: Path) -> None:
+    target = folder.with_name("mine_float16")
+    with closing(Child(Path(os.devnull), GraphWriter, folder)) as writer:
+        assert writer.call("save", target) == "save_pretrained"
+    tensors = load_file(target / "1" / "float16" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    _, checkpoint, settings = Candidate(target).load()
+    assert (settings.runtime, settings.dtype, checkpoint.model.dtype) == ("torch", "float16", torch.float16)
+    result = run("check", target)
+    assert result.exit_code == 0, result.output
 
 
 # --- what it refuses -------------------------------------------------------------------------------------------------
