@@ -2,7 +2,7 @@
 """An optimized folder beside what it could cost at least: `python benchmarks/graph.py FOLDER FOLDER_optimized`.
 
 Milliseconds of a request of one text, tokenized beforehand, by all ways in turns; shown are medians, and the medians
-of the rounds' ratios to the first. Set OMP_NUM_THREADS to what the server would have.
+and quartiles of the rounds' ratios to the first. Set OMP_NUM_THREADS to what the server would have.
 
     graph     the engine with the folder that `hf-triton optimize` wrote for ONNX Runtime
     by hand   ONNX Runtime called with the same graph, and nothing else
@@ -72,10 +72,11 @@ def main(folder: Path, optimized: Path, tokens: int, rounds: int) -> None:
 
     ways = ("graph", "by hand", "torch", "bare")
     figures = take_turns(["one text"], ways, rounds, take)["one text"]
-    print(f"{'':<10}{'ms':>8}{'times graph':>14}")
+    print(f"{'':<10}{'ms':>8}{'times graph':>14}{'quartiles':>14}")
     for way in ways:
-        ratio = statistics.median(each[way] / each["graph"] for each in figures)
-        print(f"{way:<10}{statistics.median(each[way] for each in figures):>8.2f}{ratio:>14.2f}")
+        low, ratio, high = statistics.quantiles([each[way] / each["graph"] for each in figures], n=4)
+        median_ms = statistics.median(each[way] for each in figures)
+        print(f"{way:<10}{median_ms:>8.2f}{ratio:>14.2f}{f'{low:.2f}-{high:.2f}':>14}")
 
 
 if __name__ == "__main__":
