@@ -87,7 +87,7 @@ def test_a_written_folder_has_all_that_serving_needs(written: Path) -> None:
 def test_minilm_is_optimized_and_served_without_hub(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     repository = tmp_path / "repository"
     checkpoint = shutil.copytree(real_checkpoint(), tmp_path / "checkpoint")
-    mine = make_folder(tmp_path, "minilm", huggingface_model=checkpoint)
+    mine = make_folder(tmp_path, "minilm", huggingface_model=checkpoint, pack_weights=False)
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     options = ["--seq-len", "16", "--batch", "1", "--rounds=3", "--int8", f"--texts={tmp_path / 'texts.txt'}"]
     done = run_command(
@@ -100,7 +100,6 @@ def test_minilm_is_optimized_and_served_without_hub(tmp_path: Path, make_folder:
     rows = {row["candidate"]: row for row in report["candidates"]}
     assert list(rows)[:4] == ["pytorch", "pytorch, padded", "onnxruntime", "onnxruntime, int8"]
     assert rows["onnxruntime"]["largest difference"] < 1e-5
-    assert rows["onnxruntime"]["times pytorch"] > 1.2
     assert 0.9 < rows["onnxruntime, int8"]["lowest cosine"] < 0.99999
     assert report["written"] == str(repository / "minilm")
     shutil.rmtree(mine)

@@ -25,6 +25,7 @@ from tests.support.client import Reply, generate, generate_stream, get, infer, o
 from tests.support.doors import pack
 from tests.support.engines import ENGINES
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL, STEP_S
+from tests.support.standard import EXIT_TIMEOUT
 from tests.support.tokenizers import tokenizer_of
 
 FAILING_MODEL = """
@@ -73,7 +74,7 @@ def server(
             (folder / "1" / "model.py").write_text(SLOW_MODEL)
         if name == "failing":
             (folder / "1" / "model.py").write_text(FAILING_MODEL)
-    with TritonServer(root) as running:
+    with TritonServer(root, arguments=[EXIT_TIMEOUT]) as running:
         for name in FOLDERS:
             assert running.is_model_ready(name), running.log_tail()
         yield running
