@@ -196,7 +196,7 @@ def texts_of(outputs: Outputs) -> list[str]:
 
 
 def shown(text: str) -> str:
-    """A completion as the terminal gets it; whoever reads a pipe gets it as it is."""
+    """A completion as it is shown in a terminal; a pipe gets it unchanged."""
     return printable(text) if sys.stdout.isatty() else text
 
 

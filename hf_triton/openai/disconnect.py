@@ -22,7 +22,7 @@ async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, Result
         work: What to do for the client.
 
     Raises:
-        ApiError: The client disconnected; status 499, which nobody reads.
+        ApiError: The client disconnected; status 499, which is never read.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))

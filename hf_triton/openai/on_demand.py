@@ -297,7 +297,7 @@ class OnDemand:
         """Start looking at Triton, or join a look under way."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(self._compare())
-            self._looking.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait
+            self._looking.add_done_callback(lambda task: task.cancelled() or task.exception())  # none may wait for it
         return self._looking
 
     async def _compare(self) -> None:

@@ -223,7 +223,7 @@ class TritonModels:
         """Start listing the models, or join those who wait for the list."""
         if self._listing is None or self._listing.done():
             self._listing = asyncio.ensure_future(self._read_models())
-            self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait
+            self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())  # none may wait for it
         return self._listing
 
     async def _read_models(self) -> None:

@@ -237,7 +237,7 @@ def test_a_folder_for_a_gpu_is_refused_on_the_cpu(for_cuda: Path, monkeypatch: p
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_provider_that_cannot_be_loaded_is_no_reason_to_compute_on_the_cpu(for_cuda: Path) -> None:
+def test_a_provider_that_cannot_be_loaded_is_no_fallback_to_the_cpu(for_cuda: Path) -> None:
     file = for_cuda / "1" / "onnx" / "model.onnx"
     with pytest.raises(GraphError, match="ONNX Runtime cannot load its CUDAExecutionProvider"):
         OnnxSession(file, 1, gpu_providers("onnx-cuda", file, 0))
