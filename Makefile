@@ -30,7 +30,7 @@ AIPERF := .venv/aiperf/.set-up
 FRAMEWORKS := .venv/frameworks/.set-up
 NPM := .venv/npm/.set-up
 GPTQ := .venv/gptq/.set-up
-PROMETHEUS := .venv/prometheus/.set-up
+PROGRAMS := .venv/programs/.set-up
 
 .PHONY: help setup serve test test-all test-clients bench soak check format docs test-gptq test-page test-container clean
 
@@ -53,10 +53,10 @@ serve: $(SETUP) ## Serve the demo model, or the folders in MODELS=...
 	@exec $(BIN)/hf-triton serve $(MODELS) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
 	  --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT)
 
-test: $(SETUP) $(PERF_ANALYZER) $(PROMETHEUS) ## Run the tests; TESTS=tests/unit for some of them
+test: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) ## Run the tests; TESTS=tests/unit for some of them
 	$(call pytest,not container and not full)
 
-test-all: $(SETUP) $(PERF_ANALYZER) $(PROMETHEUS) ## Run every test: all architectures, the simulated GPU, a short soak
+test-all: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) ## Run every test: all architectures, the simulated GPU, a short soak
 	$(call pytest,not container)
 
 # perf_analyzer comes in an older client wheel, and finds two libraries in the server's wheel.
@@ -67,8 +67,8 @@ $(PERF_ANALYZER): $(SETUP)
 	  ln -sf $$libs/libcudart-*.so.12* .venv/perf_analyzer/bin/libcudart.so.12
 	@touch $@
 
-$(PROMETHEUS): $(SETUP) tests/server/prometheus.sh
-	tests/server/prometheus.sh $(@D)
+$(PROGRAMS): $(SETUP) tests/server/programs.sh
+	tests/server/programs.sh $(@D)
 	@touch $@
 
 test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) $(AIPERF) $(FRAMEWORKS) $(NPM) ## Run other clients (1.6 GB, npm)

@@ -36,7 +36,8 @@ TEXT, EMBED, STREAM = "text", "embed", "text_stream"
 MAIN, V2 = "main", "v2"
 """The revisions on the Hub."""
 NOT_LOADED = "has no available versions"
-HAPROXY = shutil.which("haproxy")
+PROGRAMS = ROOT / ".venv" / "programs"  # of programs.sh
+HAPROXY = shutil.which("haproxy", path=os.pathsep.join([str(PROGRAMS / "bin"), os.environ["PATH"]]))
 NUM_REQUESTS = 200
 
 
@@ -332,7 +333,9 @@ def haproxy(folder: Path, addresses: Mapping[str, str]) -> Iterator[dict[str, Fr
     text = re.sub(r"127\.0\.0\.1:(\d+)", lambda match: f"127.0.0.1:{ports[match[1]]}", text)
     (folder / "haproxy.cfg").write_text(text)
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([HAPROXY, "-f", folder / "haproxy.cfg"], stdout=log, stderr=log)
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(PROGRAMS / "lib")}
+        command = [HAPROXY, "-f", folder / "haproxy.cfg"]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     fronts = {port: Front(f"http://127.0.0.1:{ports[port]}") for port in ("8080", "8081")}
     try:
         wait_until(lambda: get_status(fronts["8081"]) == 200)

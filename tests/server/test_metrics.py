@@ -30,7 +30,7 @@ from tests.support.slow_model import slow_model
 pytestmark = pytest.mark.full
 
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-PROMETHEUS_BIN = ROOT / ".venv" / "prometheus" / "bin"  # of prometheus.sh
+PROGRAMS = ROOT / ".venv" / "programs" / "bin"  # of programs.sh
 STEP_S = 0.02
 IS_DROPPED = 23  # so many new tokens
 SLOW_MODEL = f"""{slow_model(STEP_S)}
@@ -288,7 +288,7 @@ def test_a_server_without_metrics_serves_all_the_same(
 
 
 def tool(name: str) -> str:
-    found = shutil.which(name, path=os.pathsep.join([str(PROMETHEUS_BIN), os.environ["PATH"]]))
+    found = shutil.which(name, path=os.pathsep.join([str(PROGRAMS), os.environ["PATH"]]))
     if found is None:
         pytest.skip(f"there is no {name} (make test brings it where there is apt-get)")
     return found
