@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_triton.errors import SettingsError
 from hf_triton.hub.kind import find_task, generates_text
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
@@ -61,8 +62,16 @@ def folder_task(
         own: The task class of the folder's 1/model.py.
         settings: The folder's; its `task` comes before what the checkpoint says.
         model_folder: The folder. A checkpoint that is not on disk yet is taken for one that generates text.
+
+    Raises:
+        SettingsError: The folder's own class declares nothing.
     """
     if own is not None:
+        if not hasattr(own, "declaration"):
+            raise SettingsError(
+                f"the task class {own.__name__} of 1/model.py has no declaration: give it a TaskDeclaration of its "
+                "inputs and outputs"
+            )
         return own
     checkpoint = Hub(model_folder, settings, os.environ).find_config_folder()
     name = settings.task or (checkpoint and find_task(checkpoint)) or "text-generation"

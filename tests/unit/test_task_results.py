@@ -1,11 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes of a task of one's own: an output of a wrong type, and a result without a declared tensor."""
+"""Mistakes of a task of one's own: no declaration, an output of a wrong type, a result without a declared tensor."""
+
+from pathlib import Path
 
 import pytest
 
 from hf_triton.errors import HfTritonError, SettingsError
-from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOutput, TextInput
+from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import TaskResult, encode_results
+from hf_triton.settings import ModelSettings
+from hf_triton.tasks.encoder_task import EncoderTask
+from hf_triton.tasks.registry import folder_task
+
+
+def test_a_task_without_a_declaration_is_refused(tmp_path: Path) -> None:
+    class Similarity(EncoderTask[TaskOptions]):
+        pass
+
+    with pytest.raises(SettingsError, match=r"the task class Similarity .* has no declaration: give"):
+        folder_task(Similarity, ModelSettings(huggingface_model="org/name"), tmp_path)
 
 
 @pytest.mark.parametrize("data_type", ["TYPE_FLOAT", "TYPE_FP64", "FP32"])
