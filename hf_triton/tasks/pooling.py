@@ -55,7 +55,8 @@ class Head:
         """A vector `[num_outputs]` of `[tokens, hidden size]`, float32."""
         import torch
 
-        vector = torch.cat([pool(states) for pool in self._pools])
+        vectors = [pool(states) for pool in self._pools]
+        vector = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
         for layer in self._layers:
             vector = layer(vector)
         return vector
