@@ -58,8 +58,8 @@ def build_encoder(
         per_token: Whether an output has a row for each token.
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
         max_batch_tokens: The most tokens of a forward, but for a longer sequence alone; None: the device's default.
-        pack_weights: On a CPU, which linear layers get the layout that oneDNN computes with: half the time and the same
-            bits in any company; `auto` packs those that are faster so, by timing each shape.
+        pack_weights: On a CPU, which linear layers get the layout that oneDNN computes with, in half the time; `auto`
+            packs those that are faster so, by timing each shape.
         keeps_dtype: Whether a model of 16 bits keeps them on a CPU without instructions for them; if not, it becomes
             float32, which is several times faster there.
         way: How sequences share a forward, see `build_forward`.

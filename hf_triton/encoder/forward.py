@@ -12,7 +12,7 @@ import torch
 
 from hf_triton.encoder.attention import running
 from hf_triton.encoder.packed_base import PackedBase
-from hf_triton.encoder.packing import MIN_ROWS, pack_row, pad_batch, split_by_padding, split_by_total
+from hf_triton.encoder.packing import pack_row, pad_batch, split_by_padding, split_by_total
 from hf_triton.encoder.probe import Way, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import HfTritonError, RequestError
@@ -159,20 +159,16 @@ class EncoderForward:
 
     def _packed(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
         assert self._base is not None
-        num_fillers = max(0, MIN_ROWS - sum(len(each.ids) for each in inputs))
-        members = [EncoderInput(inputs[0].ids[:1])] * num_fillers + inputs
-        row = pack_row(members, self._base.position_ids, self.device)
+        row = pack_row(inputs, self._base.position_ids, self.device)
         with running(row):
             if self._per_token:
                 outputs = self._run(row.ids, row.type_ids, None)[:, 0]
-                counts = [_num_wanted(each) for each in members]
-                parts = torch.split(outputs[:, : sum(counts)], counts, dim=1)
+                parts = torch.split(outputs, [_num_wanted(each) for each in inputs], dim=1)
             else:
-                rows = members + members[-1:] * (MIN_ROWS - len(members))
-                batch = pad_batch(rows, self._pad_id, self.device)
-                parts = self._run(batch.ids, batch.type_ids, batch.mask).unbind(1)[: len(members)]
+                batch = pad_batch(inputs, self._pad_id, self.device)
+                parts = self._run(batch.ids, batch.type_ids, batch.mask).unbind(1)
         self.num_attention_calls = row.num_attention_calls
-        return [self._unstack(part) for part in parts[num_fillers:]]
+        return [self._unstack(part) for part in parts]
 
     def _padded(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
         batch = pad_batch(inputs, max(self._pad_id, 0), self.device)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +17,6 @@ from hf_triton.encoder.types import EncoderInput
 
 PositionIds = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 """The position ids of one sequence's token ids, both `[tokens]`."""
-
-MIN_ROWS: Final = 8
-"""Matrices get at least so many rows: MKL computes fewer than 4 in another order, and so to other bits."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class PackedRow:
     lengths: list[int]
     """Tokens of each sequence, ascending."""
     kept: torch.Tensor | None = None
-    """Indices of the tokens whose outputs are wanted, and any others up to `MIN_ROWS`; None: all."""
+    """Indices of the tokens whose outputs are wanted; None: all."""
     num_attention_calls: int = 0
     """How often attention was computed for the row."""
     masks: dict[tuple[torch.device, int, int, int, int, bool], torch.Tensor] = field(default_factory=dict)
@@ -77,11 +73,8 @@ class PackedRow:
         return (rows * self.lengths[-1] + columns).to(self.ids.device)
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """Give each sequence a row of its own: `[1, tokens, size]` to `[rows, longest, size]`, zeros elsewhere.
-
-        There are at least `MIN_ROWS` rows; the last ones may belong to no sequence.
-        """
-        num_rows, longest = max(len(self.lengths), MIN_ROWS), self.lengths[-1]
+        """Give each sequence a row of its own: `[1, tokens, size]` to `[sequences, longest, size]`, zeros elsewhere."""
+        num_rows, longest = len(self.lengths), self.lengths[-1]
         padded = packed.new_zeros(num_rows * longest, packed.shape[-1])
         padded[self.cells.to(packed.device)] = packed[0]
         return padded.view(num_rows, longest, -1)
@@ -194,5 +187,4 @@ def _kept(inputs: list[EncoderInput], device: torch.device) -> torch.Tensor | No
         for start, each in zip(starts, inputs, strict=False)
         for position in (range(len(each.ids)) if each.output_positions is None else each.output_positions)
     ]
-    fillers = (kept[-1:] or [0]) * (MIN_ROWS - len(kept))
-    return torch.tensor(kept + fillers, dtype=torch.long, device=device)
+    return torch.tensor(kept, dtype=torch.long, device=device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: one thread, which the promise of the same bits is for, and engines that are closed after the test."""
+"""Fixtures: one thread, and engines that are closed after the test."""
 
 from collections.abc import Iterator
 from typing import Any

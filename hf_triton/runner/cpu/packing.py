@@ -100,7 +100,7 @@ def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
 def pack_encoder(model: nn.Module, compute: Callable[[], torch.Tensor], which: Literal["auto", "all"] = "all") -> int:
     """Pack linear layers of a model that computes many rows at a time and does not generate, see `pack`.
 
-    Our kernel for few rows is left out: oneDNN gives a row the same bits among any others, except alone.
+    Our kernel for few rows is left out.
 
     Args:
         model: A transformers model in eval mode.
