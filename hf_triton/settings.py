@@ -383,7 +383,7 @@ def load_settings(
         raise SettingsError("; ".join(sentences)) from None
     except RequestError as error:
         sentence = error.sentence
-        if "; known are" in sentence:
+        if "; the nearest are" in sentence:
             sentence += "; parameters of a whole request have no default here"
         raise SettingsError(_with_source("generation_defaults", f"generation_defaults: {sentence}", sources)) from None
     return LoadedSettings(settings, sources)
@@ -434,7 +434,7 @@ def _reject_unknown(
                 f"'{key}' in config.pbtxt would be shown to every client by GET /v2/models/NAME/config: "
                 "set the access token in the environment variable HF_TOKEN, or the path of its file in HF_TOKEN_PATH"
             )
-        raise SettingsError(f"there is no setting '{key}' (from {origin}){suggest(key, names)}")
+        raise SettingsError(f"there is no setting '{key}' (from {origin}){suggest(key, names, 'docs/settings.md')}")
     names = {**SETTING_NAMES, **names}  # the environment is that of all folders
     for variable in environment:
         if variable == SERVER_VARIABLE:

@@ -174,7 +174,7 @@ def _hint(sentence: str, config: str, fields: Mapping[str, object]) -> str:
     if message != "ModelConfig":
         return ": is a } missing before it?" if name in fields else ""
     if name not in SETTING_NAMES:
-        return suggest(name, fields)
+        return suggest(name, fields, "Triton's model_config.proto")
     value = re.search(rf'^\s*{name}\s*:\s*"?([^"\s]+)', config, flags=re.MULTILINE)
     text = value[1] if value else "..."
     return f': a setting is parameters {{ key: "{name}" value {{ string_value: "{text}" }} }}'

@@ -21,10 +21,10 @@ from hf_triton.stream_door.model import SUFFIX
 @click.option("--model", required=True, help="Hub name, with @REVISION or without, or path of a checkpoint.")
 @click.option(
     "--into",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, path_type=Path),
     default=".",
     show_default=True,
-    help="The model repository.",
+    help="The model repository, made if it is missing.",
 )
 @click.option("--stream", is_flag=True, help="The folder streams itself; it refuses /infer then.")
 @click.option("--stream-door", is_flag=True, help=f"Add a stream door, NAME{SUFFIX}.")

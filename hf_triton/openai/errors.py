@@ -91,7 +91,8 @@ ANTHROPIC_RESPONSES: Final = _responses(AnthropicErrorBody)
 _CODED: Final = re.compile(rf"(?:^|[\s\]])({'|'.join(CODES)}): (.*)", re.DOTALL)
 _REQUEST_ID: Final = re.compile(r"^\[request id: [^]]*\] ")
 _REASON: Final = re.compile(r"(?:TritonModelException: )(?:[a-z_]+: )?([^\n]*)")
-_PATH: Final = re.compile(r"'[.~]{0,2}/[^']*'|(?<![\w:/.~-])[.~]{0,2}/[^\s'\",;:)]*")
+_PATH: Final = re.compile(r"""'[.~]{0,2}/[^']+'|(?<![\w:/.~-])[.~]{0,2}/(?!v\d/)[^\s'",;:)`]+""")
+"""A path with a name in it; `/`, `./` and an endpoint's `/v2/...` are words of a remedy."""
 _NAME: Final = re.compile(r"(?:there is no (?:parameter|field) ')?(([A-Za-z_]+)(?:\[\d+\]|\.\w+)*)")
 
 
@@ -178,7 +179,7 @@ def named_field(sentence: str, fields: Collection[str]) -> str | None:
 
 
 def unknown_field(name: str, fields: Collection[str]) -> ApiError:
-    message = f"there is no field {clip(name)}{suggest(name, fields)}"
+    message = f"there is no field {clip(name)}{suggest(name, fields, 'docs/openai.md')}"
     return ApiError(400, message, param=clip(name).strip("'\""), code="unknown_parameter")
 
 

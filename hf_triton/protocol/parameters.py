@@ -478,5 +478,6 @@ def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
     else:
         known = [*GenerationParameters.model_fields, *ALIASES, BEAM_SEARCH, *GUIDES, *also]
         meant = SUGGESTIONS.get(name)
-        sentence = f"there is no parameter {clip(name)}{suggest(meant if meant in known else name, known)}"
+        hint = suggest(meant if meant in known else name, known, "docs/requests.md")
+        sentence = f"there is no parameter {clip(name)}{hint}"
     return RequestError("unknown_parameter", sentence)

@@ -161,7 +161,7 @@ def _check_input(name: str, data_type: str) -> None:
     if not is_known or name == CANCEL:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', but there is no such request parameter"
-            f"{suggest(SUGGESTIONS.get(name, name), [*SOURCES, *PARAMETERS, *ALIASES])}"
+            f"{suggest(SUGGESTIONS.get(name, name), [*SOURCES, *PARAMETERS, *ALIASES], 'docs/requests.md')}"
         )
     types = _triton_types(name)
     if data_type not in types:
@@ -169,6 +169,10 @@ def _check_input(name: str, data_type: str) -> None:
 
 
 def _check_output(name: str, data_type: str) -> None:
-    if OUTPUTS.get(name) != data_type:
-        known = ", ".join(f"{name} {data_type}" for name, data_type in OUTPUTS.items())
-        raise SettingsError(f"config.pbtxt declares the output '{name}' as {data_type}; the outputs are {known}")
+    if name not in OUTPUTS:
+        raise SettingsError(
+            f"config.pbtxt declares the output '{name}', but there is no such output"
+            f"{suggest(name, OUTPUTS, 'docs/requests.md')}"
+        )
+    if OUTPUTS[name] != data_type:
+        raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {OUTPUTS[name]}")

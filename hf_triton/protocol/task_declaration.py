@@ -156,7 +156,7 @@ def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) ->
     if types is None:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', which a model for {declaration.name} does not take"
-            f"{suggest(name, declaration.input_types)}"
+            f"{suggest(name, declaration.input_types, 'docs/models.md')}"
         )
     if data_type not in types:
         raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {' or '.join(types)}")
@@ -169,9 +169,10 @@ def check_task_output(declaration: TaskDeclaration, name: str, data_type: str) -
         SettingsError: It is unknown or of a wrong type.
     """
     known = declaration.all_outputs
-    if name not in known or known[name].data_type != data_type:
-        listed = ", ".join(f"{name} {output.data_type}" for name, output in known.items())
+    if name not in known:
         raise SettingsError(
-            f"config.pbtxt declares the output '{name}' as {data_type}; a model for {declaration.name} has the outputs "
-            f"{listed}"
+            f"config.pbtxt declares the output '{name}', which a model for {declaration.name} does not have"
+            f"{suggest(name, known, 'docs/models.md')}"
         )
+    if known[name].data_type != data_type:
+        raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {known[name].data_type}")

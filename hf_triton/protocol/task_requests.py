@@ -104,7 +104,8 @@ def _unknown(declaration: TaskDeclaration, name: str) -> RequestError:
         )
     return RequestError(
         "unknown_parameter",
-        f"there is no input or parameter {clip(name)} in {declaration.name}{suggest(name, declaration.input_types)}",
+        f"there is no input or parameter {clip(name)} in {declaration.name}"
+        f"{suggest(name, declaration.input_types, 'docs/models.md')}",
     )
 
 

@@ -24,6 +24,12 @@ from hf_triton.errors import RequestError, clip
 
 Declared = TypeVar("Declared", bound=BaseModel)
 MAX_NAME: Final = 60  # characters of an unknown name that are compared: megabytes would take seconds
+MAX_LISTED: Final = 8
+"""Known names that an error lists if none is close."""
+NUM_NEAR: Final = 3
+"""Names that an error lists of more."""
+MIN_LIKENESS: Final = 0.6
+"""Of two names, from 0 to 1, if one is taken for the other misspelt."""
 MAX_ENTRIES: Final = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
 MAX_JSON: Final = 2**21  # characters; other requests wait while JSON is parsed
 TYPE_NAMES: Final[Mapping[type, str]] = {
@@ -210,11 +216,21 @@ def _limit_words(constraint: object) -> str:
     return ""
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """`, did you mean 'top_p'?` if a known name is close, otherwise the whole list."""
+def suggest(name: str, known: Iterable[str], page: str = "") -> str:
+    """`, did you mean 'top_p'?` if a known name is close, otherwise all names.
+
+    Args:
+        name: As given.
+        known: The names that exist.
+        page: The document that lists them; in place of more than `MAX_LISTED` names come the nearest, and this page.
+    """
     names = sorted(known)
-    close = difflib.get_close_matches(name[:MAX_NAME], names, n=1, cutoff=0.6)
-    return f", did you mean '{close[0]}'?" if close else f"; known are {', '.join(names)}"
+    if close := difflib.get_close_matches(name[:MAX_NAME], names, n=1, cutoff=MIN_LIKENESS):
+        return f", did you mean '{close[0]}'?"
+    if not page or len(names) <= MAX_LISTED:
+        return f"; known are {', '.join(names)}"
+    near = difflib.get_close_matches(name[:MAX_NAME], names, n=NUM_NEAR, cutoff=0.0)
+    return f"; the nearest are {', '.join(near[:-1])} and {near[-1]}, and {page} lists all"
 
 
 # --- reading: a value that cannot be read is returned as it is, and the type check refuses it ------------------------

@@ -24,8 +24,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
 
 def test_a_new_folder_loads_as_it_is_after_a_pull(hub: LoopbackHub, tmp_path: Path) -> None:
     environment = hub.environment() | {"HF_HOME": str(tmp_path / "home")}
-    repository = tmp_path / "repository"
-    repository.mkdir()
+    repository = tmp_path / "new" / "repository"
     options = [f"--model={NAME}", f"--into={repository}", "--stream-door", "--set", "max_output_length=3"]
     done = hf_triton("new", "mine", *options)
     assert done.returncode == 0, done.stderr
@@ -64,7 +63,7 @@ WRONG = {
     ),
     "wrong value": (["new", "mine", "--model=a/b", "--set", "dtype=x"], 2, "got 'x' (from the command line)"),
     "a name twice": (["new", "mine", "--model=a/b", "--set", "huggingface_model=c/d"], 2, "is given twice"),
-    "no repository": (["new", "mine", "--model=a/b", "--into=nowhere"], 2, "'nowhere' does not exist"),
+    "a file for a repository": (["new", "mine", "--model=a/b", "--into=here/file"], 2, "'here/file' is a file"),
     "nothing to pull": (["pull", "nobody/nothing"], 3, "hub_not_found"),
     "two into one folder": (["pull", "a/b", "c/d", "--into-folder=x"], 2, "takes one model"),
     "a folder that is not empty": (

@@ -156,7 +156,7 @@ def test_the_newer_of_openais_two_names_wins() -> None:
         ("model", " (the URL names the model): leave it out"),
         ("timeout", ", did you mean 'max_time'?"),
         ("runtime_top_k", ", did you mean 'top_k'?"),
-        ("zzz", "; known are bad_words, "),
+        ("zzz", ", and docs/requests.md lists all"),
     ],
 )
 def test_an_unknown_name_comes_with_a_hint(name: str, hint: str) -> None:

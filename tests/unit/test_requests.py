@@ -280,18 +280,18 @@ REFUSED_CONFIGS = {
     "do_sample as a number": (config(port("do_sample", "TYPE_INT32")), "it must be TYPE_BOOL"),
     "an unknown output": (
         config(outputs=[port("logits")]),
-        "the outputs are text_output TYPE_STRING, text TYPE_STRING, finish_reason TYPE_STRING, num_input_tokens ",
+        "config.pbtxt declares the output 'logits', but there is no such output; the nearest are logprobs, ",
     ),
     "an output as numbers of another kind": (
         config(outputs=[port("num_input_tokens", "TYPE_INT32")]),
-        "'num_input_tokens' as TYPE_INT32; the outputs are ",
+        "num_input_tokens as TYPE_INT32; it must be TYPE_UINT32",
     ),
     "end tokens as fractions": (
         config(port("eos_token_id", "TYPE_FP32")),
         "it must be TYPE_INT64 or TYPE_INT32 or TYPE_INT16 or TYPE_INT8 or TYPE_UINT64 or TYPE_UINT32 or TYPE_UINT16 "
         "or TYPE_UINT8 or TYPE_STRING",
     ),
-    "an output of numbers": (config(outputs=[port(TEXT, "TYPE_FP32")]), "'text_output' as TYPE_FP32"),
+    "an output of numbers": (config(outputs=[port(TEXT, "TYPE_FP32")]), "text_output as TYPE_FP32"),
     "a shape of its own": (
         config(port(PROMPT) | {"reshape": {"shape": []}}),
         "config.pbtxt reshapes text_input: take reshape out, the last dimension counts the prompts",

@@ -163,7 +163,7 @@ def test_strings_are_parsed_by_the_type_of_the_setting(name: str, text: str, val
 
 REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "a typo": ({"dtpye": "float16"}, "there is no setting 'dtpye' (from config.pbtxt), did you mean 'dtype'?"),
-    "nothing like it": ({"zzz": "1"}, "there is no setting 'zzz' (from config.pbtxt); known are adapters, "),
+    "nothing like it": ({"zzz": "1"}, "there is no setting 'zzz' (from config.pbtxt); the nearest are "),
     "no boolean": ({"allow_pickle": "maybe"}, "allow_pickle must be true or false, got 'maybe' (from config.pbtxt)"),
     "no number": (
         {"max_output_length": "many"},

@@ -133,7 +133,14 @@ def test_a_long_value_is_cut() -> None:
 
 def test_suggest_names_the_closest_name() -> None:
     assert suggest("temprature", ["temperature", "top_p"]) == ", did you mean 'temperature'?"
-    assert suggest("zzz", ["temperature", "top_p"]) == "; known are temperature, top_p"
+    assert suggest("zzz", ["temperature", "top_p"], "the page") == "; known are temperature, top_p"
+
+
+def test_suggest_names_three_of_many_and_the_page_that_has_all() -> None:
+    names = [f"{kind}_{number}" for kind in ("beam", "seed") for number in range(20)]
+    assert suggest("sue", names, "the page") == "; the nearest are seed_9, seed_8 and seed_7, and the page lists all"
+    assert suggest("", names, "the page").endswith("the page lists all")
+    assert suggest("sue", names) == f"; known are {', '.join(sorted(names))}"
 
 
 def test_suggest_is_quick_on_a_name_of_megabytes() -> None:

@@ -166,7 +166,7 @@ def load_response_template(setting: str | None, model_folder: Path) -> Spec | st
         _compile(spec)
     except (OSError, RuntimeError) as error:  # there is none, or the home of an unknown user
         if "/" not in setting and not setting.endswith(".json"):
-            hint = suggest(setting, [*shipped_names(), NONE])
+            hint = suggest(setting, [*shipped_names(), NONE], "docs/chat.md")
             raise SettingsError(f"there is no response_template '{setting}'{hint}; or name a JSON file") from None
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(f"response_template names {path}, which cannot be read ({reason})") from None

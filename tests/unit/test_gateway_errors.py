@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gateway tells of a model that is not loaded: our remedy word for word, without the host's paths."""
+
+import pytest
+
+from hf_triton.hub.failures import FOLDER_HINT
+from hf_triton.openai.errors import load_reason
+
+TRITON = "failed to load 'm' version 1: Internal: TritonModelException: path_not_found: {}\n\nAt:\n  /srv/models/m/1"
+
+
+@pytest.mark.parametrize(
+    "remedy",
+    [
+        FOLDER_HINT,
+        "begins with '/' or './'",
+        "every client reads it by GET /v2/models/NAME/config",
+        "and/or 1/model.py",
+    ],
+)
+def test_a_remedy_reaches_the_client_word_for_word(remedy: str) -> None:
+    assert (
+        load_reason(TRITON.format(f"the Hub has no model 'a/b': {remedy}")) == f"the Hub has no model 'a/b': {remedy}"
+    )
+
+
+@pytest.mark.parametrize("path", ["/srv/models", "'/srv/my models/m'", "~/models", "./m", "../m", "`/srv/m`", "/srv"])
+def test_a_path_of_the_host_does_not(path: str) -> None:
+    assert load_reason(TRITON.format(f"there is no {path}: {FOLDER_HINT}")) in (
+        f"there is no [path]: {FOLDER_HINT}",
+        f"there is no `[path]`: {FOLDER_HINT}",
+    )
