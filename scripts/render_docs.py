@@ -140,8 +140,8 @@ def passed_over_table() -> str:
     """The fields of OpenAI's API and of other servers that the gateway has no use for."""
     rows: dict[str, list[str]] = {}
     for name, ignored in IGNORED.items():
-        values = None if ignored.values is None else ["`null`", *(f"`{json.dumps(value)}`" for value in ignored.values)]
-        rows.setdefault("any value" if values is None else " or ".join(values), []).append(f"`{name}`")
+        values = " or ".join(["`null`", *(f"`{json.dumps(value)}`" for value in ignored.values or ())])
+        rows.setdefault("a hint: any value" if ignored.is_hint else values, []).append(f"`{name}`")
     lines = (f"| {', '.join(names)} | {values} |" for values, names in rows.items())
     return "\n".join(["| field | passed over if it is |", "|---|---|", *lines])
 

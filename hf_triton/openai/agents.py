@@ -27,7 +27,8 @@ SAMPLING: Final = (
 )
 SHARED: Final = ("model", "stream", "chat_template_kwargs", *SAMPLING)
 """Fields that mean what the chat's field of this name means."""
-ANY: Final = Ignored()
+ANY: Final = Ignored(None)
+"""Of a field that asks for nothing, whatever its value."""
 
 if TYPE_CHECKING:
 

@@ -11,7 +11,7 @@ from typing import Final
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from hf_triton.openai import chat, completions, embeddings, health, messages, models, responses, scores, tokenize
+from hf_triton.openai import chat, completions, embeddings, health, hints, messages, models, responses, scores, tokenize
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.errors import RESPONSES, install_handlers
 from hf_triton.openai.gateway import Gateway
@@ -76,7 +76,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
             allow_origins=config.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", hints.HEADER],
         )
     app.add_middleware(Observe, metrics=metrics, tracer=tracer)  # the outermost
     return app

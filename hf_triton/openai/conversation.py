@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from hf_triton.errors import clip
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields
+from hf_triton.openai.hints import inside
 
 Part = TypeVar("Part", bound=Fields)
 
@@ -29,7 +30,8 @@ def parse_at(model: type[Part], place: str, value: object) -> Part:
     if not isinstance(value, dict):
         raise ApiError(400, f"{place} must be a JSON object, got {clip(value)}", param=place, code="invalid_parameter")
     try:
-        return model.model_validate({name: field for name, field in value.items() if field is not None})
+        with inside(place):
+            return model.model_validate(value)
     except ApiError as error:
         param = f"{place}.{error.param}" if error.param else place
         is_named = error.param is not None and error.message.startswith(error.param)

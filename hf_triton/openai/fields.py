@@ -23,6 +23,7 @@ from pydantic import (
 
 from hf_triton.errors import clip
 from hf_triton.openai.errors import ApiError, named_field, unknown_field
+from hf_triton.openai.hints import pass_over
 from hf_triton.protocol.dialects import BEAM_SEARCH
 from hf_triton.protocol.parameters import WARPERS, GenerationParameters
 from hf_triton.protocol.validation import problems
@@ -88,21 +89,30 @@ else:
     SamplingFields = sampling_fields("SamplingFields", SAMPLING)
 
 
+NOTHING: Final[tuple[object, ...]] = (None, [], {})
+"""Values that ask for nothing, in any field without which a request is whole."""
+
+
 @dataclass(frozen=True)
 class Ignored:
-    """A field that asks for nothing."""
+    """A field that is passed over: all of its values, or those that ask for nothing."""
 
-    values: tuple[object, ...] | None = None
-    """The values that ask for nothing, beside null; None: all."""
+    values: tuple[object, ...] | None = ()
+    """The values that ask for nothing, beside those of NOTHING; None: any value is passed over."""
     reason: str = "is not supported"
+    is_hint: bool = False
+    """Whether a value that asks for something changes no answer: it is passed over, and the response names it."""
 
     def check(self, name: str, value: object) -> None:
-        """Refuse a value that asks for something.
+        """Pass a value over, or refuse it.
 
         Raises:
-            ApiError: It does.
+            ApiError: It would change the answer.
         """
-        if self.values is None or value is None or any(value is one or value == one for one in self.values):
+        if self.values is None or any(value is one or value == one for one in (*NOTHING, *self.values)):
+            return
+        if self.is_hint:
+            pass_over(name)
             return
         allowed = " or ".join(["null", *map(clip, self.values)])
         raise ApiError(
@@ -113,27 +123,31 @@ class Ignored:
         )
 
 
+HINT: Final = Ignored(is_hint=True)
+ONE_TIER: Final = Ignored(("auto", "default", "standard_only"), is_hint=True)
+"""Of `service_tier`: there is one here."""
 IGNORED: Final[Mapping[str, Ignored]] = {
-    **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), Ignored()),
+    **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), HINT),
+    **dict.fromkeys(("prompt_cache_options", "cache_prompt", "prediction", "web_search_options"), HINT),
+    "service_tier": ONE_TIER,
+    "verbosity": Ignored(("medium",), is_hint=True),
+    "thinking": HINT,
+    "guided_decoding_backend": Ignored(("auto",), is_hint=True),
     "store": Ignored((False,), "keeps completions, and this server keeps none"),
-    "service_tier": Ignored(("auto", "default", "standard_only"), "has one tier here"),
-    "verbosity": Ignored(("medium",)),
     "modalities": Ignored((["text"],), "is text alone"),
-    "functions": Ignored((), "is the former name of tools"),
+    "functions": Ignored(reason="is the former name of tools"),
     "function_call": Ignored(("none",), "is the former name of tool_choice"),
-    **dict.fromkeys(("audio", "prediction", "web_search_options", "moderation"), Ignored(())),
+    **dict.fromkeys(("audio", "moderation"), Ignored()),
     "suffix": Ignored(("",), "asks for text between prompt and suffix, which these models do not write"),
     "skip_special_tokens": Ignored((True,), "is always true"),
     "spaces_between_special_tokens": Ignored((True,), "is always true"),
     "include_reasoning": Ignored((True,), "is always true"),
     "return_tokens_as_token_ids": Ignored((False,), "is always false"),
     **dict.fromkeys(("chat_template", "chat_template_content_format"), Ignored(("auto",), "is the server's own")),
-    **dict.fromkeys(("documents", "mm_processor_kwargs", "cache_salt", "kv_transfer_params"), Ignored(())),
-    **dict.fromkeys(("logits_processors", "allowed_token_ids", "vllm_xargs"), Ignored(([], {}))),
-    "guided_decoding_backend": Ignored(),
-    "guided_whitespace_pattern": Ignored(()),
+    **dict.fromkeys(("documents", "mm_processor_kwargs", "cache_salt", "kv_transfer_params"), Ignored()),
+    **dict.fromkeys(("logits_processors", "allowed_token_ids", "vllm_xargs", "guided_whitespace_pattern"), Ignored()),
 }
-"""Fields of OpenAI's API and of other servers that are passed over if they ask for nothing, and refused otherwise."""
+"""Fields of OpenAI's API and of other servers. Hints are passed over; others, if they ask for nothing."""
 
 
 INCLUDE_USAGE: Final = "include_usage"
@@ -159,13 +173,15 @@ class Fields(BaseModel):
                     known[name] = value
             elif name in cls.ignored:
                 cls.ignored[name].check(name, value)
+            elif value in NOTHING:
+                pass_over(name)
             else:
                 raise unknown_field(name, cls.model_fields)
         try:
             return validate(known)
         except ValidationError as error:
             problem = problems(cls, error)[0]
-            param = problem.name or named_field(problem.sentence, cls.model_fields)
+            param = problem.name or named_field(problem.sentence, known)
             code = "missing_required_parameter" if problem.sentence.endswith("is required") else "invalid_parameter"
             raise ApiError(400, problem.sentence, param=param, code=code) from None
 

@@ -14,9 +14,12 @@ from hf_triton.openai.agents import ANY
 from hf_triton.openai.blocks import REASONING, TEXT, Block
 from hf_triton.openai.conversation import Conversation, parse_at
 from hf_triton.openai.errors import ApiError
-from hf_triton.openai.fields import Fields, Ignored
+from hf_triton.openai.fields import HINT, Fields, Ignored
 
-PASSED_OVER: Final = dict.fromkeys(("type", "cache_control", "citations", "caller", "toolset_name"), ANY)
+PASSED_OVER: Final = {
+    "cache_control": HINT,
+    **dict.fromkeys(("type", "citations", "caller", "toolset_name"), ANY),
+}
 """Fields of blocks that say nothing to the model."""
 SERVED: Final[Mapping[str, tuple[str, ...]]] = {
     "system": ("text",),

@@ -19,7 +19,7 @@ from hf_triton.openai.blocks import Blocks, Step, blocks_of
 from hf_triton.openai.conversation import Conversation, parse_at
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ANTHROPIC_RESPONSES, ApiError
-from hf_triton.openai.fields import Fields, Ignored
+from hf_triton.openai.fields import HINT, ONE_TIER, Fields, Ignored
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.message_blocks import block_delta, content_block, read_messages
 from hf_triton.openai.sse import RESPONSES, EventStream
@@ -39,7 +39,9 @@ CHOICES: Final[Mapping[str, str]] = {"auto": "auto", "any": "required", "none": 
 
 class _Tool(Fields):
     ignored: ClassVar[Mapping[str, Ignored]] = {
-        **dict.fromkeys(("type", "cache_control", "strict", "eager_input_streaming", "input_examples"), ANY),
+        "type": ANY,
+        **dict.fromkeys(("cache_control", "input_examples"), HINT),
+        **dict.fromkeys(("strict", "eager_input_streaming"), Ignored((False,), is_hint=True)),
         "allowed_callers": Ignored((["direct"],)),
         "defer_loading": Ignored((False,)),
     }
@@ -55,7 +57,7 @@ class _Choice(Fields):
 
 
 class _OutputConfig(Fields):
-    ignored: ClassVar[Mapping[str, Ignored]] = {"effort": ANY}
+    ignored: ClassVar[Mapping[str, Ignored]] = {"effort": HINT}
     format: dict[str, Any] | None = None
 
 
@@ -63,12 +65,14 @@ class CountRequest(AgentRequest):
     """The body of `/v1/messages/count_tokens`."""
 
     ignored: ClassVar[Mapping[str, Ignored]] = {
-        **dict.fromkeys(("metadata", "cache_control", "thinking", "context_management", "diagnostics"), ANY),
-        **dict.fromkeys(("user_profile_id", "workspace_id", "inference_geo"), ANY),
-        "service_tier": Ignored(("auto", "standard_only"), "has one tier here"),
-        "speed": Ignored(("standard",)),
-        "container": Ignored((), "is for tools that run on the server, and this one has none"),
-        "mcp_servers": Ignored(([],), "is for tools that run on the server, and this one has none"),
+        **dict.fromkeys(("metadata", "cache_control", "thinking", "context_management", "diagnostics"), HINT),
+        **dict.fromkeys(("user_profile_id", "workspace_id", "inference_geo"), HINT),
+        "service_tier": ONE_TIER,
+        "speed": Ignored(("standard",), is_hint=True),
+        **dict.fromkeys(
+            ("container", "mcp_servers"),
+            Ignored(reason="is for tools that run on the server, and this one has none"),
+        ),
     }
 
     messages: Annotated[list[Any], annotated_types.MinLen(1)]

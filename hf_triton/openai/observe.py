@@ -12,6 +12,7 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_triton.errors import clip, where
+from hf_triton.openai import hints
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.metrics import Metrics
 from hf_triton.openai.tracing import GatewayTracer
@@ -39,14 +40,15 @@ class Observe:
         arrival_s = time.monotonic()
         request_id = _request_id(scope)
         scope.setdefault("state", {}).update(request_id=request_id, arrival_s=arrival_s)
-        status = 0
+        names, status = hints.begin(), 0
         span = self._tracer.begin(scope)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode())]}
+                added = [(b"x-request-id", request_id.encode()), *hints.header(names)]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
         self._metrics.in_flight.inc()

@@ -19,7 +19,7 @@ from hf_triton.openai.blocks import Block, Blocks, blocks_of
 from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
-from hf_triton.openai.fields import Fields, Ignored
+from hf_triton.openai.fields import HINT, ONE_TIER, Fields, Ignored
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.response_events import ResponseEvents
 from hf_triton.openai.response_items import output_item, read_input
@@ -40,7 +40,11 @@ UNREADABLE: Final = "reasoning.encrypted_content"
 
 
 class _Tool(Fields):
-    ignored: ClassVar[Mapping[str, Ignored]] = {"type": ANY, "strict": ANY, "defer_loading": Ignored((False,))}
+    ignored: ClassVar[Mapping[str, Ignored]] = {
+        "type": ANY,
+        "strict": Ignored((False,), is_hint=True),
+        "defer_loading": Ignored((False,)),
+    }
     name: Annotated[str, annotated_types.MinLen(1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -52,7 +56,7 @@ class _Choice(Fields):
 
 
 class _Text(Fields):
-    ignored: ClassVar[Mapping[str, Ignored]] = {"verbosity": Ignored(("medium",))}
+    ignored: ClassVar[Mapping[str, Ignored]] = {"verbosity": Ignored(("medium",), is_hint=True)}
     format: dict[str, Any] | None = None
 
 
@@ -63,7 +67,10 @@ class _Format(Fields):
 
 
 class _Reasoning(Fields):
-    ignored: ClassVar[Mapping[str, Ignored]] = {"summary": ANY, "generate_summary": ANY, "context": Ignored(("auto",))}
+    ignored: ClassVar[Mapping[str, Ignored]] = {
+        **dict.fromkeys(("summary", "generate_summary"), HINT),
+        "context": Ignored(("auto",), is_hint=True),
+    }
     effort: str | None = None
 
 
@@ -71,14 +78,14 @@ class ResponsesRequest(AgentRequest):
     """The body of `/v1/responses`."""
 
     ignored: ClassVar[Mapping[str, Ignored]] = {
-        **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), ANY),
-        **dict.fromkeys(("prompt_cache_options", "client_metadata", "max_tool_calls", "stream_options"), ANY),
+        **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), HINT),
+        **dict.fromkeys(("prompt_cache_options", "client_metadata", "max_tool_calls", "stream_options"), HINT),
         "store": Ignored((False,), STATELESS),
-        **dict.fromkeys(("previous_response_id", "conversation"), Ignored((), STATELESS)),
-        "prompt": Ignored((), "names a stored prompt, and this server keeps none"),
+        **dict.fromkeys(("previous_response_id", "conversation"), Ignored(reason=STATELESS)),
+        "prompt": Ignored(reason="names a stored prompt, and this server keeps none"),
         "background": Ignored((False,), STATELESS),
         "truncation": Ignored(("disabled",)),
-        "service_tier": Ignored(("auto", "default"), "has one tier here"),
+        "service_tier": ONE_TIER,
         "top_logprobs": Ignored((0,), "is for /v1/chat/completions"),
         **dict.fromkeys(("context_management", "moderation"), Ignored(([],))),
     }

@@ -69,7 +69,6 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
     "truncation": (asks(truncation="auto"), "truncation", "'disabled'"),
     "included log probabilities": (asks(include=["message.output_text.logprobs"]), "include", "include"),
     "top_logprobs": (asks(top_logprobs=3), "top_logprobs", "/v1/chat/completions"),
-    "service tier": (asks(service_tier="flex"), "service_tier", "'auto'"),
     "hosted tool": (asks(tools=[{"type": "web_search"}]), "tools[0]", "'web_search'"),
     "tool in the chat's form": (
         asks(tools=[{"type": "function", "function": {"name": "f"}}]),

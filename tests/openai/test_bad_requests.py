@@ -33,7 +33,7 @@ def message(**fields: object) -> tuple[str, object]:
 FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "unknown field": (chat(foo=1), "foo", "there is no field 'foo'"),
     "misspelt field": (chat(temprature=1), "temprature", "did you mean 'temperature'?"),
-    "unknown field of a completion": (completion(bar=None), "bar", "there is no field 'bar'"),
+    "unknown field of a completion": (completion(bar=1), "bar", "there is no field 'bar'"),
     "field of the other endpoint": (chat(prompt="a"), "prompt", "there is no field 'prompt'"),
     "no model": ((CHAT, {"messages": HELLO}), "model", "model is required"),
     "empty model": (chat(model=""), "model", "model must be a non-empty string"),
@@ -107,7 +107,6 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "stop_token_ids": (chat(stop_token_ids=[-1]), "stop_token_ids", "stop_token_ids must be"),
     "echo of a chat": (chat(echo=True), "echo", "/v1/completions"),
     "store": (chat(store=True), "store", "store keeps completions"),
-    "service tier": (chat(service_tier="flex"), "service_tier", "'auto'"),
     "audio": (chat(modalities=["text", "audio"]), "modalities", "modalities"),
     "functions": (chat(functions=[TOOL]), "functions", "tools"),
     "suffix": (completion(suffix="end"), "suffix", "suffix"),
