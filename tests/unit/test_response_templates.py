@@ -7,7 +7,7 @@ import logging
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -293,6 +293,46 @@ def test_a_wrong_setting_is_refused(tmp_path: Path, setting: str, content: bytes
         load_response_template(setting, tmp_path)
     for word in ("response_template", *words):
         assert word in caught.value.sentence
+
+
+SLOW: Final = "(?:a|aa|[a-z])+[0-9]"
+"""Takes time that is exponential in the length of a word."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"start_anchor_pattern": SLOW},
+        {"fields": {"content": {}, "thinking": {"open_pattern": SLOW, "close": "!"}}},
+        {"fields": {"content": {}, "thinking": {"open": "a", "close_pattern": SLOW}}},
+        {
+            "fields": {
+                "content": {},
+                "thinking": {
+                    "open": "<",
+                    "close": ">",
+                    "content": "xml-inline",
+                    "content_args": {"tag_pattern": f"(?P<key>{SLOW})(?P<value>.)"},
+                },
+            }
+        },
+    ],
+    ids=["start", "open", "close", "tag"],
+)
+def test_a_pattern_that_takes_too_long_makes_all_content(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hf_triton.tasks.text_generation.response_template.MAX_SEARCH_S", 0.05)
+    monkeypatch.setattr("hf_triton.tasks.text_generation.response_parser.MAX_SEARCH_S", 0.05)
+    spec = {"start_anchor": "never", "fields": {"content": {}}} | change
+    spec.pop("start_anchor" if "start_anchor_pattern" in change else "", None)
+    word = "a" * 60
+    reader = reader_of(spec, prompt=word)
+    text = f"<{word}> and more {word}" if "<" in str(change) else f"{word} and more {word}"
+    assert message(reader, text, step=7)["content"] == (text if "close_pattern" not in str(change) else text[1:])
+    [told] = [record.message for record in caplog.records]
+    assert "TimeoutError" in told
+    assert word not in told
 
 
 def test_forced_schemas_may_not_be_too_large() -> None:

@@ -11,6 +11,8 @@ import logging
 from functools import cache
 from typing import Any, Final
 
+import regex  # type: ignore[import-untyped]
+
 from hf_triton.errors import where
 from hf_triton.tasks.text_generation.message import MessageReader, calls_of
 
@@ -23,6 +25,8 @@ MAX_PIECE: Final = 256
 """Characters that are parsed at once: patterns that begin with white space take quadratic time."""
 MAX_SPACE: Final = 1024
 """Characters that a run of white space keeps: a model may write nothing else until its tokens are used up."""
+MAX_SEARCH_S: Final = 3
+"""CPU time, of all threads of the process, that one search for a pattern of the template may take."""
 NUM_KEPT: Final = 256
 """Characters before the current one that the patterns of a template may look back to."""
 
@@ -38,12 +42,21 @@ def _parser_class() -> Any:
         """
 
         _opened_at = 0
+        _num_prefix = 0
 
-        def end(self) -> list[dict[str, Any]]:
-            """The last events. Unlike `finalize`, without a check for fields that are missing."""
-            events: list[dict[str, Any]] = []
-            self._process(events, eos=True)
-            return events
+        def _consume_prefix(self, prefix: str) -> None:
+            super()._consume_prefix(prefix)
+            self._num_prefix = len(self._buffer)
+
+        def read(self, text: str, events: list[dict[str, Any]], *, is_last: bool = False) -> None:
+            """Add the events of a piece. Unlike `finalize`, without a check for fields that are missing."""
+            self._buffer += text
+            self._process(events, eos=is_last)
+
+        def unread(self) -> str:
+            """The text of a completion that no event has told."""
+            is_raw = self._current is not None and not self._is_text(self._current)
+            return self._buffer[max(self._opened_at if is_raw else self._pos, self._num_prefix) :]
 
         def forget(self) -> None:
             """Drop text that no pattern needs any more."""
@@ -52,6 +65,7 @@ def _parser_class() -> Any:
                 self._buffer = self._buffer[num_dropped:]
                 self._pos -= num_dropped
                 self._opened_at -= num_dropped
+                self._num_prefix = max(self._num_prefix - num_dropped, 0)
 
         def _is_text(self, name: str) -> bool:
             return bool(self._spec.fields[name].content == "text")
@@ -69,12 +83,26 @@ def _parser_class() -> Any:
             name, num_events = self._current, len(events)
             raw = self._buffer[max(self._opened_at, 0) : self._pos]
             try:
+                self._try_tags()
                 super()._close_current(events)
+            except TimeoutError:
+                raise
             except Exception:  # a content parser's, of any kind
                 events.append({"type": "region_malformed", "field": name})
                 self._reset_to_implicit()
             for event in events[num_events:]:
                 event["raw"] = raw
+
+        def _try_tags(self) -> None:
+            """Search a region's tags with a limit of time, which the content parser does not have.
+
+            Raises:
+                TimeoutError: The search takes too long.
+            """
+            field = self._spec.fields.get(self._current or "")
+            if field is not None and (pattern := field.content_args.get("tag_pattern")):
+                for _ in regex.finditer(pattern, self._body, regex.DOTALL, timeout=MAX_SEARCH_S):
+                    pass
 
     return LenientParser
 
@@ -128,31 +156,28 @@ class TemplateReader(MessageReader):
     def _feed_piece(self, text: str) -> None:
         if self._parser is None:
             self._add_content(text)
-            return
-        try:
-            events = self._parser.feed(text)
-            self._parser.forget()
-        except Exception as error:
-            self._give_up(error)
-            self._add_content(text)
         else:
-            self._take_events(events)
+            self._read(text)
 
     def finish(self) -> None:
         """Read what was held back; the completion has ended."""
         if self._parser is not None:
-            try:
-                events = self._parser.end()
-            except Exception as error:
-                self._give_up(error)
-            else:
-                self._take_events(events)
+            self._read("", is_last=True)
         if not self._is_behind_region:
             self._content += self._content_space
 
-    def _give_up(self, error: Exception) -> None:
-        logger.warning("the response template fails, so the rest of a completion is content: %s", where(error))
-        self._parser = None
+    def _read(self, text: str, *, is_last: bool = False) -> None:
+        events: list[dict[str, Any]] = []
+        try:
+            self._parser.read(text, events, is_last=is_last)
+        except Exception as error:
+            logger.warning("the response template fails, so the rest of a completion is content: %s", where(error))
+            rest, self._parser = self._parser.unread(), None
+            self._take_events(events)
+            self._add_content(rest)
+        else:
+            self._take_events(events)
+            self._parser.forget()
 
     def _take_events(self, events: list[dict[str, Any]]) -> None:
         for event in events:

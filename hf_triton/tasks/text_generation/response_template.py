@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.errors import SettingsError
+from hf_triton.errors import SettingsError, where
 from hf_triton.protocol.chat import Chat
 from hf_triton.protocol.validation import suggest
 from hf_triton.tasks.text_generation.message import (
@@ -25,7 +25,7 @@ from hf_triton.tasks.text_generation.message import (
     MessageReader,
     NamedCallReader,
 )
-from hf_triton.tasks.text_generation.response_parser import TOOL_CALLS, TemplateReader
+from hf_triton.tasks.text_generation.response_parser import MAX_SEARCH_S, TOOL_CALLS, TemplateReader
 
 logger = logging.getLogger(__name__)
 
@@ -101,15 +101,35 @@ class _Template:
         """The part of a prompt that belongs to the message."""
         assert self.compiled is not None
         end = None
-        for match in self.compiled.start_anchor_re.finditer(prompt):
-            end = match.end()
+        try:
+            for match in self.compiled.start_anchor_re.finditer(prompt):
+                end = match.end()
+        except TimeoutError as error:
+            logger.warning("the response template fails for the end of a prompt, which it ignores: %s", where(error))
+            return ""
         return "" if end is None else prompt[end:]
+
+
+class _TimedPattern:
+    """A compiled pattern of a checkpoint, which may take exponential time: its searches raise `TimeoutError`."""
+
+    def __init__(self, pattern: Any) -> None:
+        self.finditer = partial(pattern.finditer, timeout=MAX_SEARCH_S)
+        self.match = partial(pattern.match, timeout=MAX_SEARCH_S)
+        self.search = partial(pattern.search, timeout=MAX_SEARCH_S)
 
 
 def _compile(spec: Spec) -> Any:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    return load_response_template(dict(spec))
+    template = load_response_template(dict(spec))
+    template.start_anchor_re = _TimedPattern(template.start_anchor_re)
+    for field in template.fields.values():
+        field.open_re = field.open_re and _TimedPattern(field.open_re)
+        field.close_re = field.close_re and _TimedPattern(field.close_re)
+        if "tag_pattern" in str(field.content_args.get("value_parser")):
+            raise ValueError(f"{field.name}: a value_parser with a tag_pattern of its own is not supported")
+    return template
 
 
 def _strings(value: object) -> Iterator[str]:
