@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final
+from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -68,7 +68,23 @@ def _source(grammar: Grammar) -> str:
         # Lark's lexer takes no raw control character, and JSON does not escape this one.
         choices = (json.dumps(text, ensure_ascii=False).replace("\x7f", r"\x7f") for text in json.loads(grammar.text))
         return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
+    if grammar.kind == "one_of":
+        return _one_of(json.loads(grammar.text))
     return LLMatcher.grammar_from_lark(_lark(grammar.text) if GBNF_RULE.search(grammar.text) else grammar.text)
+
+
+def _one_of(alternatives: list[tuple[str, Any, str]]) -> str:
+    """Grammars behind strings that tell them apart, as one."""
+    sources = [(kind, _source(Grammar(kind, text, ""))) for _, kind, text in alternatives]
+    parts = [  # Lark stays as it is
+        {"lark_grammar": source} if kind == "lark" else json.loads(source)["grammars"][0] for kind, source in sources
+    ]
+    starts = [
+        f"{json.dumps(prefix, ensure_ascii=False)} @part{index}" if prefix else f"@part{index}"
+        for index, (prefix, _, _) in enumerate(alternatives)
+    ]
+    main = {"name": "main", "lark_grammar": "start: " + " | ".join(starts)}
+    return json.dumps({"grammars": [main, *({**part, "name": f"part{index}"} for index, part in enumerate(parts))]})
 
 
 def _lark(gbnf: str) -> str:

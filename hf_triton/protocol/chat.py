@@ -15,7 +15,8 @@ import annotated_types
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.tool_choice import ForcedCall, forced_call, read_tool_choice
+from hf_triton.protocol.custom_tools import CUSTOM, CustomTool, as_function, as_function_call, custom_of, format_of
+from hf_triton.protocol.tool_choice import ForcedCall, allowed_tools, forced_call, read_tool_choice
 from hf_triton.protocol.validation import parse_json, problems, suggest, validated
 
 MESSAGES: Final = "messages"
@@ -70,7 +71,23 @@ def _children(value: object) -> Sequence[object]:
 def _read_tools(value: object) -> tuple[object, ...]:
     value = _parse_bounded("tools", value)
     tools = {f"tools[{index}]": tool for index, tool in enumerate(value if isinstance(value, list) else [value])}
-    return tuple(_function_object(name, _Tool, _parse_bounded(name, tool)) for name, tool in tools.items())
+    read = tuple(_read_tool(name, _parse_bounded(name, tool)) for name, tool in tools.items())
+    names = [(custom_of(tool) or tool["function"])["name"] for tool in read]
+    for name in (custom["name"] for tool in read if (custom := custom_of(tool))):
+        if names.count(name) > 1:
+            raise ValueError(f"tools has several of the name {clip(name)}: give the custom tool a name of its own")
+    return read
+
+
+def _read_tool(name: str, tool: object) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != CUSTOM:
+        return _function_object(name, _Tool, tool)
+    custom = _checked(f"{name}.{CUSTOM}", CustomTool, tool.get(CUSTOM))
+    try:
+        format_of(custom)
+    except ValueError as error:
+        raise ValueError(f"{name}.{CUSTOM}: {error}") from None
+    return {**tool, CUSTOM: custom}
 
 
 def _read_kwargs(value: object) -> object:
@@ -105,7 +122,16 @@ def _read_part(index: int, part: object) -> str:
 def _read_tool_calls(value: object) -> object:
     if not isinstance(value, list):
         return value
-    return [_function_object(f"tool_calls[{index}]", _ToolCall, call) for index, call in enumerate(value)]
+    return [_read_tool_call(f"tool_calls[{index}]", call) for index, call in enumerate(value)]
+
+
+def _read_tool_call(name: str, call: object) -> dict[str, Any]:
+    if isinstance(call, dict) and call.get("type") == CUSTOM:
+        try:
+            call = as_function_call(call)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+    return _function_object(name, _ToolCall, call)
 
 
 def _read_arguments(value: object) -> object:
@@ -181,13 +207,15 @@ class ChatOptions(_Declared):
         | None
     ) = None
     """Functions that the model may call, as in OpenAI's API:
-    `[{"type": "function", "function": {"name": "weather", "parameters": {}}}]`."""
+    `[{"type": "function", "function": {"name": "weather", "parameters": {}}}]`; also custom tools, of one text:
+    `{"type": "custom", "custom": {"name": "patch"}}`."""
 
     tool_choice: Annotated[str, BeforeValidator(read_tool_choice)] | None = None
     """Which of the `tools` the model calls: `auto` (it chooses), `none` (the model does not see them), `required` (one
     or more), or `{"type": "function", "function": {"name": "weather"}}` (this one). The last two are enforced by a
-    grammar made of the tools' `parameters`, with any model, and cannot be combined with `response_format`, the
-    `guided_` parameters or `stop_strings`. By default `auto`."""
+    grammar made of the tools' `parameters` or `format`, with any model, and cannot be combined with `response_format`,
+    the `guided_` parameters or `stop_strings`. `{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools":
+    [...]}}` leaves the model those tools, with the mode `auto` or `required`. By default `auto`."""
 
     parallel_tool_calls: bool | None = None
     """Whether a message may have several tool calls. If false, the output `message` has the first one only. By default
@@ -223,7 +251,7 @@ class Chat:
     messages: tuple[dict[str, Any], ...]
     """Content is a string, the arguments of tool calls are objects, nothing is None."""
     tools: tuple[dict[str, Any], ...] | None
-    """The tools that the model may call, or has to."""
+    """The tools that the model may call, or has to, custom ones as functions."""
     template_kwargs: Mapping[str, Any]
     add_generation_prompt: bool
     continue_final_message: bool
@@ -231,6 +259,8 @@ class Chat:
     """Whether the answer may have several tool calls."""
     forced_call: ForcedCall | None = None
     """What the model has to call."""
+    custom_names: frozenset[str] = frozenset()
+    """The names of custom tools."""
 
 
 def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max_bytes: int) -> Chat:
@@ -262,15 +292,20 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
         raise RequestError("invalid_input", str(error)) from None
     effort = {} if checked.reasoning_effort is None else {"reasoning_effort": checked.reasoning_effort}
     continues, starts = bool(checked.continue_final_message), checked.add_generation_prompt
-    choice, is_parallel = checked.tool_choice or "auto", checked.parallel_tool_calls is not False
+    offered = checked.tools or ()
+    formats = {custom["name"]: format_of(custom) for tool in offered if (custom := custom_of(tool))}
+    functions = tuple(as_function(custom) if (custom := custom_of(tool)) else tool for tool in offered)
+    tools, choice = allowed_tools(functions, checked.tool_choice or "auto")
+    is_parallel = checked.parallel_tool_calls is not False
     return Chat(
         conversation,
-        None if choice == "none" else checked.tools,
+        None if choice == "none" or not tools else tuple(tools),
         (checked.chat_template_kwargs or {}) | effort,
         add_generation_prompt=not continues if starts is None else starts,
         continue_final_message=continues,
         is_parallel=is_parallel,
-        forced_call=forced_call(checked.tools or (), choice, is_parallel=is_parallel),
+        forced_call=forced_call(tools, choice, is_parallel=is_parallel, formats=formats),
+        custom_names=frozenset(formats),
     )
 
 

@@ -28,9 +28,10 @@ GRAMMARS: Final = ("response_format", "guided_json", "guided_regex", "guided_cho
 class Grammar:
     """A constraint on the completion."""
 
-    kind: Literal["json_schema", "regex", "choice", "lark"]
+    kind: Literal["json_schema", "regex", "choice", "lark", "one_of"]
     text: str
-    """The source; JSON if `kind` is json_schema (an object) or choice (an array of strings)."""
+    """The source; JSON if `kind` is json_schema (an object), choice (an array of strings), or one_of: an array of
+    alternatives, each with the string that it begins with, a kind and a source."""
     parameter: str
     """The request parameter that holds it, for error messages."""
 

@@ -13,7 +13,11 @@ from hf_triton.protocol.structured_output import MAX_GRAMMAR, Grammar
 from hf_triton.protocol.validation import read_json
 
 CHOICES: Final = ("auto", "none", "required")
-Tools = Sequence[Mapping[str, Any]]
+NAMED: Final = ("function", "custom")
+"""Types of tools, which a `tool_choice` may name."""
+ALLOWED: Final = "allowed_tools"
+MODES: Final = ("auto", "required")
+Tools = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -26,10 +30,14 @@ class ForcedCall:
     """What the completion follows."""
     tool_grammars: tuple[Grammar, ...]
     """The grammars of each tool alone, to find one that is wrong."""
+    is_input: bool = False
+    """Whether the completion is the text of a custom tool, which `name` names."""
+    input_names: frozenset[str] = frozenset()
+    """Without `name`: custom tools whose call is the name, a line end and the text, in place of the array."""
 
 
 def read_tool_choice(value: object) -> str:
-    """Check a `tool_choice`; a function's is normalized to JSON.
+    """Check a `tool_choice`; an object is normalized to JSON.
 
     Raises:
         ValueError: Says what is allowed.
@@ -37,39 +45,96 @@ def read_tool_choice(value: object) -> str:
     if isinstance(value, str) and value in CHOICES:
         return value
     choice = read_json(value)
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    if isinstance(choice, dict) and choice.get("type") == ALLOWED:
+        return _read_allowed(choice[ALLOWED] if isinstance(choice.get(ALLOWED), dict) else choice)
+    name = _named(choice)
+    if name is None:
         named = '{"type": "function", "function": {"name": "..."}}'
         raise ValueError(f"tool_choice must be one of {', '.join(CHOICES)}, or {named}, got {clip(value)}")
-    return json.dumps({"type": "function", "function": {"name": name}})
+    return json.dumps({"name": name})
 
 
-def forced_call(tools: Tools, choice: str, *, is_parallel: bool) -> ForcedCall | None:
+def _read_allowed(allowed: Mapping[str, Any]) -> str:
+    tools = allowed.get("tools")
+    names = [_named(tool) for tool in tools] if isinstance(tools, list) else [None]
+    if allowed.get("mode") not in MODES or None in names:
+        form = '{"mode": "auto", "tools": [{"type": "function", "function": {"name": "..."}}]}'
+        raise ValueError(f"tool_choice of type {ALLOWED} must have {ALLOWED} {form}, got {clip(allowed)}")
+    return json.dumps({"mode": allowed["mode"], "names": names})
+
+
+def _named(choice: object) -> str | None:
+    """The name in `{"type": "function", "function": {"name": "..."}}`."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    tool = choice.get(kind) if isinstance(choice, dict) and kind in NAMED else None
+    name = tool.get("name") if isinstance(tool, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def allowed_tools(tools: Tools, choice: str) -> tuple[Tools, str]:
+    """The tools that a checked `tool_choice` leaves to the model, and the choice among them.
+
+    Raises:
+        RequestError: It names a tool that there is not, or none.
+    """
+    if choice in CHOICES or "names" not in (allowed := json.loads(choice)):
+        return tools, choice
+    for name in allowed["names"]:
+        _check_known(name, tools)
+    left = [tool for tool in tools if tool["function"]["name"] in allowed["names"]]
+    if not left and allowed["mode"] == "required":
+        raise RequestError("invalid_parameter", "tool_choice requires one of no tools: name one, or say auto")
+    return left, allowed["mode"] if left else "none"
+
+
+def forced_call(
+    tools: Tools, choice: str, *, is_parallel: bool, formats: Mapping[str, Grammar | None] | None = None
+) -> ForcedCall | None:
     """The call that a checked `tool_choice` asks for; None: the model chooses.
 
     Args:
-        tools: The request's.
-        choice: The choice, as `read_tool_choice` returns it.
+        tools: The request's, custom ones as functions.
+        choice: The choice, as `allowed_tools` returns it.
         is_parallel: Whether there may be several calls.
+        formats: The custom tools by name, and the grammars of their texts.
 
     Raises:
-        RequestError: There is no such function, or the tools' schemas are too large.
+        RequestError: There is no such tool, or the tools' schemas are too large.
     """
     if choice in ("auto", "none"):
         return None
+    inputs = {name: grammar for name, grammar in (formats or {}).items() if grammar is not None}
     if choice == "required":
-        grammars = tuple(_tool_grammar(tool["function"]) for tool in tools)
-        grammar = Grammar("json_schema", json.dumps(_array_schema(tools, is_parallel)), "tool_choice required")
-        _check_size(grammar)
-        return ForcedCall(None, grammar, grammars)
-    name = json.loads(choice)["function"]["name"]
+        return _required_call(tools, inputs, is_parallel)
+    name = json.loads(choice)["name"]
+    tool = _check_known(name, tools)
+    grammar = inputs.get(name) or _tool_grammar(tool["function"])
+    return ForcedCall(name, grammar, (grammar,), is_input=name in inputs)
+
+
+def _check_known(name: str, tools: Tools) -> Mapping[str, Any]:
     for tool in tools:
         if tool["function"]["name"] == name:
-            grammar = _tool_grammar(tool["function"])
-            return ForcedCall(name, grammar, (grammar,))
+            return tool
     known = ", ".join(clip(tool["function"]["name"]) for tool in tools[:20])
     raise RequestError("invalid_parameter", f"tool_choice names the function {clip(name)}; the tools have {known}")
+
+
+def _required_call(tools: Tools, inputs: Mapping[str, Grammar], is_parallel: bool) -> ForcedCall:
+    """Any call: an array of calls; or of a custom tool with a grammar, which JSON cannot hold, its name and text."""
+    about = "tool_choice required"
+    names = {tool["function"]["name"] for tool in tools}
+    inputs = {name: grammar for name, grammar in inputs.items() if name in names}
+    functions = [tool for tool in tools if tool["function"]["name"] not in inputs]
+    grammars = tuple(_tool_grammar(tool["function"]) for tool in functions)
+    calls = [("", "json_schema", json.dumps(_array_schema(functions, is_parallel)))] if functions else []
+    if inputs:
+        calls += [(f"{name}\n", grammar.kind, grammar.text) for name, grammar in inputs.items()]
+        whole = Grammar("one_of", json.dumps(calls), about)
+    else:
+        whole = Grammar("json_schema", calls[0][2], about)
+    _check_size(whole)
+    return ForcedCall(None, whole, (*grammars, *inputs.values()), input_names=frozenset(inputs))
 
 
 def _tool_grammar(function: Mapping[str, Any]) -> Grammar:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from hf_triton.protocol.custom_tools import CUSTOM, INPUT, input_of
+
 ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
 
@@ -26,14 +28,16 @@ class MessageReader:
 
     Args:
         has_short_ids: Whether the ids of tool calls are short ones, see `new_call_id`.
+        custom_names: Names of custom tools, whose calls have a text in place of arguments.
     """
 
-    def __init__(self, *, has_short_ids: bool = False) -> None:
+    def __init__(self, *, has_short_ids: bool = False, custom_names: frozenset[str] = frozenset()) -> None:
         self._content = ""
         self._reasoning = ""
         self._calls: list[dict[str, Any]] = []
         self._num_calls = 0
         self._has_short_ids = has_short_ids
+        self._custom_names = custom_names
 
     def feed(self, text: str) -> None:
         """Read a piece of the completion."""
@@ -67,36 +71,62 @@ class MessageReader:
         return message
 
     def _add_call(self, name: str, arguments: str) -> None:
+        if name in self._custom_names:
+            self._add_custom_call(name, input_of(arguments))
+        else:
+            self._start_call("function", {"name": name, "arguments": arguments})
+
+    def _add_custom_call(self, name: str, text: str) -> None:
+        self._start_call(CUSTOM, {"name": name, INPUT: text})
+
+    def _start_call(self, kind: str, tool: dict[str, str]) -> None:
         call_id = new_call_id(is_short=self._has_short_ids)
-        function = {"name": name, "arguments": arguments}
-        self._calls.append({"index": self._num_calls, "id": call_id, "type": "function", "function": function})
+        self._calls.append({"index": self._num_calls, "id": call_id, "type": kind, kind: tool})
         self._num_calls += 1
 
 
 class NamedCallReader(MessageReader):
-    """Reads the arguments of one call, of a function that the request names."""
+    """Reads one call, of a tool that the request names.
 
-    def __init__(self, name: str, *, has_short_ids: bool = False) -> None:
-        super().__init__(has_short_ids=has_short_ids)
+    Args:
+        name: The tool.
+        is_input: Whether the completion is the text of a custom tool, and not arguments.
+        options: Those of `MessageReader`.
+    """
+
+    def __init__(self, name: str, *, is_input: bool = False, **options: Any) -> None:
+        super().__init__(**options)
         self._name = name
+        self._is_input = is_input
+        self._arguments = ""  # of a custom tool, read when they are complete
+        self._is_whole = name in self._custom_names and not is_input
 
     def feed(self, text: str) -> None:
-        """Read a piece of the arguments."""
+        """Read a piece of the arguments, or of the text."""
         if not text:
             return
-        if self._calls:
-            self._calls[0]["function"]["arguments"] += text
+        kind, field = (CUSTOM, INPUT) if self._is_input else ("function", "arguments")
+        if self._is_whole:
+            self._arguments += text
+        elif self._calls:
+            self._calls[0][kind][field] += text
         elif self._num_calls:
-            self._calls.append({"index": 0, "function": {"arguments": text}})
+            self._calls.append({"index": 0, kind: {field: text}})
         else:
-            self._add_call(self._name, text)
+            self._start_call(kind, {"name": self._name, field: text})
+
+    def finish(self) -> None:
+        """Read arguments that were held back."""
+        if self._arguments:
+            self._add_call(self._name, self._arguments)
+            self._arguments = ""
 
 
 class CallArrayReader(MessageReader):
     """Reads a JSON array of calls, `[{"name": ..., "arguments": {...}}]`; each is told when it is complete."""
 
-    def __init__(self, *, has_short_ids: bool = False) -> None:
-        super().__init__(has_short_ids=has_short_ids)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._unread = ""  # of an object that has begun
         self._depth = 0
         self._is_in_string = False
@@ -135,6 +165,46 @@ class CallArrayReader(MessageReader):
             self._content += text
         else:
             self._add_call(*call)
+
+
+class RequiredCallReader(CallArrayReader):
+    """Reads an array of calls, or the name of a custom tool, a line end, and its text.
+
+    Args:
+        input_names: The custom tools.
+        options: Those of `MessageReader`.
+    """
+
+    def __init__(self, input_names: frozenset[str], **options: Any) -> None:
+        super().__init__(**options)
+        self._starts = tuple(f"{name}\n" for name in input_names)
+        self._start: str | None = ""  # what may become the name; None: it is read, or there is none
+        self._is_input = False
+
+    def feed(self, text: str) -> None:
+        """Read a piece of the completion."""
+        if self._start is not None:
+            text = self._start + text
+            self._start = None
+            name, line_end, rest = text.partition("\n")
+            self._is_input = name + line_end in self._starts
+            if self._is_input:
+                self._add_custom_call(name, rest)
+                return
+            if any(start.startswith(text) for start in self._starts):
+                self._start = text
+                return
+        if not self._is_input:
+            super().feed(text)
+        elif self._calls:
+            self._calls[0][CUSTOM][INPUT] += text
+        elif text:
+            self._calls.append({"index": 0, CUSTOM: {INPUT: text}})
+
+    def finish(self) -> None:
+        """Give what is cut off before a call as content."""
+        self._content += self._start or ""
+        super().finish()
 
 
 def calls_of(value: object) -> list[tuple[str, str]]:

@@ -118,7 +118,7 @@ class TemplateReader(MessageReader):
         prefix: The end of the prompt that is a part of the message, such as `<think>`.
         tools: The functions of the request, whose schemas tell the types of arguments.
         is_parallel: Whether the message may have more than one tool call.
-        has_short_ids: Whether the ids of tool calls are short ones.
+        options: Those of `MessageReader`.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class TemplateReader(MessageReader):
         tools: list[dict[str, Any]],
         *,
         is_parallel: bool = True,
-        has_short_ids: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(has_short_ids=has_short_ids)
+        super().__init__(**options)
         self._is_parallel = is_parallel
         self._parser: Any = _parser_of(template, prefix, tools)
         before = self._parser.initial_events

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,10 +20,9 @@ from hf_triton.errors import SettingsError, where
 from hf_triton.protocol.chat import Chat
 from hf_triton.protocol.validation import suggest
 from hf_triton.tasks.text_generation.message import (
-    CallArrayReader,
     MessagePlan,
-    MessageReader,
     NamedCallReader,
+    RequiredCallReader,
 )
 from hf_triton.tasks.text_generation.response_parser import MAX_SEARCH_S, TOOL_CALLS, TemplateReader
 
@@ -65,14 +64,11 @@ class MessageFormat:
             prompt: Its text, the chat rendered.
             is_constrained: Whether the request or the folder constrains the output, which is content then.
         """
-        build: Callable[[], MessageReader]
-        if chat is not None and chat.forced_call is not None:
-            name = chat.forced_call.name
-            return MessagePlan(
-                partial(CallArrayReader, has_short_ids=self._has_short_ids)
-                if name is None
-                else partial(NamedCallReader, name, has_short_ids=self._has_short_ids)
-            )
+        options = {"has_short_ids": self._has_short_ids, "custom_names": chat.custom_names if chat else frozenset()}
+        if chat is not None and (call := chat.forced_call) is not None:
+            if call.name is not None:
+                return MessagePlan(partial(NamedCallReader, call.name, is_input=call.is_input, **options))
+            return MessagePlan(partial(RequiredCallReader, call.input_names, **options))
         template = self._with_tools if chat is not None and chat.tools else self._without_tools
         if is_constrained or template.compiled is None:
             return MessagePlan()
@@ -82,7 +78,7 @@ class MessageFormat:
             template.end_of(prompt),
             list(chat.tools or ()) if chat is not None else [],
             is_parallel=chat is None or chat.is_parallel,
-            has_short_ids=self._has_short_ids,
+            **options,
         )
         return MessagePlan(build, template.markers)
 
