@@ -81,10 +81,9 @@ class TritonPythonModel(Hooks):
         """
         from hf_triton.tasks.registry import folder_task
         from hf_triton.triton_backend.config import load_failures, read_settings, response_config
-        from hf_triton.triton_backend.process import start_process
+        from hf_triton.triton_backend.process import Sentinel, loading_process
 
-        start_process(args["model_name"])
-        with load_failures():
+        with loading_process(args["model_name"]), load_failures():
             config = json.loads(args["model_config"])
             self.settings = read_settings(config, self.settings_class)
             task = folder_task(self.task_class, self.settings, Path(args["model_repository"]))
@@ -93,6 +92,7 @@ class TritonPythonModel(Hooks):
             # sleep between any two operations, which makes a step on two cores a third slower.
             with ThreadPoolExecutor(1, thread_name_prefix="hf_triton-load") as loader:
                 self._service = loader.submit(start_service, self, task, responses, args).result()
+        self._service.closers = (Sentinel(args["model_name"]).dismiss, *self._service.closers)
 
     def execute(self, requests: list[Any]) -> None:
         """Start every request and return at once; each is answered when its completions are finished.
@@ -144,7 +144,7 @@ def start_service(
     from hf_triton.triton_backend.config import count_instances
     from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
     from hf_triton.triton_backend.metrics_sink import MetricsSink
-    from hf_triton.triton_backend.process import Sentinel, freeze_objects
+    from hf_triton.triton_backend.process import freeze_objects
     from hf_triton.triton_backend.service import Service
 
     name, version, settings = args["model_name"], args["model_version"], model.settings
@@ -168,7 +168,7 @@ def start_service(
     )
     door = DoorServer(name, int(version), take=service.take, begin_request=meter.begin_request, poller=poller)
     door.open()
-    service.closers = (Sentinel(name).dismiss, door.drain, task.close, config.sender.close, door.close, meter.close)
+    service.closers = (door.drain, task.close, config.sender.close, door.close, meter.close)
     if tracer is not None:
         service.closers = (*service.closers, tracer.close)
     freeze_objects()

@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -40,6 +41,8 @@ DISTRIBUTION_LIBRARIES: Final = ("/usr/lib", "/lib")
 """The loader looks there anyway; named in LD_LIBRARY_PATH, they would hide the image's CUDA compatibility libraries."""
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 STOP_GRACE_S = 30.0
+NOT_HEALTHY: Final = re.compile(r"(Internal: )?Stub process '[^']*' is not healthy\.?")
+STOOD_STILL: Final = "its process died or stood still while it loaded: give it memory and processor time; load it again"
 STACK_BYTES = 256 << 20
 
 
@@ -65,8 +68,13 @@ class ModelState:
     @property
     def sentence(self) -> str:
         """Our sentence alone: `code: sentence`."""
-        message = self.reason.partition("TritonModelException: ")[2] or self.reason
-        return message.partition("\n")[0]
+        return first_sentence(self.reason)
+
+
+def first_sentence(reason: str) -> str:
+    """Our sentence in a reason of Triton's, which may go on with a traceback; one that says what to do of Triton's."""
+    message = reason.partition("TritonModelException: ")[2] or reason
+    return NOT_HEALTHY.sub(STOOD_STILL, message.partition("\n")[0].strip())
 
 
 def find_tritonserver(scratch: Path) -> Installation:

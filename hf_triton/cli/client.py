@@ -18,6 +18,7 @@ import click
 
 from hf_triton.cli.openai import PACKAGES
 from hf_triton.errors import HfTritonError, ServerError, clip
+from hf_triton.server import first_sentence
 from hf_triton.settings import SERVER_VARIABLE
 
 if TYPE_CHECKING:
@@ -166,12 +167,6 @@ def unknown_model(name: str, known: Mapping[str, object] | Sequence[str]) -> Ser
     close = difflib.get_close_matches(name[:60], list(known), n=1)
     hint = f", did you mean '{close[0]}'?" if close else f"; there are {', '.join(known)}" if known else ""
     return ServerError("model_not_found", f"there is no model {clip(name)}{hint}")
-
-
-def first_sentence(reason: str) -> str:
-    """Our sentence in a reason of Triton's, which may go on with a traceback."""
-    message = reason.partition("TritonModelException: ")[2] or reason
-    return message.partition("\n")[0].strip()
 
 
 def _restricted(details: str) -> str:

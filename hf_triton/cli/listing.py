@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
-from hf_triton.cli.client import CALL_TIMEOUT_S, READY, Triton, first_sentence, require_client, triton_options
+from hf_triton.cli.client import CALL_TIMEOUT_S, READY, Triton, require_client, triton_options
 from hf_triton.cli.tables import show_table
+from hf_triton.server import first_sentence
 
 
 @click.command("list", epilog="Example: hf-triton list --triton gpu1:8001 --json")

@@ -11,8 +11,9 @@ from typing import Final
 
 import click
 
-from hf_triton.cli.client import READY, Triton, first_sentence, require_client, triton_options, unknown_model
+from hf_triton.cli.client import READY, Triton, require_client, triton_options, unknown_model
 from hf_triton.errors import HfTritonError, ServerError
+from hf_triton.server import first_sentence
 from hf_triton.stream_door.model import SUFFIX
 
 POLL_S: Final = 0.2

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from hf_triton.errors import CODES, clip
 from hf_triton.protocol.validation import suggest
+from hf_triton.server import first_sentence
 
 INVALID: Final = "invalid_request_error"
 STATUS: Final[Mapping[str, int]] = {
@@ -142,7 +143,7 @@ def model_not_found(name: str) -> ApiError:
 def load_reason(details: str) -> str:
     """Why Triton has not loaded a model: our sentence in its message, or the first line; without the host's paths."""
     found = _REASON.search(details)
-    return _PATH.sub("[path]", found[1] if found else details.partition("\n")[0])
+    return _PATH.sub("[path]", found[1] if found else first_sentence(details))
 
 
 def triton_error(message: str, names: Mapping[str, str], fields: Collection[str], status: int = 500) -> ApiError:

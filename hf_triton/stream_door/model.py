@@ -54,11 +54,10 @@ class StreamDoor:
         from hf_triton.triton_backend.cancellation import RequestPoller
         from hf_triton.triton_backend.config import load_failures, read_settings, response_config
         from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
-        from hf_triton.triton_backend.process import Sentinel, start_process
+        from hf_triton.triton_backend.process import Sentinel, loading_process
         from hf_triton.triton_backend.service import Service
 
-        start_process(args["model_name"])
-        with load_failures():
+        with loading_process(args["model_name"]), load_failures():
             model_config = json.loads(args["model_config"])
             self.settings = read_settings(model_config, self.settings_class)
             config = response_config(model_config, self.settings)
@@ -78,7 +77,7 @@ class StreamDoor:
                 cancel_elsewhere=partial(cancel_elsewhere, other),  # which reaches the requests of all doors
                 headers=find_forwarded_headers(self.settings.forwarded_headers),
             )
-            self._service.closers = (Sentinel(args["model_name"]).dismiss, *self._service.closers)
+        self._service.closers = (Sentinel(args["model_name"]).dismiss, *self._service.closers)
 
     def execute(self, requests: list[Any]) -> None:
         """Forward every request and return at once. `requests` are Triton's."""

@@ -14,36 +14,79 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import triton_python_backend_utils as pb_utils
 
 logger = logging.getLogger(__name__)
 
-SERVER_POLL_S = 1.0
+SERVER_POLL_S: Final = 1.0
+WAITS_FOR_EXIT: Final = "do_wait"
+"""Where a thread sleeps in Linux that waits for a process to exit, as /proc names it."""
 
 
-def start_process(model_name: str) -> None:
+@contextlib.contextmanager
+def loading_process(model_name: str) -> Iterator[None]:
     """Set up the process of a model: UTF-8, log lines to the server's log, an end with the server.
+
+    Triton 24.10 gives up a process that has stood still for a second or two while it loads (a throttled processor, a
+    paused machine), without a word, and then waits until it exits: for ever, as it serves well. While the block runs,
+    and once at its end, the process looks whether that has happened, and ends itself if so; Triton then reports the
+    load as failed.
 
     Args:
         model_name: The folder's, for the log.
     """
     _use_utf8()
-    _end_with_server()
+    watch = _Watch(model_name)
+    watch.start()
     _send_logs_to_triton(model_name)
+    try:
+        yield
+        watch.end_if_given_up()
+    finally:
+        watch.is_loading = False  # from here on Triton may wait for this process's exit with good reason
 
 
-def _end_with_server() -> None:
-    """End this process with its server: a stub whose server was killed can live on, and keep its GPU memory."""
-    server = os.getppid()
+class _Watch(threading.Thread):
+    """Ends this process with its server, or if its server has given it up while it loads.
 
-    def watch() -> None:
-        while os.getppid() == server:
+    A stub whose server was killed can live on, and keep its GPU memory.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        super().__init__(name="hf_triton-server-watch", daemon=True)
+        self.is_loading = True
+        self._model_name = model_name
+        self._server = os.getppid()
+
+    def run(self) -> None:
+        while os.getppid() == self._server:
+            if self.is_loading:
+                self.end_if_given_up()
             time.sleep(SERVER_POLL_S)
         os._exit(1)
 
-    threading.Thread(target=watch, name="hf_triton-server-watch", daemon=True).start()
+    def end_if_given_up(self) -> None:
+        if not self._is_given_up() or not self.is_loading:
+            return
+        message = f"the process of the model {self._model_name} stood still while it loaded, and Triton has given it up"
+        print(f"hf_triton: {message}; ending it: load the model again", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _is_given_up(self) -> bool:
+        """Whether the server's thread that started this process, and loads its model, waits for its exit.
+
+        False where /proc does not tell, as in gVisor.
+        """
+        own = str(os.getpid())
+        for thread in Path(f"/proc/{self._server}/task").glob("*"):
+            with contextlib.suppress(OSError):  # the thread has ended, or /proc has no such files
+                if own in (thread / "children").read_text().split():
+                    return (thread / "wchan").read_text() == WAITS_FOR_EXIT
+        return False
 
 
 SENTINEL: Final = """

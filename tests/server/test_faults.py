@@ -30,6 +30,20 @@ LONG = 200  # new tokens: 4 s
 SHORT = 10
 CANARY = "The canary sings"
 NUM_VANISHING = 100
+STANDSTILL_S = 4
+SLOW_TO_LOAD = """
+import time
+from pathlib import Path
+
+import hf_triton
+
+
+class TritonPythonModel(hf_triton.TritonPythonModel):
+    def load(self, checkpoint):
+        Path(__file__).with_name("loading").touch()
+        time.sleep(2)
+        return checkpoint
+"""
 AT_REST = ("requests_in_flight", "prompts_waiting", "rows_running")
 
 CLOSED = (OSError, EOFError, http.client.HTTPException, InferenceServerException)
@@ -38,7 +52,7 @@ CLOSED = (OSError, EOFError, http.client.HTTPException, InferenceServerException
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Path:
-    """`slow` answers once, `streamed` piece by piece; at a token in `STEP_S` both."""
+    """`slow` answers once, `streamed` piece by piece; at a token in `STEP_S` both. `slow_to_load` is not loaded."""
     root = tmp_path_factory.mktemp("repository")
     checkpoint = build_tiny_checkpoint(
         tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None, max_position_embeddings=512
@@ -48,6 +62,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[.
     streamed = make_folder(root, "streamed", huggingface_model=checkpoint, config=decoupled, stream=True)
     for folder in (slow, streamed):
         (folder / "1" / "model.py").write_text(SLOW_MODEL)
+    loading = make_folder(root, "slow_to_load", huggingface_model=checkpoint)
+    (loading / "1" / "model.py").write_text(SLOW_TO_LOAD)
     return root
 
 
@@ -175,6 +191,31 @@ def test_disconnected_clients_leave_no_running_sequences(server: TritonServer, c
     wait_until(lambda: not any(figures(server)[name, ""] for name in AT_REST))
     assert generate_stream(server, "streamed", CANARY, max_new_tokens=SHORT).status == 200
     assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
+
+
+def test_process_that_stands_still_while_it_loads_is_not_waited_for(
+    server: TritonServer, canary: str, repository: Path
+) -> None:
+    """Triton 24.10 gives it up, and would wait for ever until it exits."""
+    is_loading = repository / "slow_to_load" / "1" / "loading"
+    others = {stub.pid for stub in stubs(server)}
+    path = "/v2/repository/models/slow_to_load/load"
+    (load,) = in_background(lambda: post(server, path, {}, timeout_s=120))
+    wait_until(is_loading.exists, 120)
+    (stub,) = [stub for stub in stubs(server) if stub.pid not in others]
+    stub.suspend()
+    time.sleep(STANDSTILL_S)
+    stub.resume()
+    reply = load.result(timeout=120)
+    assert isinstance(reply, Reply)
+    assert reply.status == 400
+    assert "is not healthy" in reply.body
+    assert "the process of the model slow_to_load stood still while it loaded" in server.read_log()
+    assert {stub.pid for stub in stubs(server)} == others
+    assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
+    assert post(server, path, {}, timeout_s=120).status == 200
+    assert generate(server, "slow_to_load", CANARY, max_new_tokens=SHORT).status == 200
+    assert post(server, path.replace("/load", "/unload"), {}).status == 200
 
 
 def test_a_reload_under_load_answers_every_request(server: TritonServer, canary: str) -> None:
