@@ -39,6 +39,9 @@ SMALL_FILES: Final = (
     "*.jinja",
     "*.tiktoken",
     "*.bpe",
+    "*.spm",
+    "*.codes",
+    "prophetnet.tokenizer",
     "additional_chat_templates/*.jinja",
 )
 

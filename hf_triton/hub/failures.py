@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translates exceptions of the Hub's client and of transformers to an error code and a sentence with the remedy."""
+"""Translates exceptions of the Hub's client to an error code and a sentence with the remedy."""
 
 from __future__ import annotations
 
 import errno
 import re
 from collections.abc import Callable, Iterable, Mapping
-from textwrap import shorten
 from typing import Final, NamedTuple
 
 from hf_triton.errors import CheckpointError, HfTritonError, HubError
@@ -14,10 +13,6 @@ from hf_triton.hub.spec import CheckpointSpec
 
 FOLDER_HINT: Final = "a folder on disk begins with `/`, `./` or `../`"
 """For users who meant a folder and wrote its name in the form of a Hub name."""
-NEEDS_GPTQMODEL: Final = "requires (gptqmodel|optimum)(?![\\w-])|GPU is required to quantize or run quantize model"
-"""What transformers says of GPTQ and AWQ without these packages; the last is GPTQ on a CPU, which gptqmodel runs on."""
-NEEDS_GPU: Final = "(requires a|No) GPU|A GPU is needed|only supported on GPUs"
-REMOVE_SETTING: Final = ", or leave out the setting that asks for it"
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
@@ -202,70 +197,6 @@ def incomplete_on_hub(spec: CheckpointSpec, missing: Iterable[str]) -> Checkpoin
         "checkpoint_incomplete",
         f"{spec.name} (revision {spec.revision}) has no {names} on the Hub: set {spec.setting} to a complete model in "
         "the form of transformers",
-    )
-
-
-def explain_load(error: Exception, part: str, name: str, has_quantization_setting: bool) -> CheckpointError:
-    """Translate an exception of transformers.
-
-    Args:
-        error: The exception.
-        part: The part of the checkpoint that cannot be loaded: `the tokenizer`, `config.json`.
-        name: The model's name, as in the settings.
-        has_quantization_setting: Whether the setting quantization_config may be the cause.
-    """
-    message = " ".join(str(error).split())
-    short = shorten(message, 300, placeholder=" ...")
-    if "trust_remote_code" in message:
-        return CheckpointError(
-            "needs_trust_remote_code",
-            f"{name} brings its own Python code: read it, and set trust_remote_code to true in config.pbtxt to run it",
-        )
-    if "does not recognize this architecture" in message or "Unrecognized configuration class" in message:
-        return _unsupported_model(name, message)
-    if "weights_only" in message:
-        return CheckpointError(
-            "weights_not_safe",
-            f"the pickle weights of {name} hold more than tensors, which can run code when they are read: do not use "
-            "them; find safetensors",
-        )
-    if re.search(NEEDS_GPTQMODEL, message):
-        return CheckpointError(
-            "checkpoint_invalid",
-            f"{part} of {name} cannot be loaded without the packages gptqmodel and optimum ({short}): install them as "
-            'docs/models.md says under "Quantisation", or choose other weights',
-        )
-    if re.search(NEEDS_GPU, message):
-        return CheckpointError(
-            "device_unavailable",
-            f"{part} of {name} cannot be loaded on this machine ({short}): use one with such a GPU, or choose other "
-            "weights",
-        )
-    if isinstance(error, ImportError):
-        of_setting = REMOVE_SETTING if has_quantization_setting or "attention" in message.lower() else ""
-        return CheckpointError(
-            "checkpoint_invalid",
-            f"{part} of {name} cannot be loaded without a Python package ({short}): install it{of_setting}",
-        )
-    remedy = "fetch the checkpoint again, or choose another revision"
-    if has_quantization_setting and part == "the weights":
-        is_of_setting = "quantiz" in message.lower() or isinstance(error, AssertionError | TypeError | ValueError)
-        remedy = "correct the setting quantization_config" + ("" if is_of_setting else f", or {remedy}")
-    return CheckpointError(
-        "checkpoint_invalid", f"{part} of {name} cannot be loaded ({type(error).__name__}: {short}): {remedy}"
-    )
-
-
-def _unsupported_model(name: str, message: str) -> CheckpointError:
-    import transformers
-
-    match = re.search(r"(?<=model type `)[^`]+|(?<=\.)\w+Config(?=')", message)
-    kind = f" ({match[0]})" if match else ""
-    return CheckpointError(
-        "unsupported_model",
-        f"transformers {transformers.__version__} has no text generation model for the architecture of {name}{kind}: "
-        "choose another model, or build the image with a newer transformers (--build-arg TRANSFORMERS=...); outside "
-        "the image, install a newer one",
     )
 
 

@@ -17,25 +17,33 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError
-from hf_triton.hub.failures import explain_load
 from hf_triton.hub.kind import find_task
+from hf_triton.hub.load_failures import explain_load
 from hf_triton.settings import TEXT_TO_TEXT, ModelSettings, TaskName
 
 CHAT_TEMPLATE: Final = "chat_template.json"
 """Older image processors keep their chat template here, which tokenizers do not read."""
+TOKENIZER: Final = "tokenizer.json"
 STALE_BUFFERS: Final = r"(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$"
 """Buffers that older versions of transformers saved and newer ones compute; not part of a model's weights."""
 
 
 @contextlib.contextmanager
-def loading(part: str, settings: ModelSettings) -> Iterator[None]:
-    """Turn an exception inside the block into a `CheckpointError` whose sentence names `part`."""
+def loading(part: str, settings: ModelSettings, folder: Path | None = None) -> Iterator[None]:
+    """Turn an exception inside the block into a `CheckpointError` whose sentence names `part`.
+
+    Args:
+        part: As `explain_load` has it.
+        settings: The model's.
+        folder: The checkpoint, whose files may show what is wrong.
+    """
     try:
         yield
     except LoadError:
         raise
     except Exception as error:
-        raise explain_load(error, part, settings.huggingface_model, bool(settings.quantization_config)) from error
+        has_quantization = bool(settings.quantization_config)
+        raise explain_load(error, part, settings.huggingface_model, has_quantization, folder) from error
 
 
 def silence_transformers() -> None:
@@ -53,24 +61,37 @@ def load_config(folder: Path, settings: ModelSettings) -> Any:
     """
     from transformers import AutoConfig, GenerationConfig
 
-    with loading("config.json", settings):
+    with loading("config.json", settings, folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code, local_files_only=True)
     if (folder / "generation_config.json").exists():
-        with loading("generation_config.json", settings):
+        with loading("generation_config.json", settings, folder):
             GenerationConfig.from_pretrained(folder)
     return config
 
 
 def load_tokenizer(folder: Path, settings: ModelSettings) -> Any:
-    """Load the tokenizer, with the chat template of an image processor if it has none of its own."""
+    """Load the tokenizer, with the chat template of an image processor if it has none of its own.
+
+    Raises:
+        CheckpointError: It cannot be loaded, or transformers found none of its files and made up an empty one.
+    """
     from transformers import AutoTokenizer
 
-    with loading(f"the tokenizer {settings.tokenizer}" if settings.tokenizer else "the tokenizer", settings):
+    with loading(f"the tokenizer {settings.tokenizer}" if settings.tokenizer else "the tokenizer", settings, folder):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code, local_files_only=True
         )
+        special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    if len(tokenizer) <= len(special):
+        names = [name for name in tokenizer.vocab_files_names.values() if name != TOKENIZER]
+        raise CheckpointError(
+            "checkpoint_incomplete",
+            f"the tokenizer of {settings.tokenizer or settings.huggingface_model} has no token but special ones: its "
+            f"class {type(tokenizer).__name__} reads {' or '.join([TOKENIZER, ' and '.join(names)][: 1 + bool(names)])}"
+            ", and there is none: set tokenizer to a repository or folder that has it",
+        )
     if tokenizer.chat_template is None and (folder / CHAT_TEMPLATE).exists():
-        with loading(CHAT_TEMPLATE, settings):
+        with loading(CHAT_TEMPLATE, settings, folder):
             tokenizer.chat_template = _read_chat_template(folder)
     return tokenizer
 
@@ -108,10 +129,10 @@ def load_model(
     if not settings.has_weights:
         import torch
 
-        with loading("the model", settings), torch.device("meta"):
+        with loading("the model", settings, folder), torch.device("meta"):
             return auto_class.from_config(config, trust_remote_code=settings.trust_remote_code)
     if settings.load_format == "dummy":
-        with loading("the model", settings):
+        with loading("the model", settings, folder):
             return _with_attention(settings, _dummy_loader(auto_class, config, settings, device_map))
     arguments: dict[str, Any] = {
         "config": config,
@@ -123,7 +144,7 @@ def load_model(
         "ignore_mismatched_sizes": True,  # `check_weights` refuses them, with our sentence
         "output_loading_info": True,
     }
-    with loading("the weights", settings):
+    with loading("the weights", settings, folder):
         if settings.quantization_config:
             arguments["quantization_config"] = _quantization(settings)
         model, info = _with_attention(

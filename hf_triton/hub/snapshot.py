@@ -25,6 +25,11 @@ TOKENIZER_FILES: Final = (
     "vocab.txt",
     "spiece.model",
     "sentencepiece.bpe.model",
+    "sentencepiece.model",
+    "spm.model",
+    "source.spm",
+    "tiktoken.model",
+    "tekken.json",
 )
 HASH_CHUNK_BYTES: Final = 1 << 20
 

@@ -316,6 +316,41 @@ def test_invalid_json_names_its_file(checkpoint: Path, name: str) -> None:
     assert "fetch the checkpoint again" in refused.sentence
 
 
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},
+            "rope_parameters.rope_type ('su') in config.json",
+        ),
+        ({"hidden_act": "gelu_super"}, "hidden_act ('gelu_super') in config.json"),
+        ({"dtype": "auto"}, "dtype ('auto') in config.json"),
+        ({"quantization_config": {}}, "quantization_config in config.json"),
+        ({"pad_token_id": 384}, "pad_token_id in config.json"),
+        ({"layer_types": ["new", "new"]}, "layer_types in config.json"),
+    ],
+)
+def test_the_entry_that_is_wrong_is_named(checkpoint: Path, entries: dict[str, Any], words: str) -> None:
+    edit(checkpoint / "config.json", **entries)
+    assert reason(checkpoint).sentence.endswith(f": correct {words}, or choose another revision")
+
+
+def test_a_missing_model_type_is_named(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "model_type": None}))
+    assert "fetch" not in reason(checkpoint).sentence
+    del config["model_type"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    assert ": add model_type to config.json" in reason(checkpoint).sentence
+
+
+def test_a_tokenizer_of_sentencepiece_that_breaks_off_needs_no_package(checkpoint: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (checkpoint / name).unlink()
+    (checkpoint / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
+    assert "fetch the checkpoint again" in reason(checkpoint).sentence
+
+
 def test_generation_defaults_are_validated(checkpoint: Path) -> None:
     edit(checkpoint / "generation_config.json", do_sample=True, temperature=0.5, top_k=7)
     defaults = load(checkpoint).generation_defaults()

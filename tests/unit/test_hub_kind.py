@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hf_triton.errors import LoadError
-from hf_triton.hub.failures import explain_load
 from hf_triton.hub.kind import find_task
+from hf_triton.hub.load_failures import explain_load
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import LoopbackHub
