@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FinishReason = Literal["eos", "stop_string", "length", "deadline"]
-"""`eos`: an end-of-sequence token. `stop_string`: the listener stopped it. `length`: it has `max_new_tokens` tokens.
-`deadline`: it has passed its deadline."""
+"""`eos`: an end-of-sequence token, or its constraint lets nothing else follow. `stop_string`: the listener stopped it.
+`length`: it has `max_new_tokens` tokens. `deadline`: it has passed its deadline."""
 
 
 @dataclass(frozen=True)
@@ -274,14 +274,9 @@ class Sequence:
         return self.finish_reason is not None
 
     def expire(self) -> None:
-        """Finish with the tokens that it has, and with those that its constraint still requires."""
-        if self.is_done:
-            return
-        for token_id in self.sampler.completion_tokens():
-            self.sampler.accept(token_id)
-            if self._append(token_id, TokenLogprobs(token_id, 0.0)):  # no other token was possible
-                break
-        self.finish_reason = "deadline"
+        """Finish with the tokens that it has: it is late."""
+        if not self.is_done:
+            self.finish_reason = "deadline"
 
     def finish(self, reason: FinishReason) -> None:
         """Finish with the tokens that it has."""
@@ -296,6 +291,8 @@ class Sequence:
             self.logprobs.append(logprobs)
         if self._is_stopped(token_id):
             return "stop_string"
+        if self.sampler.is_complete:
+            return "eos"
         return None if self.num_left > 0 else "length"
 
     def _is_stopped(self, token_id: int) -> bool:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
-from llguidance import LLParserLimits, LLTokenizer
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hf_triton.errors import panics_as_errors, where
-from hf_triton.grammar.completion import CompletionFinder, SearchBudget, Tokens
-from hf_triton.grammar.constraint import ConstraintState, GrammarConstraint
-from hf_triton.grammar.hints import completion_hints
+from hf_triton.grammar.constraint import Bits, GrammarConstraint
 from hf_triton.grammar.matcher import LIMITS, build_matcher, rejection
 from hf_triton.grammar.sandbox import MAX_CPU_S, MAX_WAIT_S, GrammarSandbox
 from hf_triton.grammar.tokenizer import build_guidance_tokenizer
@@ -29,25 +27,11 @@ from hf_triton.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-FIRST_SEARCH: Final = SearchBudget(max_visits=6_000, max_cpu_s=0.8, num_shortening_visits=500, yields=True)
-TOKEN_SEARCH: Final = SearchBudget(max_visits=200, max_cpu_s=0.25)
 NUM_GRAMMARS_KEPT: Final = 64
+MAX_FIRST_TOKENS: Final = 16
+"""First tokens of a completion that are tried before a grammar is taken."""
 SANDBOX: Final = GrammarSandbox()
 atexit.register(SANDBOX.close)
-
-
-@dataclass(frozen=True)
-class GrammarConfig:
-    """Limits on the work that a grammar may cause."""
-
-    parser: LLParserLimits = LIMITS
-    first_search: SearchBudget = FIRST_SEARCH
-    """The search for a first completion, outside the engine."""
-    token_search: SearchBudget = TOKEN_SEARCH
-    """The search behind each token, while the engine waits. The CPU time limits only grammars with which a visit takes
-    much longer than 50 us; otherwise a seed would give other tokens on a busy machine."""
-    max_wasted_visits: int = 1_000
-    """Of a sequence's searches that find nothing."""
 
 
 class GrammarCompiler:
@@ -57,9 +41,8 @@ class GrammarCompiler:
         tokenizer: A transformers tokenizer.
         vocabulary_size: Rows of the model's embedding.
         eos_ids: The end-of-sequence tokens if the sampling parameters have none.
-        config: Limits; None: the defaults.
+        limits: Limits on the work that a grammar may cause.
         sandbox: Tries grammars that are new.
-        clock: CPU time of the thread in seconds.
     """
 
     def __init__(
@@ -67,25 +50,23 @@ class GrammarCompiler:
         tokenizer: Any,
         vocabulary_size: int,
         eos_ids: frozenset[int],
-        config: GrammarConfig | None = None,
+        limits: LLParserLimits = LIMITS,
         sandbox: GrammarSandbox = SANDBOX,
-        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
-        self._config = config or GrammarConfig()
-        self._clock = clock
+        self._limits = limits
+        self._sandbox = sandbox
         fallback = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self._eos_ids = frozenset(token_id for token_id in eos_ids or fallback if token_id < vocabulary_size)
         self._lock = threading.Lock()
         self._guidance: LLTokenizer | None = None
-        self._finder = lru_cache(4)(self._build_finder)
-        self._compiles_in_time = lru_cache(NUM_GRAMMARS_KEPT)(sandbox.compiles_in_time)
-        self._completions: dict[tuple[Grammar, frozenset[int]], Tokens | None] = {}  # the most recent last
+        self._bits = lru_cache(4)(self._build_bits)
+        self._compiles_in_time: dict[Grammar, bool] = {}  # the most recent last
 
-    def knows(self, grammar: Grammar, params: SamplingParams) -> bool:
+    def knows(self, grammar: Grammar) -> bool:
         """Whether a grammar was compiled recently, so that it takes less than 0.1 s."""
-        return (grammar, params.eos_ids or self._eos_ids) in self._completions
+        return grammar in self._compiles_in_time
 
     def compile(
         self, grammar: Grammar, params: SamplingParams
@@ -101,38 +82,27 @@ class GrammarCompiler:
             constraints. Each prompt has a matcher of its own: the library's limits add up over its life.
 
         Raises:
-            RequestError: The grammar is wrong, too large, unsupported or contradictory; or the completion that was
-                found does not fit `max_new_tokens`; or the model's tokenizer is unsupported or has no end-of-sequence
-                token.
+            RequestError: The grammar is wrong, too large, unsupported or contradictory; or the model's tokenizer is
+                unsupported or has no end-of-sequence token.
         """
         eos_ids = params.eos_ids or self._eos_ids
         if not eos_ids:
             raise rejection(grammar, "needs a token that ends the text, and this model has none: say eos_token_id")
         guidance = self._guidance_tokenizer(grammar)
-        if not (self.knows(grammar, params) or self._is_compiled_in_time(grammar)):
+        if not self._is_compiled_in_time(grammar):
             raise rejection(
                 grammar,
                 f"takes more than {MAX_CPU_S} s of a processor, or {MAX_WAIT_S:g} s in all, to read: "
                 "make it smaller, or its patterns simpler",
             )
         with panics_as_errors():
-            matcher = build_matcher(guidance, grammar, self._config.parser)
-            finder, hints = self._finder(eos_ids), _completion_hints(grammar)
-            completion = self._completion(grammar, finder, hints)
-            if completion is None and not finder.can_continue(matcher):
-                raise rejection(grammar, "allows no text that could be found: it contradicts itself, or is too large")
-        if completion is not None and len(completion) > params.max_new_tokens:
-            raise rejection(
-                grammar,
-                f"allows no text of max_new_tokens {params.max_new_tokens} or less that could be found: "
-                f"ask for {len(completion)} or more",
-            )
+            matcher = build_matcher(guidance, grammar, self._limits)
+            text_bits, eos_bits = self._bits(eos_ids, 8 * len(matcher.compute_bitmask()))
+            if not _can_begin(matcher, text_bits):
+                raise rejection(grammar, "allows no text of the model's tokens: it contradicts itself, or is too large")
 
         def build_constraint() -> GrammarConstraint:
-            start, config = ConstraintState(matcher.deep_copy(), completion), self._config
-            return GrammarConstraint(
-                start, finder, config.token_search, config.max_wasted_visits, params.max_new_tokens, hints
-            )
+            return GrammarConstraint(matcher.deep_copy(), text_bits, eos_bits, eos_ids)
 
         return replace(params, eos_ids=eos_ids), build_constraint
 
@@ -145,32 +115,35 @@ class GrammarCompiler:
             raise rejection(grammar, "needs a tokenizer whose tokens are known by their bytes, and this model's is not")
         return self._guidance
 
-    def _build_finder(self, eos_ids: frozenset[int]) -> CompletionFinder:
+    def _build_bits(self, eos_ids: frozenset[int], size: int) -> tuple[Bits, Bits]:
+        """The tokens that may spell text, and those that end it, each `[size]` bits as the library's bitmasks."""
         assert self._guidance is not None
-        return CompletionFinder(self._guidance, self._vocabulary_size, eos_ids, self._clock)
+        is_eos = np.zeros(size, bool)
+        is_eos[[*eos_ids]] = True
+        is_text = ~is_eos
+        is_text[self._vocabulary_size :] = False
+        is_text[self._guidance.eos_token] = False  # the library's own, which the request may have replaced
+        return np.packbits(is_text, bitorder="little"), np.packbits(is_eos, bitorder="little")
 
     def _is_compiled_in_time(self, grammar: Grammar) -> bool:
+        with self._lock:
+            if grammar in self._compiles_in_time:
+                self._compiles_in_time[grammar] = self._compiles_in_time.pop(grammar)
+                return self._compiles_in_time[grammar]
         try:
-            return self._compiles_in_time(grammar)
+            is_in_time = self._sandbox.compiles_in_time(grammar)
         except OSError as error:
             logger.warning("compiling a grammar without the sandbox, which cannot be started: %s", where(error))
-            return True
-
-    def _completion(self, grammar: Grammar, finder: CompletionFinder, hints: tuple[str, ...]) -> Tokens | None:
-        """The tokens of a short completion; None if none was found."""
-        assert self._guidance is not None
-        key = grammar, finder.eos_ids
+            is_in_time = True
         with self._lock:
-            if key in self._completions:
-                self._completions[key] = self._completions.pop(key)
-                return self._completions[key]
-        matcher = build_matcher(self._guidance, grammar, self._config.parser)
-        completion, _ = finder.find(matcher, 2048, self._config.first_search, hints=hints)
-        with self._lock:
-            self._completions[key] = completion
-            if len(self._completions) > NUM_GRAMMARS_KEPT:
-                del self._completions[next(iter(self._completions))]
-        return completion
+            self._compiles_in_time[grammar] = is_in_time
+            if len(self._compiles_in_time) > NUM_GRAMMARS_KEPT:
+                del self._compiles_in_time[next(iter(self._compiles_in_time))]
+        return is_in_time
 
 
-_completion_hints = lru_cache(NUM_GRAMMARS_KEPT)(completion_hints)
+def _can_begin(matcher: LLMatcher, text_bits: Bits) -> bool:
+    """Whether a completion may be empty, or begin with a token behind which the library computes the state."""
+    bitmask = np.frombuffer(matcher.compute_bitmask(), np.uint8) & text_bits
+    first_ids = np.flatnonzero(np.unpackbits(bitmask, bitorder="little"))[:MAX_FIRST_TOKENS].tolist()
+    return matcher.is_accepting() or any(matcher.deep_copy().consume_token(token_id) for token_id in first_ids)

@@ -42,7 +42,7 @@ def finish_reason_of(outputs: Outputs, index: int) -> str:
 
 
 def chat_finish_reason(reason: str, has_tool_calls: bool) -> str:
-    """Why a chat's answer ended: an answer that calls tools says so."""
+    """Why a chat's answer ended: an answer in which the model has chosen to call tools says so."""
     return "tool_calls" if has_tool_calls and reason == "stop" else reason
 
 

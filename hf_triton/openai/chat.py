@@ -71,6 +71,11 @@ class ChatRequest(GenerationFields):
     echo: bool | None = None
     """Accepted if false."""
 
+    @property
+    def names_function(self) -> bool:
+        """Whether `tool_choice` names the function to call, which is not told as a finish reason."""
+        return isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "function"
+
     def generation(self, request_id: str) -> Generation:
         """What to ask of Triton.
 
@@ -135,7 +140,7 @@ def chat_completion(body: ChatRequest, generation: Generation, outputs: Outputs)
         "object": "chat.completion",
         "created": now_s(),
         "model": generation.model,
-        "choices": [_choice(outputs, index) for index in range(body.num_choices)],
+        "choices": [_choice(body, outputs, index) for index in range(body.num_choices)],
         "usage": usage_of(outputs, body.num_choices),
     }
     if body.return_token_ids:
@@ -143,13 +148,14 @@ def chat_completion(body: ChatRequest, generation: Generation, outputs: Outputs)
     return answer
 
 
-def _choice(outputs: Outputs, index: int) -> dict[str, Any]:
+def _choice(body: ChatRequest, outputs: Outputs, index: int) -> dict[str, Any]:
     message = message_of(outputs, index)
+    has_calls = bool(message.get("tool_calls")) and not body.names_function
     choice = {
         "index": index,
         "message": message,
         "logprobs": chat_logprobs(outputs, index),
-        "finish_reason": chat_finish_reason(finish_reason_of(outputs, index), bool(message.get("tool_calls"))),
+        "finish_reason": chat_finish_reason(finish_reason_of(outputs, index), has_calls),
     }
     if "token_ids" in outputs:
         choice["token_ids"] = json_output(outputs, "token_ids", index)
@@ -177,7 +183,7 @@ async def stream_chat(gateway: Gateway, body: ChatRequest, generation: Generatio
             deltas = []
             for index in range(body.num_choices):
                 if delta := delta_of(outputs, index):
-                    has_tool_calls[index] |= '"tool_calls"' in delta
+                    has_tool_calls[index] |= '"tool_calls"' in delta and not body.names_function
                     deltas.append(chunk(start, index, b"delta", delta))
             if deltas:
                 yield b"".join(deltas)

@@ -213,8 +213,8 @@ class ChatOptions(_Declared):
     tool_choice: Annotated[str, BeforeValidator(read_tool_choice)] | None = None
     """Which of the `tools` the model calls: `auto` (it chooses), `none` (the model does not see them), `required` (one
     or more), or `{"type": "function", "function": {"name": "weather"}}` (this one). The last two are enforced by a
-    grammar made of the tools' `parameters` or `format`, with any model, and cannot be combined with `response_format`,
-    the `guided_` parameters or `stop_strings`. `{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools":
+    grammar made of the tools' `parameters` or `format`, with any model, and cannot be combined with `response_format`
+    or the `guided_` parameters. `{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools":
     [...]}}` leaves the model those tools, with the mode `auto` or `required`. By default `auto`."""
 
     parallel_tool_calls: bool | None = None

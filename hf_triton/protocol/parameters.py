@@ -161,11 +161,10 @@ class GenerationParameters(BaseModel):
         Annotated[dict[str, Any], BeforeValidator(read_object), AfterValidator(check_response_format)] | None
     ) = None
     """Output format as in OpenAI's API: `{"type": "json_schema", "json_schema": {"schema": {...}}}` gives JSON that the
-    schema allows, `{"type": "json_object"}` any JSON object, `{"type": "text"}` any text. If
-    `max_new_tokens` or `max_time` ends the output, it is completed if a short ending exists, as for nearly all schemas;
-    otherwise it is cut off. A format whose shortest output needs more than `max_new_tokens` is rejected. The format
-    overrides `min_new_tokens` and `bad_words`, and cannot be combined with `stop_strings`. The same holds for the four
-    `guided_` parameters."""
+    schema allows, `{"type": "json_object"}` any JSON object, `{"type": "text"}` any text. An output that is whole has
+    the finish reason `stop`; `max_new_tokens`, `max_time` and `stop_strings` cut it anywhere. The format overrides
+    `min_new_tokens` and `bad_words`, and cannot be combined with `ignore_eos`. The same holds for the four `guided_`
+    parameters."""
 
     guided_json: Annotated[dict[str, Any], BeforeValidator(read_object)] | None = None
     """JSON schema that the output follows; short for a `response_format` with this schema."""
@@ -279,9 +278,8 @@ class GenerationParameters(BaseModel):
         names = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(names) > 1:
             raise ValueError(f"{names[0]} and {names[1]} both constrain the output: leave one of them out")
-        also = self.early_stop_parameter
-        is_cut = also == "stop_strings" and self.guided_regex is not None  # vLLM's documents do so
-        if self.grammar and also and not is_cut:
+        also = self.end_parameter
+        if self.grammar and also:
             raise ValueError(f"{also} would end the output against {names[0]}: leave one of them out")
         return self
 
@@ -331,10 +329,8 @@ class GenerationParameters(BaseModel):
         return self.warper or (self.grammar.parameter if self.grammar else None)
 
     @property
-    def early_stop_parameter(self) -> str | None:
-        """A given parameter that ends the output regardless of a grammar."""
-        if self.stop_strings:
-            return "stop_strings"
+    def end_parameter(self) -> str | None:
+        """A given parameter whose end-of-sequence tokens are not those of a grammar."""
         if self.stop_token_ids:
             return "stop_token_ids"
         return "ignore_eos" if self.ignore_eos else None

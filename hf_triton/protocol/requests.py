@@ -186,7 +186,7 @@ def _find_source(inputs: Mapping[str, Array], parameters: Mapping[str, object]) 
 def _check_unconstrained(parameters: GenerationParameters) -> None:
     """Refuse parameters that contradict a `tool_choice` which makes the model call a tool."""
     grammar = parameters.grammar
-    also = parameters.early_stop_parameter if grammar is None else grammar.parameter
+    also = parameters.end_parameter if grammar is None else grammar.parameter
     if also:
         raise RequestError(
             "invalid_parameter",

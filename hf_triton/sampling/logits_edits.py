@@ -9,7 +9,7 @@ logits processor follows the bans, and its constraint comes last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ import torch
 
 from hf_triton.runner.transfer import array_to_device, to_column, to_device, to_index
 from hf_triton.sampling.sequence_sampler import SequenceSampler
+
+LEAST: Final = -1e30
+"""For tokens that `generate`'s own processors ban where a constraint allows no others."""
 
 
 def edit_logits(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> torch.Tensor:
@@ -42,8 +45,8 @@ def edit_logits(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> to
     processed = [row for row, sampler in enumerate(samplers) if sampler.processor]
     for row in processed:
         scores[row] = samplers[row].process(scores[row])
-    is_masked = _apply_bitmasks(scores, samplers)
-    if is_masked or processed or len(indices):
+    _apply_bitmasks(scores, logits, samplers)
+    if processed or len(indices):
         _allow_fallback_tokens(scores, logits, samplers)
     return scores
 
@@ -65,25 +68,30 @@ def _flatten(
     return tuple(array_to_device(column[is_in_vocabulary], device) for column in (indices, *columns))
 
 
-def _apply_bitmasks(scores: torch.Tensor, samplers: Sequence[SequenceSampler]) -> bool:
-    """Ban what constraints do not allow; returns whether there is any constraint."""
+def _apply_bitmasks(scores: torch.Tensor, logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> None:
+    """Ban what constraints do not allow. A row that has nothing else left gets the logits of what they allow."""
     bitmasks = {row: sampler.constraint.bitmask() for row, sampler in enumerate(samplers) if sampler.constraint}
     if not bitmasks:
-        return False
+        return
     size = scores.shape[1]
     packed = np.zeros((len(bitmasks), -(-size // 8)), np.uint8)
     for line, bitmask in zip(packed, bitmasks.values(), strict=True):
         line[: len(bitmask)] = bitmask[: packed.shape[1]]
     index = to_index(list(bitmasks), scores.device)
     weights = to_device([1 << bit for bit in range(8)], torch.uint8, scores.device)
-    is_banned = (array_to_device(packed, scores.device).unsqueeze(-1) & weights) == 0
-    scores[index] = scores[index].masked_fill_(is_banned.view(len(bitmasks), -1)[:, :size], -torch.inf)
-    return True
+    is_banned = ((array_to_device(packed, scores.device).unsqueeze(-1) & weights) == 0).view(len(bitmasks), -1)[
+        :, :size
+    ]
+    masked = scores[index].masked_fill_(is_banned, -torch.inf)
+    is_empty = masked.amax(-1, keepdim=True) == -torch.inf
+    scores[index] = torch.where(
+        is_empty, logits[index].float().clamp(min=LEAST).masked_fill(is_banned, -torch.inf), masked
+    )
 
 
 def _allow_fallback_tokens(scores: torch.Tensor, logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> None:
-    """Allow one token in each row in which all are banned: see `SampledTokens`."""
-    fallbacks = [sampler.fallback_token(scores.shape[1]) for sampler in samplers]
+    """Allow one token in each row in which all are banned, which none with a constraint is: see `SampledTokens`."""
+    fallbacks = [sampler.history.first_eos_id(scores.shape[1]) for sampler in samplers]
     tokens = to_column([-1 if token_id is None else token_id for token_id in fallbacks], scores.device, torch.int64)
     if None in fallbacks:
         tokens = torch.where(tokens < 0, logits.argmax(-1, keepdim=True), tokens)

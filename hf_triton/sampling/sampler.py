@@ -34,9 +34,8 @@ class SampledTokens:
     """The next token of every sequence, on the device and on its way to the host.
 
     A sequence in which every token is banned takes its end-of-sequence token (the lowest id of several), even if that
-    is banned too, and the model's likeliest token if it has none. A row of NaN takes some token. A constraint is never
-    broken: if bans leave none of the tokens that it allows, the sequence takes the first of its `completion_tokens`, or
-    the lowest allowed token if it knows none.
+    is banned too, and the model's likeliest token if it has none. A row of NaN takes some token. A constraint comes
+    before bans: if they leave none of the tokens that it allows, the sequence takes the likeliest of these.
 
     Args:
         logits: `[rows, vocabulary]`, any float dtype and device; must stay unchanged until `read` if a sequence wants
@@ -53,15 +52,12 @@ class SampledTokens:
             self.tokens = logits.argmax(-1)
         else:
             self.tokens = _choose(edit_logits(logits, samplers), samplers, num_ahead)
-        """`[rows]` int64, before constraints enforce theirs."""
+        """`[rows]` int64."""
         self._host_copy = ToHost(self.tokens)
 
     def read(self) -> list[SampledToken]:
-        """The tokens, each enforced by its constraint; the one place where the host waits for the device."""
-        token_ids = [
-            sampler.enforce(token_id)
-            for sampler, token_id in zip(self._samplers, self._host_copy.tolist(), strict=True)
-        ]
+        """The tokens; the one place where the host waits for the device."""
+        token_ids = self._host_copy.tolist()
         logprobs: dict[int, TokenLogprobs] = {}
         if self._logits is not None:
             num_top = {

@@ -81,23 +81,10 @@ class SequenceSampler:
             self._draw_keys.append(int(self._random.integers(2**64, dtype=np.uint64)))
         return self._draw_keys[num_ahead]
 
-    def fallback_token(self, vocabulary_size: int) -> int | None:
-        """The token to take if all are banned; None: the model's likeliest."""
-        if self.constraint:
-            tokens = self.constraint.completion_tokens()
-            if not tokens:
-                bits = np.unpackbits(self.constraint.bitmask(), bitorder="little")[:vocabulary_size]
-                tokens = np.flatnonzero(bits)[:1].tolist()
-            return tokens[0] if tokens else None
-        return self.history.first_eos_id(vocabulary_size)
-
-    def completion_tokens(self) -> list[int]:
-        """Tokens that complete the sequence, end-of-sequence included; empty without a constraint."""
-        return self.constraint.completion_tokens() if self.constraint else []
-
-    def enforce(self, token_id: int) -> int:
-        """The token, or the one that the constraint puts in its place."""
-        return self.constraint.enforce(token_id) if self.constraint else token_id
+    @property
+    def is_complete(self) -> bool:
+        """Whether its constraint lets nothing but end-of-sequence follow."""
+        return self.constraint is not None and self.constraint.is_complete
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:
         """Apply the logits processor to scores `[vocabulary]` float32."""

@@ -32,16 +32,14 @@ class Constraint(Protocol):
     """Restricts the tokens of one sequence, such as by a grammar."""
 
     def bitmask(self) -> npt.NDArray[np.uint8]:
-        """The tokens that may come next, one bit each, lowest bit first; token ids beyond its length are banned.
+        """The tokens that may come next, at least one: a bit each, lowest bit first; ids beyond its length are banned.
 
         An end-of-sequence token is allowed exactly where the completion may end.
         """
 
-    def enforce(self, token_id: int) -> int:
-        """Return the token if the constraint allows it, else one that it allows. Changes no state."""
-
-    def completion_tokens(self) -> list[int]:
-        """Tokens that complete the sequence, an end-of-sequence token last; empty if none are known."""
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but end-of-sequence may follow."""
 
     def accept(self, token_id: int) -> None:
-        """Advance by one enforced token; called once for each, end-of-sequence included."""
+        """Advance by one token; called once for each, end-of-sequence included. Raises if the token is not allowed."""

@@ -7,16 +7,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.errors import RequestError, UnavailableError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.testing.checkpoints import VOCAB_SIZE
 from tests.support.engine import (
     DRAWN,
     PROMPT,
@@ -27,7 +23,6 @@ from tests.support.engine import (
     error_code,
     only,
     prompts,
-    slow_down,
     token_ids,
 )
 from tests.support.reference import solo_ids
@@ -165,36 +160,6 @@ def test_the_next_turn_prefills_only_new_tokens(model: Any, start: StartEngine) 
         # 9 steps, the last token of the turn before and the 5 tokens of this turn
         assert counting.num_tokens - before == (60 + 9 if turn == 0 else 9 + 1 + 5)
         conversation = [*conversation, *answer, 200, 201, 202, 203, 204]
-
-
-class Closing:
-    """Allows every token, and requires an ending of its own."""
-
-    def bitmask(self) -> npt.NDArray[np.uint8]:
-        return np.full(VOCAB_SIZE // 8 + 1, 255, np.uint8)
-
-    def enforce(self, token_id: int) -> int:
-        return token_id
-
-    def completion_tokens(self) -> list[int]:
-        return [50, 51, 52, 53, 54, 2]
-
-    def accept(self, token_id: int) -> None: ...
-
-
-def test_tokens_that_a_deadline_adds_are_not_in_the_prefix_cache(model: Any, start: StartEngine) -> None:
-    engine, prompt = start(), list(range(10, 40))
-    slow_down(engine, 0.02)
-    client = Client(engine)
-    params = SamplingParams(240, eos_ids=frozenset([2]))
-    late = only(client.ask(prompt, params, constraint=Closing, deadline_s=time.monotonic() + 2))
-    assert late.finish_reason == "deadline"
-    assert late.token_ids[-5:] == [50, 51, 52, 53, 54]
-    conversation = [*prompt, *late.token_ids, 200, 201]
-    (token,) = only(client.ask(conversation, SamplingParams(1, logprobs=0))).logprobs or []
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([conversation])).logits[0, -1].log_softmax(-1)
-    assert token.logprob == pytest.approx(expected[token.token_id].item(), abs=1e-4)
 
 
 def test_without_prefix_caching_every_prompt_is_prefilled(start: StartEngine) -> None:

@@ -15,9 +15,11 @@ from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.engine.types import Engine, eos_ids
+from hf_triton.errors import GenerationError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
+from hf_triton.sampling.types import Constraint
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
@@ -73,10 +75,20 @@ class Writer:
         self.preceding = [] if reference.model.config.is_encoder_decoder else self.prompt_ids
         self._compiler = GrammarCompiler(reference.tokenizer, VOCAB_SIZE, eos_ids(reference.model))
 
-    def submit(self, params: SamplingParams, grammar: Grammar | None, **options: Any) -> Callable[[], list[Completion]]:
+    def submit(
+        self,
+        params: SamplingParams,
+        grammar: Grammar | None,
+        wrap: Callable[[Constraint], Constraint] = lambda constraint: constraint,
+        **options: Any,
+    ) -> Callable[[], list[Completion]]:
         constraint = None
         if grammar:
-            params, constraint = self._compiler.compile(grammar, params)
+            params, build_constraint = self._compiler.compile(grammar, params)
+
+            def constraint() -> Constraint:
+                return wrap(build_constraint())
+
         outcomes: list[Outcome] = []
         is_done = threading.Event()
 
@@ -94,15 +106,24 @@ class Writer:
 
         return wait
 
-    def check(self, completion: Completion) -> None:
-        text = self.codec.continuation(self.preceding, completion.token_ids)
-        jsonschema.validate(json.loads(text), SCHEMA)
+    def text(self, completion: Completion) -> str:
+        return self.codec.continuation(self.preceding, completion.token_ids)
+
+    def check(self, completion: Completion, params: SamplingParams) -> None:
+        """A completion is whole exactly if it ends as `eos`, and otherwise it has all its tokens."""
+        if completion.finish_reason == "eos":
+            jsonschema.validate(json.loads(self.text(completion)), SCHEMA)
+        else:
+            assert completion.finish_reason == "length"
+            assert len(completion.token_ids) == params.max_new_tokens
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(self.text(completion))
 
 
 @pytest.mark.parametrize(
     ("architecture", "engine"), [("llama", "continuous"), ("llama", "batch"), ("t5", "batch"), ("mamba", "batch")]
 )
-def test_guided_completions_are_whole_with_any_settings(
+def test_guided_completions_follow_the_grammar_with_any_settings(
     architecture: str, engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
 ) -> None:
     reference = load(architecture)
@@ -110,6 +131,7 @@ def test_guided_completions_are_whole_with_any_settings(
     drawn = {"do_sample": True, "temperature": 1.5}
     all_params = [
         SamplingParams(30),
+        SamplingParams(1),
         SamplingParams(30, repetition_penalty=1.5, min_new_tokens=30),
         SamplingParams(30, bad_words_ids=tuple((token_id,) for token_id in range(3, 60))),
         SamplingParams(60, **drawn, seed=1, num_return_sequences=3),
@@ -123,8 +145,7 @@ def test_guided_completions_are_whole_with_any_settings(
         assert len(completions) == params.num_return_sequences
         for completion in completions:
             assert len(completion.token_ids) <= params.max_new_tokens
-            assert completion.finish_reason in ("eos", "length")
-            writer.check(completion)
+            writer.check(completion, params)
     assert free()[0].token_ids == solo_ids(reference.model, writer.prompt_ids, 20)
 
 
@@ -141,15 +162,32 @@ def test_a_seed_gives_the_same_completion_in_both_engines(
 
 
 @pytest.mark.parametrize("engine", ["continuous", "batch"])
-def test_a_guided_completion_is_whole_at_its_deadline(
-    engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
+@pytest.mark.parametrize("num_spare", [0, 1, 20])
+def test_a_whole_completion_ends_as_eos_even_with_its_last_token(
+    engine: str, num_spare: int, load: Callable[[str], Reference], start: Callable[..., Engine]
 ) -> None:
-    """The tokens that it lacks come from the grammar, not from the model; its listener gets them too."""
     reference = load("llama")
     writer = Writer(start(reference.model, engine), reference)
-    name = {"type": "string", "minLength": 60}
-    schema = {"type": "object", "properties": {"name": name}, "required": ["name"]}
-    grammar = Grammar("json_schema", json.dumps(schema), "guided_json")
+    grammar = Grammar("regex", "[0-9]{3}-[0-9]{4}", "guided_regex")
+    (whole,) = writer.submit(SamplingParams(40), grammar)()
+    length = len(whole.token_ids)
+    params = SamplingParams(length + num_spare, logprobs=0, min_new_tokens=length + num_spare)
+    (completion,) = writer.submit(params, grammar)()
+    assert completion.token_ids == whole.token_ids
+    assert completion.finish_reason == whole.finish_reason == "eos"
+    assert [each.token_id for each in completion.logprobs or ()] == whole.token_ids
+    (cut,) = writer.submit(SamplingParams(length - 1), grammar)()
+    assert cut.finish_reason == "length"
+    assert cut.token_ids == whole.token_ids[:-1]
+
+
+@pytest.mark.parametrize("engine", ["continuous", "batch"])
+def test_a_guided_completion_is_cut_at_its_deadline(
+    engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
+) -> None:
+    reference = load("llama")
+    writer = Writer(start(reference.model, engine), reference)
+    grammar = Grammar("json_schema", json.dumps({"type": "string", "minLength": 190}), "guided_json")
     heard: list[int] = []
 
     def listen(index: int, token_id: int) -> bool:
@@ -158,14 +196,11 @@ def test_a_guided_completion_is_whole_at_its_deadline(
         return False
 
     deadline_s = time.monotonic() + 0.5
-    wait = writer.submit(SamplingParams(200, logprobs=0), grammar, on_token=listen, deadline_s=deadline_s)
-    (completion,) = wait()
+    (completion,) = writer.submit(SamplingParams(200), grammar, on_token=listen, deadline_s=deadline_s)()
     assert completion.finish_reason == "deadline"
     assert heard == completion.token_ids
-    assert completion.logprobs is not None
-    assert [each.token_id for each in completion.logprobs] == completion.token_ids
-    text = writer.codec.continuation(writer.preceding, completion.token_ids)
-    assert len(json.loads(text)["name"]) >= 60
+    assert 0 < len(heard) < 190
+    assert writer.text(completion).startswith('"')
 
 
 @pytest.mark.parametrize("engine", ["continuous", "batch"])
@@ -179,6 +214,29 @@ def test_completion_without_a_short_ending_ends_as_length(
     for params in (SamplingParams(20), SamplingParams(20, bad_words_ids=banned)):
         (completion,) = writer.submit(params, grammar)()
         assert completion.finish_reason == "length"
-        text = writer.codec.continuation(writer.preceding, completion.token_ids)
-        assert len(text) >= 20
-        assert set(text) <= {"a", "b"}
+        assert len(writer.text(completion)) >= 20
+        assert set(writer.text(completion)) <= {"a", "b"}
+
+
+@pytest.mark.parametrize("engine", ["continuous", "batch"])
+def test_grammar_beyond_its_limits_fails_alone(
+    engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
+) -> None:
+    def exhaust(constraint: Constraint) -> Constraint:
+        def accept(token_id: int) -> None:
+            accepted.append(token_id)
+            if len(accepted) > 5:
+                raise GenerationError("generation_failed", "the grammar cannot follow")
+            advance(token_id)
+
+        accepted: list[int] = []
+        advance, constraint.accept = constraint.accept, accept  # type: ignore[method-assign]
+        return constraint
+
+    reference = load("llama")
+    writer = Writer(start(reference.model, engine), reference)
+    others = [writer.submit(SamplingParams(30), GRAMMAR), writer.submit(SamplingParams(20), None)]
+    with pytest.raises(AssertionError, match="generation_failed"):
+        writer.submit(SamplingParams(30), GRAMMAR, exhaust)()
+    writer.check(others[0]()[0], SamplingParams(30))
+    assert others[1]()[0].token_ids == solo_ids(reference.model, writer.prompt_ids, 20)

@@ -430,10 +430,12 @@ def test_logprobs_of_extreme_parameters() -> None:
 
 
 class Fenced:
-    """Allows some tokens, takes back some of them, and ends with others."""
+    """Allows some tokens."""
 
-    def __init__(self, allowed: set[int], ending: list[int], never: frozenset[int] = frozenset()) -> None:
-        self.allowed, self.ending, self.never = allowed, ending, never
+    is_complete = False
+
+    def __init__(self, allowed: set[int]) -> None:
+        self.allowed = allowed
         self.accepted: list[int] = []
 
     def bitmask(self) -> npt.NDArray[np.uint8]:
@@ -441,18 +443,12 @@ class Fenced:
         bits[sorted(self.allowed)] = 1
         return np.packbits(bits, bitorder="little")
 
-    def enforce(self, token_id: int) -> int:
-        return token_id if token_id in self.allowed - self.never else self.ending[0]
-
-    def completion_tokens(self) -> list[int]:
-        return self.ending
-
     def accept(self, token_id: int) -> None:
         self.accepted.append(token_id)
 
 
-def fenced(allowed: set[int], params: SamplingParams = GREEDY, never: frozenset[int] = frozenset()) -> SequenceSampler:
-    return SequenceSampler(params, 0, [1], EOS_IDS, Fenced(allowed, [3, 7], never))
+def fenced(allowed: set[int], params: SamplingParams = GREEDY) -> SequenceSampler:
+    return SequenceSampler(params, 0, [1], EOS_IDS, Fenced(allowed))
 
 
 def test_greedy_takes_the_likeliest_allowed_token() -> None:
@@ -490,21 +486,20 @@ def test_sampling_is_among_the_allowed_tokens_only() -> None:
     assert set(counts) <= set(allowed)
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        fenced({4, 5}, SamplingParams(8, bad_words_ids=((4,), (5,)))),
-        fenced({7}, SamplingParams(8, min_new_tokens=5)),
-        fenced({4, 5}, never=frozenset([4, 5])),
-    ],
-    ids=["all tokens are banned", "the eos token is banned", "no token allows an ending"],
-)
-def test_the_constraint_ends_a_sequence_without_allowed_tokens(sampler: SequenceSampler) -> None:
-    assert sample(random_logits(1, VOCABULARY), [sampler]) == [3]
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_bans_give_way_to_the_constraint(do_sample: bool) -> None:
+    logits = random_logits(1, VOCABULARY)
+    likeliest = max((4, 5), key=logits[0].__getitem__)
+    banned = SamplingParams(8, bad_words_ids=((4,), (5,)), do_sample=do_sample, top_k=int(do_sample))
+    without_eos = SamplingParams(8, min_new_tokens=5, do_sample=do_sample)
+    assert sample(logits, [fenced({4, 5}, banned)]) == [likeliest]
+    assert sample(logits, [fenced({7}, without_eos)]) == [7]
+    nothing = torch.full((1, VOCABULARY), -torch.inf)
+    assert sample(nothing, [fenced({4, 5}, SamplingParams(8, do_sample=do_sample, temperature=0.5))])[0] in (4, 5)
 
 
 def test_nan_logits_stay_within_the_constraint() -> None:
-    assert sample(torch.full((1, VOCABULARY), torch.nan), [fenced({4, 5})])[0] in (3, 4, 5)
+    assert sample(torch.full((1, VOCABULARY), torch.nan), [fenced({4, 5})])[0] in (4, 5)
 
 
 def test_a_constraint_accepts_each_token_once() -> None:

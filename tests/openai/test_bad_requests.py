@@ -103,7 +103,7 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     ),
     "two grammars": (chat(guided_regex="a", guided_choice=["a"]), "guided_regex", "both constrain"),
     "regex that is none": (chat(guided_regex="(("), "guided_regex", "guided_regex"),
-    "format and stop": (chat(response_format=SCHEMA, stop="a"), "stop", "would end the output"),
+    "format without an end": (chat(response_format=SCHEMA, ignore_eos=True), "ignore_eos", "would end the output"),
     "stop_token_ids": (chat(stop_token_ids=[-1]), "stop_token_ids", "stop_token_ids must be"),
     "echo of a chat": (chat(echo=True), "echo", "/v1/completions"),
     "store": (chat(store=True), "store", "store keeps completions"),

@@ -2,12 +2,13 @@
 """Tool calls by the real client: forced by grammar, so that a random model makes them too."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
+from pydantic import BaseModel
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello!"}]
 SCHEMA = {
@@ -38,7 +39,7 @@ def test_forced_call_is_valid(client: openai.OpenAI, choice: Any) -> None:
     assert arguments_are_valid(call.function.name, call.function.arguments)
     assert choice == "required" or call.function.name == "weather"
     assert answer.choices[0].message.content is None
-    assert answer.choices[0].finish_reason == "tool_calls"
+    assert answer.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
@@ -58,7 +59,47 @@ def test_streamed_call_is_the_whole_one(client: openai.OpenAI, choice: Any) -> N
             arguments += call.function.arguments or ""
     assert (name, arguments) == (expected.function.name, expected.function.arguments)
     assert len(ids) == 1
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_small_limit_cuts_a_forced_call(client: openai.OpenAI, stream: bool) -> None:
+    def ask(choice: Any, max_tokens: int) -> tuple[str, str, str | None]:
+        asked = {**ASKED, "model": "decoupled", "max_tokens": max_tokens, "tool_choice": choice}
+        if not stream:
+            whole = client.chat.completions.create(**asked).choices[0]
+            calls = whole.message.tool_calls or []
+            arguments = "".join(call.function.arguments for call in calls if call.type == "function")
+            return whole.message.content or "", arguments, whole.finish_reason
+        content = arguments = ""
+        reason: str | None = None
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            delta, reason = chunk.choices[0].delta, chunk.choices[0].finish_reason
+            content += delta.content or ""
+            arguments += "".join((call.function and call.function.arguments) or "" for call in delta.tool_calls or [])
+        return content, arguments, reason
+
+    content, arguments, reason = ask("required", 6)
+    assert (arguments, reason) == ("", "length")
+    assert '{"name": "weather"'.startswith(content[:8])
+    content, arguments, reason = ask(NAMED, 6)
+    assert (content, reason) == ("", "length")
+    assert '{"city":'.startswith(arguments[:4])
+    assert ask("required", 1)[2] == "length"
+
+
+def test_parse_gives_the_object_or_says_that_it_was_cut(client: openai.OpenAI) -> None:
+    class Trip(BaseModel):
+        city: Literal["Paris", "Rome"]
+        days: bool
+
+    asked: dict[str, Any] = {"model": "tiny", "messages": HELLO, "response_format": Trip}
+    answer = client.chat.completions.parse(**asked, max_tokens=80)
+    assert isinstance(answer.choices[0].message.parsed, Trip)
+    length = answer.usage.completion_tokens if answer.usage else 0
+    assert client.chat.completions.parse(**asked, max_tokens=length).choices[0].finish_reason == "stop"
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(**asked, max_tokens=length - 1)
 
 
 def test_no_tools_give_no_call(client: openai.OpenAI) -> None:

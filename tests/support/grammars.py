@@ -3,7 +3,6 @@
 
 import json
 import random
-import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,11 +15,9 @@ from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.grammar.constraint import GrammarConstraint
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
-from tests.support.tokenizers import EOS, codec_of, raw_ids, tokenizer_of
+from tests.support.tokenizers import EOS, bytes_of, codec_of, raw_ids, tokenizer_of
 
 KIND = "byte_level"
-LENGTHS = [0, 0, 1, 2, 3, 5, 10, 40]
-"""Tokens beyond the known completion that random completions may have."""
 
 
 @cache
@@ -52,30 +49,19 @@ def lark(source: str) -> Grammar:
     return Grammar("lark", source, "guided_grammar")
 
 
-def constraint_of(
-    grammar: Grammar, max_new_tokens: int, kind: str = KIND, compiler: GrammarCompiler | None = None
-) -> GrammarConstraint:
-    _, build_constraint = (compiler or compiler_of(kind)).compile(grammar, SamplingParams(max_new_tokens))
+def constraint_of(grammar: Grammar, kind: str = KIND, compiler: GrammarCompiler | None = None) -> GrammarConstraint:
+    _, build_constraint = (compiler or compiler_of(kind)).compile(grammar, SamplingParams(1))
     return build_constraint()
 
 
-def rejection(grammar: Grammar, max_new_tokens: int = 100, kind: str = KIND) -> str:
+def rejection(grammar: Grammar, kind: str = KIND) -> str:
     """The sentence with which a grammar is refused."""
     with pytest.raises(RequestError) as caught:
-        compiler_of(kind).compile(grammar, SamplingParams(max_new_tokens))
+        compiler_of(kind).compile(grammar, SamplingParams(100))
     assert caught.value.code == "invalid_parameter"
     assert caught.value.sentence.startswith(grammar.parameter)
     assert len(caught.value.sentence) < 300
     return caught.value.sentence
-
-
-def completion_length(grammar: Grammar, kind: str = KIND) -> int:
-    """Tokens of the completion that is found for an empty sequence."""
-    try:
-        compiler_of(kind).compile(grammar, SamplingParams(1))
-    except RequestError as error:
-        return int(re.findall(r"ask for (\d+) or more$", error.sentence)[0])
-    return 1
 
 
 def allowed_tokens(constraint: GrammarConstraint, size: int) -> list[int]:
@@ -83,21 +69,23 @@ def allowed_tokens(constraint: GrammarConstraint, size: int) -> list[int]:
     return [int(token_id) for token_id in np.flatnonzero(bits)]
 
 
-def draw(constraint: GrammarConstraint, max_tokens: int, source: random.Random, kind: str = KIND) -> list[int]:
-    """A sequence of random tokens: mostly allowed ones other than end-of-sequence, and some that are not allowed."""
+def draw(constraint: GrammarConstraint, max_tokens: int, source: random.Random, kind: str = KIND) -> list[int] | None:
+    """Random allowed tokens up to the grammar's end; None if it has not ended after `max_tokens`.
+
+    Tokens that close something come more often than others, as a model's do.
+    """
     eos, size, token_ids = eos_of(kind), len(tokenizer_of(kind)), list[int]()
-    while len(token_ids) < max_tokens:
+    closing = set(bytes_of(kind, '}]"),;\n'))
+    while not constraint.is_complete:
         allowed = allowed_tokens(constraint, size)
-        others = [token_id for token_id in allowed if token_id != eos]
-        sampled = source.choice(others if others and source.random() < 0.9 else allowed)
-        if source.random() < 0.05:
-            sampled = source.randrange(size)
-        token_id = constraint.enforce(sampled)
-        assert token_id in allowed
-        constraint.accept(token_id)
-        if token_id == eos:
+        if eos in allowed and source.random() < 0.3:
             break
-        token_ids.append(token_id)
+        if len(token_ids) == max_tokens:
+            return None
+        others = [token_id for token_id in allowed if token_id != eos]
+        likely = [token_id for token_id in others if token_id in closing]
+        token_ids.append(source.choice(likely if likely and source.random() < 0.5 else others))
+        constraint.accept(token_ids[-1])
     return token_ids
 
 
@@ -105,13 +93,11 @@ def decode(token_ids: list[int], kind: str = KIND) -> str:
     return codec_of(kind).continuation(raw_ids(kind, "The river"), token_ids)
 
 
-def check_completions(
-    grammar: Grammar, matches: Callable[[str], object], kind: str = KIND, lengths: list[int] = LENGTHS
-) -> None:
-    """Draw completions of the shortest and of longer lengths, and check that each is whole."""
-    source, shortest = random.Random(0), completion_length(grammar, kind)
-    for extra in lengths:
-        max_tokens = shortest + extra
-        token_ids = draw(constraint_of(grammar, max_tokens, kind), max_tokens, source, kind)
-        assert len(token_ids) <= max_tokens
+def check_completions(grammar: Grammar, matches: Callable[[str], object], kind: str = KIND) -> None:
+    """Draw completions up to their end, and check that each matches; some must end."""
+    source = random.Random(0)
+    drawn = [draw(constraint_of(grammar, kind), 300, source, kind) for _ in range(20)]
+    ended = [token_ids for token_ids in drawn if token_ids is not None]
+    assert ended
+    for token_ids in ended:
         assert matches(decode(token_ids, kind)), decode(token_ids, kind)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammars and tokenizers that are refused, and what hostile grammars cost."""
 
-import contextlib
 import random
 import time
 from typing import Any
@@ -34,7 +33,7 @@ MAX_CPU_S = 20.0
         (json_schema({"$ref": "http://localhost/x"}), "cannot be read"),
         (json_schema({"$ref": "#"}), "allows no text"),
         (json_schema({"$ref": "#/$defs/none"}), "cannot be read"),
-        (json_schema({"enum": ["x" * 70_000] * 8}), "allows no text that could be found"),
+        (json_schema({"enum": ["x" * 70_000] * 8}), "allows no text of the model's tokens"),
         (lark('start: "a" start'), "no text"),
         (lark('begin: "a"'), "no start rule"),
     ],
@@ -57,8 +56,7 @@ ENDLESS = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "
     ids=["endless schema", "endless rule", "minimum length"],
 )
 def test_grammar_without_a_short_ending_is_served(grammar: Grammar) -> None:
-    constraint = constraint_of(grammar, 50)
-    assert len(draw(constraint, 50, random.Random(0))) == 50
+    assert draw(constraint_of(grammar), 50, random.Random(0)) is None
 
 
 def test_option_that_requests_cannot_set_is_not_recommended() -> None:
@@ -99,7 +97,7 @@ HOSTILE = [
 def test_hostile_grammar_takes_little_time(grammar: Grammar) -> None:
     start_s, source = time.thread_time(), random.Random(0)
     try:
-        constraint = constraint_of(grammar, 4096)
+        constraint = constraint_of(grammar)
     except RequestError:
         pass
     else:
@@ -131,9 +129,3 @@ def test_tokenizer_whose_decoder_changes_bytes_is_refused() -> None:
     built: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
     with pytest.raises(RequestError, match="tokenizer"):
         GrammarCompiler(built, 256, frozenset([0])).compile(regex("a"), SamplingParams(1))
-
-
-@pytest.mark.parametrize("kind", ["metaspace", "byte_fallback", "byte_level"])
-def test_walks_that_end_at_once_use_up_their_budget(kind: str) -> None:
-    with contextlib.suppress(RequestError):
-        constraint_of(regex("(a{1000}){1000}"), 60, kind)

@@ -112,8 +112,7 @@ def test_failed_start_is_not_repeated_for_each_grammar() -> None:
 def test_recent_grammars_are_known() -> None:
     compiler, params = build_compiler(KIND), SamplingParams(20)
     grammars = [regex(f"a{number}") for number in range(NUM_GRAMMARS_KEPT + 1)]
-    assert not compiler.knows(grammars[0], params)
+    assert not compiler.knows(grammars[0])
     for grammar in (*grammars[:-1], grammars[0], grammars[-1]):
         compiler.compile(grammar, params)
-    assert [compiler.knows(grammar, params) for grammar in grammars] == [True, False, *[True] * (len(grammars) - 2)]
-    assert not compiler.knows(grammars[0], SamplingParams(20, eos_ids=frozenset([5])))
+    assert [compiler.knows(grammar) for grammar in grammars] == [True, False, *[True] * (len(grammars) - 2)]

@@ -548,28 +548,29 @@ def test_every_grammar_parameter_gives_a_grammar(values: dict[str, object], gram
     assert settled is None or settled.parameter == next(iter(values))
 
 
-@pytest.mark.parametrize("also", [{"guided_json": SCHEMA}, {"stop_strings": ["x"]}, {"ignore_eos": True}], ids=str)
-def test_a_grammar_excludes_other_grammars_and_stop_strings(also: dict[str, object]) -> None:
+@pytest.mark.parametrize("also", [{"guided_json": SCHEMA}, {"stop_token_ids": [5]}, {"ignore_eos": True}], ids=str)
+def test_a_grammar_excludes_other_grammars_and_ends(also: dict[str, object]) -> None:
     sentence = rejection(guided_choice=["a"], **also).sentence
     assert "guided_choice" in sentence
     assert next(iter(also)) in sentence
     assert "leave one of them out" in sentence
 
 
-def test_a_stop_string_may_end_what_a_regular_expression_allows() -> None:
-    own = parse_parameters({"guided_regex": "a+b", "stop_strings": ["b"]})
-    folder = parse_parameters({"stop_strings": ["x"]})
-    assert resolve_request_params(own, folder).stop_strings == ("b",)
+def test_stop_strings_may_cut_what_a_grammar_allows() -> None:
+    own = parse_parameters({"guided_json": SCHEMA, "stop_strings": ["b"]})
+    stopping, folder = parse_parameters({"stop_strings": ["x"]}), parse_parameters({"guided_regex": "a+"})
+    assert resolve_request_params(own, stopping).stop_strings == ("b",)
+    assert resolve_request_params(stopping, folder).stop_strings == ("x",)
+    assert resolve_request_params(folder, stopping).stop_strings == ()
 
 
 def test_the_first_layer_with_a_grammar_decides() -> None:
     folder = parse_parameters({"guided_regex": "a+"})
-    stopping = parse_parameters({"stop_strings": ["x"]})
+    endless = parse_parameters({"ignore_eos": True})
     assert resolve_request_params(parse_parameters({"response_format": {"type": "text"}}), folder).grammar is None
     assert resolve_request_params(TOKENS, folder).grammar == Grammar("regex", "a+", "guided_regex")
-    assert resolve_request_params(folder, stopping).stop_strings == ()
     with pytest.raises(RequestError, match="the folder's guided_regex"):
-        resolve_request_params(stopping, folder)
+        resolve_request_params(endless, folder)
 
 
 @pytest.mark.parametrize("write", [json.dumps, dict], ids=["text", "object"])
@@ -713,7 +714,7 @@ def test_a_string_of_megabytes_is_rejected_unparsed(name: str, monkeypatch: pyte
         ({"n": 3, "best_of": 2}, "best_of 2 is less than n 3: "),
         ({"n": 3, "beam_width": 2}, "n 3 is more than beam_width 2: "),
         ({"top_p": 0.5, "beam_width": 2}, "top_p cannot be combined with beam_width 2: "),
-        ({"stop": "x", "guided_choice": ["a"]}, "stop would end the output against guided_choice: "),
+        ({"ignore_eos": True, "guided_choice": ["a"]}, "ignore_eos would end the output against guided_choice: "),
         ({"end_id": 5, "ignore_eos": True}, "end_id has no effect with ignore_eos true: "),
     ],
 )

@@ -137,7 +137,7 @@ class PromptPreparer:
             return prompt
         chat = source if isinstance(source, Chat) else None
         if chat is not None and chat.forced_call is not None:
-            prompt.grammar, prompt.stop_strings = chat.forced_call.grammar, ()
+            prompt.grammar, prompt.stop_strings = chat.forced_call.grammar, parameters.stop_strings or ()
             prompt.forced_call = chat.forced_call
         if options.return_message:
             shown = self.codec.decode(prompt.ids, keeps_special_tokens=True) if model_text is None else model_text
@@ -193,7 +193,7 @@ class PromptPreparer:
 
     def has_cold_grammar(self, prompt: PreparedPrompt) -> bool:
         """Whether the prompt's grammar takes long to compile: half a second for some."""
-        return prompt.grammar is not None and not self._grammars.knows(prompt.grammar, prompt.params)
+        return prompt.grammar is not None and not self._grammars.knows(prompt.grammar)
 
     def compile_grammar(self, prompt: PreparedPrompt) -> None:
         """Compile the prompt's grammar, if it has one.

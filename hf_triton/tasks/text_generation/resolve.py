@@ -50,7 +50,7 @@ class PreparedPrompt:
     """Of the adapter; empty: none."""
     adapter: Adapter | None = None
     grammar: Grammar | None = None
-    """What the completions must follow; there are no stop strings then."""
+    """What the completions must follow."""
     forced_call: ForcedCall | None = None
     """The tool call that the grammar stands for."""
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=1))
@@ -121,7 +121,7 @@ def resolve_request_params(*layers: GenerationParameters) -> PreparedPrompt:
     """Resolve what the task does itself, from the same layers; the prompt's tokens are still to come.
 
     Raises:
-        RequestError: A layer sets a stop string that contradicts the grammar of a layer below.
+        RequestError: A layer's end-of-sequence tokens contradict the grammar of a layer below.
     """
     grammar, merged = _grammar(layers), _merge(layers)
     return PreparedPrompt(
@@ -164,12 +164,12 @@ def _merge(layers: Sequence[GenerationParameters]) -> dict[str, Any]:
 
 
 def _grammar(layers: Sequence[GenerationParameters]) -> Grammar | None:
-    """The grammar of the first layer that sets any; stop strings of the layers below are ignored."""
+    """The grammar of the first layer that sets any."""
     index = next((index for index, layer in enumerate(layers) if layer.gives_grammar), None)
     grammar = None if index is None else layers[index].grammar
     if index is None or grammar is None:
         return None
-    also = next((name for layer in layers[:index] if (name := layer.early_stop_parameter)), None)
+    also = next((name for layer in layers[:index] if (name := layer.end_parameter)), None)
     if also:
         raise RequestError(
             "invalid_parameter",
@@ -180,8 +180,9 @@ def _grammar(layers: Sequence[GenerationParameters]) -> Grammar | None:
 
 
 def _stop_strings_beside(layers: Sequence[GenerationParameters]) -> tuple[str, ...]:
-    """The stop strings of the layer that sets the grammar, which only a regular expression has."""
-    return next((tuple(layer.stop_strings or ()) for layer in layers if layer.gives_grammar), ())
+    """The stop strings down to the layer that sets the grammar; those of the layers below are for other outputs."""
+    index = next(index for index, layer in enumerate(layers) if layer.gives_grammar)
+    return next((layer.stop_strings for layer in layers[: index + 1] if layer.stop_strings is not None), ())
 
 
 def _eos_ids(layers: Sequence[GenerationParameters]) -> frozenset[int] | None:
