@@ -21,15 +21,16 @@ from hf_triton.openai.answers import (
     now_s,
     usage_of,
 )
+from hf_triton.openai.bodies import JsonRoute
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
-from hf_triton.openai.fields import MAX_TOP_LOGPROBS, GenerationFields
+from hf_triton.openai.fields import MAX_TOP_LOGPROBS, GenerationFields, Messages, Tools
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.logprobs import chat_logprobs
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton.openai.triton_messages import Generation, Outputs
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 TEXT_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
 BOOLEAN_OPTIONS: Final = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")
 RETURNS: Final = ("message", "finish_reason", "num_input_tokens", "num_output_tokens")
@@ -38,10 +39,10 @@ RETURNS: Final = ("message", "finish_reason", "num_input_tokens", "num_output_to
 class ChatRequest(GenerationFields):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[dict[str, Any]], annotated_types.MinLen(1)]
+    messages: Messages
     """The conversation; content is text, or parts of type `text`."""
 
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     """Functions that the model may call."""
 
     tool_choice: str | dict[str, Any] | None = None

@@ -14,26 +14,24 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from hf_triton.openai.answers import finish_reason_of, json_output, now_s, text_of, usage_of
+from hf_triton.openai.bodies import JsonRoute
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
-from hf_triton.openai.fields import GenerationFields
+from hf_triton.openai.fields import MAX_PROMPTS, GenerationFields, Texts, TokenIds
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.logprobs import completion_logprobs
 from hf_triton.openai.merge import all_results, merged
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton.openai.triton_messages import Generation, Outputs
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 MAX_LOGPROBS: Final = 20
-MAX_SIDE_BY_SIDE: Final = 1024
-"""Prompts of token ids in one request: each is a request to Triton."""
-TokenIds = Annotated[list[int], annotated_types.MinLen(1)]
 
 
 class CompletionRequest(GenerationFields):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], annotated_types.MaxLen(MAX_PROMPTS)]
     """A prompt or a list of prompts, as text or as token ids."""
 
     max_tokens: Annotated[int, annotated_types.Ge(0)] | None = None
@@ -100,9 +98,6 @@ class CompletionRequest(GenerationFields):
         ids = [one for one in ids if one]
         if not prompt or (not texts and len(ids) < sum(isinstance(one, list) for one in prompt)):
             raise ApiError(400, "prompt holds no prompt: give a string, token ids, or a list of them", param="prompt")
-        if len(ids) > MAX_SIDE_BY_SIDE:
-            message = f"prompt holds {len(ids)} prompts, more than the {MAX_SIDE_BY_SIDE} that are accepted"
-            raise ApiError(400, f"{message}: send several requests", param="prompt")
         return texts, ids
 
 

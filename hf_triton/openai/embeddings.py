@@ -12,18 +12,20 @@ from typing import Annotated, Any, Literal
 import annotated_types
 from fastapi import APIRouter, Request
 
+from hf_triton.openai.bodies import JsonRoute
 from hf_triton.openai.encoders import EncoderFields, encode, text_list, usage_of
 from hf_triton.openai.errors import RESPONSES, ApiError
+from hf_triton.openai.fields import MAX_TEXTS, Texts, TokenIds
 from hf_triton.openai.gateway import request_id_of
 from hf_triton.openai.triton_messages import EMBEDDING, EMBEDDINGS
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 class EmbeddingRequest(EncoderFields):
     """OpenAI's fields, and some of the model's own."""
 
-    input: str | list[str] | list[int] | list[list[int]]
+    input: str | Texts | TokenIds | Annotated[list[TokenIds], annotated_types.MaxLen(MAX_TEXTS)]
     """A text, token ids, or a list of them."""
 
     encoding_format: Literal["float", "base64"] = "float"

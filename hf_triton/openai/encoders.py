@@ -13,13 +13,11 @@ from fastapi import Request
 
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
-from hf_triton.openai.fields import Fields
+from hf_triton.openai.fields import MAX_TEXTS, Fields
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.merge import all_results
 from hf_triton.openai.triton_messages import Folder, Outputs, TextRequest
 
-MAX_TEXTS: Final = 10_000
-"""Of one request."""
 BATCH_SIZE: Final = 128
 """Texts of one request to Triton, unless the folder takes fewer."""
 MAX_SIDE_BY_SIDE: Final = 2

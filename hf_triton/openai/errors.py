@@ -140,6 +140,11 @@ def model_not_found(name: str) -> ApiError:
     return ApiError(404, f"the model {clip(name)} does not exist", param="model", code="model_not_found")
 
 
+def too_large(max_bytes: int) -> ApiError:
+    message = f"the body has more bytes than the {max_bytes} that are accepted"
+    return ApiError(413, message, code="request_too_large")
+
+
 def load_reason(details: str) -> str:
     """Why Triton has not loaded a model: our sentence in its message, or the first line; without the host's paths."""
     found = _REASON.search(details)

@@ -15,17 +15,21 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
     create_model,
     model_validator,
 )
+from pydantic_core import CoreSchema
 
 from hf_triton.errors import clip
+from hf_triton.openai.bodies import MAX_VALUES
 from hf_triton.openai.errors import ApiError, named_field, unknown_field
 from hf_triton.openai.hints import pass_over
+from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.protocol.dialects import BEAM_SEARCH
-from hf_triton.protocol.parameters import WARPERS, GenerationParameters
+from hf_triton.protocol.parameters import MAX_STOP_STRINGS, WARPERS, GenerationParameters
 from hf_triton.protocol.validation import problems
 
 CONFIG: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
@@ -66,6 +70,18 @@ CLIENT_NAMES: Final[Mapping[str, str]] = {
 }
 """What OpenAI's clients call our parameters."""
 MAX_TOP_LOGPROBS: Final = 20
+
+MAX_TEXTS: Final = 10_000
+"""Of one request."""
+MAX_PROMPTS: Final = 1024
+"""Prompts of token ids in one request: each is a request to Triton."""
+MAX_ITEMS: Final = 1024
+"""Of a list that says nothing else."""
+Messages = Annotated[list[dict[str, Any]], annotated_types.MinLen(1), annotated_types.MaxLen(MAX_MESSAGES)]
+Tools = Annotated[list[dict[str, Any]], annotated_types.MaxLen(MAX_TOOLS)]
+StopStrings = Annotated[list[str], annotated_types.MaxLen(MAX_STOP_STRINGS)]
+Texts = Annotated[list[str], annotated_types.MaxLen(MAX_TEXTS)]
+TokenIds = Annotated[list[int], annotated_types.MaxLen(MAX_VALUES)]
 
 
 def sampling_fields(name: str, fields: Collection[str]) -> type[BaseModel]:
@@ -155,11 +171,32 @@ STREAM_OPTIONS: Final = (INCLUDE_USAGE, "include_obfuscation", "continuous_usage
 """What `stream_options` may hold; all but the first are accepted and change nothing."""
 
 
+def _bounded(schema: Any) -> Any:
+    """A schema whose lists have a maximum length, and end at the first wrong item.
+
+    pydantic makes an error of each wrong item: 2 kB for two bytes of a body.
+    """
+    if isinstance(schema, list):
+        return [_bounded(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    bounded = {key: _bounded(each) for key, each in schema.items()}
+    if schema.get("type") == "list":
+        return {"max_length": MAX_ITEMS, **bounded, "fail_fast": True}
+    return bounded
+
+
 class Fields(BaseModel):
     """A request's body: its problems are `ApiError`s that name the field."""
 
     model_config = CONFIG
     ignored: ClassVar[Mapping[str, Ignored]] = IGNORED
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The fields' validation, with a bound on every list."""
+        schema: CoreSchema = _bounded(handler(source))
+        return schema
 
     @model_validator(mode="wrap")
     @classmethod
@@ -198,7 +235,7 @@ class GenerationFields(Fields, SamplingFields):
     stream_options: dict[str, Any] | None = None
     """With `stream` only: `{"include_usage": true}` ends the stream with a chunk of usage."""
 
-    stop: str | list[str] | None = None
+    stop: str | StopStrings | None = None
     """Up to 16 strings; generation stops before the first of them."""
 
     structured_outputs: dict[str, Any] | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of requests: bytes of a body, requests in flight."""
+"""Limits of requests: bytes of a body, bytes of all bodies, requests in flight. A route may have lower ones."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.openai.errors import ApiError
+from hf_triton.openai.errors import ApiError, too_large
 
 UNLIMITED: Final = ("/health", "/metrics")
 """What is answered however many requests are in flight."""
+MAX_BYTES_IN_FLIGHT: Final = 256 << 20
+"""Bytes of all bodies that one worker holds."""
+FREE_BYTES: Final = 64 << 10
+"""Bytes of each body that are always taken: large bodies do not keep small ones out."""
 
 
 class Limits:
-    """ASGI middleware that refuses bodies that are too large, and requests beyond those that may be in flight."""
+    """ASGI middleware that refuses bodies that are too large, and requests and bytes beyond those in flight."""
 
     def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
         self._app = app
         self._max_body_bytes = config.max_body_bytes
         self._max_requests = config.max_concurrent_requests
         self._num_requests = 0
+        self._num_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -34,28 +39,27 @@ class Limits:
             return
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._max_body_bytes:
-            await self._too_large().response(scope["path"])(scope, receive, send)
+            await too_large(self._max_body_bytes).response(scope["path"])(scope, receive, send)
             return
-        self._num_requests += 1
-        try:
-            await self._app(scope, self._counted(receive), send)
-        finally:
-            self._num_requests -= 1
-
-    def _counted(self, receive: Receive) -> Receive:
-        """`receive` that refuses a body whose length was not announced."""
         num_bytes = 0
 
         async def receive_counted() -> Message:
+            """Receive; refuse a body whose length was not announced, or one too many."""
             nonlocal num_bytes
             message = await receive()
-            num_bytes += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            num_bytes += size
+            self._num_bytes += size
             if num_bytes > self._max_body_bytes:
-                raise self._too_large()
+                raise too_large(self._max_body_bytes)
+            if num_bytes > FREE_BYTES and self._num_bytes > MAX_BYTES_IN_FLIGHT:
+                sentence = f"the requests in flight hold {MAX_BYTES_IN_FLIGHT >> 20} MB, as much as is accepted"
+                raise ApiError(429, f"{sentence}: send it again later", code="too_many_requests")
             return message
 
-        return receive_counted
-
-    def _too_large(self) -> ApiError:
-        message = f"the body has more bytes than the {self._max_body_bytes} that are accepted"
-        return ApiError(413, message, code="request_too_large")
+        self._num_requests += 1
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            self._num_requests -= 1
+            self._num_bytes -= num_bytes

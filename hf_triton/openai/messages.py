@@ -16,16 +16,18 @@ from hf_triton.errors import clip
 from hf_triton.openai.agents import ANY, AgentRequest, function_tool, has_calls, named_event, stream_steps
 from hf_triton.openai.answers import finish_reason_of, message_of, usage_of
 from hf_triton.openai.blocks import Blocks, Step, blocks_of
+from hf_triton.openai.bodies import JsonRoute, beside_loop
 from hf_triton.openai.conversation import Conversation, parse_at
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ANTHROPIC_RESPONSES, ApiError
-from hf_triton.openai.fields import HINT, ONE_TIER, Fields, Ignored
+from hf_triton.openai.fields import HINT, ONE_TIER, Fields, Ignored, StopStrings
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.message_blocks import block_delta, content_block, read_messages
 from hf_triton.openai.sse import RESPONSES, EventStream
 from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 NAMES: Final[Mapping[str, str]] = {
     "max_new_tokens": "max_tokens",
     **dict.fromkeys(("text_input", "prompt"), "messages"),
@@ -75,13 +77,13 @@ class CountRequest(AgentRequest):
         ),
     }
 
-    messages: Annotated[list[Any], annotated_types.MinLen(1)]
+    messages: Annotated[list[Any], annotated_types.MinLen(1), annotated_types.MaxLen(MAX_MESSAGES)]
     """The conversation. If the last message is the assistant's, the model continues it."""
 
     system: str | list[Any] | None = None
     """The system message: text, or blocks of text."""
 
-    tools: list[Any] | None = None
+    tools: Annotated[list[Any], annotated_types.MaxLen(MAX_TOOLS)] | None = None
     """Functions that the model may call, with an `input_schema`."""
 
     tool_choice: dict[str, Any] | None = None
@@ -113,7 +115,7 @@ class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, annotated_types.Ge(1)]
     """Maximum number of tokens to generate, thinking included."""
 
-    stop_sequences: list[str] | None = None
+    stop_sequences: StopStrings | None = None
     """Up to 16 strings; generation stops before the first of them."""
 
     def chat_fields(self, conversation: Conversation) -> dict[str, object]:
@@ -161,7 +163,7 @@ def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, in Anthropic's form."""
     gateway = gateway_of(request)
-    conversation = read_messages(body.messages, body.system)
+    conversation = await beside_loop(request, read_messages, body.messages, body.system)
     chat = body.chat_fields(conversation)
     with conversation.placed_errors("messages"):
         generation = body.generation(request_id_of(request), conversation, NAMES, **chat)
@@ -177,7 +179,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", responses=ANTHROPIC_RESPONSES)
 async def count_tokens(body: CountRequest, request: Request) -> dict[str, int]:
     """Count the tokens of a conversation as the model's chat template writes it."""
-    conversation = read_messages(body.messages, body.system)
+    conversation = await beside_loop(request, read_messages, body.messages, body.system)
     chat = body.chat_fields(conversation)
     with conversation.placed_errors("messages"):
         generation = body.generation(request_id_of(request), conversation, NAMES, **chat)

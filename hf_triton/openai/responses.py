@@ -16,6 +16,7 @@ from hf_triton.errors import clip
 from hf_triton.openai.agents import ANY, AgentRequest, function_tool, stream_steps
 from hf_triton.openai.answers import finish_reason_of, message_of, now_s, usage_of
 from hf_triton.openai.blocks import Block, Blocks, blocks_of
+from hf_triton.openai.bodies import JsonRoute, beside_loop
 from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
@@ -25,8 +26,9 @@ from hf_triton.openai.response_events import ResponseEvents
 from hf_triton.openai.response_items import output_item, read_input
 from hf_triton.openai.sse import RESPONSES, EventStream
 from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 NAMES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_output_tokens"),
     **dict.fromkeys(("messages", "text_input", "prompt"), "input"),
@@ -34,6 +36,8 @@ NAMES: Final[Mapping[str, str]] = {
     "reasoning_effort": "reasoning.effort",
 }
 """The client's names of the chat's fields and of ours."""
+MAX_INPUT_ITEMS: Final = 4 * MAX_MESSAGES
+"""Of one request; an assistant's message may be several items: reasoning, text, calls."""
 STATELESS: Final = "is for stored responses, and this server keeps none"
 UNREADABLE: Final = "reasoning.encrypted_content"
 """What agents ask to include, beside the reasoning that is there to read."""
@@ -90,13 +94,13 @@ class ResponsesRequest(AgentRequest):
         **dict.fromkeys(("context_management", "moderation"), Ignored(([],))),
     }
 
-    input: str | list[Any]
+    input: str | Annotated[list[Any], annotated_types.MaxLen(MAX_INPUT_ITEMS)]
     """The conversation: text, or items."""
 
     instructions: str | None = None
     """The system message, in front of `input`."""
 
-    tools: list[Any] | None = None
+    tools: Annotated[list[Any], annotated_types.MaxLen(MAX_TOOLS)] | None = None
     """Functions that the model may call."""
 
     tool_choice: str | dict[str, Any] | None = None
@@ -170,7 +174,8 @@ def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, in the form that agents read."""
     gateway = gateway_of(request)
-    conversation, chat = read_input(body.input, body.instructions), body.chat_fields()
+    conversation = await beside_loop(request, read_input, body.input, body.instructions)
+    chat = body.chat_fields()
     with conversation.placed_errors("input"):
         generation = body.generation(request_id_of(request), conversation, NAMES, **chat)
         head = _head(body, generation)

@@ -6,28 +6,28 @@ Rerank has the form of Cohere's and Jina's clients, score and classify that of v
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
 
 from hf_triton.openai.answers import now_s
+from hf_triton.openai.bodies import JsonRoute, beside_loop
+from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.encoders import EncoderFields, encode, text_list, usage_of
 from hf_triton.openai.errors import RESPONSES, ApiError
+from hf_triton.openai.fields import MAX_TEXTS, Fields, Ignored, Texts
 from hf_triton.openai.gateway import request_id_of
 from hf_triton.openai.triton_messages import CLASSIFICATION, RERANK
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 SCORE: Final = "score"
 ALL_SCORES: Final = "all_scores"
 
 
-class Document(BaseModel):
-    """A document as an object."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Document(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = {}
     text: str
 
 
@@ -37,7 +37,7 @@ class RerankRequest(EncoderFields):
     query: Annotated[str, annotated_types.MinLen(1)]
     """What the documents are to answer."""
 
-    documents: list[str | Document]
+    documents: Annotated[list[str | dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)]
     """Texts, or objects with `text`."""
 
     top_n: Annotated[int, annotated_types.Ge(1)] | None = None
@@ -50,17 +50,17 @@ class RerankRequest(EncoderFields):
 class ScoreRequest(EncoderFields):
     """vLLM's fields."""
 
-    text_1: str | list[str]
+    text_1: str | Texts
     """One text, or as many as `text_2` has."""
 
-    text_2: str | list[str]
+    text_2: str | Texts
     """The texts that are scored with it."""
 
 
 class ClassifyRequest(EncoderFields):
     """vLLM's fields."""
 
-    input: str | list[str]
+    input: str | Texts
     """A text, or several."""
 
     top_k: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
@@ -72,7 +72,7 @@ class ClassifyRequest(EncoderFields):
 @router.post("/rerank", include_in_schema=False)
 async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
     """Documents by their score for a query."""
-    documents = [each if isinstance(each, str) else each.text for each in body.documents]
+    documents = await beside_loop(request, _read_documents, body.documents)
     texts = {"query": [body.query], "documents": text_list("documents", documents)}
     outputs = await encode(request, body, RERANK, texts, [SCORE])
     results = []
@@ -85,6 +85,13 @@ async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
         "usage": usage_of(outputs),
         "results": results,
     }
+
+
+def _read_documents(documents: Sequence[str | dict[str, Any]]) -> list[str]:
+    return [
+        each if isinstance(each, str) else parse_at(_Document, f"documents[{index}]", each).text
+        for index, each in enumerate(documents)
+    ]
 
 
 @router.post("/v1/score", responses=RESPONSES)

@@ -10,13 +10,14 @@ import annotated_types
 from fastapi import APIRouter, Request
 
 from hf_triton.openai.answers import json_output, text_of
+from hf_triton.openai.bodies import JsonRoute
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
-from hf_triton.openai.fields import Fields
+from hf_triton.openai.fields import Fields, Messages, TokenIds, Tools
 from hf_triton.openai.gateway import gateway_of, request_id_of
 from hf_triton.openai.triton_messages import Generation, Outputs
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 OPTIONS: Final = ("add_generation_prompt", "continue_final_message")
 
 
@@ -29,10 +30,10 @@ class TokenizeRequest(Fields):
     prompt: str | None = None
     """A text."""
 
-    messages: Annotated[list[dict[str, Any]], annotated_types.MinLen(1)] | None = None
+    messages: Messages | None = None
     """A conversation, which goes through the model's chat template."""
 
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     """Functions that the chat template describes."""
 
     add_generation_prompt: bool | None = None
@@ -51,7 +52,7 @@ class DetokenizeRequest(Fields):
     model: Annotated[str, annotated_types.MinLen(1)]
     """One of `/v1/models`."""
 
-    tokens: list[int]
+    tokens: TokenIds
     """Token ids."""
 
 

@@ -55,7 +55,7 @@ class Problem:
 def problems(model: type[BaseModel], error: ValidationError) -> list[Problem]:
     """The first problem of each field: its name, the allowed values and the value."""
     by_name: dict[str, Problem] = {}
-    errors = error.errors(include_url=False, include_context=False)
+    errors = error.errors(include_url=False)
     for details in errors:
         if details["loc"] and str(details["loc"][0]) in by_name:
             continue
@@ -128,8 +128,12 @@ def _element_problem(model: type[BaseModel], details: Any, errors: Iterable[Any]
         return None
     firsts: dict[object, Any] = {}
     for each in errors:
+        if each["loc"][:1] == (name,) and each["type"] == "too_long":
+            place = name + "".join(f"[{index}]" for index in _position(each))
+            message = f"{place} has {len(each['input'])} items, more than the {each['ctx']['max_length']}"
+            return Problem(name, f"{message} that are accepted")
         if each["loc"][:1] == (name,) and each["type"] in ELEMENT_TYPES and _position(each):
-            firsts.setdefault(each["loc"][1] if isinstance(each["loc"][1], str) else "", each)
+            firsts.setdefault(tuple(part for part in each["loc"] if isinstance(part, str)), each)
     if not firsts:
         return None
     position = max(map(_position, firsts.values()))

@@ -94,8 +94,11 @@ def test_settings_errors_can_be_caught_as_what_they_are() -> None:
         (None, "null"),
         (True, "true"),
         ((), "[]"),
+        ({"a": [1, {}, [], "b"], 2: None}, "{'a': [1, {}, [], 'b'], 2: None}"),
+        ([[1] * 1_000_000] * 1000, "[[" + "1, " * 18 + "1..."),
+        ({"a": "b" * 10_000_000}, "{'a': '" + "b" * 50 + "..."),
     ],
-    ids=["number", "text", "long text", "line break", "nothing", "boolean", "array"],
+    ids=["number", "text", "long text", "line break", "nothing", "boolean", "array", "object", "arrays", "long object"],
 )
 def test_clip_shows_a_value_and_never_more_than_sixty_characters(value: object, shown: str) -> None:
     assert clip(value) == shown
