@@ -176,6 +176,7 @@ class FolderCheck:
             check_attention(found, model_config, settings)
             if task is not None:
                 task.check_config(model_config, settings)
+                task.check_files(checkpoint, settings)
             self._add("model", "ok", f"{architecture}, by {found.__name__}")
             kind = found
         if kind is None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from hf_triton.errors import clip
+from hf_triton.errors import CheckpointError, clip
+from hf_triton.hub.sentence_files import CROSS_ENCODER, GENERAL, MODULES, load_module_list, refusal
 
 TASKS_BY_HEAD: Final[dict[str, str]] = {
     "ForSequenceClassification": "text-classification",
@@ -27,6 +28,8 @@ def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
         folder: Holds its small files.
         names: All of its files, here or on the Hub.
     """
+    if MODULES in names and (reason := refusal(folder)):
+        return reason
     if "adapter_config.json" in names:
         base = _read_object(folder / "adapter_config.json").get("base_model_name_or_path")
         of = f" of {clip(base)}" if base and isinstance(base, str) else ""
@@ -52,8 +55,9 @@ def find_task(folder: Path) -> str | None:
     """
     config = _read_object(folder / "config.json")
     names = _architectures(config)
-    if (folder / "modules.json").exists() and not any(name.endswith("ForSequenceClassification") for name in names):
-        return "embeddings"
+    if (folder / MODULES).exists() and not any(name.endswith("ForSequenceClassification") for name in names):
+        is_cross_encoder = _read_object(folder / GENERAL).get("model_type") == CROSS_ENCODER
+        return "rerank" if is_cross_encoder else "embeddings"
     if _generate(names):
         return "text-generation"
     for name in names:
@@ -63,9 +67,21 @@ def find_task(folder: Path) -> str | None:
     return "embeddings" if any(name.endswith("Model") for name in names) else None
 
 
-def generates_text(folder: Path) -> bool:
-    """Whether a checkpoint's architecture is one that generates text."""
-    return _generate(_architectures(_read_object(folder / "config.json")))
+def find_way(folder: Path) -> Literal["generative", "pooled"] | None:
+    """How a checkpoint does its task: by a model that generates, by a cross-encoder's pooled vector, or by its head."""
+    if _generate(_architectures(_read_object(folder / "config.json"))):
+        return "generative"
+    kind = _read_object(folder / GENERAL).get("model_type")
+    is_pooled = kind == CROSS_ENCODER and "Pooling" in _module_kinds(folder)
+    return "pooled" if is_pooled else None
+
+
+def _module_kinds(folder: Path) -> list[str]:
+    """The kinds of the modules of modules.json; empty if it cannot be read, which loading reports."""
+    try:
+        return [kind for kind, _ in load_module_list(folder)]
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def _generate(architectures: list[str]) -> bool:

@@ -257,6 +257,8 @@ def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
     """
     import transformers
 
+    if name == "AutoModel":
+        return _text_encoder(settings, config)
     head = name.removeprefix("AutoModel")
     if head and config.architectures and not any(other.endswith(head) for other in config.architectures):
         raise CheckpointError(
@@ -265,6 +267,25 @@ def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
             f"folder's task needs a model {head}: choose another checkpoint, or another task",
         )
     return getattr(transformers, name)
+
+
+def _text_encoder(settings: ModelSettings, config: Any) -> Any:
+    """The auto class of a model without its head; of T5 and its like, the encoder alone.
+
+    Raises:
+        CheckpointError: It is an encoder-decoder whose encoder has no class of its own.
+    """
+    from transformers import AutoModel, AutoModelForTextEncoding
+
+    if type(config) in AutoModelForTextEncoding._model_mapping:
+        return AutoModelForTextEncoding
+    if config.is_encoder_decoder:
+        raise CheckpointError(
+            "unsupported_model",
+            f"{settings.huggingface_model} has an encoder and a decoder, and transformers has no class for the encoder "
+            f"of a {architecture_names(config)} alone: choose another model",
+        )
+    return AutoModel
 
 
 def _without_head(info: Any) -> Any:

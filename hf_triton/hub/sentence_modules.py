@@ -1,20 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of sentence-transformers says of its embeddings: modules.json and the files that it names.
+"""How modules of sentence-transformers make a vector of the vectors of a text's tokens; the weights are the task's.
 
-Reads JSON; the weights of its dense layers are the task's. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import Any, Final, Literal, cast
+from pathlib import Path
+from typing import Any, Final, Literal
 
 from hf_triton.errors import CheckpointError, clip
+from hf_triton.hub.sentence_files import (
+    CROSS_ENCODER,
+    MODULES,
+    VECTOR,
+    TransformerConfig,
+    check_options,
+    invalid,
+    load_cross_encoder,
+    load_general_config,
+    load_module_list,
+    load_transformer_config,
+    optional_int,
+    read,
+    read_if_there,
+    unsupported,
+)
 
-MODULES: Final = "modules.json"
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
 POOLING_FLAGS: Final[dict[str, PoolingMode]] = {
     "pooling_mode_cls_token": "cls",
@@ -30,9 +44,8 @@ POOLING_MODES: Final[dict[str, PoolingMode]] = {
     **{mode: mode for mode in POOLING_FLAGS.values()},
 }
 """By the names of `pooling_mode`, which newer versions write."""
-SERVED: Final = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout")
-"""Modules by the last part of their type; Dropout does nothing when a model is served."""
-DENSE_WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
+WITH_WEIGHTS: Final = ("Dense", "LayerNorm")
+WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
@@ -50,12 +63,20 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class LayerNorm:
+    """Layer normalization of the pooled vector."""
+
+    folder: Path
+    size: int
+
+
+@dataclass(frozen=True)
 class SentenceModules:
     """How a vector is made of the vectors of a text's tokens."""
 
     pooling: tuple[PoolingMode, ...]
     """One, or several whose vectors are joined."""
-    layers: tuple[Dense | Literal["normalize"], ...] = ()
+    layers: tuple[Dense | LayerNorm | Literal["normalize"], ...] = ()
     """What is applied to the pooled vector, in order."""
     normalizes: bool = True
     """Whether the vector has length 1 at last."""
@@ -73,56 +94,93 @@ class SentenceModules:
     """Whether texts become lower case before they are tokenized."""
 
 
-def load_sentence_modules(folder: Path) -> SentenceModules | None:
+def load_sentence_modules(folder: Path, kind: str | None = None) -> SentenceModules | None:
     """Read modules.json and the configs that it names; None if the checkpoint has none.
 
     Args:
         folder: The checkpoint.
+        kind: `CrossEncoder` for modules whose last Dense makes a score; None for those that make a vector.
 
     Raises:
-        CheckpointError: A file is missing or malformed, or a module is none that is served.
+        CheckpointError: A file is missing or malformed, or asks for what is not served.
     """
     if not (folder / MODULES).exists():
         return None
     try:
-        return _load(folder)
+        return _load(folder, kind)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _invalid(f"modules.json and the configs that it names cannot be read ({type(error).__name__})") from None
+        raise invalid(f"modules.json and the configs that it names cannot be read ({type(error).__name__})") from None
 
 
-def _load(folder: Path) -> SentenceModules:
-    modules = [(_kind(entry), _path(entry)) for entry in _read(folder / MODULES, list)]
-    kinds = [kind for kind, _ in modules]
-    if kinds[:1] != ["Transformer"] or kinds.count("Transformer") > 1 or kinds.count("Pooling") != 1:
-        raise _invalid(
-            f"modules.json lists {', '.join(kinds) or 'nothing'}, and embeddings are made by one Transformer, then one "
-            "Pooling, then Dense and Normalize"
+def _load(folder: Path, kind: str | None) -> SentenceModules:
+    general = load_general_config(folder)
+    modules = load_module_list(folder)
+    kinds = [module for module, _ in modules]
+    if (general.kind == CROSS_ENCODER) != (kind == CROSS_ENCODER):
+        raise unsupported(f"is a {general.kind or 'SentenceTransformer'} by its files: set task to what it does")
+    if kinds.count("Pooling") != 1 or "LogitScore" in kinds:
+        raise invalid(
+            f"modules.json lists {', '.join(kinds)}, and vectors are made by one Transformer, then one Pooling"
         )
-    (pooling,) = (_read(folder / path / "config.json", dict) for kind, path in modules if kind == "Pooling")
-    layers: list[Dense | Literal["normalize"]] = []
-    for kind, path in modules:
-        if kind == "Dense":
-            layers.append(_dense(folder / path))
-        elif kind == "Normalize":
+    transformer = load_transformer_config(folder)
+    if transformer.task != "feature-extraction" or transformer.message_format is not None:
+        way = "the chat template" if transformer.message_format else transformer.task
+        raise unsupported(f"makes vectors by {way}, according to its sentence_bert_config.json, which is not served")
+    (pooling,) = (read(folder / path / "config.json", dict) for module, path in modules if module == "Pooling")
+    check_options("Pooling", pooling)
+    layers: list[Dense | LayerNorm | Literal["normalize"]] = []
+    for place, (module, path) in enumerate(modules):
+        if module == "Dense":
+            makes_score = kind == CROSS_ENCODER and place == len(modules) - 1
+            layers.append(_dense(folder / path, "scores" if makes_score else VECTOR))
+        elif module == "LayerNorm":
+            layers.append(LayerNorm(folder / path, int(read(folder / path / "config.json", dict)["dimension"])))
+        elif module == "Normalize":
+            check_options("Normalize", read_if_there(folder / path / "config.json"))
             layers.append("normalize")
     normalizes = layers[-1:] == ["normalize"]
-    transformer = _transformer_config(folder, modules[0][1])
-    general = _read_if_there(folder / "config_sentence_transformers.json")
-    prompts = {str(name): str(text) for name, text in (general.get("prompts") or {}).items()}
-    default_prompt = general.get("default_prompt_name")
-    if default_prompt is not None and default_prompt not in prompts:
-        raise _invalid(f"default_prompt_name of config_sentence_transformers.json names no prompt of {list(prompts)}")
     return SentenceModules(
         pooling=_pooling_modes(pooling),
         layers=tuple(layers[:-1] if normalizes else layers),
         normalizes=normalizes,
         includes_prompt=bool(pooling.get("include_prompt", True)),
-        prompts=prompts,
-        default_prompt=default_prompt,
-        dimensions=_optional_int(general, "truncate_dim"),
-        max_length=_optional_int(transformer, "max_seq_length"),
-        lowercases=bool(transformer.get("do_lower_case", False)),
+        prompts=general.prompts,
+        default_prompt=general.default_prompt,
+        dimensions=general.dimensions,
+        max_length=transformer.max_length,
+        lowercases=transformer.lowercases,
     )
+
+
+@dataclass(frozen=True)
+class LogitScore:
+    """How the logits of a model that generates make a score."""
+
+    true_token: int
+    false_token: int | None
+    """Its logit is subtracted; None: no other token's."""
+    transformer: TransformerConfig | None = None
+    """What sentence_bert_config.json says; None if the checkpoint has no modules.json."""
+
+
+def load_logit_score(folder: Path) -> LogitScore | None:
+    """Read the modules of a reranker that generates; None if the checkpoint has no modules.json.
+
+    Raises:
+        CheckpointError: A file is missing or malformed, or asks for what is not served.
+    """
+    transformer = load_cross_encoder(folder, "text-generation")
+    if transformer is None:
+        return None
+    modules = load_module_list(folder)
+    if [kind for kind, _ in modules[1:]] != ["LogitScore"]:
+        raise unsupported(f"has the modules {', '.join(kind for kind, _ in modules)}, and LogitScore must end them")
+    config = read(folder / modules[1][1] / "config.json", dict)
+    check_options("LogitScore", config)
+    true_token = optional_int(config, "true_token_id")
+    if true_token is None:
+        raise invalid("the module LogitScore has no true_token_id")
+    return LogitScore(true_token, optional_int(config, "false_token_id"), transformer)
 
 
 def module_files(folder: Path, available: Collection[str], *, allow_pickle: bool, needs_weights: bool) -> list[str]:
@@ -135,47 +193,15 @@ def module_files(folder: Path, available: Collection[str], *, allow_pickle: bool
         needs_weights: Whether the weights are needed at all.
     """
     try:
-        modules = [(_kind(entry), _path(entry)) for entry in _read(folder / MODULES, list)]
+        modules = load_module_list(folder)
     except (CheckpointError, KeyError, TypeError, ValueError, AttributeError):  # which loading reports
         return []
-    names = [f"{path}/config.json" for kind, path in modules if kind in ("Pooling", "Dense")]
-    for path in [path for kind, path in modules if kind == "Dense" and needs_weights]:
-        safe, pickled = (f"{path}/{name}" for name in DENSE_WEIGHTS)
+    configs = [(kind, f"{path}/config.json") for kind, path in modules if path]
+    names = [name for kind, name in configs if kind not in ("Normalize", "Dropout") or name in available]
+    for path in [path for kind, path in modules if kind in WITH_WEIGHTS and needs_weights]:
+        safe, pickled = (f"{path}/{name}" for name in WEIGHTS)
         names.append(pickled if allow_pickle and safe not in available and pickled in available else safe)
     return names
-
-
-def _kind(entry: Mapping[str, Any]) -> str:
-    """The last part of a module's type; of one that is not sentence-transformers' own, the whole.
-
-    Raises:
-        CheckpointError: The module is not served.
-    """
-    name = str(entry["type"])
-    kind = name.rpartition(".")[2]
-    if not name.startswith("sentence_transformers.") or kind not in SERVED:
-        raise CheckpointError(
-            "unsupported_model",
-            f"modules.json lists the module {clip(name)}, which is not served; served are {', '.join(SERVED)}: choose "
-            "another model, or write a task_class in 1/model.py",
-        )
-    return kind
-
-
-def _path(entry: Mapping[str, Any]) -> str:
-    """A module's folder, which cannot lead out of the checkpoint."""
-    path = PurePosixPath(str(entry.get("path", "")))
-    if path.is_absolute() or ".." in path.parts:
-        raise _invalid(f"modules.json names the folder {clip(str(path))}, which is outside of the checkpoint")
-    return "" if path == PurePosixPath() else str(path)
-
-
-def _transformer_config(folder: Path, path: str) -> dict[str, Any]:
-    """sentence_bert_config.json, by that name or one with another architecture's."""
-    if path:
-        raise _invalid(f"modules.json keeps the model in the folder {clip(path)}: choose a checkpoint with it on top")
-    files: Iterator[Path] = iter(sorted(folder.glob("sentence_*_config.json")))
-    return _read_if_there(next(files, folder / "sentence_bert_config.json"))
 
 
 def _pooling_modes(config: Mapping[str, Any]) -> tuple[PoolingMode, ...]:
@@ -185,21 +211,20 @@ def _pooling_modes(config: Mapping[str, Any]) -> tuple[PoolingMode, ...]:
     names = [given] if isinstance(given, str) else list(given)
     unknown = [name for name in names if name not in POOLING_MODES]
     if unknown or not names:
-        raise _invalid(f"its pooling_mode is {clip(given)}; known are {', '.join(POOLING_MODES)}")
+        raise invalid(f"its pooling_mode is {clip(given)}; known are {', '.join(POOLING_MODES)}")
     return tuple(POOLING_MODES[name] for name in names)
 
 
-def _dense(folder: Path) -> Dense:
-    config = _read(folder / "config.json", dict)
+def _dense(folder: Path, output: str) -> Dense:
+    config = read(folder / "config.json", dict)
+    check_options("Dense", config, folder.name)
     activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     if not activation.startswith("torch.nn."):
-        raise CheckpointError(
-            "unsupported_model",
-            f"the Dense module in {folder.name} has the activation {clip(activation)}; served are those of torch.nn",
+        raise unsupported(f"has the activation {clip(activation)} in {folder.name}; served are those of torch.nn")
+    if (config.get("module_output_name") or VECTOR) != output:
+        raise unsupported(
+            f"has module_output_name {clip(config.get('module_output_name'))} in {folder.name}, not {output}"
         )
-    ports = [config.get("module_input_name"), config.get("module_output_name")]
-    if any(port not in (None, "sentence_embedding") for port in ports):
-        raise _invalid(f"the Dense module in {folder.name} does not change the sentence's vector: {ports}")
     return Dense(
         folder,
         int(config["in_features"]),
@@ -208,29 +233,3 @@ def _dense(folder: Path) -> Dense:
         activation.rpartition(".")[2],
         bool(config.get("use_residual", False)),
     )
-
-
-def _optional_int(config: Mapping[str, Any], name: str) -> int | None:
-    value = config.get(name)
-    return None if value is None else int(value)
-
-
-def _read_if_there(file: Path) -> dict[str, Any]:
-    return cast(dict[str, Any], _read(file, dict)) if file.exists() else {}
-
-
-def _read(file: Path, kind: type[Any]) -> Any:
-    """A JSON file's object or array."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            "checkpoint_incomplete", f"modules.json needs {file.parent.name}/{file.name}: download the model again"
-        ) from None
-    if not isinstance(value, kind):
-        raise _invalid(f"{file.name} holds no JSON {'array' if kind is list else 'object'}")
-    return value
-
-
-def _invalid(problem: str) -> CheckpointError:
-    return CheckpointError("checkpoint_invalid", f"the files of sentence-transformers cannot be used: {problem}")

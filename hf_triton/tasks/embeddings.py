@@ -12,7 +12,7 @@ import annotated_types
 import numpy as np
 import numpy.typing as npt
 
-from hf_triton.errors import CheckpointError, RequestError, SettingsError, clip
+from hf_triton.errors import RequestError, SettingsError
 from hf_triton.hub.sentence_modules import SentenceModules, load_sentence_modules
 from hf_triton.protocol.embedding_request import (
     EMBEDDING_REQUEST,
@@ -32,9 +32,9 @@ from hf_triton.protocol.task_declaration import (
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import INPUT_IDS, TOKEN_INPUTS, TokenRow
-from hf_triton.protocol.validation import suggest
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.pooling import build_head
+from hf_triton.tasks.sentence_prompts import SentencePrompts
 
 if TYPE_CHECKING:
     import torch
@@ -95,18 +95,18 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
     model_outputs: ClassVar[tuple[str, ...]] = ("last_hidden_state",)
     per_token: ClassVar[bool] = True
 
+    @classmethod
+    def check_files(cls, folder: Path, settings: ModelSettings) -> None:
+        """See `EncoderTask`."""
+        find_modules(folder, settings)
+
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         super().__init__(checkpoint, settings)
-        if self.config.is_encoder_decoder:
-            raise CheckpointError(
-                "unsupported_model",
-                f"{settings.huggingface_model} has an encoder and a decoder, and embeddings are made by one of "
-                "them: choose another model",
-            )
         self._modules = find_modules(checkpoint.folder, settings)
         self._normalizes = self._modules.normalizes if settings.normalize is None else settings.normalize
         self.follow(self._modules)
         self._head = build_head(self._modules, checkpoint.model, settings)
+        self._prompts = SentencePrompts(self._modules.prompts, self._modules.default_prompt)
         self._prompt_lengths = {name: self._count_prompt(text) for name, text in self._modules.prompts.items()}
 
     def read(
@@ -136,23 +136,17 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
             raise RequestError(
                 "invalid_parameter", f"dimensions must be an integer >= 1 and <= {size}, got {options.dimensions}"
             )
-        if options.prompt_name and options.prompt_name not in self._modules.prompts:
-            known = suggest(options.prompt_name, self._modules.prompts) if self._modules.prompts else "; it has none"
-            raise RequestError(
-                "invalid_parameter",
-                f"prompt_name must be a prompt of the model, got {clip(options.prompt_name)}{known}",
-            )
+        self._prompts.check(options.prompt_name)
 
     def encode(self, row: Row, options: EmbeddingOptions) -> EncodedRow:
         """See `EncoderTask`."""
         if TOKEN_IDS in row:
             ids = decode_token_ids(row[TOKEN_IDS], Limits(1, len(row[TOKEN_IDS])), TOKEN_IDS)
             return self.encode_tokens(TokenRow(list(ids)), options)
-        name = self._modules.default_prompt if options.prompt_name is None else options.prompt_name
-        prompt = self._modules.prompts.get(name or "", "")
+        prompt = self._prompts.text(options.prompt_name)
         encoded = self.to_input(self.tokenize(prompt + row[TEXT], truncate=options.truncate))
-        if prompt and name and not self._modules.includes_prompt:
-            pooled = list(range(self._prompt_lengths[name], len(encoded.ids)))
+        if prompt and not self._modules.includes_prompt:
+            pooled = list(range(self._prompt_lengths[self._prompts.name(options.prompt_name)], len(encoded.ids)))
             if not pooled:
                 raise RequestError("invalid_input", "the text has no tokens behind its prompt: send a longer text")
             encoded = dataclasses.replace(encoded, output_positions=pooled)

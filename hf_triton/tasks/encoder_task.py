@@ -25,9 +25,12 @@ from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.hub.sentence_files import TransformerConfig
     from hf_triton.hub.sentence_modules import SentenceModules
     from hf_triton.settings import ModelSettings
 
@@ -87,6 +90,14 @@ class EncoderTask(ABC, Generic[Options]):
 
         Raises:
             CheckpointError: The checkpoint does not fit the task.
+        """
+
+    @classmethod
+    def check_files(cls, folder: Path, settings: ModelSettings) -> None:
+        """Check what the checkpoint's other small files say, as `check_config`.
+
+        Raises:
+            LoadError: The checkpoint does not fit the task.
         """
 
     def read(
@@ -218,8 +229,8 @@ class EncoderTask(ABC, Generic[Options]):
         has_types = "token_type_ids" in self.tokenizer.model_input_names
         return EncoderInput(list(encoding.ids), list(encoding.type_ids) if has_types else None)
 
-    def follow(self, modules: SentenceModules) -> None:
-        """Cut texts and make them lower case as modules.json of sentence-transformers says."""
+    def follow(self, modules: SentenceModules | TransformerConfig) -> None:
+        """Cut texts and make them lower case as the files of sentence-transformers say."""
         self.max_length = min(self.max_length, modules.max_length or self.max_length)
         if modules.lowercases:
             _add_lowercase(self.tokenizer)

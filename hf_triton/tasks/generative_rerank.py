@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rerank by a model that generates: whether its next token would be `yes` or `no`, as Qwen3-Reranker is asked."""
+"""Rerank by a model that generates: whether its next token would be `yes` or `no`.
+
+It is asked as the checkpoint's modules.json of sentence-transformers says, else as Qwen3-Reranker is.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Final
-
-import numpy as np
 
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import CheckpointError, RequestError
+from hf_triton.hub.sentence_files import load_general_config
+from hf_triton.hub.sentence_modules import LogitScore, load_logit_score
+from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import TaskDeclaration
-from hf_triton.protocol.task_requests import Row, TaskResult
+from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
+from hf_triton.protocol.tensors import Array
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
-from hf_triton.tasks.rerank import DOCUMENTS, QUERY, Rerank, RerankOptions
-from hf_triton.tasks.scores import Floats, sigmoid
+from hf_triton.tasks.rerank import DOCUMENTS, QUERY, Rerank, RerankOptions, activation_of, score_result
+from hf_triton.tasks.scores import Floats
+from hf_triton.tasks.sentence_prompts import SentencePrompts
 
 HEAD: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -22,14 +30,16 @@ HEAD: Final = (
 )
 TAIL: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """Before and behind the pair, in the words of the model's card, with which it was trained."""
-ANSWERS: Final = ("no", "yes")
+ANSWERS: Final = ("yes", "no")
+INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 class GenerativeOptions(RerankOptions):
     """Request parameters of rerank, by a model that generates."""
 
-    instruction: str = "Given a web search query, retrieve relevant passages that answer the query"
-    """What makes a document relevant."""
+    instruction: str | None = None
+    """What makes a document relevant. By default the checkpoint's prompt, else Qwen3-Reranker's: `Given a web search
+    query, retrieve relevant passages that answer the query`."""
 
 
 class GenerativeRerank(EncoderTask[GenerativeOptions]):
@@ -41,17 +51,45 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     per_token: ClassVar[bool] = True
 
+    @classmethod
+    def check_files(cls, folder: Path, settings: Any) -> None:
+        """See `EncoderTask`."""
+        load_general_config(folder)
+        load_logit_score(folder)
+
     def __init__(self, checkpoint: Any, settings: Any) -> None:
         super().__init__(checkpoint, settings)
+        general = load_general_config(checkpoint.folder)
+        self._prompts = SentencePrompts(general.prompts, general.default_prompt)
+        self._activation = activation_of(self.config, general.activation, settings)
+        self._score = load_logit_score(checkpoint.folder) or LogitScore(*self._answers())
+        if self._score.transformer is None:
+            self._head, self._tail = (self._plain_ids(text) for text in (HEAD, TAIL))
+        else:
+            self.follow(self._score.transformer)
+
+    def _answers(self) -> tuple[int, int]:
+        """The tokens `yes` and `no`.
+
+        Raises:
+            CheckpointError: The model has none.
+        """
         ids = [self._plain_ids(answer) for answer in ANSWERS]
         if any(len(each) != 1 for each in ids):
             raise CheckpointError(
                 "unsupported_model",
-                f"{settings.huggingface_model} has no tokens yes and no, by which a reranker that generates answers: "
-                "choose another model",
+                f"{self.settings.huggingface_model} has no tokens yes and no, by which a reranker that generates "
+                "answers: choose another model",
             )
-        self._answers = [token_id for (token_id,) in ids]
-        self._head, self._tail = (self._plain_ids(text) for text in (HEAD, TAIL))
+        return ids[0][0], ids[1][0]
+
+    def read(
+        self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
+    ) -> TaskRequest[GenerativeOptions]:
+        """See `EncoderTask`."""
+        request = super().read(inputs, parameters, limits)
+        self._prompts.check(request.options.prompt_name)
+        return request
 
     def _plain_ids(self, text: str) -> list[int]:
         ids: list[int] = self._whole.encode(text, add_special_tokens=False).ids
@@ -59,7 +97,18 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
 
     def encode(self, row: Row, options: GenerativeOptions) -> EncodedRow:
         """See `EncoderTask`."""
-        text = f"<Instruct>: {options.instruction}\n<Query>: {row[QUERY]}\n<Document>: {row[DOCUMENTS]}"
+        prompt = self._prompts.text(options.prompt_name) if options.instruction is None else options.instruction
+        if self._score.transformer is None:
+            ids = self._asked(prompt or INSTRUCTION, row, options)
+        elif self._score.transformer.message_format is None:
+            ids = list(self.tokenize(prompt + row[QUERY], row[DOCUMENTS], truncate=options.truncate).ids)
+        else:
+            ids = self._rendered(prompt, row, self._score.transformer.message_format)
+        return EncodedRow([EncoderInput(ids, output_positions=[len(ids) - 1])])
+
+    def _asked(self, instruction: str, row: Row, options: GenerativeOptions) -> list[int]:
+        """A pair as Qwen3-Reranker is asked."""
+        text = f"<Instruct>: {instruction}\n<Query>: {row[QUERY]}\n<Document>: {row[DOCUMENTS]}"
         ids, room = self._plain_ids(text), self.max_length - len(self._head) - len(self._tail)
         if len(ids) > room and not self.may_cut(options.truncate):
             raise RequestError(
@@ -67,11 +116,27 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
                 f"query and document have {len(ids)} tokens with the instruction, more than the {room} that the "
                 "model's own words leave: shorten them, or set truncate to true",
             )
-        whole = [*self._head, *ids[:room], *self._tail]
-        return EncodedRow([EncoderInput(whole, output_positions=[len(whole) - 1])])
+        return [*self._head, *ids[:room], *self._tail]
+
+    def _rendered(self, prompt: str, row: Row, message_format: str) -> list[int]:
+        """A pair by the tokenizer's chat template, whose text cannot be cut."""
+        pairs = [("system", prompt)] * bool(prompt) + [("query", row[QUERY]), ("document", row[DOCUMENTS])]
+        messages = [
+            {"role": role, "content": text if message_format == "flat" else [{"type": "text", "text": text}]}
+            for role, text in pairs
+        ]
+        ids = self._plain_ids(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        if len(ids) > self.max_length:
+            raise RequestError(
+                "context_exceeded",
+                f"query and document have {len(ids)} tokens as the chat template writes them, more than the "
+                f"{self.max_length} of the model: shorten them",
+            )
+        return ids
 
     def decode(self, encoded: EncodedRow, options: GenerativeOptions, outputs: list[Floats]) -> TaskResult:
-        """See `EncoderTask`. The score is the probability of `yes` among both, or the difference of their logits."""
-        no, yes = outputs[0][-1][self._answers]
-        score = np.float32(yes - no if options.raw_scores else sigmoid(yes - no))
-        return TaskResult(json={"score": float(score)}, tensors={"score": score})
+        """See `EncoderTask`. The logit is that of `yes`, less that of `no`."""
+        logits = outputs[0][-1]
+        no = 0.0 if self._score.false_token is None else logits[self._score.false_token]
+        is_raw = options.raw_scores or self._activation == "identity"
+        return score_result(logits[self._score.true_token] - no, is_raw=is_raw)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import CheckpointError, HubError
-from hf_triton.hub.sentence_modules import DENSE_WEIGHTS, Dense, PoolingMode, SentenceModules
+from hf_triton.hub.sentence_modules import WEIGHTS, Dense, LayerNorm, PoolingMode, SentenceModules
 
 if TYPE_CHECKING:
     import torch
@@ -82,18 +82,25 @@ def build_head(modules: SentenceModules, model: Any, settings: ModelSettings) ->
     size = int(model.config.get_text_config().hidden_size) * len(modules.pooling)
     layers: list[Pool] = []
     for layer in modules.layers:
-        if not isinstance(layer, Dense):
+        if layer == "normalize":
             layers.append(lambda vector: torch.nn.functional.normalize(vector, dim=0))
             continue
-        if layer.num_inputs != size:
-            raise _mismatch(layer.folder, f"takes {layer.num_inputs} values, and what stands before it gives {size}")
-        layers.append(_load_dense(layer, model.get_input_embeddings().weight.device, settings))
+        num_inputs = layer.num_inputs if isinstance(layer, Dense) else layer.size
+        if num_inputs != size:
+            raise _mismatch(layer.folder, f"takes {num_inputs} values, and what stands before it gives {size}")
+        device = model.get_input_embeddings().weight.device
+        if isinstance(layer, LayerNorm):
+            layers.append(
+                _load(torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(size)}), layer.folder, device, settings)["norm"]
+            )
+            continue
+        layers.append(_load_dense(layer, device, settings))
         size = layer.num_outputs
     return Head([POOLS[mode] for mode in modules.pooling], layers, size)
 
 
 def _load_dense(layer: Dense, device: torch.device, settings: ModelSettings) -> Pool:
-    """A dense layer in float32, whatever the model's type: it is small."""
+    """A dense layer."""
     import torch
 
     activation = getattr(torch.nn, layer.activation, None)
@@ -104,12 +111,7 @@ def _load_dense(layer: Dense, device: torch.device, settings: ModelSettings) -> 
     projects = layer.has_residual and layer.num_inputs != layer.num_outputs
     if projects:
         parts["residual"] = torch.nn.Linear(layer.num_inputs, layer.num_outputs, bias=False)
-    if settings.load_format == "auto":
-        try:
-            parts.load_state_dict(_read_weights(layer.folder, settings))
-        except RuntimeError:
-            raise _mismatch(layer.folder, "has weights of other names or shapes than its config.json says") from None
-    parts.to(device, torch.float32).eval()
+    _load(parts, layer.folder, device, settings)
     apply = activation().eval()
 
     def dense(vector: torch.Tensor) -> torch.Tensor:
@@ -121,11 +123,25 @@ def _load_dense(layer: Dense, device: torch.device, settings: ModelSettings) -> 
     return dense
 
 
+def _load(
+    parts: torch.nn.ModuleDict, folder: Path, device: torch.device, settings: ModelSettings
+) -> torch.nn.ModuleDict:
+    """Give layers their weights, in float32 whatever the model's type: they are small."""
+    import torch
+
+    if settings.load_format == "auto":
+        try:
+            parts.load_state_dict(_read_weights(folder, settings))
+        except RuntimeError:
+            raise _mismatch(folder, "has weights of other names or shapes than its config.json says") from None
+    return parts.to(device, torch.float32).eval()
+
+
 def _read_weights(folder: Path, settings: ModelSettings) -> dict[str, torch.Tensor]:
     import torch
     from safetensors.torch import load_file
 
-    safe, pickled = (folder / name for name in DENSE_WEIGHTS)
+    safe, pickled = (folder / name for name in WEIGHTS)
     try:
         if safe.exists():
             return load_file(safe)
@@ -146,4 +162,4 @@ def _read_weights(folder: Path, settings: ModelSettings) -> dict[str, torch.Tens
 
 
 def _mismatch(folder: Path, problem: str) -> CheckpointError:
-    return CheckpointError("weights_mismatch", f"the Dense module in {folder.name} {problem}")
+    return CheckpointError("weights_mismatch", f"the module in {folder.name} {problem}")

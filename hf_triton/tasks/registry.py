@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import SettingsError
-from hf_triton.hub.kind import find_task, generates_text
+from hf_triton.hub.kind import find_task, find_way
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 
@@ -30,26 +30,27 @@ ENCODER_TASKS: Final[dict[str, str]] = {
 """Each is a class in the module of its own name, with underscores."""
 
 
-GENERATIVE_TASKS: Final[dict[str, str]] = {"rerank": "GenerativeRerank"}
-"""Tasks that models which generate text do otherwise: classes in modules of the name behind `generative_`."""
+VARIANTS: Final[dict[tuple[str, str], str]] = {
+    ("rerank", "generative"): "GenerativeRerank",
+    ("rerank", "pooled"): "PooledRerank",
+}
+"""Tasks that some checkpoints do in a way of their own: classes in the module `WAY_TASK`."""
 
 
-def encoder_task(name: str, *, generates: bool = False) -> type[EncoderTask[Any]] | None:
+def encoder_task(name: str, way: str | None = None) -> type[EncoderTask[Any]] | None:
     """The class of an encoder's task; None for tasks that generate text.
 
     Args:
         name: As the setting `task` has it.
-        generates: Whether the model is one that generates text.
+        way: As `find_way` finds it.
     """
     if name not in ENCODER_TASKS:
         return None
-    if generates and name in GENERATIVE_TASKS:
-        own: type[EncoderTask[Any]] = getattr(
-            importlib.import_module(f"hf_triton.tasks.generative_{name}"), GENERATIVE_TASKS[name]
-        )
-        return own
-    module = importlib.import_module(f"hf_triton.tasks.{name.replace('-', '_')}")
-    task: type[EncoderTask[Any]] = getattr(module, ENCODER_TASKS[name])
+    variant = VARIANTS.get((name, way or ""))
+    module = name.replace("-", "_") if variant is None else f"{way}_{name}"
+    task: type[EncoderTask[Any]] = getattr(
+        importlib.import_module(f"hf_triton.tasks.{module}"), variant or ENCODER_TASKS[name]
+    )
     return task
 
 
@@ -75,4 +76,4 @@ def folder_task(
         return own
     checkpoint = Hub(model_folder, settings, os.environ).find_config_folder()
     name = settings.task or (checkpoint and find_task(checkpoint)) or "text-generation"
-    return encoder_task(name, generates=checkpoint is not None and generates_text(checkpoint))
+    return encoder_task(name, None if checkpoint is None else find_way(checkpoint))

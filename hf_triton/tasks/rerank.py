@@ -3,15 +3,26 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from hf_triton.errors import CheckpointError
+from hf_triton.hub.sentence_files import load_cross_encoder, load_general_config
+from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TaskOutput, TextInput
-from hf_triton.protocol.task_requests import Row, TaskResult
+from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
+from hf_triton.protocol.tensors import Array
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, sigmoid
+from hf_triton.tasks.sentence_prompts import SentencePrompts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.settings import ModelSettings
 
 QUERY = "query"
 DOCUMENTS = "documents"
@@ -25,6 +36,10 @@ class RerankOptions(TaskOptions):
     raw_scores: bool = False
     """Whether scores are the model's logits. By default they are what the checkpoint's config says for
     sentence-transformers, else their sigmoid, from 0 to 1."""
+
+    prompt_name: str | None = None
+    """Name of the prompt that stands before the query, of those in config_sentence_transformers.json. By default its
+    `default_prompt_name`; an empty name stands for no prompt."""
 
 
 class Rerank(EncoderTask[RerankOptions]):
@@ -53,24 +68,61 @@ class Rerank(EncoderTask[RerankOptions]):
                 "score: set task to text-classification, or choose another model",
             )
 
-    def __init__(self, checkpoint: Any, settings: Any) -> None:
+    @classmethod
+    def check_files(cls, folder: Path, settings: Any) -> None:
+        """See `EncoderTask`."""
+        load_general_config(folder)
+        load_cross_encoder(folder, "sequence-classification")
+
+    def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         super().__init__(checkpoint, settings)
-        own = getattr(self.config, "sentence_transformers", None) or {}
-        named = str(own.get("activation_fn") or getattr(self.config, "sbert_ce_default_activation_function", "sigmoid"))
-        self._activation = named.rpartition(".")[2].lower()
-        if self._activation not in ACTIVATIONS:
-            raise CheckpointError(
-                "unsupported_model",
-                f"{settings.huggingface_model} makes scores by {named}, and Sigmoid and Identity are known",
-            )
+        general = load_general_config(checkpoint.folder)
+        self._activation = activation_of(self.config, general.activation, settings)
+        self._prompts = SentencePrompts(general.prompts, general.default_prompt)
+        if transformer := load_cross_encoder(checkpoint.folder, "sequence-classification"):
+            self.follow(transformer)
+
+    def read(
+        self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
+    ) -> TaskRequest[RerankOptions]:
+        """See `EncoderTask`."""
+        request = super().read(inputs, parameters, limits)
+        self._prompts.check(request.options.prompt_name)
+        return request
 
     def encode(self, row: Row, options: RerankOptions) -> EncodedRow:
         """See `EncoderTask`."""
-        return EncodedRow([self.to_input(self.tokenize(row[QUERY], row[DOCUMENTS], truncate=options.truncate))])
+        query = self._prompts.text(options.prompt_name) + row[QUERY]
+        return EncodedRow([self.to_input(self.tokenize(query, row[DOCUMENTS], truncate=options.truncate))])
 
     def decode(self, encoded: EncodedRow, options: RerankOptions, outputs: list[Floats]) -> TaskResult:
         """See `EncoderTask`."""
-        logit = outputs[0].reshape(())
-        is_raw = options.raw_scores or self._activation == "identity"
-        score = np.float32(logit if is_raw else sigmoid(logit))
-        return TaskResult(json={"score": float(score)}, tensors={"score": score})
+        return score_result(outputs[0].reshape(()), is_raw=options.raw_scores or self._activation == "identity")
+
+
+def activation_of(config: Any, named: str | None, settings: ModelSettings) -> str:
+    """What makes a score of a logit, one of ACTIVATIONS.
+
+    Args:
+        config: The model's config, where older versions of sentence-transformers name it.
+        named: What config_sentence_transformers.json names.
+        settings: The folder's.
+
+    Raises:
+        CheckpointError: It is another one.
+    """
+    own = getattr(config, "sentence_transformers", None) or {}
+    named = named or own.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
+    activation = str(named or "sigmoid").rpartition(".")[2].lower()
+    if activation not in ACTIVATIONS:
+        raise CheckpointError(
+            "unsupported_model",
+            f"{settings.huggingface_model} makes scores by {named}, and Sigmoid and Identity are known",
+        )
+    return activation
+
+
+def score_result(logit: Any, *, is_raw: bool) -> TaskResult:
+    """The result of a row: its logit, or the sigmoid of it."""
+    score = np.float32(logit if is_raw else sigmoid(logit))
+    return TaskResult(json={"score": float(score)}, tensors={"score": score})

@@ -193,7 +193,7 @@ BROKEN: dict[str, tuple[str, Callable[[Any], None], str]] = {
     "unknown module": (
         "modules.json",
         lambda modules: modules[1].update(type="sentence_transformers.models.LSTM"),
-        "sentence_transformers.models.LSTM.*not served",
+        "has the module 'LSTM' .*not served",
     ),
     "foreign module": (
         "modules.json",

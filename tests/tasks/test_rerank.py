@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.protocol.tensors import Array, encode_strings
 from hf_triton.settings import ModelSettings
-from hf_triton.tasks.generative_rerank import HEAD, TAIL, GenerativeOptions, GenerativeRerank
+from hf_triton.tasks.generative_rerank import HEAD, INSTRUCTION, TAIL, GenerativeRerank
 from hf_triton.tasks.registry import folder_task
 from hf_triton.tasks.rerank import Rerank
 from hf_triton.testing import build_tiny_checkpoint
@@ -159,7 +159,7 @@ def probability_of_yes(folder: Path, query: str, document: str, instruction: str
 
 def test_score_is_the_probability_of_yes(generative: tuple[Served, Path]) -> None:
     served, folder = generative
-    for instruction in (GenerativeOptions().instruction, "Find the opposite"):
+    for instruction in (INSTRUCTION, "Find the opposite"):
         outputs = served.ask({"query": strings([QUERY]), "documents": strings(TEXTS)}, instruction=instruction)
         expected = [probability_of_yes(folder, QUERY, text, instruction) for text in TEXTS]
         np.testing.assert_allclose(outputs["score"], expected, atol=1e-5)
