@@ -1,34 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters in a model: in one forward, each row may have another one. The only importer of peft.
+"""LoRA adapters in a model: in one forward, each row may have another one.
 
 peft puts a layer of its own around every linear layer that an adapter changes. Such a layer takes the name of an
-adapter for each row; hooks here give it the names of the rows that are computed.
+adapter for each row; hooks here give it the names of the rows that are computed. What an adapter's files say is checked
+first (`adapter_files.py`), and a layer that no adapter changes any more is the model's own again.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from hf_triton.errors import CheckpointError, SettingsError
+from hf_triton.runner.adapter_files import (
+    PREFIX,
+    TOKENS,
+    AdapterConfig,
+    AdapterPlan,
+    plan_adapter,
+    read_adapter_config,
+    read_tensors,
+    refuse,
+    short,
+    split_name,
+)
 from hf_triton.runner.numerics import agree
 
 NO_ADAPTER: Final = "__base__"
 """peft's name for rows without an adapter."""
 NUM_TRIAL_TOKENS: Final = 5
-PREFIX: Final = "base_model.model."
-"""Of the names in an adapter's file."""
-KEEPING_INITS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
-"""The values of `init_lora_weights` with which peft leaves the base model's weights as they are."""
+SPARE_BYTES: Final = 64 << 20
+"""What an adapter's file may have beside twice the bytes of the model."""
 KEY_BITS: Final = 33
 """Bits of a key in the prefix cache without an adapter."""
 
@@ -84,20 +98,35 @@ class Adapters:
             CheckpointError: It is not for this model, or rows cannot choose it; the message is the end of a sentence.
             SettingsError: peft is not installed.
         """
-        config, weights = _read(folder)
+        config = read_adapter_config(folder)
+        tensors = read_tensors(folder, 2 * self._num_bytes + SPARE_BYTES)
         adapter = Adapter(next(self._numbers))
+        fault = None
         with self._changing():
             self._sweep()
             try:
-                self._inject(adapter, config, weights)
+                plan = plan_adapter(config, self._renamed(config, tensors), self._layers)
+                self._inject(adapter, config, plan)
                 self._loaded[adapter.key] = weakref.ref(adapter)
                 self._try_out(adapter)
+            except CheckpointError as error:
+                fault = error.sentence
             except Exception as error:
+                fault = f"does not fit the model ({short(error)})"
+            if fault is not None:
                 self._delete(adapter.key)
-                if isinstance(error, CheckpointError):
-                    raise
-                raise CheckpointError("adapter_invalid", f"does not fit the model ({_short(error)})") from None
+        if fault is not None:  # without the exception behind it, whose frames hold tensors
+            refuse(fault)
         return adapter
+
+    @cached_property
+    def _layers(self) -> dict[str, torch.nn.Module]:
+        """The model's modules by name, without any adapter."""
+        return dict(_own_modules(self._model, ""))
+
+    @cached_property
+    def _num_bytes(self) -> int:
+        return sum(own.numel() * own.element_size() for own in self._model.parameters())
 
     def sweep(self) -> None:
         """Delete the adapters whose `Adapter` is no longer referenced."""
@@ -123,55 +152,56 @@ class Adapters:
             finally:
                 self._rows = self._plain
 
-    def _inject(self, adapter: Adapter, config: Any, weights: dict[str, torch.Tensor]) -> None:
+    def _renamed(self, config: AdapterConfig, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors as this transformers names them: an adapter may be older than a change of its model's layers."""
+        try:
+            from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+        except ImportError:  # an older peft
+            return tensors
+        renamed = convert_peft_adapter_state_dict_for_transformers(
+            self._model, _peft_config(config, AdapterPlan({})), tensors
+        )
+        return {name.removeprefix(PREFIX): tensor for name, tensor in renamed.items()}
+
+    def _inject(self, adapter: Adapter, config: AdapterConfig, plan: AdapterPlan) -> None:
         """Put an adapter's weights into the model.
 
         Raises:
-            CheckpointError: The file lacks weights, has more than the model takes, or some of other shapes.
+            CheckpointError: The file lacks weights, or has more than the model takes.
         """
-        from peft import inject_adapter_in_model, set_peft_model_state_dict
+        from peft import inject_adapter_in_model
 
-        own = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
-        try:
-            inject_adapter_in_model(config, self._model, adapter.key)
-        finally:
-            self._hook_layers()
-        self._check_base_is_kept(own)
-        self._check_shapes(adapter, own)
-        info: Any = set_peft_model_state_dict(self._model, own, adapter.key)
+        self._check_company(plan)
+        names: Any = dict.fromkeys(f"{layer}.lora_A" for layer in plan.ranks)
+        inject_adapter_in_model(_peft_config(config, plan), self._model, adapter.key, state_dict=names)
+        self._hook_layers()
         self._model.eval()
-        missing = [name for name in info.missing_keys if adapter.key in name.split(".")]
-        for names, fault in ((missing, "lacks"), (info.unexpected_keys, "has, and the model has not,")):
-            if names:
-                listed = ", ".join(sorted(names)[:3]).replace(f".{adapter.key}.", ".")
-                raise CheckpointError("adapter_invalid", f"{fault} {len(names)} tensors: {listed}")
+        tensors = {_peft_name(name, adapter.key): tensor for name, tensor in plan.tensors.items()}
+        own = {name: own for name, own in self._model.named_parameters() if adapter.key in name.split(".")}
+        if tensors.keys() != own.keys():
+            listed = ", ".join(sorted(tensors.keys() ^ own.keys())[:3]).replace(f".{adapter.key}", "")
+            refuse(f"does not fit the model (peft has no place for, or no tensor of, {listed})")
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
 
-    def _check_base_is_kept(self, weights: dict[str, torch.Tensor]) -> None:
-        """Refuse tensors that peft would load over the base model's own, which all rows share.
+    def _check_company(self, plan: AdapterPlan) -> None:
+        """Refuse a second way to change a layer: peft has one for a layer at a time."""
+        from peft.tuners.lora import LoraLayer
+        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
-        Raises:
-            CheckpointError: A tensor of the adapter would replace another of the model.
-        """
-        own = dict(self._model.named_parameters())
-        for name in sorted(weights.keys() & own.keys()):
-            if not torch.equal(weights[name].to(own[name]), own[name]):
-                raise CheckpointError("adapter_invalid", f"replaces {name} of the model: merge it into its base model")
-
-    def _check_shapes(self, adapter: Adapter, weights: dict[str, torch.Tensor]) -> None:
-        """Refuse tensors of other shapes than the layers that peft has made for them.
-
-        Raises:
-            CheckpointError: Names the first one.
-        """
-        layers = {name.replace(f".{adapter.key}", ""): weight for name, weight in self._model.named_parameters()}
-        for name in sorted(weights.keys() & layers.keys()):
-            own, expected = list(weights[name].shape), list(layers[name].shape)
-            if own != expected:
-                raise CheckpointError(
-                    "adapter_invalid",
-                    f"has tensors of other shapes than the model, as {name}: {own} in place of {expected}: it was made "
-                    "for another base model",
-                )
+        ways: Any = (
+            (plan.ranks, LoraLayer, "LoRA"),
+            (plan.saved, ModulesToSaveWrapper, "modules_to_save"),
+            (plan.tokens, TrainableTokensWrapper, "trainable_token_indices"),
+        )
+        for names, kind, way in ways:
+            for name in names:
+                layer = self._model.get_submodule(name)
+                if _is_adapted(layer) and not isinstance(layer, kind):
+                    refuse(
+                        f"changes {name} by {way}, and another adapter of this model in another way: train them alike"
+                    )
 
     def _hook_layers(self) -> None:
         for layer in _adapted_layers(self._model):
@@ -183,9 +213,8 @@ class Adapters:
         """Give a layer of peft the adapter of each row of its input."""
         rows = self._rows
         names = [rows] * len(arguments[0]) if isinstance(rows, str) else rows
-        copies = getattr(layer, "modules_to_save", None)  # a layer that some adapters have whole
-        if copies is not None:
-            names = [name if name in copies else NO_ADAPTER for name in names]
+        known = layer._get_available_adapters()  # some layers of peft refuse the name of an adapter without them
+        names = [name if name in known else NO_ADAPTER for name in names]
         return arguments, {**named, "adapter_names": names}
 
     @torch.inference_mode()
@@ -206,9 +235,9 @@ class Adapters:
             self._rows = self._plain
         alone = torch.cat([self._logits(token_ids), alone])
         if not bool(alone.isfinite().all()):
-            raise CheckpointError("adapter_invalid", "makes NaN or infinite numbers of the model's outputs")
+            refuse("makes NaN or infinite numbers of the model's outputs")
         if not agree(alone, beside, alone.dtype):
-            raise CheckpointError("adapter_invalid", "changes the outputs of other rows: merge it into its base model")
+            refuse("changes the outputs of other rows: merge it into its base model")
 
     def _logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The model's logits for token ids `[rows, tokens]`; with a decoder beside its encoder, for both."""
@@ -221,13 +250,16 @@ class Adapters:
             self._delete(key)
 
     def _delete(self, key: str) -> None:
-        self._loaded.pop(key, None)
-        if key not in getattr(self._model, "peft_config", {}):
-            return
+        """Take an adapter out of the model, one that is only half in it too."""
         from peft.functional import delete_adapter
 
+        self._loaded.pop(key, None)
         delete_adapter(self._model, key, "lora_")
-        del self._model.peft_config[key]
+        getattr(self._model, "peft_config", {}).pop(key, None)
+        for name, layer in reversed(list(self._model.named_modules())):
+            if _is_adapted(layer) and not layer._get_available_adapters():
+                parent, _, child = name.rpartition(".")
+                setattr(self._model.get_submodule(parent), child, _own_module(layer))
 
 
 def without_peft_wrapper(model: Any) -> Any:
@@ -261,61 +293,68 @@ def _active_adapter(model: Any) -> str:
     return active[0] if active else NO_ADAPTER
 
 
-def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """An adapter's config and weights, on the CPU; raises what `read_adapter_config` raises."""
-    from safetensors.torch import load
+def _peft_config(config: AdapterConfig, plan: AdapterPlan) -> Any:
+    """What peft is told: names of layers, numbers and flags."""
+    from peft import LoraConfig
 
-    config = read_adapter_config(folder)
-    try:  # a map of a file that shrinks kills the process
-        return config, load((folder / "adapter_model.safetensors").read_bytes())
-    except Exception as error:
-        raise CheckpointError("adapter_invalid", f"cannot be read ({_short(error)})") from None
-
-
-def read_adapter_config(folder: Path) -> Any:
-    """An adapter's config.
-
-    Raises:
-        CheckpointError: It cannot be read, or is of another method.
-        SettingsError: peft is not installed.
-    """
-    try:
-        from peft import LoraConfig, PeftConfig
-    except ImportError:
-        raise SettingsError("adapters need the package peft: pip install 'hf-triton[lora]'") from None
-    try:
-        config = PeftConfig.from_pretrained(str(folder))
-    except Exception as error:
-        raise CheckpointError("adapter_invalid", f"cannot be read ({_short(error)})") from None
-    if not isinstance(config, LoraConfig):
-        raise CheckpointError(
-            "adapter_invalid", f"is a {config.peft_type.value} adapter, and LoRA adapters can be chosen alone"
-        )
-    if config.alora_invocation_tokens:
-        raise CheckpointError("adapter_invalid", "is an aLoRA adapter, which begins within a prompt: train it as LoRA")
-    if change := _change_of_base(config):
-        raise CheckpointError("adapter_invalid", f"changes its base model ({change}): merge it into its base model")
-    return config
+    rank, ranks = _patterns(plan.ranks, config.rank)
+    alpha, alphas = _patterns(plan.alphas, config.alpha)
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        target_modules=list(plan.ranks),
+        use_rslora=config.is_rank_stabilized,
+        lora_bias=config.has_bias,
+        modules_to_save=plan.saved or None,
+        trainable_token_indices=plan.tokens or None,
+        inference_mode=True,
+    )
 
 
-def _change_of_base(config: Any) -> str | None:
-    """The option of an adapter that changes the model itself, and so the rows without the adapter; None: none does."""
-    if config.bias != "none":
-        return f"bias: {config.bias}"
-    if config.layer_replication:
-        return "layer_replication"
-    if config.init_lora_weights not in KEEPING_INITS:  # PiSSA, OLoRA and others subtract from the base's weights
-        return f"init_lora_weights: {config.init_lora_weights}"
-    return None
+def _peft_name(name: str, key: str) -> str:
+    """The name in the model of an adapter's tensor."""
+    layer, part = split_name(name)
+    if part in ("lora_embedding_A", "lora_embedding_B", TOKENS):
+        return f"{name}.{key}"
+    first, _, rest = part.rpartition(".")
+    return f"{layer}.{first or 'modules_to_save'}.{key}.{rest}"
+
+
+def _patterns(values: Mapping[str, Any], default: Any) -> tuple[Any, dict[str, Any]]:
+    """The value of most layers, and patterns of peft for the others, by value: peft tries each with each layer."""
+    if not values:
+        return default, {}
+    [(common, _)] = Counter(values.values()).most_common(1)
+    others: dict[Any, list[str]] = {}
+    for name, value in values.items():
+        if value != common:
+            others.setdefault(value, []).append(re.escape(name))
+    return common, {f"^(?:{'|'.join(names)})": value for value, names in others.items()}
 
 
 def _adapted_layers(model: Any) -> Iterator[Any]:
+    return filter(_is_adapted, model.modules())
+
+
+def _is_adapted(layer: Any) -> bool:
+    """Whether a module is a layer of peft around one of the model's own."""
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    return (layer for layer in model.modules() if isinstance(layer, LoraLayer | AuxiliaryTrainingWrapper))
+    return isinstance(layer, LoraLayer | AuxiliaryTrainingWrapper)
 
 
-def _short(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text if len(text) <= 200 else text[:197] + '...'}"
+def _own_module(layer: Any) -> Any:
+    """The model's own module behind layers of peft."""
+    while _is_adapted(layer):
+        layer = layer.original_module if hasattr(layer, "original_module") else layer.base_layer
+    return layer
+
+
+def _own_modules(module: Any, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, child in module.named_children():
+        own = _own_module(child)
+        yield f"{prefix}{name}", own
+        yield from _own_modules(own, f"{prefix}{name}.")

@@ -30,6 +30,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "all": {"seed": 3, "r": 2, "target_modules": "all-linear"},
     "embedding": {"seed": 4, "target_modules": ["embed_tokens", "o_proj"]},
     "trained head": {"seed": 5, "modules_to_save": ["lm_head"]},
+    "rank-stabilized": {"seed": 6, "use_rslora": True, "lora_alpha": 3},
+    "patterns": {
+        "seed": 7,
+        "target_modules": "all-linear",
+        "rank_pattern": {"^model.layers.1.self_attn.q_proj": 6, r"layers\.\d\.mlp\.(up|down)_proj": 2, "k_proj": 3},
+        "alpha_pattern": {"model.layers.0.self_attn.q_proj": 16, ".*mlp.*": 3, "o_pro.": 40},
+    },
+    "regular expression": {"seed": 8, "target_modules": r".*\.1\.(self_attn|mlp)\.(q|up)_proj"},
+    "some layers": {"seed": 9, "layers_to_transform": [1], "layers_pattern": "layers"},
+    "all but": {"seed": 10, "target_modules": "all-linear", "exclude_modules": ["o_proj"]},
+    "bias": {"seed": 11, "lora_bias": True},
 }
 ENGINES = {"continuous": ContinuousBatchingEngine, "batch": BatchEngine}
 NUM_TOKENS = 10
@@ -118,6 +129,19 @@ def test_each_sequence_of_a_mixed_batch_equals_peft_alone(
         assert found == generate_with(checkpoint, folders[name] if name else None, prompt, NUM_TOKENS), name
 
 
+def test_tokens_of_their_own_leave_other_rows_alone(started: Started, checkpoint: Path, tmp_path: Path) -> None:
+    tokens: dict[str, Any] = {"first": [7, 40, 5], "second": {"embed_tokens": [41]}, "third": None}
+    folders = {
+        name: save_adapter(checkpoint, tmp_path / name, seed=20 + len(name), trainable_token_indices=ids)
+        for name, ids in tokens.items()
+    }
+    adapters = {name: started.adapters.load(folder) for name, folder in folders.items()}
+    jobs = list(zip(prompts(8), [None, *tokens] * 2, strict=True))
+    found = started.run(*((prompt, adapters[name] if name else None) for prompt, name in jobs))
+    for (prompt, name), answer in zip(jobs, found, strict=True):
+        assert answer == generate_with(checkpoint, folders[name] if name else None, prompt, NUM_TOKENS), name
+
+
 def test_prefixes_of_one_adapter_are_not_reused_for_another(
     started: Started, checkpoint: Path, folders: dict[str, Path]
 ) -> None:
@@ -182,7 +206,7 @@ def test_a_peft_model_keeps_continuous_batching(checkpoint: Path, folders: dict[
 @pytest.mark.parametrize(
     ("config", "edit", "words"),
     [
-        ({}, ("q_proj", "nothing"), "lacks|has, and the model has not"),
+        ({}, ("q_proj", "nothing"), "has, and target_modules does not name, .*q_proj"),
         ({"use_dora": True}, ("", ""), "DoRA"),
         ({"alora_invocation_tokens": [3]}, ("", ""), "aLoRA"),
         ({}, ('"r": 4', '"r": 8'), r"other shapes than the model, as .*lora_A.weight: \[4, 64\] in place of \[8, 64\]"),

@@ -29,7 +29,7 @@ def save_adapter(checkpoint: Path, folder: Path, *, seed: int = 0, **config: Any
     chosen = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5, **config}
     base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with quietly():
-        get_peft_model(base, LoraConfig(init_lora_weights=False, **chosen)).save_pretrained(folder)
+        get_peft_model(base, LoraConfig(**{"init_lora_weights": False, **chosen})).save_pretrained(folder)
     return folder
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hf_triton.errors import HfTritonError, RequestError, as_own_error
+from hf_triton.errors import RequestError, as_own_error
 from hf_triton.hub.resolve import ADAPTER_FILES
 from hf_triton.protocol.validation import suggest
 from hf_triton.settings import ADAPTER_NAME
@@ -38,7 +38,9 @@ class _Found:
 
     version: object
     """Changes with its files."""
-    result: Adapter | HfTritonError
+    adapter: Adapter | None
+    fault: str = ""
+    """Why there is none, as the end of a sentence; not the exception, whose frames hold tensors."""
 
 
 class AdapterStore:
@@ -81,9 +83,9 @@ class AdapterStore:
             names = self.names()
             known = suggest(name, names) if names else ": this model has no adapters"
             raise RequestError("adapter_not_found", f"there is no adapter {name!r}{known}")
-        if isinstance(found.result, HfTritonError):
-            raise RequestError("adapter_invalid", f"the adapter {name!r} {found.result.sentence}")
-        return found.result
+        if found.adapter is None:
+            raise RequestError("adapter_invalid", f"the adapter {name!r} {found.fault}")
+        return found.adapter
 
     def _scan(self) -> None:
         """Load what has come to the subfolder, and forget what has gone, at most once a second."""
@@ -111,11 +113,11 @@ class AdapterStore:
     def _load_again(self, known: _Found | None, folder: Path, version: object) -> _Found:
         """Load an adapter whose files have come or changed; one that is in use stays until the new files are whole."""
         loaded = self._load(folder.name, partial(Path, folder), version)
-        if known is None or isinstance(known.result, HfTritonError):
+        if known is None or known.adapter is None:
             return loaded
-        if isinstance(loaded.result, HfTritonError) or _version(folder) != version:
+        if loaded.adapter is None or _version(folder) != version:
             logger.warning("adapter %s: stays as it was before its files changed", folder.name)
-            return _Found(version, known.result)
+            return _Found(version, known.adapter)
         return loaded
 
     def _load(self, name: str, find: Callable[[], Path], version: object = None) -> _Found:
@@ -123,10 +125,9 @@ class AdapterStore:
             adapter = self._adapters.load(find())
         except Exception as error:
             own = as_own_error(f"loading the adapter {name}", error)
-            if own.code != ENDS_A_SENTENCE:
-                own = HfTritonError(own.code, f"cannot be loaded: {own.sentence}")
-            logger.error("adapter %s: its requests are refused: it %s", name, own.sentence)
-            return _Found(version, own)
+            fault = own.sentence if own.code == ENDS_A_SENTENCE else f"cannot be loaded: {own.sentence}"
+            logger.error("adapter %s: its requests are refused: it %s", name, fault)
+            return _Found(version, None, fault)
         logger.info("adapter %s: loaded", name)
         return _Found(version, adapter)
 
