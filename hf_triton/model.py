@@ -165,6 +165,7 @@ def start_service(
         cancel_elsewhere=partial(cancel_elsewhere, name),
         headers=find_forwarded_headers(settings.forwarded_headers),
         tracer=tracer,
+        info=task.info,
     )
     door = DoorServer(name, int(version), take=service.take, begin_request=meter.begin_request, poller=poller)
     door.open()

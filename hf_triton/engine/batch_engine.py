@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -57,6 +57,8 @@ class BatchEngine(EngineThread):
         config: The engine's constants.
         adapters: The model's LoRA adapters; the sequences of a batch have the same.
     """
+
+    name: ClassVar[str] = "batch"
 
     def __init__(
         self,

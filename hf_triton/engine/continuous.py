@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -44,6 +44,8 @@ class ContinuousBatchingEngine(EngineThread):
         config: The engine's constants.
         adapters: The model's LoRA adapters.
     """
+
+    name: ClassVar[str] = "continuous"
 
     def __init__(
         self,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from hf_triton.engine.sequence import SequenceGroup, SequenceObserver
 from hf_triton.errors import HfTritonError
@@ -45,6 +45,9 @@ class Observer:
 
 class Engine(Protocol):
     """Generates for many sequence groups at a time in a thread of its own."""
+
+    name: ClassVar[str]
+    """As the setting `engine` has it."""
 
     def submit(self, groups: list[SequenceGroup]) -> None:
         """Queue the sequence groups of one request and return at once; all of them, or none.

@@ -106,7 +106,9 @@ def _num_side_by_side(folder: Folder, size: int) -> int:
 
 
 def _own_limit(folder: Folder, setting: str) -> int | None:
-    """A number among a folder's settings; None: its config has none."""
+    """A number among a folder's settings; None: it is not known."""
+    if folder.info is not None:
+        return int(getattr(folder.info, setting))
     own = folder.parameters.get(setting, "")
     return int(own) if own.isascii() and own.isdigit() else None
 

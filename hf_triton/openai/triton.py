@@ -16,6 +16,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
 from hf_triton.openai.errors import ApiError, load_reason, model_not_found, triton_error
+from hf_triton.openai.hints import pass_over
+from hf_triton.openai.model_infos import ModelInfos
 from hf_triton.openai.on_demand import OnDemand, Use
 from hf_triton.openai.tracing import caller
 from hf_triton.openai.triton_messages import (
@@ -98,6 +100,7 @@ class TritonModels:
         self._listing: asyncio.Task[None] | None = None
         self._seen: dict[str, Model] = {}
         self._changes: dict[str, int] = {}
+        self._infos = ModelInfos(self._stub, self._headers)
 
     async def close(self) -> None:
         """Cancel what is in flight and disconnect."""
@@ -208,6 +211,7 @@ class TritonModels:
             if self._changes.get(name) != use.change:
                 if self._listing is not None and not self._listing.done():
                     await asyncio.wait([self._listing])  # it began before the load
+                self._infos.forget(name)
                 await asyncio.shield(self._list())
                 self._changes[name] = use.change
             yield use
@@ -235,6 +239,7 @@ class TritonModels:
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         by_name = {folder.name: folder for folder in folders if folder is not None}
+        self._infos.keep(by_name)
         self._models = _models(by_name, self._seen)
         self._seen.update(self._models)
         self._listed_s = time.monotonic()
@@ -248,7 +253,8 @@ class TritonModels:
             if error.code() is grpc.StatusCode.UNAVAILABLE and "unknown model" not in (error.details() or ""):
                 raise
             return None  # unloaded meanwhile
-        return Folder.from_config(name, answer.config)
+        folder = Folder.from_config(name, answer.config)
+        return dataclasses.replace(folder, info=await self._infos.of(folder, answer.config))
 
     async def generate(self, generation: Generation | TextRequest) -> Outputs:
         """Generate or encode, and return the whole response. Cancelling the task cancels the request.
@@ -268,6 +274,7 @@ class TritonModels:
 
     async def _generate(self, generation: Generation | TextRequest, timeout_s: float) -> Outputs:
         folder = await self._folder(generation.model_name, generation.task, is_stream=False)
+        self._note_hints(generation)
         if folder.is_decoupled:  # such folders refuse ModelInfer
             responses = [response async for response in self._stream(folder, generation, timeout_s, is_stream=False)]
             return responses[-1]
@@ -291,6 +298,7 @@ class TritonModels:
             async with self._in_use(generation.model_name) as use:
                 try:
                     folder = await self._folder(generation.model_name, generation.task, is_stream=True)
+                    self._note_hints(generation)
                     async with contextlib.aclosing(
                         self._stream(folder, generation, use.left_s, is_stream=True)
                     ) as responses:
@@ -324,6 +332,13 @@ class TritonModels:
         finally:
             call.cancel()
 
+    def _note_hints(self, generation: Generation | TextRequest) -> None:
+        """Name the variables that the model's chat template does not read; its process passes them over."""
+        model = self._models.get(generation.model_name)
+        if isinstance(generation, Generation) and model is not None and model.folder.info is not None:
+            for name in generation.unread_variables(model.folder.info):
+                pass_over(name)
+
     def _error(self, error: grpc.aio.AioRpcError, generation: Generation | TextRequest | None = None) -> ApiError:
         return self._status_error(error.code(), error.details(), generation)
 
@@ -346,6 +361,7 @@ class TritonModels:
         error = triton_error(message, generation.names, generation.fields, status)
         if error.code is None:
             self._models.pop(generation.model_name, None)  # the next request lists the models first
+            self._infos.forget(generation.model_name)
         if error.code == "adapter_not_found":
             is_of_model = ADAPTER_MARK in generation.model
             return ApiError(404, error.message, param="model" if is_of_model else "lora_name", code="model_not_found")

@@ -7,20 +7,24 @@ import json
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
 from tritonclient.grpc import service_pb2
 
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.tracing import caller
 from hf_triton.protocol.chat import MESSAGES
+from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.ports import TEXT_OUTPUTS
 from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS
+from hf_triton.settings import TEXT_TO_TEXT, TaskName
 
 DOOR_SUFFIX: Final = "_stream"
 ADAPTER_MARK: Final = ":"
 """Between a model's name and that of one of its LoRA adapters."""
 LORA_NAME: Final = "lora_name"
+REASONING_EFFORT: Final = "reasoning_effort"
+TEMPLATE_KWARGS: Final = "chat_template_kwargs"
 TEXT_GENERATION: Final = "text-generation"
 EMBEDDINGS: Final = "embeddings"
 RERANK: Final = "rerank"
@@ -34,6 +38,12 @@ ENDPOINTS: Final[Mapping[str, str]] = {
     CLASSIFICATION: "/v1/classify",
 }
 """Where models of each task are asked."""
+TASKS: Final[Mapping[str, str | None]] = {
+    **dict.fromkeys(get_args(TaskName)),
+    **{task: task for task in ENDPOINTS},
+    **dict.fromkeys(TEXT_TO_TEXT, TEXT_GENERATION),
+}
+"""By a model's own task, the one that it has here; None: no endpoint."""
 FORMATS: Final[Mapping[str, str]] = {"UINT32": "I", "INT32": "i", "FP32": "f", "INT64": "q", "UINT64": "Q"}
 
 Outputs: TypeAlias = dict[str, list[Any]]
@@ -50,6 +60,8 @@ class Folder:
     inputs: frozenset[str]
     outputs: frozenset[str]
     parameters: Mapping[str, str]
+    info: ModelInfo | None = None
+    """What the model's process says; None: it says nothing, and ports and parameters tell."""
 
     @classmethod
     def from_config(cls, name: str, config: Any) -> Folder:
@@ -66,6 +78,8 @@ class Folder:
     @property
     def task(self) -> str | None:
         """What the folder's model does; None if the gateway has no endpoint for it."""
+        if self.info is not None and self.info.task in TASKS:
+            return TASKS[self.info.task]
         if EMBEDDING in self.outputs:
             return EMBEDDINGS
         if self.inputs >= {"query", "documents"}:
@@ -144,6 +158,16 @@ class Generation:
     def task(self) -> str:
         """What the model must do."""
         return TEXT_GENERATION
+
+    def unread_variables(self, info: ModelInfo) -> list[str]:
+        """The client's names of those variables of a chat template that the model's does not read."""
+        if info.template_variables is None:
+            return []
+        given = {REASONING_EFFORT: self.names.get(REASONING_EFFORT, REASONING_EFFORT)}
+        given = {name: place for name, place in given.items() if name in self.options}
+        named = json.loads(str(self.options.get(TEMPLATE_KWARGS, "{}")))
+        given |= {name: f"{TEMPLATE_KWARGS}.{name}" for name in named}
+        return [place for name, place in given.items() if name not in info.template_variables]
 
     @property
     def model_name(self) -> str:

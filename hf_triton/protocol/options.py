@@ -10,6 +10,7 @@ import annotated_types
 from pydantic import BaseModel, ConfigDict
 
 from hf_triton.protocol.chat import ChatOptions
+from hf_triton.protocol.model_info import MODEL_INFO
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.validation import validated
 
@@ -34,6 +35,10 @@ class RequestOptions(BaseModel):
 
     cancel: bool | None = None
     """Whether to cancel the requests with this request's id and do nothing else."""
+
+    model_info: bool | None = None
+    """Whether to answer, at once and in the output `output`, what the model is: a JSON object of its task, context
+    length, engine, dtype, memory and chat template. Nothing else is done, and the request is not counted."""
 
     return_finish_reason: bool | None = None
     """Whether to fill the output `finish_reason`: `stop` (end-of-sequence token or stop string), `length`
@@ -89,7 +94,8 @@ PARAMETERS: Final[Mapping[str, type[BaseModel]]] = {
 }
 """Every request parameter and the model that declares it."""
 CANCEL: Final = "cancel"
-"""Never an input: it is read before tensors are."""
+BEFORE_INPUTS: Final = (CANCEL, MODEL_INFO)
+"""Never inputs: they are read before tensors are."""
 OPTIONS: Final = frozenset(RequestOptions.model_fields)
 CHAT_OPTIONS: Final = frozenset(ChatOptions.model_fields)
 NO_OPTIONS: Final = RequestOptions()

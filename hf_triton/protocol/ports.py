@@ -9,7 +9,7 @@ from typing import Any, Final
 from hf_triton.errors import SettingsError
 from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS, DIALECT_TYPES, SUGGESTIONS
-from hf_triton.protocol.options import CANCEL, PARAMETERS
+from hf_triton.protocol.options import BEFORE_INPUTS, PARAMETERS
 from hf_triton.protocol.prompts import PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS, SOURCES
 from hf_triton.protocol.validation import suggest, value_type
 
@@ -69,7 +69,7 @@ def missing_ports(
             names.append(MESSAGES)
     if parameters_as_inputs:
         others = (*PARAMETERS, *ALIASES, *DIALECT_INPUTS)
-        names += [name for name in others if name not in (*STRING_ARRAYS, CANCEL)]
+        names += [name for name in others if name not in (*STRING_ARRAYS, *BEFORE_INPUTS)]
     inputs: list[dict[str, Any]] = [  # optional, so that the error for a missing prompt is ours
         {
             "name": name,
@@ -158,7 +158,7 @@ def check_config(
 def _check_input(name: str, data_type: str) -> None:
     parameter = ALIASES.get(name, name)
     is_known = name in (*SOURCES, *PROMPT_ALIASES, *DIALECT_INPUTS) or parameter in PARAMETERS
-    if not is_known or name == CANCEL:
+    if not is_known or name in BEFORE_INPUTS:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', but there is no such request parameter"
             f"{suggest(SUGGESTIONS.get(name, name), [*SOURCES, *PARAMETERS, *ALIASES], 'docs/requests.md')}"

@@ -19,12 +19,13 @@ import numpy.typing as npt
 from hf_triton.encoder.types import EncoderGroup, EncoderLoad
 from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_own_error, panics_as_errors
+from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, encode_results, outputs_to_fill
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.tasks.admission import MIN_ENCODER_BYTES, AdmissionGate, request_limits
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
-from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.meter import Meter
 from hf_triton.tasks.request import InferenceRequest
 
@@ -47,6 +48,7 @@ class EncoderService:
         limits: What one request may hold.
         max_waiting: Rows that may wait; see `AdmissionGate`.
         meter: Counts tokens and times.
+        info: What the model is.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class EncoderService:
         *,
         max_waiting: int,
         meter: Meter,
+        info: ModelInfo | None = None,
     ) -> None:
+        self.info = info
         self._task = task
         self._engine = engine
         self._limits = limits
@@ -262,7 +266,8 @@ def build_encoder_service(
     engine: EncoderEngine | NoEngine = NoEngine()
     if settings.has_weights:
         engine = build_task_engine(task, checkpoint, settings, on_fatal=on_fatal)
-    return EncoderService(task, engine, limits, max_waiting=settings.max_waiting_prompts, meter=meter)
+    info = model_info(checkpoint, settings, task=task.declaration.name, engine=settings.runtime)
+    return EncoderService(task, engine, limits, max_waiting=settings.max_waiting_prompts, meter=meter, info=info)
 
 
 def build_task_engine(

@@ -4,11 +4,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_triton.engine.types import EngineLoad
+from hf_triton.hub.spec import CheckpointSpec
+from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.sender import ResponseSender
+
+if TYPE_CHECKING:
+    from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.settings import ModelSettings
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,38 @@ class Task(Protocol):
         """Answer every request that is not finished, then stop."""
 
 
+def model_info(checkpoint: Checkpoint, settings: ModelSettings, *, task: str, engine: str, **chat: Any) -> ModelInfo:
+    """What a loaded model is.
+
+    Args:
+        checkpoint: The model.
+        settings: The folder's.
+        task: What the model does.
+        engine: What runs it.
+        chat: The fields of `ModelInfo` about chats.
+    """
+    name = settings.huggingface_model
+    model = checkpoint.model
+    footprint = getattr(model, "get_memory_footprint", None)  # a graph has none
+    return ModelInfo(
+        task=task,
+        model=Path(name).name if CheckpointSpec(name).is_local else name,
+        context_length=checkpoint.context_length,
+        engine=engine,
+        dtype=str(model.dtype).removeprefix("torch.") if settings.runtime == "torch" else settings.precision,
+        device=str(model.device),
+        memory_bytes=footprint() if settings.has_weights and callable(footprint) else 0,
+        max_prompts=settings.max_prompts,
+        max_waiting_prompts=settings.max_waiting_prompts,
+        **chat,
+    )
+
+
 class LoadedTask(Task, Protocol):
     """The task of a folder with a model of its own."""
+
+    info: ModelInfo | None
+    """What the model is."""
 
     def load(self) -> EngineLoad:
         """What its engine holds."""

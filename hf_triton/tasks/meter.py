@@ -20,7 +20,7 @@ from hf_triton.engine.sequence import Completion, RequestTimes, SequenceGroup, S
 from hf_triton.engine.types import EngineLoad, Observer
 from hf_triton.errors import CODES, where
 from hf_triton.tasks import metrics
-from hf_triton.tasks.metrics import METRICS, OK, Metric
+from hf_triton.tasks.metrics import METRICS, OK, UNCOUNTED, Metric
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Meter(Observer):
     """Notes the times of requests. This one counts nothing."""
 
     def begin_request(self) -> Callable[[str], None]:
-        """Count a request. Returns a function to call once with its outcome: `ok` or the error's code."""
+        """Count a request. Returns a function to call once with its outcome: `ok`, the error's code, or `UNCOUNTED`."""
         return lambda outcome: None
 
     def on_admit(self, group: SequenceGroup) -> SequenceObserver:
@@ -119,6 +119,8 @@ class MetricsMeter(Meter):
 
     def _end_request(self, arrival_s: float, outcome: str) -> None:
         self.note(metrics.IN_FLIGHT, -1)
+        if outcome == UNCOUNTED:
+            return
         self.note(metrics.REQUESTS, 1, outcome if outcome == OK or outcome in CODES else "hook_failed")
         if outcome == OK:
             self.note(metrics.LATENCY, time.monotonic() - arrival_s)

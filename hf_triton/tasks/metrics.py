@@ -36,6 +36,8 @@ class Metric:
     """Upper bounds of a histogram's buckets."""
 
 
+UNCOUNTED: Final = "uncounted"
+"""The outcome of a request that the metrics leave out."""
 REQUESTS: Final = Metric(
     "hf_triton_requests_total",
     "counter",

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from hf_triton.engine.sequence import RequestTimes
 from hf_triton.errors import CancelledError, DeadlineExceededError, HfTritonError
+from hf_triton.tasks.metrics import UNCOUNTED
 
 
 class InferenceRequest(ABC):
@@ -33,6 +34,8 @@ class InferenceRequest(ABC):
         self.times = RequestTimes()
         self.on_traced: Callable[[str], None] | None = None
         """Called once, with the outcome, if the request is traced."""
+        self.is_counted = True
+        """Whether it is a request in the metrics."""
         self._on_answer: Callable[[str], None] = lambda outcome: None
         self._lock = threading.Lock()
         self._is_answered = False
@@ -73,7 +76,7 @@ class InferenceRequest(ABC):
 
     def _note_answer(self, outcome: str) -> None:
         """Count the final response: `ok`, or the error's code."""
-        self._on_answer(outcome)
+        self._on_answer(outcome if self.is_counted else UNCOUNTED)
         if self.on_traced is not None:
             self.on_traced(outcome)
 

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from hf_triton.errors import HfTritonError, RequestError, where
-from hf_triton.protocol.ports import TEXT_OUTPUTS
+from hf_triton.protocol.model_info import ModelInfo, asks_for_info
+from hf_triton.protocol.ports import JSON_OUTPUT, TEXT_OUTPUTS
 from hf_triton.protocol.prompts import prompt_shape
 from hf_triton.protocol.requests import check_parameter_names, is_cancel_request
 from hf_triton.protocol.tensors import encode_strings
@@ -37,6 +38,7 @@ class Service:
         cancel_elsewhere: Cancels the requests of an id in the server's other processes; may take seconds.
         headers: Those that the server adds to requests' parameters.
         tracer: Makes the spans of requests.
+        info: What the folder's model is; None if another process has it.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Service:
         cancel_elsewhere: Callable[[str], None],
         headers: ForwardedHeaders = NO_HEADERS,
         tracer: RequestTracer | None = None,
+        info: ModelInfo | None = None,
     ) -> None:
         self.task = task
         self.closers: Sequence[Callable[[], None]] = (task.close, config.sender.close)
@@ -59,6 +62,7 @@ class Service:
         self._cancel_elsewhere = cancel_elsewhere
         self._headers = headers
         self._tracer = tracer
+        self._info = info
         self._cancel_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-cancel")
 
     def execute(self, requests: list[Any]) -> None:
@@ -77,6 +81,9 @@ class Service:
             parameters = request.parameters()
             if is_cancel_request(parameters):
                 self._cancel(request, parameters)
+            elif self._info is not None and asks_for_info(parameters):
+                request.is_counted = False
+                self._answer_info(request, self._info)
             else:
                 if self._tracer is not None:
                     self._tracer.begin(request, parameters)
@@ -103,6 +110,15 @@ class Service:
         self._poller.cancel(request.request_id)
         answer = partial(request.answer, {name: empty for name in self._config.output_names if name in TEXT_OUTPUTS})
         self._cancel_pool.submit(self._cancel_elsewhere_and_answer, request.request_id, answer)
+
+    def _answer_info(self, request: InferenceRequest, info: ModelInfo) -> None:
+        """Answer what the model is, in a tensor of one element that has the rank of the request's."""
+        if JSON_OUTPUT not in self._config.output_names:
+            raise RequestError(
+                "invalid_parameter", f"model_info fills the output {JSON_OUTPUT}: declare it in config.pbtxt"
+            )
+        rank = max((array.ndim for array in request.inputs().values()), default=1)
+        request.answer({JSON_OUTPUT: encode_strings([info.to_json()], (1,) * rank)})
 
     def _cancel_elsewhere_and_answer(self, request_id: str, answer: Callable[[], None]) -> None:
         try:

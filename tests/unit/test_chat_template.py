@@ -3,6 +3,7 @@
 
 import inspect
 import json
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 from hf_triton.errors import RequestError, SettingsError
 from hf_triton.protocol.chat import MAX_MESSAGES, RESERVED, Chat, parse_chat
 from hf_triton.settings import ModelSettings
-from hf_triton.tasks.text_generation.chat_template import ChatTemplate, load_chat_template, variables_of
+from hf_triton.tasks.text_generation.chat_template import MAX_LOGGED, ChatTemplate, load_chat_template, variables_of
 from hf_triton.testing import build_tiny_checkpoint
 
 MAX_BYTES = 1_000_000
@@ -326,16 +327,51 @@ def test_tools_are_refused_where_the_template_does_not_read_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "name", "words"),
-    [
-        (REASONING, "enable_thinkng", "has no variable 'enable_thinkng', did you mean 'enable_thinking'?"),
-        (TOOLS, "zzz", "has no variable 'zzz'; known are date_string"),
-        (CHATML, "enable_thinking", "has no variable 'enable_thinking': it reads no variables"),
-        (REASONING, "ns", "has no variable 'ns'"),
-    ],
+    ("template", "name"),
+    [(REASONING, "enable_thinkng"), (TOOLS, "zzz"), (CHATML, "enable_thinking"), (REASONING, "ns")],
 )
-def test_an_argument_that_the_template_does_not_read_is_refused(template: str, name: str, words: str) -> None:
-    assert words in rejection(template, HI, chat_template_kwargs={name: False})
+def test_an_argument_that_the_template_does_not_read_changes_nothing(
+    template: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = render(template, HI)
+    with caplog.at_level(logging.INFO):
+        assert render(template, HI, chat_template_kwargs={name: False}) == plain
+    assert f"passed over: {name}, which the chat template does not read" in caplog.messages
+
+
+def test_each_argument_is_logged_once_and_no_text_of_a_client(caplog: pytest.LogCaptureFixture) -> None:
+    build: Any = PreTrainedTokenizerFast
+    tokenizer = build(tokenizer_object=build_tokenizer(None).backend_tokenizer)
+    template = ChatTemplate(tokenizer, CHATML, MAX_BYTES)
+    names = {"thinking": True, "a secret\nline": 1, **{f"name_{number}": 1 for number in range(2 * MAX_LOGGED)}}
+    chat = parse_chat(json.dumps([HI]), {"chat_template_kwargs": names}, MAX_BYTES)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            template.render(chat)
+    assert len(caplog.messages) == MAX_LOGGED
+    assert caplog.messages[0] == "passed over: thinking, which the chat template does not read"
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("template", "info"),
+    [
+        (None, {}),
+        (CHATML, {"template_variables": (), "reads_tools": False}),
+        ("{{ tools }}{{ b }}{{ a }}{{ bos_token }}", {"template_variables": ("a", "b"), "reads_tools": True}),
+        (
+            {"default": "{{ a }}", "tool_use": "{{ b }}{{ tools }}"},
+            {"template_variables": ("a", "b"), "reads_tools": True},
+        ),
+        ("{% if %}", {"template_variables": (), "reads_tools": False}),
+    ],
+    ids=["none", "no variables", "variables", "several", "no Jinja"],
+)
+def test_a_template_says_what_it_reads(template: Any, info: dict[str, Any]) -> None:
+    build: Any = PreTrainedTokenizerFast
+    tokenizer = build(tokenizer_object=build_tokenizer(None).backend_tokenizer)
+    tokenizer.chat_template = template
+    assert ChatTemplate(tokenizer, None, MAX_BYTES).info() == info
 
 
 def test_a_tokenizers_own_special_tokens_cannot_be_set() -> None:
@@ -346,8 +382,7 @@ def test_a_tokenizers_own_special_tokens_cannot_be_set() -> None:
     tokenizer.chat_template = "{{ image_token }}"
     assert ChatTemplate(tokenizer, None, MAX_BYTES).render(parse_chat(json.dumps([HI]), {}, MAX_BYTES)) == END
     chat = parse_chat(json.dumps([HI]), {"chat_template_kwargs": {"image_token": BOS}}, MAX_BYTES)
-    with pytest.raises(RequestError, match="has no variable 'image_token'"):
-        ChatTemplate(tokenizer, None, MAX_BYTES).render(chat)
+    assert ChatTemplate(tokenizer, None, MAX_BYTES).render(chat) == END
 
 
 def test_everything_that_is_not_the_templates_to_read_is_reserved() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hf_triton.errors import RequestError, SettingsError
 from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS
-from hf_triton.protocol.options import PARAMETERS, RequestOptions
+from hf_triton.protocol.options import BEFORE_INPUTS, PARAMETERS, RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.ports import (
     JSON_OUTPUT,
@@ -142,7 +142,7 @@ def test_declared_ports_are_not_added_again() -> None:
     inputs, outputs = missing_ports(declared, parameters_as_inputs=True)
     expected = {MESSAGES, PROMPT_TOKEN_IDS, *PROMPT_ALIASES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {
         "seed",
-        "cancel",
+        *BEFORE_INPUTS,
     }
     assert {each["name"] for each in inputs} == expected
     assert [each["name"] for each in outputs] == [*TOLD, PROMPT_LOGPROBS]
@@ -227,7 +227,7 @@ LISTS = {*STRING_ARRAYS, "eos_token_id", "end_id", "stop_token_ids", "prompt_tok
 def test_parameters_as_inputs_are_optional_and_typed() -> None:
     added = missing_ports(config(), parameters_as_inputs=True)[0]
     inputs = {each["name"]: each for each in added}
-    assert inputs.keys() == {*SOURCES, *PROMPT_ALIASES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {"cancel"}
+    assert inputs.keys() == {*SOURCES, *PROMPT_ALIASES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {*BEFORE_INPUTS}
     assert len(inputs) == len(added)
     assert {name: inputs[name]["data_type"] for name in INPUT_TYPES} == INPUT_TYPES
     assert {name: inputs[name]["dims"] for name in INPUT_TYPES} == {

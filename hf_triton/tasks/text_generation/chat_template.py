@@ -11,16 +11,22 @@ and can end the message. Applications that insert untrusted content must remove 
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import re
+from collections.abc import Iterable, Set
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.errors import RequestError, SettingsError, clip
+from hf_triton.errors import RequestError, SettingsError
 from hf_triton.protocol.chat import MESSAGES, RESERVED, Chat
-from hf_triton.protocol.validation import suggest
 
 MAX_TEMPLATE_ERROR: Final = 300  # characters of a template's own error message
+MAX_LOGGED: Final = 100  # names of variables
 PROBE: Final = "probe"
+
+logger = logging.getLogger(__name__)
 
 
 class ChatTemplate:
@@ -37,16 +43,17 @@ class ChatTemplate:
         self._text = text
         self._max_bytes = max_bytes
         self._needs_parts = lru_cache(self._probe_parts)
+        self._unread: set[str] = set()
 
     def render(self, chat: Chat) -> str:
         """The prompt, to be tokenized without adding special tokens: the template writes them all.
 
         Raises:
-            RequestError: The model has no template, or the template rejects the chat, ignores an option or renders too
+            RequestError: The model has no template, or the template rejects the chat, ignores its tools or renders too
                 much.
         """
         template = self._choose(chat)
-        self._check_read(chat, template)
+        arguments = self._read_arguments(chat, template)
         messages = list(chat.messages)
         if self._needs_parts(template):
             messages = [_with_parts(message) for message in messages]
@@ -57,7 +64,7 @@ class ChatTemplate:
                 tools=None if chat.tools is None else list(chat.tools),
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
-                **chat.template_kwargs,
+                **arguments,
             )
         except Exception as error:  # a template is a program and may raise anything
             raise _render_error(error) from None
@@ -88,22 +95,43 @@ class ChatTemplate:
             ) from None
         return template
 
-    def _check_read(self, chat: Chat, template: str) -> None:
-        """Refuse options that the template would silently ignore."""
+    def info(self) -> dict[str, Any]:
+        """What `ModelInfo` says of the chat template; of several, what any of them reads."""
+        own = self._text or self._tokenizer.chat_template
+        if not own:
+            return {}
+        names: set[str] = set()
+        for template in own.values() if isinstance(own, dict) else [own]:
+            with contextlib.suppress(Exception):  # it is not Jinja, and refuses its requests
+                names |= variables_of(template)
+        return {"template_variables": tuple(sorted(self._settable(names))), "reads_tools": "tools" in names}
+
+    def _settable(self, names: Set[str]) -> Set[str]:
+        """Those of a template's variables that a request may set."""
+        return names - RESERVED - set(self._tokenizer.special_tokens_map)
+
+    def _read_arguments(self, chat: Chat, template: str) -> dict[str, Any]:
+        """The variables that the template reads; others are hints, which change no prompt.
+
+        Raises:
+            RequestError: The template would silently ignore the tools.
+        """
         try:
             names = variables_of(template)
         except Exception as error:
             raise _render_error(error) from None
         if chat.tools is not None and chat.forced_call is None and "tools" not in names:
             raise RequestError("invalid_parameter", "this model's chat template does not support tools: leave them out")
-        settable = names - RESERVED - set(self._tokenizer.special_tokens_map)
-        for name in chat.template_kwargs:
-            if name not in settable:
-                hint = suggest(name, settable) if settable else ": it reads no variables"
-                raise RequestError(
-                    "invalid_parameter",
-                    f"chat_template_kwargs: this model's chat template has no variable {clip(name)}{hint}",
-                )
+        settable = self._settable(names)
+        self._log_unread(name for name in chat.template_kwargs if name not in settable)
+        return {name: value for name, value in chat.template_kwargs.items() if name in settable}
+
+    def _log_unread(self, names: Iterable[str]) -> None:
+        """Log the first request of each variable that the template does not read; clients choose the names."""
+        for name in names:
+            if name not in self._unread and len(self._unread) < MAX_LOGGED and re.fullmatch(r"\w{1,64}", name):
+                self._unread.add(name)
+                logger.info("passed over: %s, which the chat template does not read", name)
 
     def _check_text(self, text: str) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from hf_triton.errors import RequestError
 from hf_triton.grammar.compiler import GrammarCompiler
@@ -91,6 +92,10 @@ class PromptPreparer:
         """Whether responses have the output `output` by default."""
         self.text_field = TEXT_FIELDS[text_to_text.name if text_to_text else "text-generation"]
         """The text's name there."""
+
+    def chat_info(self) -> dict[str, Any]:
+        """What the model's `ModelInfo` says of chats."""
+        return {**self._chat_template.info(), "reasons": self._messages.reasons}
 
     def is_quick(self, request: GenerationRequest) -> bool:
         """Whether another thread would cost more than preparing: one short prompt, no hook, no grammar."""

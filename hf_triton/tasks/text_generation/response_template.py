@@ -24,7 +24,7 @@ from hf_triton.tasks.text_generation.message import (
     NamedCallReader,
     RequiredCallReader,
 )
-from hf_triton.tasks.text_generation.response_parser import MAX_SEARCH_S, TOOL_CALLS, TemplateReader
+from hf_triton.tasks.text_generation.response_parser import MAX_SEARCH_S, REASONING, TOOL_CALLS, TemplateReader
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class MessageFormat:
             self._with_tools = _Template(spec, special_tokens)
             fields = {name: value for name, value in spec["fields"].items() if name != TOOL_CALLS}
             self._without_tools = _Template({**spec, "fields": fields} if fields else None, special_tokens)
+        self.reasons = spec is not None and not REASONING.isdisjoint(spec["fields"])
+        """Whether messages may have reasoning."""
 
     def plan(self, chat: Chat | None, prompt: str, *, is_constrained: bool) -> MessagePlan:
         """How the completions of a prompt are read.

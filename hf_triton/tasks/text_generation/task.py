@@ -15,6 +15,7 @@ from hf_triton.engine.sequence import Completion, SequenceGroup
 from hf_triton.engine.types import Engine, EngineLoad, Observer, eos_ids
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, as_own_error, panics_as_errors
 from hf_triton.grammar.compiler import GrammarCompiler
+from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.parameters import parse_parameters
 from hf_triton.protocol.ports import JSON_OUTPUT
 from hf_triton.protocol.prompts import Limits
@@ -28,7 +29,7 @@ from hf_triton.settings import ModelSettings
 from hf_triton.tasks.admission import AdmissionGate, request_limits
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.hooks import Hooks
-from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.text_generation.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
@@ -55,11 +56,20 @@ class TextGeneration:
         limits: What one request may hold.
         max_waiting: Prompts that may wait; see `AdmissionGate`.
         returns_timings: Whether the server's responses can have parameters.
+        info: What the model is.
     """
 
     def __init__(
-        self, engine: Engine, preparer: PromptPreparer, limits: Limits, *, max_waiting: int, returns_timings: bool
+        self,
+        engine: Engine,
+        preparer: PromptPreparer,
+        limits: Limits,
+        *,
+        max_waiting: int,
+        returns_timings: bool,
+        info: ModelInfo | None = None,
     ) -> None:
+        self.info = info
         self._engine = engine
         self._preparer = preparer
         self._limits = limits
@@ -247,7 +257,18 @@ def build_text_generation(
         checkpoint, settings, hooks, store, chat_template, response_template, text_to_text, limits.max_prompt_bytes
     )
     task = TextGeneration(
-        engine, preparer, limits, max_waiting=settings.max_waiting_prompts, returns_timings=returns_timings
+        engine,
+        preparer,
+        limits,
+        max_waiting=settings.max_waiting_prompts,
+        returns_timings=returns_timings,
+        info=model_info(
+            checkpoint,
+            settings,
+            task=settings.task or "text-generation",
+            engine=engine.name,
+            **preparer.chat_info(),
+        ),
     )
     try:
         task.check_defaults()

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's process says of its model: the gateway and the commands read it, and guess nothing from the ports.
+
+A request with the parameter `model_info` true is answered with it, as JSON in the output `output`: at once, however
+full the queue is, and outside the counts of requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+MODEL_INFO: Final = "model_info"
+"""The parameter."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model as its process has loaded it; see the fields."""
+
+    task: str
+    """As the setting `task` names it, or the folder's own task."""
+    model: str
+    """The model's name on the Hub, or that of its folder."""
+    context_length: int
+    """Maximum tokens of a prompt and its completion together; of an encoder, of a text with its special tokens."""
+    engine: str
+    """`continuous` or `batch`; of an encoder, its `runtime`."""
+    dtype: str
+    """Of the weights: `bfloat16`."""
+    device: str
+    """Of the first weights: `cpu`, `cuda:0`."""
+    memory_bytes: int
+    """Bytes of the weights; 0 if they are not known."""
+    max_prompts: int
+    """Prompts or texts that one request may hold."""
+    max_waiting_prompts: int
+    """Prompts or texts that may wait."""
+    template_variables: tuple[str, ...] | None = None
+    """The variables of the chat template that `chat_template_kwargs` may set; None: there is no chat template."""
+    reads_tools: bool = False
+    """Whether the chat template reads `tools`."""
+    reasons: bool = False
+    """Whether messages may have `reasoning_content`."""
+
+    def to_json(self) -> str:
+        """The output's text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelInfo:
+        """Read the output's text, of this release or another: unknown fields are passed over.
+
+        Raises:
+            ValueError: It is not one.
+        """
+        values = json.loads(text)
+        names = {field.name for field in dataclasses.fields(cls)}
+        try:
+            info = cls(**{name: value for name, value in values.items() if name in names})
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"it is not what {MODEL_INFO} answers") from error
+        variables = info.template_variables
+        return info if variables is None else dataclasses.replace(info, template_variables=tuple(variables))
+
+
+def asks_for_info(parameters: Mapping[str, object]) -> bool:
+    """Whether a request asks what the model is, and for nothing else."""
+    return parameters.get(MODEL_INFO) is True
