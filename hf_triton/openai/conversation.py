@@ -39,6 +39,13 @@ def parse_at(model: type[Part], place: str, value: object) -> Part:
         raise ApiError(error.status_code, message, param=param, code=error.code) from None
 
 
+def parse_past(model: type[Part], place: str, value: object) -> Part:
+    """As `parse_at`, of what a server has answered earlier: fields that are not the model's are left out."""
+    if isinstance(value, dict):
+        value = {name: field for name, field in value.items() if name in model.model_fields}
+    return parse_at(model, place, value)
+
+
 class Conversation:
     """The messages of a chat; neighbours of one role become one message."""
 

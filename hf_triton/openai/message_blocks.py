@@ -12,9 +12,12 @@ import annotated_types
 from hf_triton.errors import clip
 from hf_triton.openai.agents import ANY
 from hf_triton.openai.blocks import REASONING, TEXT, Block
-from hf_triton.openai.conversation import Conversation, parse_at
+from hf_triton.openai.conversation import Conversation, parse_at, parse_past
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import HINT, Fields, Ignored
+from hf_triton.openai.hints import pass_over
+from hf_triton.protocol.chat import ASSISTANT
+from hf_triton.protocol.past import INVALID_JSON
 
 PASSED_OVER: Final = {
     "cache_control": HINT,
@@ -24,11 +27,9 @@ PASSED_OVER: Final = {
 SERVED: Final[Mapping[str, tuple[str, ...]]] = {
     "system": ("text",),
     "user": ("text", "tool_result"),
-    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    ASSISTANT: ("text", "tool_use", "thinking"),
 }
 """Types of block by the role of their message."""
-INVALID_JSON: Final = "INVALID_JSON"
-"""The field that holds arguments which are no JSON object, as Anthropic's documents name it."""
 
 
 class _Message(Fields):
@@ -42,10 +43,9 @@ class _Text(Fields):
 
 
 class _ToolUse(Fields):
-    ignored: ClassVar[Mapping[str, Ignored]] = PASSED_OVER
     id: Annotated[str, annotated_types.MinLen(1)]
     name: Annotated[str, annotated_types.MinLen(1)]
-    input: dict[str, Any]
+    input: Any
 
 
 class _ToolResult(Fields):
@@ -55,7 +55,6 @@ class _ToolResult(Fields):
 
 
 class _Thinking(Fields):
-    ignored: ClassVar[Mapping[str, Ignored]] = {**PASSED_OVER, "signature": ANY}
     thinking: str
 
 
@@ -70,8 +69,9 @@ def read_messages(messages: list[Any], system: str | list[Any] | None) -> Conver
         _read_content(conversation, "system", "system", system)
     for index, value in enumerate(messages):
         place = f"messages[{index}]"
-        message = parse_at(_Message, place, value)
-        if message.content == []:
+        is_past = isinstance(value, dict) and value.get("role") == ASSISTANT
+        message = (parse_past if is_past else parse_at)(_Message, place, value)
+        if message.content == [] and not is_past:
             raise ApiError(400, f"{place}.content is empty", param=f"{place}.content", code="invalid_parameter")
         _read_content(conversation, message.role, place, message.content)
     return conversation
@@ -87,17 +87,30 @@ def _read_content(conversation: Conversation, role: str, place: str, content: st
 
 
 def _read_block(conversation: Conversation, role: str, place: str, block: object, message: str) -> None:
+    if role == ASSISTANT and isinstance(block, dict) and isinstance(block.get("type"), str):
+        _read_past(conversation, place, block, message)
+        return
     kind = _kind(place, block, SERVED[role], f" in a message of role '{role}'")
     if kind == "text":
         conversation.add_text(role, parse_at(_Text, place, block).text, message)
-    elif kind == "tool_use":
-        use = parse_at(_ToolUse, place, block)
-        conversation.add_call(use.id, use.name, json.dumps(use.input, ensure_ascii=False), message)
     elif kind == "tool_result":
         result = parse_at(_ToolResult, place, block)
         conversation.add_result(result.tool_use_id, _result_text(f"{place}.content", result.content), message)
+
+
+def _read_past(conversation: Conversation, place: str, block: dict[str, Any], message: str) -> None:
+    """A block of the assistant, of whatever server; those that this server has not are passed over."""
+    kind = block["type"]
+    if kind == "text":
+        conversation.add_text(ASSISTANT, parse_past(_Text, place, block).text, message)
+    elif kind == "tool_use":
+        use = parse_past(_ToolUse, place, block)
+        arguments = use.input if isinstance(use.input, str) else json.dumps(use.input, ensure_ascii=False)
+        conversation.add_call(use.id, use.name, arguments, message)
     elif kind == "thinking":
-        conversation.add_reasoning(parse_at(_Thinking, place, block).thinking, message)
+        conversation.add_reasoning(parse_past(_Thinking, place, block).thinking, message)
+    elif kind != "redacted_thinking":
+        pass_over(f"{place}.{kind}")
 
 
 def _kind(place: str, block: object, served: tuple[str, ...], where: str) -> str:

@@ -9,9 +9,11 @@ from typing import Any, ClassVar, Final, Literal
 from hf_triton.errors import clip
 from hf_triton.openai.agents import ANY
 from hf_triton.openai.blocks import REASONING, TEXT, Block
-from hf_triton.openai.conversation import Conversation, parse_at
+from hf_triton.openai.conversation import Conversation, parse_at, parse_past
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields, Ignored
+from hf_triton.openai.hints import pass_over
+from hf_triton.protocol.chat import ASSISTANT
 
 TEXT_PARTS: Final = ("input_text", "output_text", "text")
 FROM_OUTPUT: Final = dict.fromkeys(("id", "status", "type", "phase", "namespace", "caller", "async", "name"), ANY)
@@ -27,7 +29,6 @@ class _Message(Fields):
 
 
 class _Call(Fields):
-    ignored: ClassVar[Mapping[str, Ignored]] = {key: one for key, one in FROM_OUTPUT.items() if key != "name"}
     call_id: str
     name: str
     arguments: str
@@ -40,7 +41,6 @@ class _CallOutput(Fields):
 
 
 class _Reasoning(Fields):
-    ignored: ClassVar[Mapping[str, Ignored]] = {**FROM_OUTPUT, "summary": ANY, "encrypted_content": ANY}
     content: list[Any] | None = None
 
 
@@ -60,24 +60,38 @@ def read_input(value: str | list[Any], instructions: str | None) -> Conversation
 
 def _read_item(conversation: Conversation, place: str, item: object) -> None:
     kind = item.get("type", "message") if isinstance(item, dict) else "message"
-    if kind == "message":
+    if kind == "message" and isinstance(item, dict) and item.get("role") == ASSISTANT:
+        for text in _past_texts(parse_past(_Message, place, item).content):
+            conversation.add_text(ASSISTANT, text, place)
+    elif kind == "message":
         message = parse_at(_Message, place, item)
         for text in _texts(f"{place}.content", message.content):
             conversation.add_text(ROLES[message.role], text, place)
     elif kind == "function_call":
-        call = parse_at(_Call, place, item)
+        call = parse_past(_Call, place, item)
         conversation.add_call(call.call_id, call.name, call.arguments, place)
     elif kind == "function_call_output":
         answer = parse_at(_CallOutput, place, item)
         conversation.add_result(answer.call_id, "\n".join(_texts(f"{place}.output", answer.output)), place)
     elif kind == "reasoning":
-        for part in parse_at(_Reasoning, place, item).content or ():
+        for part in parse_past(_Reasoning, place, item).content or ():
             if isinstance(part, dict) and isinstance(part.get("text"), str):
                 conversation.add_reasoning(part["text"], place)
+    elif isinstance(kind, str) and kind.endswith("_call"):  # of a tool that another server has run
+        pass_over(f"{place}.{kind}")
     else:
         known = "'message', 'function_call', 'function_call_output' and 'reasoning'"
         sentence = f"{place} is of type {clip(kind)}; this server takes items of type {known}"
         raise ApiError(400, sentence, param=place, code="unsupported_parameter")
+
+
+def _past_texts(content: str | list[Any]) -> list[str]:
+    """The texts of an assistant's content; parts that hold none are left out."""
+    if isinstance(content, str):
+        return [content]
+    parts = [part for part in content if isinstance(part, dict)]
+    texts = [part.get("refusal" if part.get("type") == "refusal" else "text") for part in parts]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _texts(place: str, content: str | list[Any]) -> list[str]:

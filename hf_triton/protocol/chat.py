@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.custom_tools import CUSTOM, CustomTool, as_function, as_function_call, custom_of, format_of
+from hf_triton.protocol.past import MAX_DEPTH, is_deep, read_assistant_message
 from hf_triton.protocol.tool_choice import ForcedCall, allowed_tools, forced_call, read_tool_choice
 from hf_triton.protocol.validation import parse_json, problems, suggest, validated
 
@@ -24,7 +25,6 @@ EXAMPLE: Final = '{"role": "user", "content": "..."}'
 ASSISTANT: Final = "assistant"
 MAX_MESSAGES: Final = 1024  # some templates loop over all earlier messages for each: quadratic time
 MAX_TOOLS: Final = 128
-MAX_DEPTH: Final = 32  # templates indent tools: each level lengthens every line
 MAX_ARGUMENT: Final = 1_000_000  # a template may loop as often as an argument says
 
 RESERVED: Final = frozenset(
@@ -54,18 +54,9 @@ def _parse_bounded(name: str, value: object) -> Any:
             value = parse_json(value)
         except ValueError as error:
             raise ValueError(f"{name} is not JSON: {error}") from None
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [child for parent in level for child in _children(parent)]
-    if any(isinstance(entry, dict | list) for entry in level):
+    if is_deep(value):
         raise ValueError(f"{name} is nested more than {MAX_DEPTH} levels deep")
     return value
-
-
-def _children(value: object) -> Sequence[object]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else ()
 
 
 def _read_tools(value: object) -> tuple[object, ...]:
@@ -223,11 +214,11 @@ class ChatOptions(_Declared):
 
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_read_kwargs)] | None = None
     """Variables for the model's chat template, as a JSON object: `{"enable_thinking": false}`. A variable that the
-    template does not read is rejected."""
+    template does not read is a hint: it is passed over, and the log says so once."""
 
     reasoning_effort: Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(100)] | None = None
-    """The variable of that name of the model's chat template, as in OpenAI's API: `low`, `high`. A template that does
-    not read it rejects it."""
+    """The variable of that name of the model's chat template, as in OpenAI's API: `low`, `high`. If the template does
+    not read it, it is passed over."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -325,8 +316,8 @@ def _parse_message(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be like {EXAMPLE}, got {clip(value)}")
     fields = {field: content for field, content in value.items() if content is not None}
-    if fields.get("tool_calls") == []:  # servers answer so if there are none
-        del fields["tool_calls"]
+    if fields.get("role") == ASSISTANT:
+        fields = read_assistant_message(fields)
     for field in fields:
         if field not in _Message.model_fields:
             raise ValueError(f"{name} has no field {clip(field)}{suggest(field, _Message.model_fields)}")

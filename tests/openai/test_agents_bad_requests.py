@@ -36,7 +36,7 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
     "item without content": (item(role="user"), "input[1].content", "input[1].content is required"),
     "item of no role": (item(role="robot", content="a"), "input[1].role", "input[1].role must be"),
     "item with an unknown field": (item(role="user", content="a", colour=1), "input[1].colour", "'colour'"),
-    "item of a hosted tool": (item(type="web_search_call", id="1"), "input[1]", "'web_search_call'"),
+    "output of a hosted tool": (item(type="shell_call_output", output=[]), "input[1]", "'shell_call_output'"),
     "item of another response": (item(type="item_reference", id="1"), "input[1]", "'item_reference'"),
     "image": (
         item(role="user", content=[{"type": "input_image", "image_url": "data:,"}]),
@@ -47,11 +47,6 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
     "part without text": (item(role="user", content=[{"type": "input_text"}]), "input[1].content[0]", "must be"),
     "content is an empty array": (item(role="user", content=[]), "input[1].content", "empty"),
     "call without a name": (item(type="function_call", call_id="1", arguments="{}"), "input[1].name", "is required"),
-    "call whose arguments are no JSON": (
-        item(type="function_call", call_id="1", name="f", arguments="{"),
-        "input[1]",
-        "arguments is not JSON",
-    ),
     "output without a call": (item(type="function_call_output", output="a"), "input[1].call_id", "is required"),
     "output is an image": (
         item(type="function_call_output", call_id="1", output=[{"type": "input_image"}]),
@@ -101,12 +96,6 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
         "text.format",
         "thing",
     ),
-    "reasoning effort of no template": (
-        asks(reasoning={"effort": "high"}),
-        "chat_template_kwargs",
-        "no variable 'reasoning.effort'",
-    ),
-    "variable of no template": (asks(chat_template_kwargs={"colour": 1}), "chat_template_kwargs", "colour"),
     "stream without a door": (asks(stream=True), "stream", "copy the folder `stream_door/`"),
     "NaN that is repeated": (asks(tools=[{**TOOL, "strict": float("nan")}]), None, "NaN"),
     "surrogate that is repeated": (

@@ -272,11 +272,19 @@ def test_the_guides_of_other_servers_are_followed(server: TritonServer, model: s
 
 
 @pytest.mark.parametrize("model", [PLAIN, DOOR])
-def test_reasoning_effort_is_a_variable_of_the_template(server: TritonServer, model: str) -> None:
-    reply = ask(server, model, messages=json.dumps(CHAT), reasoning_effort="low")
-    assert reply.error.startswith(
-        "invalid_parameter: chat_template_kwargs: this model's chat template has no variable 'reasoning_effort'"
-    )
+def test_a_variable_that_the_template_does_not_read_changes_nothing(server: TritonServer, model: str) -> None:
+    chat = json.dumps(CHAT)
+    hints = {"reasoning_effort": "low", "chat_template_kwargs": '{"enable_thinking": false}'}
+    hinted = answer(server, model, messages=chat, **hints)
+    assert hinted["text_output"] == answer(server, model, messages=chat)["text_output"]
+
+
+@pytest.mark.parametrize("model", [PLAIN, DOOR])
+def test_an_answer_of_another_server_is_taken_back(server: TritonServer, model: str) -> None:
+    call = {"id": "a1", "type": "function", "function": {"name": "f", "arguments": "{bad"}}
+    past = {"role": "assistant", "content": "Hello", "annotations": [], "refusal": None, "reasoning": "hm"}
+    turns = [*CHAT, past, *CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}, *CHAT]
+    assert answer(server, model, messages=json.dumps(turns))["text_output"]
 
 
 def test_allowed_token_ids_are_refused_by_name(server: TritonServer) -> None:
