@@ -139,7 +139,10 @@ def test_patterns_that_take_for_ever_stop_no_request(server: TritonServer, root:
         config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
     assert _wait_for(server, "pattern") == expected(root, "local")
     refused = generate(server, "llama", PROMPT, lora_name="alphas")
-    assert "the adapter 'alphas' has patterns in rank_pattern or alpha_pattern that take too long" in refused.json()["error"]
+    assert (
+        "the adapter 'alphas' has patterns in rank_pattern or alpha_pattern that take too long"
+        in refused.json()["error"]
+    )
     for name in ("", "sql"):
         assert text_of(server, name) == expected(root, name or None)
 
