@@ -15,6 +15,7 @@ from hf_triton.openai import chat, completions, embeddings, health, hints, messa
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.errors import RESPONSES, install_handlers
 from hf_triton.openai.gateway import Gateway
+from hf_triton.openai.http_rules import HttpRules
 from hf_triton.openai.limits import Limits
 from hf_triton.openai.metrics import Metrics
 from hf_triton.openai.observe import Observe
@@ -47,6 +48,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
         SettingsError: The file of API keys or of Triton's headers cannot be read.
     """
     headers = None if config.triton_headers_file is None else read_headers(config.triton_headers_file)
+    keys = None if config.api_key_file is None else ApiKeys(config.api_key_file)
     metrics, tracer = Metrics(), GatewayTracer()
 
     @contextlib.asynccontextmanager
@@ -54,6 +56,8 @@ def build_app(config: GatewayConfig) -> FastAPI:
         async with contextlib.AsyncExitStack() as stack:
             tracer.open(os.environ)
             stack.push_async_callback(tracer.close)
+            if keys is not None:
+                stack.enter_context(keys.watched())
             on_demand = (
                 await stack.enter_async_context(_on_demand(config, headers, metrics)) if config.on_demand else None
             )
@@ -68,8 +72,8 @@ def build_app(config: GatewayConfig) -> FastAPI:
     mount_page(app)
     install_handlers(app)
     app.add_middleware(Limits, config=config)
-    if config.api_key_file is not None:
-        app.add_middleware(KeyCheck, keys=ApiKeys(config.api_key_file))
+    if keys is not None:
+        app.add_middleware(KeyCheck, keys=keys)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -78,6 +82,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", hints.HEADER],
         )
+    app.add_middleware(HttpRules)
     app.add_middleware(Observe, metrics=metrics, tracer=tracer)  # the outermost
     return app
 

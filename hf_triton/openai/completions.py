@@ -90,15 +90,12 @@ class CompletionRequest(GenerationFields):
 
     def _prompts(self) -> tuple[list[str], list[list[int]]]:
         """The prompts as texts or as token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt], []
-        texts = [one for one in prompt if isinstance(one, str)]
-        ids = [[one for one in prompt if isinstance(one, int)], *(one for one in prompt if isinstance(one, list))]
-        ids = [one for one in ids if one]
-        if not prompt or (not texts and len(ids) < sum(isinstance(one, list) for one in prompt)):
+        prompts: Any = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if prompts and isinstance(prompts[0], int):
+            prompts = [prompts]
+        if not prompts or [] in prompts:
             raise ApiError(400, "prompt holds no prompt: give a string, token ids, or a list of them", param="prompt")
-        return texts, ids
+        return (prompts, []) if isinstance(prompts[0], str) else ([], prompts)
 
 
 @dataclass(frozen=True)

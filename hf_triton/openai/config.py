@@ -61,15 +61,16 @@ class GatewayConfig(BaseModel):
     """Port to listen on; 0 for a free one."""
 
     api_key_file: Path | None = None
-    """File of API keys, one a line; lines that begin with # are comments. It is read again when it changes. Without
-    one, every client is served."""
+    """File of API keys, one a line; # begins a comment, on a line of its own or after a key. It is read again when it
+    changes, and a key that is not in it any more is refused; without a key in it, all are. Without a file, every
+    client is served."""
 
     allowed_origins: tuple[str, ...] = ()
     """Origins whose pages may call the gateway from a browser (CORS), `https://chat.example.com` or `*`; none by
     default."""
 
     max_body_bytes: Count = 16 << 20
-    """Largest body of a request, in bytes."""
+    """Largest body of any request, in bytes. Bodies of JSON have a limit of their own, 4 MiB."""
 
     max_header_bytes: Count = 64 << 10
     """Largest head of a request, in bytes."""

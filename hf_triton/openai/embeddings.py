@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import base64
-import json
 import struct
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import annotated_types
 from fastapi import APIRouter, Request
+from pydantic_core import to_json
 
 from hf_triton.openai.bodies import JsonRoute
 from hf_triton.openai.encoders import EncoderFields, encode, text_list, usage_of
@@ -46,17 +46,13 @@ class EmbeddingRequest(EncoderFields):
         Raises:
             ApiError: There is no text, or one is empty.
         """
-        given = self.input
-        if isinstance(given, str):
+        given: Any = self.input
+        if not given or isinstance(given, str) or isinstance(given[0], str):
             return "text", text_list("input", given)
-        strings = [each for each in given if isinstance(each, str)]
-        if strings or not given:
-            return "text", text_list("input", strings)
-        whole = [[each for each in given if isinstance(each, int)]]
-        lists = [each for each in given if isinstance(each, list)] or whole
-        if not all(lists):
+        lists = [given] if isinstance(given[0], int) else given
+        if [] in lists:
             raise ApiError(400, "input holds an empty list of token ids: give one token or more", param="input")
-        return "token_ids", [json.dumps(each) for each in lists]
+        return "token_ids", [to_json(each).decode() for each in lists]
 
 
 @router.post("/v1/embeddings", responses=RESPONSES)

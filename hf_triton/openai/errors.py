@@ -43,6 +43,12 @@ ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
 }
 """Anthropic's type of error by status; INVALID below 500, otherwise `api_error`."""
 ANTHROPIC_PATH: Final = "/v1/messages"
+DEFAULT_CODES: Final[Mapping[int, str]] = {
+    404: "not_found",
+    405: "method_not_allowed",
+    415: "unsupported_media_type",
+}
+"""Codes of errors that have none of their own, by status; below 500, otherwise `internal`."""
 RETRY_AFTER_S: Final = 1
 UNREADABLE: Final = "There was an error parsing the body"
 """FastAPI's own words for a body whose JSON it fails to read for another reason than its syntax."""
@@ -129,7 +135,10 @@ class ApiError(HTTPException):
         if path.startswith(ANTHROPIC_PATH):
             kind = ANTHROPIC_TYPES.get(self.status_code) or (INVALID if self.status_code < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        code = self.code or DEFAULT_CODES.get(self.status_code)
+        if code is None:
+            code = "internal" if self.status_code >= 500 else "invalid_parameter" if self.param else "invalid_request"
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": code}}
 
     def response(self, path: str = "") -> JSONResponse:
         """The HTTP response of the endpoint at `path`."""

@@ -9,8 +9,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.errors import ApiError, too_large
+from hf_triton.openai.health import CHECK_PATHS
 
-UNLIMITED: Final = ("/health", "/metrics")
+UNLIMITED: Final = (*CHECK_PATHS, "/metrics")
 """What is answered however many requests are in flight."""
 MAX_BYTES_IN_FLIGHT: Final = 256 << 20
 """Bytes of all bodies that one worker holds."""

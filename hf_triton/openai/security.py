@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hmac
 import logging
-import time
+import re
+import stat
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -14,21 +18,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hf_triton.errors import SettingsError
 from hf_triton.openai.errors import ApiError
+from hf_triton.openai.health import CHECK_PATHS
 
 LOG: Final = logging.getLogger("hf_triton.openai")
 CHECK_EVERY_S: Final = 1.0
-"""How often the file is looked at, at most."""
-OPEN_PATHS: Final = ("/health", "/")
+"""How often the file is looked at."""
+COMMENT: Final = re.compile(rb"(^|\s)#.*", re.DOTALL)
+OPEN_PATHS: Final = (*CHECK_PATHS, "/")
 """What needs no key: a balancer's check, and the chat page, which asks for one."""
 OPEN_PREFIX: Final = "/page/"
 """Files of the chat page."""
 
 
 class ApiKeys:
-    """The keys of a file.
+    """The keys of a file. A file that is removed, emptied or unreadable has none: no client is served then.
 
     Args:
-        path: One key a line; lines that begin with # are comments.
+        path: One key a line; what follows a # at its beginning or after a space is a comment.
 
     Raises:
         SettingsError: The file cannot be read, or has no key.
@@ -38,44 +44,63 @@ class ApiKeys:
         self._path = path
         self._stamp = self._read_stamp()
         self._keys = self._read()
-        self._checked_s = time.monotonic()
+        self._problem = ""
 
     def allow(self, key: bytes) -> bool:
         """Whether a key is in the file. It takes the same time for any key of its length."""
-        self._reread()
         matches = [hmac.compare_digest(key, known) for known in self._keys]
         return any(matches)
 
-    def _reread(self) -> None:
-        """Read the file again if it has changed; if it cannot be read, the keys stay."""
-        now_s = time.monotonic()
-        if now_s - self._checked_s < CHECK_EVERY_S:
-            return
-        self._checked_s = now_s
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Read the file again while it changes, in a thread of its own: a file system may hang."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(CHECK_EVERY_S):
+                self.reread()
+
+        threading.Thread(target=watch, name="api-keys", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def reread(self) -> None:
+        """Read the file if it has changed."""
         try:
             stamp = self._read_stamp()
-            if stamp != self._stamp:
-                self._keys, self._stamp = self._read(), stamp
-                LOG.info("API keys read again from %s: %d keys", self._path, len(self._keys))
-        except (OSError, SettingsError) as error:
-            LOG.warning("API keys unchanged: %s", error)
+            if stamp == self._stamp:
+                return
+            self._keys, self._stamp, self._problem = self._read(), stamp, ""
+            LOG.info("API keys read again from %s: %d keys", self._path, len(self._keys))
+        except SettingsError as error:
+            self._keys, self._stamp = (), None
+            if error.sentence != self._problem:
+                self._problem = error.sentence
+                LOG.error("no API key is valid any more, and every request is refused: %s", error.sentence)
 
-    def _read_stamp(self) -> tuple[int, int, int]:
+    def _read_stamp(self) -> tuple[int, int, int] | None:
         try:
             status = self._path.stat()
         except OSError as error:
-            raise SettingsError(f"api_key_file {self._path} cannot be read: {error.strerror}") from None
+            raise self._unreadable(error.strerror) from None
+        if not stat.S_ISREG(status.st_mode):  # a pipe is read once, and may wait for ever
+            raise self._unreadable("it is no regular file")
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _read(self) -> tuple[bytes, ...]:
         try:
             lines = self._path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
         except OSError as error:
-            raise SettingsError(f"api_key_file {self._path} cannot be read: {error.strerror}") from None
-        keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith(b"#"))
+            raise self._unreadable(error.strerror) from None
+        keys = tuple(key for line in lines if (key := COMMENT.sub(b"", line).strip()))
         if not keys:
             raise SettingsError(f"api_key_file {self._path} has no key: write one a line")
         return keys
+
+    def _unreadable(self, reason: str | None) -> SettingsError:
+        return SettingsError(f"api_key_file {self._path} cannot be read: {reason}")
 
 
 class KeyCheck:

@@ -16,6 +16,7 @@ from uvicorn.supervisors import Multiprocess
 
 from hf_triton.openai.app import build_app
 from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.errors import ApiError
 
 KEEP_ALIVE_S: Final = 75
 """How long an idle connection is kept."""
@@ -52,6 +53,14 @@ class LimitedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._num_header_bytes > self.limits.max_header_bytes and not self.transport.is_closing():
             self.send_400_response("The head of the request is too large.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, or a head, with an error object."""
+        body = ApiError(400, msg).response()
+        headers = [*body.raw_headers, (b"connection", b"close")]
+        lines = [b"HTTP/1.1 400 Bad Request", *(b"%b: %b" % header for header in headers)]
+        self.transport.write(b"\r\n".join((*lines, b"", bytes(body.body))))
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         """Start counting."""

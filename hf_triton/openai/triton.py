@@ -29,6 +29,7 @@ from hf_triton.openai.triton_messages import (
     Generation,
     Outputs,
     TextRequest,
+    base_name,
     infer_request,
     read_outputs,
 )
@@ -175,7 +176,7 @@ class TritonModels:
         Raises:
             ApiError: The model does not exist, has another task or does not stream, or Triton cannot be reached.
         """
-        name = name.partition(ADAPTER_MARK)[0]
+        name = base_name(name)
         seen = self._seen.get(name) if self._on_demand is not None else None
         if seen is not None and (folder := seen.door if is_stream else seen.folder) is not None and folder.inputs:
             _check_task(folder, task)

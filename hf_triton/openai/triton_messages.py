@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, get_args
 
+from pydantic_core import to_json
 from tritonclient.grpc import service_pb2
 
 from hf_triton.openai.errors import ApiError
@@ -132,6 +133,12 @@ class TextRequest:
         return self.model
 
 
+def base_name(model: str) -> str:
+    """A model without the adapter that is named behind it; an empty name is none."""
+    name, _, adapter = model.partition(ADAPTER_MARK)
+    return name if adapter else model
+
+
 @dataclass(frozen=True)
 class Generation:
     """One request for generated text, in the names of `hf_triton.protocol`."""
@@ -172,7 +179,7 @@ class Generation:
     @property
     def model_name(self) -> str:
         """The model, without the adapter that `model` may name behind it."""
-        return self.model.partition(ADAPTER_MARK)[0]
+        return base_name(self.model)
 
     @property
     def sampling_parameters(self) -> Mapping[str, object]:
@@ -234,7 +241,7 @@ def _add_generation(message: Any, folder: Folder, generation: Generation, *, is_
         if PROMPT_TOKEN_IDS in folder.inputs:
             _add_ids(message, folder, generation.prompt_token_ids)
         else:
-            parameters[PROMPT_TOKEN_IDS] = json.dumps(list(generation.prompt_token_ids))
+            parameters[PROMPT_TOKEN_IDS] = to_json(generation.prompt_token_ids).decode()
     else:
         _add_strings(message, folder, PROMPT, generation.prompts)
     return parameters

@@ -3,8 +3,9 @@
 
 import codecs
 import logging
+import os
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -26,9 +27,25 @@ def status(gateway: GatewayThread, path: str = "/v1/models", **headers: str) -> 
     return httpx.get(gateway.url + path, headers=headers).status_code
 
 
-def test_keys_of_a_file_are_required(triton: TritonServer, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(f"# for tests\n\n{KEY}\n  {OTHER_KEY}  \n")
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(f"# for tests\n\n{KEY}\n  {OTHER_KEY}  \n")
+    return path
+
+
+@pytest.fixture
+def alone(keys: Path) -> Iterator[GatewayThread]:
+    """A gateway with keys and without a Triton."""
+    with GatewayThread(GatewayConfig(triton="127.0.0.1:1", port=0, api_key_file=keys)) as gateway:
+        yield gateway
+
+
+def is_accepted(gateway: GatewayThread, key: str = KEY) -> bool:
+    return status(gateway, "/version", authorization=f"Bearer {key}") == 200
+
+
+def test_keys_of_a_file_are_required(triton: TritonServer, keys: Path) -> None:
     with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0, api_key_file=keys)) as gateway:
         with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=KEY) as client:
             assert len(list(client.models.list())) > 1
@@ -42,26 +59,72 @@ def test_keys_of_a_file_are_required(triton: TritonServer, tmp_path: Path) -> No
             assert status(gateway, authorization=wrong) == 401
         assert status(gateway, "/metrics") == 401
         assert status(gateway, "/health") == 200
-        keys.write_text("sk-third\n")
-        wait_until(lambda: status(gateway, authorization="Bearer sk-third") == 200)
-        assert status(gateway, authorization=f"Bearer {KEY}") == 401
-        keys.unlink()  # the keys stay
-        time.sleep(1.2)
-        assert status(gateway, authorization="Bearer sk-third") == 200
+
+
+def test_keys_are_replaced_with_their_file(alone: GatewayThread, keys: Path) -> None:
+    assert is_accepted(alone)
+    new = keys.with_name("new")
+    new.write_text("sk-third  # of the third client\nsk#fourth\n")
+    new.rename(keys)
+    wait_until(lambda: is_accepted(alone, "sk-third"))
+    assert is_accepted(alone, "sk#fourth")
+    assert not is_accepted(alone)
+    assert not is_accepted(alone, "sk-third  # of the third client")
+
+
+@pytest.mark.parametrize("change", ["removed", "emptied", "comments", "folder", "pipe", "locked"])
+def test_file_without_a_key_revokes_all(alone: GatewayThread, keys: Path, change: str) -> None:
+    assert is_accepted(alone)
+    if change in ("emptied", "comments"):
+        keys.write_text("" if change == "emptied" else f"# {KEY}\n")
+    elif change == "locked":
+        keys.write_text("\n")
+        keys.chmod(0)
+    else:
+        keys.unlink()
+        if change == "folder":
+            keys.mkdir()
+        elif change == "pipe":
+            os.mkfifo(keys)
+    wait_until(lambda: not is_accepted(alone))
+    assert status(alone, "/health/live") == 200
+    if change == "removed":
+        keys.write_text(KEY)
+        wait_until(lambda: is_accepted(alone))
+
+
+def test_key_file_that_hangs_holds_nothing_up(
+    alone: GatewayThread, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, may_go_on = threading.Event(), threading.Event()
+
+    def hang(path: Path) -> bytes:
+        hangs.set()
+        assert may_go_on.wait(60)
+        return b"sk-late\n"
+
+    monkeypatch.setattr(Path, "read_bytes", hang)
+    keys.write_text("sk-late\n")
+    assert hangs.wait(30)
+    assert is_accepted(alone), "what the file says is not known: the keys stay"
+    may_go_on.set()
+    wait_until(lambda: is_accepted(alone, "sk-late"))
 
 
 def test_key_file_of_another_editor_is_read(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_bytes(codecs.BOM_UTF8 + f"{KEY}\r\n{OTHER_KEY}\r\n".encode())
+    path.write_bytes(codecs.BOM_UTF8 + f"{KEY}\r\n{OTHER_KEY}\t# of another\r\n".encode())
     keys = ApiKeys(path)
     assert keys.allow(KEY.encode())
     assert keys.allow(OTHER_KEY.encode())
 
 
-@pytest.mark.parametrize("text", [None, "", "# no key\n"])
+@pytest.mark.parametrize("text", [None, "", "# no key\n", "pipe"])
 def test_file_without_a_key_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "keys"
-    if text is not None:
+    if text == "pipe":
+        os.mkfifo(path)
+    elif text is not None:
         path.write_text(text)
     with pytest.raises(SettingsError, match="api_key_file"):
         build_app(GatewayConfig(api_key_file=path))

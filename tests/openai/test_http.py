@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What HTTP and balancers ask of the gateway beside its endpoints; without a Triton."""
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from hf_triton import __version__
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.health import CHECK_PATHS, LIVE_PATHS
+from tests.support.gateway import GatewayThread
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[GatewayThread]:
+    """A gateway without a Triton."""
+    with GatewayThread(GatewayConfig(triton="127.0.0.1:1", port=0)) as gateway:
+        yield gateway
+
+
+def raw(gateway: GatewayThread, request: bytes) -> tuple[bytes, bytes]:
+    """Head and body of the answer to a request on a connection of its own."""
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as connection:
+        connection.sendall(request)
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head, body
+
+
+@pytest.mark.parametrize("path", ["/", "/page/page.js", "/metrics", "/version", "/v1/models", "/openapi.json", "/no"])
+def test_head_is_answered_as_get_without_a_body(alone: GatewayThread, path: str) -> None:
+    got, head = httpx.get(alone.url + path), httpx.head(alone.url + path)
+    assert head.status_code == got.status_code
+    assert head.headers["content-type"] == got.headers["content-type"]
+    assert not head.content
+    request = f"HEAD {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n".encode()
+    assert raw(alone, request)[1] == b""
+
+
+def test_head_of_a_post_endpoint_is_refused(alone: GatewayThread) -> None:
+    assert httpx.head(alone.url + CHAT).status_code == 405
+
+
+def test_head_counts_for_its_endpoint(alone: GatewayThread) -> None:
+    httpx.head(f"{alone.url}/version")
+    assert 'hf_triton_openai_requests_total{endpoint="/version"' in httpx.get(f"{alone.url}/metrics").text
+
+
+@pytest.mark.parametrize("path", CHECK_PATHS)
+def test_health_has_the_names_of_other_servers(alone: GatewayThread, path: str) -> None:
+    assert httpx.get(alone.url + path).status_code == (200 if path in LIVE_PATHS else 503)
+
+
+def test_version_is_the_librarys(alone: GatewayThread) -> None:
+    assert httpx.get(f"{alone.url}/version").json() == {"version": __version__}
+
+
+@pytest.mark.parametrize("length", ["announced", "chunked"])
+def test_refusal_of_a_large_body_reaches_a_client_that_closes(alone: GatewayThread, length: str) -> None:
+    pieces = [b" " * 65536] * 320  # 20 MB
+    body = b"".join(pieces) if length == "announced" else iter(pieces)
+    headers = {"content-type": "application/json"}  # and urllib's own `Connection: close`
+    request = urllib.request.Request(alone.url + CHAT, body, headers, method="POST")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    with refused.value as answer:
+        assert answer.code == 413
+        assert json.load(answer)["error"]["code"] == "request_too_large"
+
+
+def test_client_that_waits_to_be_asked_for_its_body_is_refused_at_once(alone: GatewayThread) -> None:
+    head = b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\nconnection: close\r\n" % CHAT.encode()
+    answer, body = raw(alone, head + b"content-length: 9000000\r\nexpect: 100-continue\r\n\r\n")
+    assert b" 413 " in answer
+    assert json.loads(body)["error"]["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [b"GET / HTTP/9.1\r\n\r\n", b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"a" * 70_000 + b"\r\n\r\n"],
+    ids=["version", "nonsense", "large head"],
+)
+def test_head_that_is_refused_gets_an_error_object(alone: GatewayThread, request_bytes: bytes) -> None:
+    head, body = raw(alone, request_bytes)
+    assert head.startswith(b"HTTP/1.1 400 Bad Request")
+    assert b"content-type: application/json" in head
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "code"),
+    [
+        ("GET", "/no", b"", "not_found"),
+        ("GET", CHAT, b"", "method_not_allowed"),
+        ("POST", CHAT, b"a=b", "unsupported_media_type"),
+        ("POST", "/v1/embeddings", b'{"model": "a", "input": ""}', "invalid_parameter"),
+        ("POST", "/tokenize", b'{"model": "a"}', "invalid_parameter"),
+    ],
+)
+def test_every_error_has_a_code(alone: GatewayThread, method: str, path: str, body: bytes, code: str) -> None:
+    kind = "application/json" if body.startswith(b"{") else "application/x-www-form-urlencoded"
+    answer = httpx.request(method, alone.url + path, content=body, headers={"content-type": kind})
+    assert answer.json()["error"]["code"] == code
