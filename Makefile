@@ -29,6 +29,7 @@ GENAI_PERF := .venv/genai_perf/.set-up
 AIPERF := .venv/aiperf/.set-up
 FRAMEWORKS := .venv/frameworks/.set-up
 NPM := .venv/npm/.set-up
+CODEX := .venv/codex/.set-up
 GPTQ := .venv/gptq/.set-up
 PROGRAMS := .venv/programs/.set-up
 
@@ -71,8 +72,9 @@ $(PROGRAMS): $(SETUP) tests/server/programs.sh
 	tests/server/programs.sh $(@D)
 	@touch $@
 
-test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) $(AIPERF) $(FRAMEWORKS) $(NPM) ## Run other clients (1.6 GB, npm)
+test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) $(AIPERF) $(FRAMEWORKS) $(NPM) $(CODEX) ## Run other clients (2 GB, npm)
 	REQUIRE_CLIENTS=1 $(BIN)/pytest tests/server/test_dialects.py tests/openai/test_clients_frameworks.py \
+	  tests/openai/test_client_codex.py \
 	  tests/openai/test_encoders.py \
 	  tests/cli/test_bench.py
 
@@ -99,6 +101,10 @@ $(FRAMEWORKS): $(SETUP)
 
 $(NPM): $(SETUP)
 	npm install --silent --no-audit --no-fund --prefix $(@D) openai@6.49.0
+	@touch $@
+
+$(CODEX): $(SETUP)
+	npm install --silent --no-audit --no-fund --prefix $(@D) @openai/codex@0.171.0
 	@touch $@
 
 test-gptq: $(SETUP) $(GPTQ) ## Test checkpoints of GPTQ and AWQ (45 MB; compiles a C extension)

@@ -10,25 +10,27 @@ from typing import Any, Final, Literal, TypeAlias
 REASONING: Final = "reasoning"
 TEXT: Final = "text"
 TOOL_CALL: Final = "tool_call"
+CUSTOM_CALL: Final = "custom_call"
+Kind: TypeAlias = Literal["reasoning", "text", "tool_call", "custom_call"]
 
 
 @dataclass
 class Block:
     """One block, the last of them still growing."""
 
-    kind: Literal["reasoning", "text", "tool_call"]
+    kind: Kind
     index: int
     """Position among the blocks."""
     call_id: str = ""
     name: str = ""
-    """The function that a tool call names."""
+    """The tool that a call names."""
     call: int = -1
     """Position among the tool calls."""
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """Reasoning, text, or the arguments of a tool call as JSON text."""
+        """Reasoning, text, the arguments of a tool call as JSON text, or the input of a custom tool."""
         return "".join(self.pieces)
 
 
@@ -50,10 +52,12 @@ class Blocks:
         if piece := message.get("content"):
             yield from self._extend(Block(TEXT, len(self.blocks)), piece)
         for position, call in enumerate(message.get("tool_calls") or ()):
-            function = call.get("function", {})
-            call_id, name = call.get("id") or "", function.get("name") or ""
-            block = Block(TOOL_CALL, len(self.blocks), call_id, name, call.get("index", position))
-            yield from self._extend(block, function.get("arguments") or "")
+            is_custom = "custom" in call
+            tool = call["custom"] if is_custom else call.get("function", {})
+            call_id, name = call.get("id") or "", tool.get("name") or ""
+            kind: Kind = CUSTOM_CALL if is_custom else TOOL_CALL
+            block = Block(kind, len(self.blocks), call_id, name, call.get("index", position))
+            yield from self._extend(block, tool.get("input" if is_custom else "arguments") or "")
 
     def end(self) -> Iterator[Step]:
         """End the last block, if it has not ended."""

@@ -52,6 +52,8 @@ class Conversation:
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
         self._places: list[str] = []
+        self.tool_places: list[str] = []
+        """Where the chat's tools come from, for error messages; empty: they are the client's, one by one."""
 
     def add_text(self, role: str, text: str, place: str) -> None:
         """Add a part to the content of a message."""
@@ -95,9 +97,13 @@ class Conversation:
             index = int(match[1])
             return self._places[index] if index < len(self._places) else field
 
+        def tool_place(match: re.Match[str]) -> str:
+            index = int(match[1])
+            return self.tool_places[index] if index < len(self.tool_places) else f"tools[{index}]"
+
         def moved(text: str) -> str:
-            text = re.sub(r"\btools\[(\d+)\]\.function", r"tools[\1]", text)
-            return re.sub(rf"\b{field}\[(\d{{1,9}})\]", place, text)
+            text = re.sub(rf"\b{field}\[(\d{{1,9}})\]", place, text)
+            return re.sub(r"\btools\[(\d{1,9})\](?:\.function|\.custom)?", tool_place, text)
 
         try:
             yield

@@ -13,17 +13,20 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from hf_triton.errors import clip
-from hf_triton.openai.agents import ANY, AgentRequest, function_tool, stream_steps
+from hf_triton.openai.agents import ANY, AgentRequest, stream_steps
 from hf_triton.openai.answers import finish_reason_of, message_of, now_s, usage_of
-from hf_triton.openai.blocks import Block, Blocks, blocks_of
+from hf_triton.openai.blocks import TEXT, Block, Blocks, blocks_of
 from hf_triton.openai.bodies import JsonRoute, beside_loop
 from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
-from hf_triton.openai.fields import HINT, ONE_TIER, Fields, Ignored
+from hf_triton.openai.fields import HINT, MAX_TOP_LOGPROBS, ONE_TIER, Fields, Ignored
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
+from hf_triton.openai.hints import pass_over
 from hf_triton.openai.response_events import ResponseEvents
-from hf_triton.openai.response_items import output_item, read_input
+from hf_triton.openai.response_input import read_input
+from hf_triton.openai.response_items import ResponseItems
+from hf_triton.openai.response_tools import ResponseTools
 from hf_triton.openai.sse import RESPONSES, EventStream
 from hf_triton.openai.triton_messages import Generation, Outputs
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
@@ -39,24 +42,14 @@ NAMES: Final[Mapping[str, str]] = {
 MAX_INPUT_ITEMS: Final = 4 * MAX_MESSAGES
 """Of one request; an assistant's message may be several items: reasoning, text, calls."""
 STATELESS: Final = "is for stored responses, and this server keeps none"
-UNREADABLE: Final = "reasoning.encrypted_content"
+LOGPROBS: Final = "message.output_text.logprobs"
+ENCRYPTED: Final = "reasoning.encrypted_content"
 """What agents ask to include, beside the reasoning that is there to read."""
-
-
-class _Tool(Fields):
-    ignored: ClassVar[Mapping[str, Ignored]] = {
-        "type": ANY,
-        "strict": Ignored((False,), is_hint=True),
-        "defer_loading": Ignored((False,)),
-    }
-    name: Annotated[str, annotated_types.MinLen(1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class _Choice(Fields):
-    ignored: ClassVar[Mapping[str, Ignored]] = {"type": ANY}
-    name: Annotated[str, annotated_types.MinLen(1)]
+UNINCLUDED: Final = (
+    *("web_search_call.action.sources", "web_search_call.results", "file_search_call.results"),
+    *("code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url"),
+)
+"""What comes from tools that this server has not, and from images."""
 
 
 class _Text(Fields):
@@ -90,7 +83,6 @@ class ResponsesRequest(AgentRequest):
         "background": Ignored((False,), STATELESS),
         "truncation": Ignored(("disabled",)),
         "service_tier": ONE_TIER,
-        "top_logprobs": Ignored((0,), "is for /v1/chat/completions"),
         **dict.fromkeys(("context_management", "moderation"), Ignored(([],))),
     }
 
@@ -101,10 +93,10 @@ class ResponsesRequest(AgentRequest):
     """The system message, in front of `input`."""
 
     tools: Annotated[list[Any], annotated_types.MaxLen(MAX_TOOLS)] | None = None
-    """Functions that the model may call."""
+    """Functions and custom tools that the model may call, also those of namespaces."""
 
     tool_choice: str | dict[str, Any] | None = None
-    """`auto`, `none`, `required`, or one function: `{"type": "function", "name": "..."}`."""
+    """`auto`, `none`, `required`, one tool: `{"type": "function", "name": "..."}`, or `allowed_tools`."""
 
     parallel_tool_calls: bool | None = None
     """Whether one answer may call several functions."""
@@ -119,44 +111,49 @@ class ResponsesRequest(AgentRequest):
     """`effort`: a variable for the chat template of models that reason."""
 
     include: list[str] | None = None
-    """Accepted if it is empty, or names `reasoning.encrypted_content`: reasoning is not encrypted."""
+    """`message.output_text.logprobs` adds the log probability of each token of a text."""
 
-    def chat_fields(self) -> dict[str, object]:
+    top_logprobs: Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_TOP_LOGPROBS)] | None = None
+    """Number of most likely tokens to list at each position, with log probabilities."""
+
+    def chat_fields(self, tools: ResponseTools) -> dict[str, object]:
         """The chat's fields.
+
+        Args:
+            tools: The tools that the input and `tools` hold.
 
         Raises:
             ApiError: A field asks for what is not served.
         """
         for name in self.include or ():
-            Ignored((UNREADABLE,)).check("include", name)
+            if name in UNINCLUDED:
+                pass_over(f"include.{name}")
+            else:
+                Ignored((LOGPROBS, ENCRYPTED)).check("include", name)
+        has_logprobs = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
         text = parse_at(_Text, "text", self.text or {})
         reasoning = parse_at(_Reasoning, "reasoning", self.reasoning or {})
         return {
-            "tools": [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())] or None,
-            "tool_choice": _read_choice(self.tool_choice),
+            "tools": tools.tools or None,
+            "tool_choice": tools.choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "max_tokens": self.max_output_tokens,
             "response_format": _read_format(text.format),
             "reasoning_effort": reasoning.effort,
+            "logprobs": has_logprobs or None,
+            "top_logprobs": self.top_logprobs if has_logprobs else None,
         }
 
+    def read_tools(self) -> ResponseTools:
+        """The tools of `tools`.
 
-def _read_tool(place: str, tool: object) -> dict[str, Any]:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        message = f"{place} is of type {clip(kind)}; this server has no tools of its own: give tools of type 'function'"
-        raise ApiError(400, message, param=place, code="unsupported_parameter")
-    checked = parse_at(_Tool, place, tool)
-    return function_tool(checked.name, checked.description, checked.parameters)
-
-
-def _read_choice(choice: str | dict[str, Any] | None) -> object:
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") != "function":
-        message = f'tool_choice must be {{"type": "function", "name": "..."}}, got {clip(choice)}'
-        raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
-    return {"type": "function", "function": {"name": parse_at(_Choice, "tool_choice", choice).name}}
+        Raises:
+            ApiError: One is invalid.
+        """
+        tools = ResponseTools()
+        for index, tool in enumerate(self.tools or ()):
+            tools.add(f"tools[{index}]", tool)
+        return tools
 
 
 def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -173,18 +170,22 @@ def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 @router.post("/v1/responses", responses=RESPONSES)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, in the form that agents read."""
-    gateway = gateway_of(request)
-    conversation = await beside_loop(request, read_input, body.input, body.instructions)
-    chat = body.chat_fields()
+    gateway, tools = gateway_of(request), body.read_tools()
+    conversation = await beside_loop(request, read_input, body.input, body.instructions, tools)
+    conversation.tool_places = tools.places
     with conversation.placed_errors("input"):
-        generation = body.generation(request_id_of(request), conversation, NAMES, **chat)
-        head = _head(body, generation)
+        generation = body.generation(request_id_of(request), conversation, NAMES, **body.chat_fields(tools))
+        head, items = _head(body, generation), ResponseItems(generation.request_id, tools)
         if body.stream:
-            events = _stream(gateway, head, generation)
+            events = _stream(gateway, head, items, generation)
             return EventStream(request, conversation.placed_stream("input", events))
         outputs = await run_while_connected(request.receive, gateway.models.generate(generation))
     blocks = blocks_of(message_of(outputs, 0))
-    return JSONResponse(head | _ending(generation, blocks, outputs))
+    items.read_logprobs(outputs)
+    for block in blocks:
+        if block.kind == TEXT:
+            items.take_logprobs(block, block.text)
+    return JSONResponse(head | _ending(items, blocks, outputs))
 
 
 def _head(body: ResponsesRequest, generation: Generation) -> dict[str, Any]:
@@ -212,7 +213,11 @@ def _head(body: ResponsesRequest, generation: Generation) -> dict[str, Any]:
         "temperature": body.temperature,
         "text": {"format": text.get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
+        "tools": [
+            {"strict": None, "parameters": None, **tool} if tool.get("type", "function") == "function" else tool
+            for tool in body.tools or ()
+        ],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": "disabled",
         "usage": None,
@@ -229,19 +234,18 @@ def _status(outputs: Outputs) -> str:
     return "incomplete" if finish_reason_of(outputs, 0) == "length" else "completed"
 
 
-def _items(generation: Generation, blocks: Sequence[Block], last_status: str) -> list[dict[str, Any]]:
+def _items(items: ResponseItems, blocks: Sequence[Block], last_status: str) -> list[dict[str, Any]]:
     statuses = ["completed"] * (len(blocks) - 1) + [last_status]
-    pairs = zip(blocks, statuses, strict=False)
-    return [output_item(generation.request_id, block, status) for block, status in pairs]
+    return [items.item(block, status) for block, status in zip(blocks, statuses, strict=False)]
 
 
-def _ending(generation: Generation, blocks: Sequence[Block], outputs: Outputs) -> dict[str, Any]:
+def _ending(items: ResponseItems, blocks: Sequence[Block], outputs: Outputs) -> dict[str, Any]:
     """What changes in a response when it ends."""
     status, usage = _status(outputs), usage_of(outputs)
     return {
         "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "output": _items(generation, blocks, status),
+        "output": _items(items, blocks, status),
         "usage": {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -252,21 +256,24 @@ def _ending(generation: Generation, blocks: Sequence[Block], outputs: Outputs) -
     }
 
 
-async def _stream(gateway: Gateway, head: dict[str, Any], generation: Generation) -> AsyncGenerator[bytes]:
+async def _stream(
+    gateway: Gateway, head: dict[str, Any], items: ResponseItems, generation: Generation
+) -> AsyncGenerator[bytes]:
     """The typed events of a response, from `response.created` to its end."""
-    blocks, events = Blocks(), ResponseEvents(generation.request_id)
+    blocks, events = Blocks(), ResponseEvents(items)
     try:
         async with aclosing(stream_steps(gateway, generation, blocks)) as responses:
             async for steps, outputs in responses:
                 if not events.number:
                     for kind in ("response.created", "response.in_progress"):
                         yield events.event(kind, {"response": head})
+                items.read_logprobs(outputs)
                 if data := b"".join(events.of(step) for step in steps):
                     yield data
                 if "finish_reason" in outputs:
                     status = _status(outputs)
                     yield b"".join(events.of(step, status) for step in blocks.end())
-                    ending = _ending(generation, blocks.blocks, outputs)
+                    ending = _ending(items, blocks.blocks, outputs)
                     yield events.event(f"response.{status}", {"response": head | ending})
     except ApiError as error:
         if not events.number:
@@ -274,6 +281,6 @@ async def _stream(gateway: Gateway, head: dict[str, Any], generation: Generation
         failure = {
             "status": "failed",
             "error": {"code": "server_error", "message": error.message},
-            "output": _items(generation, blocks.blocks, "incomplete"),
+            "output": _items(items, blocks.blocks, "incomplete"),
         }
         yield events.event("response.failed", {"response": head | failure})

@@ -4,7 +4,9 @@
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -14,6 +16,7 @@ from tests.support.chat import build_chat_checkpoint
 from tests.support.gateway import GatewayThread, add_demo
 from tests.support.paths import ROOT
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL
+from tests.support.writing_model import CHATML, WRITING_MODEL
 
 NUM_TOKENS = 8
 """`max_output_length` of the tiny models, which never end by themselves."""
@@ -51,3 +54,37 @@ def gateway(triton: TritonServer) -> Iterator[GatewayThread]:
 def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60) as connected:
         yield connected
+
+
+@pytest.fixture(scope="session")
+def agents(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[GatewayThread]:
+    """A gateway with `writes`, which writes what it is told to, and its stream door."""
+    root = tmp_path_factory.mktemp("agents")
+    checkpoint = build_tiny_checkpoint(root / "checkpoint", chat_template=CHATML, max_position_embeddings=40_960)
+    folder = make_folder(root / "repository", "writes", huggingface_model=checkpoint, max_output_length=400)
+    (folder / "1" / "model.py").write_text(WRITING_MODEL)
+    free = make_folder(root / "repository", "free", huggingface_model=checkpoint, max_output_length=400)
+    for served in (folder, free):
+        shutil.copytree(ROOT / "stream_door", served.with_name(f"{served.name}_stream"))
+    with TritonServer(root / "repository") as server:
+        for name in ("writes", "writes_stream", "free", "free_stream"):
+            assert server.is_model_ready(name), server.log_tail()
+        with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as running:
+            yield running
+
+
+@pytest.fixture(scope="session")
+def openai_agent(agents: GatewayThread) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{agents.url}/v1", api_key="none", max_retries=0, timeout=60) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="session")
+def responses(openai_agent: openai.OpenAI) -> Any:
+    return openai_agent.responses
+
+
+@pytest.fixture(scope="session")
+def messages(agents: GatewayThread) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=agents.url, api_key="none", max_retries=0, timeout=60) as connected:
+        yield connected.messages

@@ -2,23 +2,14 @@
 """Agents that call two tools, by the real clients of OpenAI's Responses API and Anthropic's Messages API."""
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from hf_triton.openai.config import GatewayConfig
-from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.gateway import GatewayThread
-from tests.support.paths import ROOT
-from tests.support.writing_model import CHATML, WRITING_MODEL
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}}, "required": ["city"]}
@@ -41,35 +32,6 @@ RESULTS = {"locate": f"say:</think>{call('weather', 'Bonn')}", "weather": "say:I
 """What the tools answer, and so what the model writes next."""
 CALLS = [("locate", {"city": "Köln"}), ("weather", {"city": "Bonn"})]
 TWO_CALLS = f"say:</think>{call('locate', 'Köln')}\n{call('weather', 'Bonn')}"
-
-
-@pytest.fixture(scope="module")
-def agents(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[GatewayThread]:
-    """A gateway with `writes`, which writes what it is told to, and its stream door."""
-    root = tmp_path_factory.mktemp("agents")
-    checkpoint = build_tiny_checkpoint(root / "checkpoint", chat_template=CHATML, max_position_embeddings=2048)
-    folder = make_folder(root / "repository", "writes", huggingface_model=checkpoint, max_output_length=400)
-    (folder / "1" / "model.py").write_text(WRITING_MODEL)
-    free = make_folder(root / "repository", "free", huggingface_model=checkpoint, max_output_length=400)
-    for served in (folder, free):
-        shutil.copytree(ROOT / "stream_door", served.with_name(f"{served.name}_stream"))
-    with TritonServer(root / "repository") as server:
-        for name in ("writes", "writes_stream", "free", "free_stream"):
-            assert server.is_model_ready(name), server.log_tail()
-        with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as running:
-            yield running
-
-
-@pytest.fixture(scope="module")
-def responses(agents: GatewayThread) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{agents.url}/v1", api_key="none", max_retries=0, timeout=60) as connected:
-        yield connected.responses
-
-
-@pytest.fixture(scope="module")
-def messages(agents: GatewayThread) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=agents.url, api_key="none", max_retries=0, timeout=60) as connected:
-        yield connected.messages
 
 
 def respond(responses: Any, is_stream: bool, **fields: Any) -> Any:

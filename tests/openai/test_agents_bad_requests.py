@@ -15,6 +15,7 @@ pytestmark = pytest.mark.full
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 TOOL = {"type": "function", "name": "f", "parameters": {}}
+CUSTOM = {"type": "custom", "name": "c"}
 NO_TYPE = {"type": "object", "properties": {"a": {"type": "thing"}}}
 OURS = r"Traceback|/site-packages|\.py|pydantic|max_new_tokens|num_return|messages\[|stop_strings|response_format"
 
@@ -48,11 +49,6 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
     "content is an empty array": (item(role="user", content=[]), "input[1].content", "empty"),
     "call without a name": (item(type="function_call", call_id="1", arguments="{}"), "input[1].name", "is required"),
     "output without a call": (item(type="function_call_output", output="a"), "input[1].call_id", "is required"),
-    "output is an image": (
-        item(type="function_call_output", call_id="1", output=[{"type": "input_image"}]),
-        "input[1].output[0]",
-        "'input_image'",
-    ),
     "instructions are a list": (asks(instructions=["a"]), "instructions", "instructions must be a string"),
     "unknown field": (asks(foo=1), "foo", "there is no field 'foo'"),
     "field of the chat": (asks(max_tokens=3), "max_tokens", "there is no field 'max_tokens'"),
@@ -62,9 +58,35 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
     "background": (asks(background=True), "background", "null or false"),
     "stored prompt": (asks(prompt={"id": "pmpt_1"}), "prompt", "stored prompt"),
     "truncation": (asks(truncation="auto"), "truncation", "'disabled'"),
-    "included log probabilities": (asks(include=["message.output_text.logprobs"]), "include", "include"),
-    "top_logprobs": (asks(top_logprobs=3), "top_logprobs", "/v1/chat/completions"),
-    "hosted tool": (asks(tools=[{"type": "web_search"}]), "tools[0]", "'web_search'"),
+    "included field of no kind": (asks(include=["a"]), "include", "include"),
+    "top_logprobs is 21": (asks(top_logprobs=21), "top_logprobs", "<= 20"),
+    "two tools of one name": (asks(tools=[TOOL, {"type": "custom", "name": TOOL["name"]}]), "tools", "several"),
+    "custom tool without a name": (asks(tools=[{"type": "custom"}]), "tools[0].name", "is required"),
+    "custom format of no kind": (asks(tools=[CUSTOM | {"format": {"type": "json"}}]), "tools[0].format", "grammar"),
+    "custom grammar of no syntax": (
+        asks(tools=[CUSTOM | {"format": {"type": "grammar", "syntax": "ebnf", "definition": "a"}}]),
+        "tools[0].format.syntax",
+        "lark",
+    ),
+    "custom grammar that is wrong": (
+        asks(
+            tools=[CUSTOM | {"format": {"type": "grammar", "syntax": "lark", "definition": "a"}}],
+            tool_choice="required",
+        ),
+        "tools",
+        "cannot be read",
+    ),
+    "namespace without tools": (asks(tools=[{"type": "namespace", "name": "a"}]), "tools[0].tools", "is required"),
+    "allowed_tools of no mode": (
+        asks(tools=[TOOL], tool_choice={"type": "allowed_tools", "tools": []}),
+        "tool_choice.mode",
+        "is required",
+    ),
+    "allowed tool that there is not": (
+        asks(tools=[TOOL], tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [CUSTOM]}),
+        "tool_choice",
+        "'c'",
+    ),
     "tool in the chat's form": (
         asks(tools=[{"type": "function", "function": {"name": "f"}}]),
         "tools[0].function",

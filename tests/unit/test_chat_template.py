@@ -281,6 +281,28 @@ def test_several_templates_and_no_default_say_what_there_is() -> None:
     assert "has the chat templates rag, tool_use but no default one" in rejection({"tool_use": "", "rag": ""})
 
 
+def test_a_system_message_in_the_middle_is_the_users_where_the_template_takes_it_first_alone() -> None:
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "A"}, {"role": "system", "content": "T"}]
+    assert render(CHATML, *chat).count("<|im_start|>system") == 2
+    strict = """{%- for message in messages -%}
+    {%- if message.role == 'system' and not loop.first -%}{{ raise_exception('System must be first') }}{%- endif -%}
+    {%- if not loop.first and message.role == messages[loop.index0 - 1].role -%}
+      {{ raise_exception('In turn') }}
+    {%- endif -%}
+    <{{ message.role }}>{{ message.content }}
+    {%- endfor -%}"""
+    assert render(strict, *chat) == "<system>S<user>A\n\nT"
+    later = [
+        {"role": "assistant", "content": "B"},
+        {"role": "system", "content": "U"},
+        {"role": "user", "content": "C"},
+    ]
+    assert render(strict, *chat, *later) == "<system>S<user>A\n\nT<assistant>B<user>U\n\nC"
+    assert "In turn" in rejection(
+        strict, *chat, {"role": "assistant", "content": "B"}, {"role": "assistant", "content": ""}
+    )
+
+
 def test_the_templates_own_refusal_is_handed_on() -> None:
     expected = (
         "invalid_input: the model's chat template rejects this: The roles must alternate: user, assistant, user, ..."

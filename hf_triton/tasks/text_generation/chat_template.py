@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -53,21 +53,25 @@ class ChatTemplate:
                 much.
         """
         template = self._choose(chat)
-        arguments = self._read_arguments(chat, template)
         messages = list(chat.messages)
         if self._needs_parts(template):
             messages = [_with_parts(message) for message in messages]
+        arguments = {
+            "tools": None if chat.tools is None else list(chat.tools),
+            "add_generation_prompt": chat.add_generation_prompt,
+            "continue_final_message": chat.continue_final_message,
+            **self._read_arguments(chat, template),
+        }
         try:
-            text = self._apply(
-                template,
-                messages,
-                tools=None if chat.tools is None else list(chat.tools),
-                add_generation_prompt=chat.add_generation_prompt,
-                continue_final_message=chat.continue_final_message,
-                **arguments,
-            )
+            text = self._apply(template, messages, **arguments)
         except Exception as error:  # a template is a program and may raise anything
-            raise _render_error(error) from None
+            if (moved := _late_systems_as_user(chat.messages)) is None:
+                raise _render_error(error) from None
+            messages = [_with_parts(message) for message in moved] if self._needs_parts(template) else moved
+            try:
+                text = self._apply(template, messages, **arguments)
+            except Exception as remaining:
+                raise _render_error(remaining) from None
         self._check_text(text)
         return text
 
@@ -160,6 +164,25 @@ class ChatTemplate:
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its content as OpenAI's array of parts."""
     return message | {"content": [{"type": "text", "text": message["content"]}]} if "content" in message else message
+
+
+def _late_systems_as_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The messages with every system message that does not stand at the beginning as the user's; None: there is none.
+
+    Agents add instructions in the middle of a conversation, and many templates take them at its beginning alone.
+    """
+    moved: list[dict[str, Any]] = []
+    num_late = 0
+    for message in messages:
+        is_late = message["role"] == "system" and any(other["role"] != "system" for other in moved)
+        num_late += is_late
+        made = {**message, "role": "user"} if is_late else message
+        last = moved[-1] if moved else {}
+        if num_late and made["role"] == last.get("role") == "user":
+            moved[-1] = {**last, "content": f"{last.get('content', '')}\n\n{made.get('content', '')}"}
+        else:
+            moved.append(made)
+    return moved if num_late else None
 
 
 def _render_error(error: Exception) -> RequestError:
