@@ -15,7 +15,7 @@ import annotated_types
 from pydantic import ValidationInfo
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.validation import read_json
+from hf_triton.protocol.validation import MAX_LEVELS, is_nested_deeply, read_json
 
 MAX_GRAMMAR: Final = 65_536  # characters of a schema, a regular expression or a grammar
 GrammarText = Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(MAX_GRAMMAR)]
@@ -60,14 +60,16 @@ def read_object(value: object, info: ValidationInfo) -> object:
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":")) if isinstance(value, dict) else value
     except RecursionError:
-        raise ValueError(f"{info.field_name} is nested too deeply") from None
+        raise ValueError(f"{info.field_name} is nested too deeply: up to {MAX_LEVELS} levels are read") from None
     if not isinstance(text, str):
         return value
     if len(text) > MAX_GRAMMAR:
         raise ValueError(f"{info.field_name} must be JSON of up to {MAX_GRAMMAR} characters, got {len(text)}")
-    if not isinstance(value, str):
+    if isinstance(value, dict) and text.count("{") + text.count("[") < MAX_LEVELS:
         return value
-    parsed = read_json(value)
+    if is_nested_deeply(text):
+        raise ValueError(f"{info.field_name} is nested too deeply: up to {MAX_LEVELS} levels are read")
+    parsed = value if isinstance(value, dict) else read_json(value)
     return parsed if isinstance(parsed, dict) else value
 
 

@@ -31,6 +31,7 @@ NUM_NEAR: Final = 3
 MIN_LIKENESS: Final = 0.6
 """Of two names, from 0 to 1, if one is taken for the other misspelt."""
 MAX_ENTRIES: Final = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
+MAX_LEVELS: Final = 200  # of nesting: pydantic's parser reads no more
 MAX_JSON: Final = 2**21  # characters; other requests wait while JSON is parsed
 TYPE_NAMES: Final[Mapping[type, str]] = {
     bool: "true or false",
@@ -159,13 +160,23 @@ def parse_json(text: str) -> Any:
     return from_json(text, allow_inf_nan=False)
 
 
+def is_nested_deeply(text: str) -> bool:
+    """Whether JSON is not read since it has more than `MAX_LEVELS` levels."""
+    try:
+        parse_json(text)
+    except ValueError as error:
+        return "recursion limit" in str(error)
+    return False
+
+
 def json_error(value: object) -> str:
     """Why a string that looks like JSON is none, to end a sentence with; otherwise empty."""
     if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         try:
             parse_json(value)
         except ValueError as error:
-            return f", which is not JSON: {error}"
+            deep = f", which has more than {MAX_LEVELS} levels of nesting"
+            return deep if is_nested_deeply(value) else f", which is not JSON: {error}"
     return ""
 
 

@@ -587,11 +587,24 @@ def test_an_object_is_measured_as_compact_json() -> None:
     )
 
 
-def test_an_object_that_is_nested_too_deeply_is_rejected() -> None:
-    schema: dict[str, Any] = {}
-    for _ in range(100_000):
+@pytest.mark.parametrize("num_levels", [250, 100_000])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_an_object_that_is_nested_too_deeply_is_rejected(num_levels: int, is_text: bool) -> None:
+    schema: Any = {}
+    for _ in range(0 if is_text else num_levels):
         schema = {"not": schema}
-    assert rejection(guided_json=schema).sentence == "guided_json is nested too deeply"
+    if is_text:
+        num_levels = min(num_levels, 5000)
+        schema = '{"not":' * num_levels + "{}" + "}" * num_levels
+    sentence = rejection(guided_json=schema).sentence
+    assert sentence == "guided_json is nested too deeply: up to 200 levels are read"
+
+
+def test_an_object_of_many_levels_is_taken() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(190):
+        schema = {"not": schema}
+    assert parse_parameters({"guided_json": schema}) == parse_parameters({"guided_json": json.dumps(schema)})
 
 
 def test_a_string_that_is_too_long_is_rejected_with_its_length() -> None:
