@@ -4,21 +4,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from hf_triton.errors import CheckpointError, clip
+from hf_triton.hub.model_tables import tables_of_class, tables_of_family
 from hf_triton.hub.sentence_files import CROSS_ENCODER, GENERAL, MODULES, load_module_list, refusal
 
-TASKS_BY_HEAD: Final[dict[str, str]] = {
+TASKS_BY_TABLE: Final[Mapping[str, str]] = {
+    "SEQ_TO_SEQ_CAUSAL_LM": "text-generation",
+    "MASKED_LM": "fill-mask",
+    "CAUSAL_LM": "text-generation",
+    "MULTIMODAL_LM": "text-generation",
+    "SEQUENCE_CLASSIFICATION": "text-classification",
+    "TOKEN_CLASSIFICATION": "token-classification",
+    "QUESTION_ANSWERING": "question-answering",
+}
+"""The task of a table of transformers' models; the first that has a class decides."""
+UNSPECIFIC: Final = {"BASE", "PRETRAINING", "TEXT_ENCODING"}
+"""Tables of models without a head for a task."""
+TASKS_BY_ENDING: Final[Mapping[str, str]] = {
+    "ForCausalLM": "text-generation",
+    "ForConditionalGeneration": "text-generation",
+    "LMHeadModel": "text-generation",
+    "DoubleHeadsModel": "text-generation",
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
     "ForQuestionAnswering": "question-answering",
     "ForMaskedLM": "fill-mask",
+    "Model": "embeddings",
 }
-"""By the end of an architecture's name."""
-GENERATING: Final = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""By the end of an architecture's name, of classes that transformers does not have: a repository's own, or old ones."""
+
+
+GENERATING_CLASSES: Final = {"AutoModelForCausalLM", "AutoModelForSeq2SeqLM"}
 
 
 def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
@@ -51,25 +71,27 @@ def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
 def find_task(folder: Path) -> str | None:
     """What a checkpoint's files say that it does; None if they say nothing of it.
 
-    A cross-encoder has one label, and a checkpoint without a head (`BertModel`) makes embeddings.
+    A cross-encoder has one label, and a checkpoint without a head (`BertModel`) makes embeddings. What is not served
+    has another name (`ctc`).
     """
+    return next(iter(find_tasks(folder)), None)
+
+
+def find_tasks(folder: Path) -> list[str]:
+    """All that a checkpoint's files say that it does; the first one is served unless a folder says otherwise."""
     config = _read_object(folder / "config.json")
-    names = _architectures(config)
-    if (folder / MODULES).exists() and not any(name.endswith("ForSequenceClassification") for name in names):
+    tasks = _tasks_of_architectures(config)
+    if (folder / MODULES).exists() and "text-classification" not in tasks:
         is_cross_encoder = _read_object(folder / GENERAL).get("model_type") == CROSS_ENCODER
-        return "rerank" if is_cross_encoder else "embeddings"
-    if _generate(names):
-        return "text-generation"
-    for name in names:
-        for head, task in TASKS_BY_HEAD.items():
-            if name.endswith(head):
-                return "rerank" if task == "text-classification" and _num_labels(config) == 1 else task
-    return "embeddings" if any(name.endswith("Model") for name in names) else None
+        tasks = ["rerank" if is_cross_encoder else "embeddings", *tasks]
+    if "text-classification" in tasks and _num_labels(config) == 1:
+        tasks = ["rerank" if task == "text-classification" else task for task in tasks]
+    return list(dict.fromkeys(tasks))
 
 
 def find_way(folder: Path) -> Literal["generative", "pooled"] | None:
     """How a checkpoint does its task: by a model that generates, by a cross-encoder's pooled vector, or by its head."""
-    if _generate(_architectures(_read_object(folder / "config.json"))):
+    if _tasks_of_architectures(_read_object(folder / "config.json"))[:1] == ["text-generation"]:
         return "generative"
     kind = _read_object(folder / GENERAL).get("model_type")
     is_pooled = kind == CROSS_ENCODER and "Pooling" in _module_kinds(folder)
@@ -84,8 +106,36 @@ def _module_kinds(folder: Path) -> list[str]:
         return []
 
 
-def _generate(architectures: list[str]) -> bool:
-    return any(name.endswith(GENERATING) for name in architectures)
+def _tasks_of_architectures(config: dict[str, Any]) -> list[str]:
+    """What the classes do that a config names; if one generates text, that first."""
+    by_class = sorted(map(_tasks_of_class, _architectures(config)), key=lambda tasks: tasks[:1] != ["text-generation"])
+    tasks = [task for tasks in by_class for task in tasks]
+    auto_map = config.get("auto_map")  # the repository's own classes, which names such as ChatGLMModel do not tell
+    generates = isinstance(auto_map, dict) and not GENERATING_CLASSES.isdisjoint(auto_map)
+    return ["text-generation", *tasks] if generates and tasks == ["embeddings"] else tasks
+
+
+def _tasks_of_class(name: str) -> list[str]:
+    """What a class does, by transformers' tables if they have it, else by the end of its name."""
+    tables = tables_of_class(name)
+    if not tables:
+        return [task for ending, task in TASKS_BY_ENDING.items() if name.endswith(ending)][:1]
+    if tasks := [task for table, task in TASKS_BY_TABLE.items() if table in tables]:
+        return tasks
+    family = tables_of_family(name) - UNSPECIFIC
+    if others := tables - UNSPECIFIC:
+        return _not_served(others)
+    if tables == {"PRETRAINING"}:  # a model as it was pretrained, which has the head for masks in most families
+        return ["fill-mask"] if "MASKED_LM" in family else _not_served(tables)
+    if "SEQ_TO_SEQ_CAUSAL_LM" in family and "TEXT_ENCODING" not in tables:
+        return ["text-generation"]
+    if family and family.isdisjoint(TASKS_BY_TABLE):  # a family that reads images or sound
+        return _not_served(family)
+    return ["embeddings", *(["text-generation"] if family & {"CAUSAL_LM", "MULTIMODAL_LM"} else [])]
+
+
+def _not_served(tables: Collection[str]) -> list[str]:
+    return [table.lower().replace("_", "-") for table in sorted(tables)]
 
 
 def _architectures(config: dict[str, Any]) -> list[str]:

@@ -10,22 +10,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import re
 import typing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError
-from hf_triton.hub.kind import find_task
+from hf_triton.hub.kind import find_tasks
 from hf_triton.hub.load_failures import explain_load
+from hf_triton.hub.weights import check_weights
 from hf_triton.settings import TEXT_TO_TEXT, ModelSettings, TaskName
 
 CHAT_TEMPLATE: Final = "chat_template.json"
 """Older image processors keep their chat template here, which tokenizers do not read."""
 TOKENIZER: Final = "tokenizer.json"
-STALE_BUFFERS: Final = r"(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$"
-"""Buffers that older versions of transformers saved and newer ones compute; not part of a model's weights."""
 
 
 @contextlib.contextmanager
@@ -150,7 +148,7 @@ def load_model(
         model, info = _with_attention(
             settings, lambda attention: auto_class.from_pretrained(folder, attn_implementation=attention, **arguments)
         )
-    check_weights(settings, _without_head(info) if auto_class_name == "AutoModel" else info)
+    check_weights(settings, info, model, is_headless=auto_class_name == "AutoModel")
     return model
 
 
@@ -216,7 +214,7 @@ def model_class(folder: Path, config: Any, settings: ModelSettings, auto_class_n
     if auto_class_name is not None:
         return _encoder_class(auto_class_name, settings, config)
     _check_generates(folder, settings, config)
-    return auto_class_of(config)
+    return _check_reads_text(auto_class_of(config), settings, config)
 
 
 def _check_generates(folder: Path, settings: ModelSettings, config: Any) -> None:
@@ -228,9 +226,10 @@ def _check_generates(folder: Path, settings: ModelSettings, config: Any) -> None
             f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json: set task to "
             "text-generation, and put the instruction into the prompt",
         )
-    task = find_task(folder)
-    if task in (None, "text-generation") or (settings.task == "text-generation" and task == "embeddings"):
+    tasks = find_tasks(folder)
+    if not tasks or tasks[0] == "text-generation" or (settings.task and "text-generation" in tasks):
         return
+    task = tasks[0]
     about = f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json"
     if task not in typing.get_args(TaskName):
         advice = "which does not generate text: choose a model that does"
@@ -259,14 +258,17 @@ def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
 
     if name == "AutoModel":
         return _text_encoder(settings, config)
-    head = name.removeprefix("AutoModel")
-    if head and config.architectures and not any(other.endswith(head) for other in config.architectures):
+    head, auto_class = name.removeprefix("AutoModel"), getattr(transformers, name)
+    known = auto_class._model_mapping._model_mapping.values()
+    endings = (head, "ForPreTraining") if head == "ForMaskedLM" else (head,)  # whose weights decide
+    names = config.architectures or ()
+    if names and not any(each in known or each.endswith(endings) for each in names):
         raise CheckpointError(
             "unsupported_model",
             f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json, and the "
             f"folder's task needs a model {head}: choose another checkpoint, or another task",
         )
-    return getattr(transformers, name)
+    return auto_class
 
 
 def _text_encoder(settings: ModelSettings, config: Any) -> Any:
@@ -288,10 +290,21 @@ def _text_encoder(settings: ModelSettings, config: Any) -> Any:
     return AutoModel
 
 
-def _without_head(info: Any) -> Any:
-    """Loading info without what a model without its head does not need: a head's tensors, and a missing pooler's."""
-    missing = [name for name in info["missing_keys"] if "pooler." not in name]
-    return {**info, "missing_keys": missing, "unexpected_keys": []}
+def _check_reads_text(auto_class: Any, settings: ModelSettings, config: Any) -> Any:
+    """The class; refuses an encoder-decoder whose encoder reads images or sound, as an image captioner's does.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    kind = auto_class._model_mapping.get(type(config), None)
+    reads = getattr(kind, "main_input_name", "input_ids")
+    if config.is_encoder_decoder and reads != "input_ids":
+        raise CheckpointError(
+            "unsupported_model",
+            f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json, which reads "
+            f"{reads} and no text: choose a model that does",
+        )
+    return auto_class
 
 
 def auto_class_of(config: Any) -> Any:
@@ -339,40 +352,3 @@ def _with_attention(settings: ModelSettings, load: Callable[[str], Any]) -> Any:
         if "scaled_dot_product_attention" not in str(error):
             raise
         return load("eager")
-
-
-def check_weights(settings: ModelSettings, info: Any) -> None:
-    """Refuse a checkpoint whose tensors are not those of the model.
-
-    Args:
-        settings: The model's name, and whether extra tensors are allowed.
-        info: transformers' loading info: `missing_keys`, `unexpected_keys`, `mismatched_keys`, `error_msgs`.
-
-    Raises:
-        CheckpointError: Tensors are missing, extra, unreadable or have other shapes.
-    """
-    extra = [name for name in info["unexpected_keys"] if not re.search(STALE_BUFFERS, name)]
-    names_by_fault: dict[str, Collection[str]] = {
-        "missing": info["missing_keys"],
-        "of a wrong shape": [
-            f"{name} is {list(shape)} and must be {list(needed)}" for name, shape, needed in info["mismatched_keys"]
-        ],
-        "not in the model": [] if settings.allow_extra_weights else extra,
-        "unreadable": info.get("error_msgs") or (),
-    }
-    faults = [
-        f"{len(names)} {kind} ({', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''})"
-        for kind, names in names_by_fault.items()
-        if names
-    ]
-    if faults:
-        only_extra = [kind for kind, names in names_by_fault.items() if names] == ["not in the model"]
-        hint = ", or set allow_extra_weights to true to ignore them" if only_extra else ""
-        if info["missing_keys"]:
-            hint += "; a model for another task lacks such tensors: set task to what the model does"
-        revision = "" if settings.revision == "main" else f" (revision {settings.revision})"
-        raise CheckpointError(
-            "weights_mismatch",
-            f"the tensors of {settings.huggingface_model}{revision} do not match its config.json: "
-            f"{'; '.join(faults)}: use a complete checkpoint of this architecture{hint}",
-        )

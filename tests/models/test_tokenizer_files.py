@@ -2,7 +2,6 @@
 """Tokenizers as older checkpoints have them, without tokenizer.json: one real file of each format, by our loader."""
 
 import base64
-import io
 import json
 import os
 import sys
@@ -11,14 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import sentencepiece
 
 from hf_triton.errors import CheckpointError
 from hf_triton.hub.pretrained import load_tokenizer
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import LoopbackHub
-from tests.support.tokenizers import CORPUS
+from tests.support.tokenizers import train_sentencepiece, write_opus_tokenizer
 
 TEXT = "the old harbour has two boats."
 T5 = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
@@ -74,18 +72,6 @@ def write(folder: Path, files: Mapping[str, str], model_type: str, tokenizer_cla
     return folder
 
 
-def train(file: Path, kind: str, **options: Any) -> sentencepiece.SentencePieceProcessor:
-    """Train a model of sentencepiece on the spot, and read it as sentencepiece does."""
-    written = io.BytesIO()
-    given = {"vocab_size": 120, "hard_vocab_limit": False, "character_coverage": 1.0, "minloglevel": 2, **options}
-    sentences = [sentence.lower() for sentence in CORPUS[:3]] * 20
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences), model_writer=written, model_type=kind, **given
-    )
-    file.write_bytes(written.getvalue())
-    return sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
-
-
 def load(folder: Path) -> Any:
     return load_tokenizer(folder, ModelSettings(huggingface_model=str(folder)))
 
@@ -103,33 +89,21 @@ def refused(folder: Path) -> CheckpointError:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_sentencepiece_model_is_read_as_sentencepiece_reads_it(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
-    expected = train(tmp_path / family.file, family.kind, **family.options).encode(TEXT, out_type=str)
+    expected = train_sentencepiece(tmp_path / family.file, family.kind, **family.options).encode(TEXT, out_type=str)
     tokenizer = load(write(tmp_path, {}, family.model_type or name, family.tokenizer_class))
     assert tokenizer.tokenize(TEXT) == expected
     assert tokenizer.decode(tokenizer(TEXT)["input_ids"], skip_special_tokens=True) == TEXT
 
 
-def write_marian(folder: Path) -> sentencepiece.SentencePieceProcessor:
-    """The files of Opus-MT: a sentencepiece model for each side, and one vocabulary."""
-    source = train(folder / "source.spm", "unigram")
-    target = train(folder / "target.spm", "unigram")
-    pieces = [each.id_to_piece(token) for each in (source, target) for token in range(3, each.get_piece_size())]
-    names = ["</s>", "<unk>", *dict.fromkeys(pieces), "<pad>"]
-    vocabulary = json.dumps({name: place for place, name in enumerate(names)})
-    write(folder, {"vocab.json": vocabulary}, "marian", "MarianTokenizer")
-    return source
-
-
 @pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
 def test_marian_s_files_are_read_as_sentencepiece_reads_them(tmp_path: Path) -> None:
-    expected = write_marian(tmp_path).encode(TEXT, out_type=str)
-    assert load(tmp_path).tokenize(TEXT) == expected
+    expected = write_opus_tokenizer(tmp_path).encode(TEXT, out_type=str)
+    assert load(write(tmp_path, {}, "marian")).tokenize(TEXT) == expected
 
 
 def test_marian_s_files_are_downloaded(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    source.mkdir()
-    write_marian(source)
+    write_opus_tokenizer(write(source, {}, "marian"))
     (source / "model.safetensors").touch()
     with LoopbackHub() as hub:
         hub.add("acme/opus", source)

@@ -17,6 +17,7 @@ from hf_triton.testing import LoopbackHub, TritonServer
 from tests.support.client import post
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT
+from tests.support.published_tensors import publish
 from tests.support.tasks import TEXTS, reference, save_task_checkpoint
 
 READY: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -35,7 +36,7 @@ LABELS = {"id2label": {0: "contradiction", 1: "entailment"}, "label2id": {"contr
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     made = {
-        name: save_task_checkpoint(root / name, FAMILIES[name], head, **config)
+        name: publish(save_task_checkpoint(root / name, FAMILIES[name], head, **config), name)
         for name, (_, head, config) in READY.items()
     }
     made["masks"] = save_task_checkpoint(root / "masks", "bert", "masks")

@@ -11,7 +11,7 @@ import pytest
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, generate_stream, post
 from tests.support.reference import Reference, beam_ids, load_reference
-from tests.support.translation import build_nllb, build_t5, pipeline_text, translation
+from tests.support.translation import build_nllb, build_opus, build_t5, pipeline_text, translation
 
 pytestmark = pytest.mark.full
 
@@ -24,6 +24,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "t5": build_t5(root / "t5"),
         "nllb": build_nllb(root / "nllb"),
+        "opus": build_opus(root / "opus"),
         "llama": build_tiny_checkpoint(root / "llama", "llama", eos_token_id=[1, *range(100, 160)]),
     }
 
@@ -49,6 +50,7 @@ def server(
         max_output_length=12,
         config="max_batch_size: 8",
     )
+    make_folder(repository, "opus", huggingface_model=checkpoints["opus"], task="translation")
     make_folder(repository, "transformer", huggingface_model=checkpoints["llama"], engine="batch", max_output_length=10)
     with TritonServer(repository) as running:
         yield running
@@ -160,6 +162,14 @@ def test_a_translation_by_tokens_for_languages(server: TritonServer, checkpoints
         assert answer["text_output"] == expected
         answers.add(expected)
     assert len(answers) == 3
+
+
+def test_a_model_of_one_pair_of_languages(server: TritonServer, checkpoints: dict[str, Path]) -> None:
+    expected = [pipeline_text(checkpoints["opus"], prompt) for prompt in PROMPTS]
+    assert len(set(expected)) == len(PROMPTS)
+    answer = infer(server, "opus", tensor("text_input", *PROMPTS))
+    assert answer["text_output"]["data"] == expected
+    assert [json.loads(each) for each in answer["output"]["data"]] == [{"translation_text": text} for text in expected]
 
 
 # --- MLServer's requests, as printed ---------------------------------------------------------------------------------

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One small tokenizer of each kind."""
 
+import io
+import json
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import sentencepiece
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -119,3 +123,30 @@ def bytes_of(kind: str, text: str) -> list[int]:
     if kind == "byte_fallback":
         return [tokenizer_of(kind).convert_tokens_to_ids(BYTES[byte]) for byte in text.encode()]
     return [token for letter in text for token in raw_ids(kind, letter)]
+
+
+# --- files of sentencepiece ------------------------------------------------------------------------------------------
+
+
+def train_sentencepiece(file: Path, kind: str, **options: Any) -> sentencepiece.SentencePieceProcessor:
+    """Train a model on the spot, and read it as sentencepiece does."""
+    written = io.BytesIO()
+    given = {"vocab_size": 120, "hard_vocab_limit": False, "character_coverage": 1.0, "minloglevel": 2, **options}
+    sentences = [sentence.lower() for sentence in CORPUS[:3]] * 20
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences), model_writer=written, model_type=kind, **given
+    )
+    file.write_bytes(written.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+
+
+def write_opus_tokenizer(folder: Path) -> sentencepiece.SentencePieceProcessor:
+    """Write the tokenizer's files of Opus-MT, a model for each side and one vocabulary; returns the source's model."""
+    source = train_sentencepiece(folder / "source.spm", "unigram")
+    target = train_sentencepiece(folder / "target.spm", "unigram", normalization_rule_name="identity")
+    pieces = [each.id_to_piece(token) for each in (source, target) for token in range(3, each.get_piece_size())]
+    names = ["</s>", "<unk>", *dict.fromkeys(pieces), "<pad>"]
+    (folder / "vocab.json").write_text(json.dumps({name: place for place, name in enumerate(names)}))
+    config = {"tokenizer_class": "MarianTokenizer", "source_lang": "en", "target_lang": "de"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return source

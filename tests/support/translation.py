@@ -10,6 +10,7 @@ import torch
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.reference import load_reference
 from tests.support.sentence_checkpoints import quietly
+from tests.support.tokenizers import write_opus_tokenizer
 
 SUMMARY = {
     "early_stopping": True,
@@ -66,6 +67,30 @@ def build_nllb(folder: Path) -> Path:
         tokenizer.save_pretrained(folder)
     config_file = folder / "tokenizer_config.json"  # as published, it names no source language
     config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "src_lang": None}))
+    return folder
+
+
+def build_opus(folder: Path) -> Path:
+    """A tiny Marian as Opus-MT publishes them: two models of sentencepiece, no tokenizer.json, beams, a banned pad."""
+    from transformers import GenerationConfig, MarianConfig, MarianMTModel
+
+    folder.mkdir(parents=True)
+    write_opus_tokenizer(folder)
+    size = len(json.loads((folder / "vocab.json").read_text()))
+    special = {"pad_token_id": size - 1, "eos_token_id": 0, "decoder_start_token_id": size - 1}
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in _SIZES.items()}
+    config = MarianConfig(vocab_size=size, d_model=64, max_position_embeddings=128, **sizes, **special)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MarianMTModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(16.0 if parameter.ndim == 2 else 1.0)
+    model.generation_config = GenerationConfig(
+        **special, num_beams=4, max_length=24, bad_words_ids=[[size - 1]], forced_eos_token_id=0
+    )
+    with quietly():
+        model.save_pretrained(folder)
     return folder
 
 

@@ -3,14 +3,17 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from hf_triton.errors import LoadError
-from hf_triton.hub.kind import find_task
+from hf_triton.hub.kind import TASKS_BY_TABLE, find_task, find_tasks
 from hf_triton.hub.load_failures import explain_load
+from hf_triton.hub.model_tables import model_tables, tables_of_class
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import LoopbackHub
@@ -60,7 +63,26 @@ def test_a_repository_is_named_for_what_it_is(file: str, tmp_path: Path) -> None
         ("BertForTokenClassification", 9, "token-classification"),
         ("RobertaForQuestionAnswering", 2, "question-answering"),
         ("BertForMaskedLM", 2, "fill-mask"),
-        ("BertForNextSentencePrediction", 2, None),
+        ("BertForNextSentencePrediction", 2, "next-sentence-prediction"),
+        ("BertForPreTraining", 2, "fill-mask"),
+        ("MarianMTModel", 2, "text-generation"),
+        ("MarianModel", 2, "text-generation"),
+        ("BartModel", 2, "text-generation"),
+        ("EncoderDecoderModel", 2, "text-generation"),
+        ("SeamlessM4TForTextToText", 2, "text-generation"),
+        ("ReformerModelWithLMHead", 2, "text-generation"),
+        ("GPT2DoubleHeadsModel", 2, "text-generation"),
+        ("FlaubertWithLMHeadModel", 2, "fill-mask"),
+        ("XLNetForQuestionAnsweringSimple", 2, "question-answering"),
+        ("LlamaModel", 2, "embeddings"),
+        ("T5EncoderModel", 2, "embeddings"),
+        ("CLIPModel", 2, "zero-shot-image-classification"),
+        ("ViTModel", 2, "image"),
+        ("WhisperForConditionalGeneration", 2, "speech-seq-2-seq"),
+        ("QWenLMHeadModel", 2, "text-generation"),
+        ("NewModel", 2, "embeddings"),
+        ("NewForSequenceClassification", 1, "rerank"),
+        ("Novel", 2, None),
     ],
 )
 def test_task_is_found_in_the_checkpoint_s_files(
@@ -71,6 +93,38 @@ def test_task_is_found_in_the_checkpoint_s_files(
     assert find_task(tmp_path) == task
     (tmp_path / "modules.json").write_text("[]")
     assert find_task(tmp_path) == (task if "SequenceClassification" in architecture else "embeddings")
+
+
+@pytest.mark.parametrize("table", [*TASKS_BY_TABLE, "IMAGE_TEXT_TO_TEXT", "TEXT_ENCODING"])
+def test_every_class_of_transformers_does_what_its_table_says(table: str, tmp_path: Path) -> None:
+    task = {"IMAGE_TEXT_TO_TEXT": "text-generation", "TEXT_ENCODING": "embeddings", **TASKS_BY_TABLE}[table]
+    for model_type, names in model_tables()[table].items():
+        for name in names:
+            (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": model_type}))
+            assert task in find_tasks(tmp_path), name
+
+
+@pytest.mark.parametrize("table", ["CTC", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "ZERO_SHOT_IMAGE_CLASSIFICATION"])
+def test_a_class_that_is_not_served_is_taken_for_nothing_else(table: str, tmp_path: Path) -> None:
+    for names in model_tables()[table].values():
+        for name in names:
+            (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+            served = tables_of_class(name) & {*TASKS_BY_TABLE}  # Voxtral writes text too
+            assert served or not {*find_tasks(tmp_path)} & {"embeddings", "text-generation"}, name
+
+
+def test_a_repository_s_own_class_generates_if_its_auto_map_says_so(tmp_path: Path) -> None:
+    config = {"architectures": ["ChatGLMModel"], "auto_map": {"AutoModelForCausalLM": "modeling_chatglm.ChatGLM"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_tasks(tmp_path) == ["text-generation", "embeddings"]
+
+
+def test_tasks_are_found_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MarianMTModel"]}')
+    code = f"import sys, pathlib, hf_triton.hub.kind as kind; print(kind.find_task(pathlib.Path({str(tmp_path)!r})), "
+    code += "sys.modules.keys() & {'torch', 'transformers'})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "text-generation set()\n"
 
 
 @pytest.mark.parametrize("message", ["could not quantize", "'int8_weight_only' is no AOBaseConfig"])

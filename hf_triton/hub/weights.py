@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a checkpoint's tensors are those of the model; transformers would initialize what is missing at random."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Collection, Iterator
+from typing import Any, Final
+
+from hf_triton.errors import CheckpointError
+from hf_triton.settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+STALE_BUFFERS: Final = r"(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$"
+"""Buffers that older versions of transformers saved and newer ones compute; not part of a model's weights."""
+
+
+def check_weights(settings: ModelSettings, info: Any, model: Any, *, is_headless: bool = False) -> None:
+    """Refuse a checkpoint whose tensors are not those of the model.
+
+    Tensors of another head of the model's family are passed over: a pooler beside token classification, BERT's next
+    sentence prediction beside its masked language model.
+
+    Args:
+        settings: The model's name, and whether extra tensors are allowed.
+        info: transformers' loading info: `missing_keys`, `unexpected_keys`, `mismatched_keys`, `error_msgs`.
+        model: The model as it was loaded.
+        is_headless: Whether it is a model without a head, which needs neither a head's tensors nor a pooler.
+
+    Raises:
+        CheckpointError: Tensors are missing, extra, unreadable or have other shapes.
+    """
+    missing = [name for name in info["missing_keys"] if not (is_headless and "pooler." in name)]
+    extra = [name for name in info["unexpected_keys"] if not re.search(STALE_BUFFERS, name)]
+    if settings.allow_extra_weights or is_headless:
+        extra = []
+    if extra:
+        known = set(_names_of_family(model))
+        unused = [name for name in extra if name in known]
+        extra = sorted(set(extra) - set(unused))
+        if unused:
+            logger.info(
+                "%d tensors of another head of the family are not used (%s)", len(unused), _first(sorted(unused))
+            )
+    names_by_fault: dict[str, Collection[str]] = {
+        "missing": missing,
+        "of a wrong shape": [
+            f"{name} is {list(shape)} and must be {list(needed)}" for name, shape, needed in info["mismatched_keys"]
+        ],
+        "not in the model": extra,
+        "unreadable": info.get("error_msgs") or (),
+    }
+    faults = [f"{len(names)} {kind} ({_first(sorted(names))})" for kind, names in names_by_fault.items() if names]
+    if faults:
+        only_extra = [kind for kind, names in names_by_fault.items() if names] == ["not in the model"]
+        hint = ", or set allow_extra_weights to true to ignore them" if only_extra else ""
+        if missing:
+            hint += "; a model for another task lacks such tensors: set task to what the model does"
+        revision = "" if settings.revision == "main" else f" (revision {settings.revision})"
+        raise CheckpointError(
+            "weights_mismatch",
+            f"the tensors of {settings.huggingface_model}{revision} do not match its config.json: "
+            f"{'; '.join(faults)}: use a complete checkpoint of this architecture{hint}",
+        )
+
+
+def _first(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+
+
+def _names_of_family(model: Any) -> Iterator[str]:
+    """The names of the tensors of every class that transformers has for a model's config, with its sizes.
+
+    A model without a head is part of those that have one, so its tensors have two names: with the prefix and without.
+    """
+    import torch
+    from transformers import PreTrainedModel
+
+    for kind in vars(sys.modules[type(model).__module__]).values():
+        if not inspect.isclass(kind) or not issubclass(kind, PreTrainedModel):
+            continue
+        if kind.config_class is not type(model.config):
+            continue
+        try:
+            with torch.device("meta"):
+                own: Any = kind(copy.deepcopy(model.config))  # some heads change it
+        except Exception:  # a head that cannot be built by this config, whose code is not ours
+            continue
+        for name in own.state_dict():
+            yield name
+            yield f"{kind.base_model_prefix}.{name}"
