@@ -10,12 +10,11 @@ from typing import Annotated, Any, Literal
 
 import annotated_types
 from fastapi import APIRouter, Request
-from pydantic_core import to_json
 
 from hf_triton.openai.bodies import JsonRoute
-from hf_triton.openai.encoders import EncoderFields, encode, text_list, usage_of
-from hf_triton.openai.errors import RESPONSES, ApiError
-from hf_triton.openai.fields import MAX_TEXTS, Texts, TokenIds
+from hf_triton.openai.encoders import EncoderFields, encode, texts_or_tokens, usage_of
+from hf_triton.openai.errors import RESPONSES
+from hf_triton.openai.fields import Texts, TokenIds, TokenLists
 from hf_triton.openai.gateway import request_id_of
 from hf_triton.openai.triton_messages import EMBEDDING, EMBEDDINGS
 
@@ -25,7 +24,7 @@ router = APIRouter(route_class=JsonRoute)
 class EmbeddingRequest(EncoderFields):
     """OpenAI's fields, and some of the model's own."""
 
-    input: str | Texts | TokenIds | Annotated[list[TokenIds], annotated_types.MaxLen(MAX_TEXTS)]
+    input: str | Texts | TokenIds | TokenLists
     """A text, token ids, or a list of them."""
 
     encoding_format: Literal["float", "base64"] = "float"
@@ -40,25 +39,11 @@ class EmbeddingRequest(EncoderFields):
     normalize: bool | None = None
     """Whether a vector has length 1. By default as the model says."""
 
-    def texts(self) -> tuple[str, list[str]]:
-        """The name of the model's input, and the texts or the JSON of token ids.
-
-        Raises:
-            ApiError: There is no text, or one is empty.
-        """
-        given: Any = self.input
-        if not given or isinstance(given, str) or isinstance(given[0], str):
-            return "text", text_list("input", given)
-        lists = [given] if isinstance(given[0], int) else given
-        if [] in lists:
-            raise ApiError(400, "input holds an empty list of token ids: give one token or more", param="input")
-        return "token_ids", [to_json(each).decode() for each in lists]
-
 
 @router.post("/v1/embeddings", responses=RESPONSES)
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
     """Vectors of texts."""
-    name, texts = body.texts()
+    name, texts = texts_or_tokens("input", body.input)
     parameters = {"dimensions": body.dimensions, "prompt_name": body.prompt_name, "normalize": body.normalize}
     outputs = await encode(
         request, body, EMBEDDINGS, {name: texts}, [EMBEDDING], parameters=parameters, names={name: "input"}

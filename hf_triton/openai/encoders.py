@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import annotated_types
 from fastapi import Request
+from pydantic_core import to_json
 
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
@@ -17,6 +18,7 @@ from hf_triton.openai.fields import MAX_TEXTS, Fields
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.merge import all_results
 from hf_triton.openai.triton_messages import Folder, Outputs, TextRequest
+from hf_triton.protocol.task_declaration import TOKEN_IDS
 
 BATCH_SIZE: Final = 128
 """Texts of one request to Triton, unless the folder takes fewer."""
@@ -164,3 +166,18 @@ def text_list(name: str, value: str | Sequence[str]) -> list[str]:
             place = name if isinstance(value, str) else f"{name}[{number}]"
             raise ApiError(400, f"{place} is empty: give a text", param=name)
     return texts
+
+
+def texts_or_tokens(field: str, value: str | list[str] | list[int] | list[list[int]]) -> tuple[str, list[str]]:
+    """The name of a model's input, and its texts, or of each the JSON of its token ids.
+
+    Raises:
+        ApiError: There is no text, or one is empty.
+    """
+    given: Any = value
+    if not given or isinstance(given, str) or isinstance(given[0], str):
+        return "text", text_list(field, given)
+    lists = [given] if isinstance(given[0], int) else given
+    if [] in lists:
+        raise ApiError(400, f"{field} holds an empty list of token ids: give one token or more", param=field)
+    return TOKEN_IDS, [to_json(each).decode() for each in lists]

@@ -82,6 +82,7 @@ Tools = Annotated[list[dict[str, Any]], annotated_types.MaxLen(MAX_TOOLS)]
 StopStrings = Annotated[list[str], annotated_types.MaxLen(MAX_STOP_STRINGS)]
 Texts = Annotated[list[str], annotated_types.MaxLen(MAX_TEXTS)]
 TokenIds = Annotated[list[int], annotated_types.MaxLen(MAX_VALUES)]
+TokenLists = Annotated[list[TokenIds], annotated_types.MaxLen(MAX_TEXTS)]
 
 
 def sampling_fields(name: str, fields: Collection[str]) -> type[BaseModel]:

@@ -15,15 +15,17 @@ from fastapi import APIRouter, Request
 from hf_triton.openai.answers import now_s
 from hf_triton.openai.bodies import JsonRoute, beside_loop
 from hf_triton.openai.conversation import parse_at
-from hf_triton.openai.encoders import EncoderFields, encode, text_list, usage_of
+from hf_triton.openai.encoders import EncoderFields, encode, text_list, texts_or_tokens, usage_of
 from hf_triton.openai.errors import RESPONSES, ApiError
-from hf_triton.openai.fields import MAX_TEXTS, Fields, Ignored, Texts
+from hf_triton.openai.fields import MAX_TEXTS, Fields, Ignored, Texts, TokenIds, TokenLists
 from hf_triton.openai.gateway import request_id_of
 from hf_triton.openai.triton_messages import CLASSIFICATION, RERANK
 
 router = APIRouter(route_class=JsonRoute)
 SCORE: Final = "score"
 ALL_SCORES: Final = "all_scores"
+PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+"""Names of the two sides of `/v1/score`."""
 
 
 class _Document(Fields):
@@ -48,20 +50,49 @@ class RerankRequest(EncoderFields):
 
 
 class ScoreRequest(EncoderFields):
-    """vLLM's fields."""
+    """vLLM's fields: one of `PAIRS`."""
 
-    text_1: str | Texts
+    text_1: str | Texts | None = None
     """One text, or as many as `text_2` has."""
 
-    text_2: str | Texts
+    text_2: str | Texts | None = None
     """The texts that are scored with it."""
+
+    queries: str | Texts | None = None
+    """Another name of `text_1`."""
+
+    documents: str | Texts | None = None
+    """Another name of `text_2`, beside `queries`."""
+
+    items: str | Texts | None = None
+    """Another name of `documents`."""
+
+    data_1: str | Texts | None = None
+    """Another name of `text_1`."""
+
+    data_2: str | Texts | None = None
+    """Another name of `text_2`, beside `data_1`."""
+
+    def pair(self) -> tuple[str, str]:
+        """The names by which the texts are given.
+
+        Raises:
+            ApiError: They are no pair.
+        """
+        given = self.model_fields_set - EncoderFields.model_fields.keys()
+        pair = next((pair for pair in PAIRS if {*pair} == given), None)
+        if pair is None:
+            pairs = ", or ".join(f"{one} and {other}" for one, other in PAIRS)
+            found = " and ".join(sorted(given)) or "none"
+            raise ApiError(400, f"give {pairs}; got {found}", param=min(given, default="text_1"))
+        return pair
 
 
 class ClassifyRequest(EncoderFields):
     """vLLM's fields."""
 
-    input: str | Texts
-    """A text, or several."""
+    input: str | Texts | TokenIds | TokenLists
+    """A text, token ids, or a list of them."""
 
     top_k: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
     """How many labels to list with their scores in `labels`, beside the best one."""
@@ -98,12 +129,11 @@ def _read_documents(documents: Sequence[str | dict[str, Any]]) -> list[str]:
 @router.post("/score", include_in_schema=False)
 async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
     """Scores of pairs of texts."""
-    first, second = text_list("text_1", body.text_1), text_list("text_2", body.text_2)
+    one, other = body.pair()
+    first, second = text_list(one, getattr(body, one)), text_list(other, getattr(body, other))
     if len(first) not in (1, len(second)):
-        raise ApiError(
-            400, f"text_1 has {len(first)} texts and text_2 {len(second)}: give one, or as many", param="text_1"
-        )
-    names = {"query": "text_1", "documents": "text_2"}
+        raise ApiError(400, f"{one} has {len(first)} texts and {other} {len(second)}: give one, or as many", param=one)
+    names = {"query": one, "documents": other}
     outputs = await encode(request, body, RERANK, {"query": first, "documents": second}, [SCORE], names=names)
     data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(outputs[SCORE])]
     return {**_head(body, request, "score"), "data": data, "usage": usage_of(outputs)}
@@ -113,15 +143,15 @@ async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
 @router.post("/classify", include_in_schema=False)
 async def classify(body: ClassifyRequest, request: Request) -> dict[str, Any]:
     """The best label of each text, and the scores of all."""
-    texts = text_list("input", body.input)
+    name, texts = texts_or_tokens("input", body.input)
     outputs = await encode(
         request,
         body,
         CLASSIFICATION,
-        {"text": texts},
+        {name: texts},
         ["label", SCORE, ALL_SCORES],
         parameters={"top_k": body.top_k},
-        names={"text": "input"},
+        names={name: "input"},
     )
     data = []
     for index in range(len(texts)):

@@ -16,9 +16,10 @@ from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields, Messages, TokenIds, Tools
 from hf_triton.openai.gateway import gateway_of, request_id_of
 from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.protocol.ports import JSON_OUTPUT
 
 router = APIRouter(route_class=JsonRoute)
-OPTIONS: Final = ("add_generation_prompt", "continue_final_message")
+OPTIONS: Final = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
 
 
 class TokenizeRequest(Fields):
@@ -35,6 +36,13 @@ class TokenizeRequest(Fields):
 
     tools: Tools | None = None
     """Functions that the chat template describes."""
+
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens; by default to a prompt, and not to messages, whose template writes
+    them."""
+
+    return_token_strs: bool | None = None
+    """Whether `token_strs` has the tokens as the vocabulary spells them; else it is null."""
 
     add_generation_prompt: bool | None = None
     """Whether to append the start of an assistant message; by default true."""
@@ -68,9 +76,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         if (value := getattr(body, name)) is not None:
             options[name] = json.dumps(value, ensure_ascii=False)
     prompt: dict[str, Any] = {"messages": body.messages} if body.messages else {"prompts": [body.prompt]}
-    outputs = await _run(request, body, options, **prompt)
-    tokens = json_output(outputs, "prompt_token_ids", 0)
-    return {"count": len(tokens), "tokens": tokens}
+    outputs = await _run(request, body, options, returns=(JSON_OUTPUT,), **prompt)
+    tokens: dict[str, Any] = json_output(outputs, JSON_OUTPUT, 0)
+    return tokens if body.return_token_strs else {**tokens, "token_strs": None}
 
 
 @router.post("/detokenize")
@@ -78,7 +86,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any
     """The text of token ids."""
     if not body.tokens:
         return {"prompt": ""}
-    outputs = await _run(request, body, {}, prompt_token_ids=body.tokens)
+    outputs = await _run(request, body, {}, returns=(), prompt_token_ids=body.tokens)
     return {"prompt": text_of(outputs, 0)}
 
 
@@ -86,6 +94,7 @@ async def _run(
     request: Request,
     body: TokenizeRequest | DetokenizeRequest,
     options: dict[str, bool | int | str],
+    returns: tuple[str, ...],
     **prompt: Any,
 ) -> Outputs:
     generation = Generation(
@@ -93,7 +102,7 @@ async def _run(
         request_id_of(request),
         {},
         {"tokenize_only": True, "exclude_input_in_output": False, **options},
-        returns=("prompt_token_ids",),
+        returns=returns,
         names={"prompt_token_ids": "tokens", "text_input": "prompt"},
         fields=type(body).model_fields,
         **prompt,

@@ -31,7 +31,12 @@ class RequestOptions(BaseModel):
     tokenize_only: bool | None = None
     """Whether to return the prompt as the model gets it and generate nothing: `text_output` is the prompt, of a chat as
     the template renders it, of `prompt_token_ids` with special tokens; `return_prompt_token_ids` and
-    `return_num_input_tokens` fill their outputs. The prompt may be longer than the context."""
+    `return_num_input_tokens` fill their outputs, and `return_output` gives vLLM's JSON: `count`, `max_model_len` (the
+    context), `tokens` and `token_strs`. The prompt may be longer than the context."""
+
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens to a prompt. By default true for texts, and false for chats, whose
+    template writes them."""
 
     cancel: bool | None = None
     """Whether to cancel the requests with this request's id and do nothing else."""

@@ -35,8 +35,11 @@ from hf_triton.protocol.tensors import Array, values_per_prompt
 from hf_triton.protocol.tracing import TRACE_CONTEXT
 from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, reject_duplicates
 
-TRITON_PARAMETERS: Final = frozenset({"id", "sequence_id", "sequence_start", "sequence_end", *TRACE_CONTEXT})
-"""Parameters that a request carries for others; `/generate` forwards Triton's own, as those with `triton_`."""
+TRITON_PARAMETERS: Final = frozenset(
+    {"id", "sequence_id", "sequence_start", "sequence_end", "content_type", *TRACE_CONTEXT}
+)
+"""Parameters that a request carries for others; `/generate` forwards Triton's own, as those with `triton_`, and
+MLServer's client library names its codec in `content_type`."""
 PARAMETER_NAMES: Final = frozenset({*PARAMETERS, *ALIASES, BEAM_SEARCH, *GUIDES, *SOURCES})
 """Every name of a parameter or a prompt of text generation."""
 MAX_NUMBER_CHARS: Final = 64
@@ -148,7 +151,7 @@ def with_default_outputs(
     """A request that says whether the output `output` is filled.
 
     Args:
-        request: The request. One in MLServer's form that names no outputs gets this one alone.
+        request: The request. One in MLServer's form that names no outputs gets this one alone, in the shape `[n, 1]`.
         names_outputs: Whether the client lists some outputs.
         has_json: Whether the response can have it: the folder declares it, and the response is not streamed.
         fills_json: Whether the folder's task fills it.
@@ -167,7 +170,8 @@ def with_default_outputs(
         wanted = fills_json or request.is_from_mlserver
     options = request.options.model_copy(update={"return_output": wanted})
     is_alone = wanted and request.is_from_mlserver and not names_outputs
-    return replace(request, options=options, fills_text=not is_alone)
+    shape = (*request.shape, 1) if is_alone and len(request.shape) == 1 else request.shape
+    return replace(request, options=options, fills_text=not is_alone, shape=shape)
 
 
 def _find_source(inputs: Mapping[str, Array], parameters: Mapping[str, object]) -> tuple[str, object]:

@@ -34,6 +34,19 @@ class TextInput:
     is_optional: bool = False
 
 
+MLSERVER_TASKS: Final = (
+    *("text-classification", "token-classification", "question-answering"),
+    *("fill-mask", "zero-shot-classification", "feature-extraction"),
+)
+"""Tasks of encoders that MLServer has too: what comes in its inputs is answered as it answers."""
+TOKEN_IDS: Final = "token_ids"
+TOKEN_TEXTS: Final = TextInput(
+    TOKEN_IDS,
+    "instead of `text`, the token ids of each text, special tokens included: a string with a JSON array",
+    is_optional=True,
+)
+
+
 @dataclass(frozen=True)
 class TaskOutput:
     """An output with a value, or an array, for each row."""

@@ -11,11 +11,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from hf_triton.errors import HfTritonError, RequestError, clip
-from hf_triton.protocol.prompts import Limits, decode_texts
+from hf_triton.protocol.prompts import PROMPT_ALIASES, Limits, decode_texts
 from hf_triton.protocol.requests import PARAMETER_NAMES, is_triton_parameter
 from hf_triton.protocol.task_declaration import (
+    JSON_OUTPUT,
+    MLSERVER_TASKS,
     NUM_TOKENS,
     NUMPY_TYPES,
+    TOKEN_IDS,
     TaskDeclaration,
     TaskOptions,
     TextInput,
@@ -38,7 +41,8 @@ class TaskRequest(Generic[Options]):
     shape: tuple[int, ...]
     """The shape of the longest text input, which the outputs follow; `[rows]` for token ids."""
     default_outputs: Sequence[str] | None = None
-    """The outputs for a client that names none; None: as the declaration says."""
+    """The outputs for a client that names none, in order: `output` alone for MLServer's; None: as the declaration
+    says."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +88,19 @@ def read_task_request(
         return TaskRequest(token_rows, validated(options, given_options), (len(token_rows),))
     texts: dict[str, list[str]] = {}
     shape: tuple[int, ...] = (1,)
+    is_from_mlserver = False
     for text in declaration.texts:
         found = _given_name(text, given)
         if found is not None:
             array = _as_array(found, given[found])
             texts[text.name] = decode_texts(found, array, limits)
             shape = max(shape, array.shape, key=lambda dims: int(np.prod(dims)))
+            is_from_mlserver |= found in PROMPT_ALIASES and declaration.name in MLSERVER_TASKS
     _check_texts(declaration, texts)
     num_rows = max(map(len, texts.values()))
     rows = [{name: values[row if len(values) > 1 else 0] for name, values in texts.items()} for row in range(num_rows)]
-    return TaskRequest(rows, validated(options, given_options), shape)
+    default_outputs = (JSON_OUTPUT,) if is_from_mlserver else None
+    return TaskRequest(rows, validated(options, given_options), shape, default_outputs)
 
 
 def _unknown(declaration: TaskDeclaration, name: str) -> RequestError:
@@ -134,9 +141,12 @@ def _check_no_text(declaration: TaskDeclaration, given: Collection[str], tokens:
 
 
 def _check_texts(declaration: TaskDeclaration, texts: Mapping[str, Sequence[str]]) -> None:
-    """Check that all required texts are there, and that their numbers agree."""
+    """Check that all required texts are there, or token ids in their place, and that their numbers agree."""
+    if TOKEN_IDS in texts and len(texts) > 1:
+        others = " and ".join(name for name in texts if name != TOKEN_IDS)
+        raise RequestError("invalid_input", f"{TOKEN_IDS} stands in place of {others}: give one of them")
     for text in declaration.texts:
-        if text.name not in texts and not text.is_optional:
+        if not {text.name, TOKEN_IDS} & texts.keys() and not text.is_optional:
             also = f" (also {', '.join(text.aliases)})" if text.aliases else ""
             raise RequestError(
                 "invalid_input", f"{text.name} is missing: {declaration.name} needs {text.name}, {text.meaning}{also}"
@@ -168,15 +178,14 @@ def encode_results(
         nums_tokens: Tokens of each row.
         declaration: The task's outputs.
         shape: Of the texts.
-        names: The outputs to fill.
+        names: The outputs to fill, in order.
 
     Raises:
         HfTritonError: A result has no tensor for an output.
     """
     outputs: dict[str, Array] = {}
-    for name, output in declaration.all_outputs.items():
-        if name not in names:
-            continue
+    for name in names:
+        output = declaration.all_outputs[name]
         if output.is_json:
             outputs[name] = encode_strings([_to_json(result.json) for result in results], shape)
             continue
@@ -212,9 +221,9 @@ def outputs_to_fill(
     declared: Collection[str],
     default: Sequence[str] | None = None,
 ) -> list[str]:
-    """The outputs that a client names; those that are filled by default if it names all or none."""
+    """The outputs that a client names; those that are filled by default if it names all or none. In order."""
     if len(requested) < len(declared):
-        return list(requested)
+        return [name for name in declaration.all_outputs if name in requested]
     if default is None:
         default = [name for name, output in declaration.all_outputs.items() if output.by_default]
     return [name for name in default if name in declared]

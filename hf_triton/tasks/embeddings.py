@@ -21,9 +21,10 @@ from hf_triton.protocol.embedding_request import (
     parse_embedding_request,
     vllm_outputs,
 )
-from hf_triton.protocol.prompts import Limits, decode_token_ids
+from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import (
     TEXT_ALIASES,
+    TOKEN_TEXTS,
     TaskDeclaration,
     TaskOptions,
     TaskOutput,
@@ -31,7 +32,7 @@ from hf_triton.protocol.task_declaration import (
 )
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
-from hf_triton.protocol.token_rows import INPUT_IDS, TOKEN_INPUTS, TokenRow
+from hf_triton.protocol.token_rows import INPUT_IDS, TOKEN_INPUTS
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.pooling import build_head
 from hf_triton.tasks.sentence_prompts import SentencePrompts
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from hf_triton.settings import ModelSettings
 
 TEXT: Final = "text"
-TOKEN_IDS: Final = "token_ids"
 TINY: Final = 1e-12
 """The least length that a vector is divided by, as `torch.nn.functional.normalize` has it."""
 
@@ -75,11 +75,7 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
                 (*TEXT_ALIASES, "input_text"),
                 is_optional=True,
             ),
-            TextInput(
-                TOKEN_IDS,
-                "instead of `text`, the token ids of each text, special tokens included: a string with a JSON array",
-                is_optional=True,
-            ),
+            TOKEN_TEXTS,
             TextInput(
                 EMBEDDING_REQUEST,
                 "instead of `text`, the request that Triton's OpenAI frontend sends to the vLLM backend",
@@ -140,9 +136,6 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
 
     def encode(self, row: Row, options: EmbeddingOptions) -> EncodedRow:
         """See `EncoderTask`."""
-        if TOKEN_IDS in row:
-            ids = decode_token_ids(row[TOKEN_IDS], Limits(1, len(row[TOKEN_IDS])), TOKEN_IDS)
-            return self.encode_tokens(TokenRow(list(ids)), options)
         prompt = self._prompts.text(options.prompt_name)
         encoded = self.to_input(self.tokenize(prompt + row[TEXT], truncate=options.truncate))
         if prompt and not self._modules.includes_prompt:

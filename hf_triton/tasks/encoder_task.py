@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import CheckpointError, RequestError
-from hf_triton.protocol.prompts import Limits
-from hf_triton.protocol.task_declaration import TaskDeclaration
+from hf_triton.protocol.prompts import Limits, decode_token_ids
+from hf_triton.protocol.task_declaration import TOKEN_IDS, TaskDeclaration
 from hf_triton.protocol.task_requests import Options, Row, TaskRequest, TaskResult, read_task_request
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
@@ -113,6 +113,9 @@ class EncoderTask(ABC, Generic[Options]):
 
     def encode_row(self, row: Row | TokenRow, options: Options) -> EncodedRow:
         """Make token sequences of a row, or take those that it is; raises as the two methods do."""
+        if not isinstance(row, TokenRow) and TOKEN_IDS in row:
+            text = row[TOKEN_IDS]
+            row = TokenRow(list(decode_token_ids(text, Limits(1, len(text)), TOKEN_IDS)))
         return self.encode_tokens(row, options) if isinstance(row, TokenRow) else self.encode(row, options)
 
     @abstractmethod

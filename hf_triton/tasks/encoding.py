@@ -21,6 +21,7 @@ from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_own_error, panics_as_errors
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
+from hf_triton.protocol.task_declaration import JSON_OUTPUT
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, encode_results, outputs_to_fill
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.tasks.admission import MIN_ENCODER_BYTES, AdmissionGate, request_limits
@@ -76,6 +77,8 @@ class EncoderService:
             checked = dataclasses.replace(checked, shape=(len(checked.rows), 1))
         requested, declared = request.requested_outputs(), config.output_names
         names = outputs_to_fill(self._task.declaration, requested, declared, checked.default_outputs)
+        if (*names,) == checked.default_outputs == (JSON_OUTPUT,) and len(checked.shape) == 1:
+            checked = dataclasses.replace(checked, shape=(*checked.shape, 1))  # MLServer's
         response = _Response(request, self._task, checked, names)
         self._gate.enter(response, len(checked.rows))
         request.on_ending(response.refuse, request.deadline_s())

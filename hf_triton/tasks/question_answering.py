@@ -7,6 +7,8 @@ of an answer each have a probability over the tokens of a window; an answer's sc
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -14,8 +16,10 @@ import annotated_types
 import numpy as np
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TaskOutput, TextInput
-from hf_triton.protocol.task_requests import Row, TaskResult
+from hf_triton.protocol.prompts import Limits
+from hf_triton.protocol.task_declaration import JSON_OUTPUT, TaskDeclaration, TaskOptions, TaskOutput, TextInput
+from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
+from hf_triton.protocol.tensors import Array
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, softmax
 
@@ -75,6 +79,13 @@ class QuestionAnswering(EncoderTask[AnswerOptions]):
     auto_class: ClassVar[str] = "AutoModelForQuestionAnswering"
     model_outputs: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
     per_token: ClassVar[bool] = True
+
+    def read(
+        self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
+    ) -> TaskRequest[AnswerOptions]:
+        """See `EncoderTask`. MLServer's clients, whose inputs have the same names, read `output` as the first one."""
+        request = super().read(inputs, parameters, limits)
+        return dataclasses.replace(request, default_outputs=(JSON_OUTPUT, *self.declaration.outputs))
 
     def encode(self, row: Row, options: AnswerOptions) -> EncodedRow:
         """See `EncoderTask`. A context that is longer than a window makes several."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -12,8 +11,8 @@ import annotated_types
 from hf_triton.errors import RequestError
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import (
-    JSON_OUTPUT,
     TEXT_ALIASES,
+    TOKEN_TEXTS,
     TaskDeclaration,
     TaskOptions,
     TaskOutput,
@@ -30,7 +29,6 @@ FUNCTIONS: Final[Mapping[ScoreFunction, Callable[[Floats], Floats]]] = {
     "sigmoid": sigmoid,
     "none": lambda logits: logits,
 }
-MLSERVER_INPUT: Final = "args"
 TEXT: Final = "text"
 PAIR: Final = "text_pair"
 
@@ -54,6 +52,7 @@ class TextClassification(EncoderTask[ClassificationOptions]):
         texts=(
             TextInput(TEXT, "the texts", TEXT_ALIASES),
             TextInput(PAIR, "a second text for each, of models that compare two", is_optional=True),
+            TOKEN_TEXTS,
         ),
         outputs={
             "label": TaskOutput("TYPE_STRING", "the best label, or the `top_k` best", num_dims=1),
@@ -71,12 +70,12 @@ class TextClassification(EncoderTask[ClassificationOptions]):
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
     ) -> TaskRequest[ClassificationOptions]:
-        """See `EncoderTask`. A client of MLServer, which sends `args`, gets `output` as MLServer answers."""
+        """See `EncoderTask`."""
         request = super().read(inputs, parameters, limits)
         top_k, num_labels = request.options.top_k, self.config.num_labels
         if top_k is not None and top_k > num_labels:
             raise RequestError("invalid_parameter", f"top_k must be an integer >= 1 and <= {num_labels}, got {top_k}")
-        return dataclasses.replace(request, default_outputs=(JSON_OUTPUT,)) if MLSERVER_INPUT in inputs else request
+        return request
 
     def encode(self, row: Row, options: ClassificationOptions) -> EncodedRow:
         """See `EncoderTask`."""

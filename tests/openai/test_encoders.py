@@ -2,6 +2,7 @@
 """/v1/embeddings, /v1/rerank, /v1/score and /v1/classify, by the real `openai` client and as JSON."""
 
 import base64
+import itertools
 import json
 import re
 import struct
@@ -144,8 +145,9 @@ def test_documents_are_sorted_by_their_score(gateway: GatewayThread, server: Tri
 def test_pairs_have_scores_in_their_order(gateway: GatewayThread) -> None:
     ranked = ask(gateway, "/v1/rerank", model="reranker", query=QUERY, documents=DOCUMENTS)["results"]
     by_index = {each["index"]: each["relevance_score"] for each in ranked}
-    for first in (QUERY, [QUERY] * 3):
-        answer = ask(gateway, "/v1/score", model="reranker", text_1=first, text_2=DOCUMENTS)
+    pairs = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+    for first, (one, other) in itertools.product((QUERY, [QUERY] * 3), pairs):
+        answer = ask(gateway, "/v1/score", model="reranker", **{one: first, other: DOCUMENTS})
         assert [each["score"] for each in answer["data"]] == pytest.approx([by_index[index] for index in range(3)])
 
 
@@ -161,6 +163,19 @@ def test_texts_are_classified(gateway: GatewayThread, checkpoints: dict[str, Pat
     assert alone["score"] == max(alone["probs"]) == pytest.approx(expected[0][0]["score"])
     assert (alone["num_classes"], sum(alone["probs"])) == (3, pytest.approx(1))
     assert alone["probs"][int(alone["label"][-1])] == alone["score"], "in the order of the model's labels"
+
+
+def test_token_ids_are_classified_as_their_texts_are(gateway: GatewayThread, checkpoints: dict[str, Path]) -> None:
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(checkpoints["sentiment"])(DOCUMENTS)["input_ids"]
+    texts, tokens = (ask(gateway, "/v1/classify", model="sentiment", input=given) for given in (DOCUMENTS, ids))
+    assert tokens["usage"] == texts["usage"]
+    for entry, expected in zip(tokens["data"], texts["data"], strict=True):
+        assert (entry["index"], entry["label"]) == (expected["index"], expected["label"])
+        assert entry["probs"] == pytest.approx(expected["probs"], abs=1e-6)
+    [alone] = ask(gateway, "/v1/classify", model="sentiment", input=ids[0])["data"]
+    assert alone["probs"] == pytest.approx(texts["data"][0]["probs"], abs=1e-6)
 
 
 def test_litellm(gateway: GatewayThread, tmp_path: Path) -> None:
@@ -267,6 +282,15 @@ BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "10001 texts, more than",
     ),
     "a long document": ("/v1/rerank", {"query": "a", "documents": ["b", "bad " * 200]}, "documents", "(row 1)"),
+    "a large token to classify": ("/v1/classify", {"input": [10**7]}, "input", "token ids must be in 0 to"),
+    "one side": ("/v1/score", {"queries": "a"}, "queries", "give text_1 and text_2, or queries and documents"),
+    "two pairs": (
+        "/v1/score",
+        {"text_1": "a", "text_2": "b", "documents": "c"},
+        "documents",
+        "got documents and text_1 and text_2",
+    ),
+    "unequal queries": ("/v1/score", {"queries": ["a"] * 2, "documents": ["c"] * 3}, "queries", "documents 3"),
     "unequal numbers": ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_1", "2 texts and text_2 3"),
     "too many labels": ("/v1/classify", {"input": "a", "top_k": 4}, "top_k", "<= 3, got 4"),
 }

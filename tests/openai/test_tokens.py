@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.support.gateway import GatewayThread
+from tests.support.paths import ROOT
 
 PROMPTS = ["The model", "Today", "I was glad of it"]
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -28,6 +29,26 @@ def test_tokens_become_the_text_again(gateway: GatewayThread, token_ids: list[li
     for prompt, ids in zip(PROMPTS, token_ids, strict=True):
         assert post(gateway, "/detokenize", tokens=ids)["prompt"].endswith(prompt)  # behind the start token
     assert post(gateway, "/detokenize", tokens=[])["prompt"] == ""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(ROOT / "hf_triton" / "demo")
+
+
+@pytest.mark.parametrize("adds", [None, True, False])
+def test_tokens_are_those_of_the_tokenizer(gateway: GatewayThread, tokenizer: Any, adds: bool | None) -> None:
+    """In vLLM's form: the defaults of texts and of chats differ."""
+    chat = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
+    for prompt, text, default in (({"prompt": "Today"}, "Today", True), ({"messages": HELLO}, chat, False)):
+        ids = tokenizer(text, add_special_tokens=default if adds is None else adds).input_ids
+        context = tokenizer.model_max_length
+        told = post(gateway, "/tokenize", **prompt, add_special_tokens=adds)
+        assert told == {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": None}
+        told = post(gateway, "/tokenize", **prompt, add_special_tokens=adds, return_token_strs=True)
+        assert told["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
 
 
 def test_chat_is_tokenized_by_its_template(gateway: GatewayThread) -> None:

@@ -149,22 +149,42 @@ def test_mlserver_asks_a_question(server: TritonServer) -> None:
     reply = post(server, "/v2/models/transformer/infer", request)
     assert reply.status == 200, reply.body
     outputs = {output["name"]: output["data"] for output in reply.json()["outputs"]}
+    assert [*outputs] == ["output", "answer", "score", "start", "end"]
     answer = json.loads(outputs["output"][0])
     assert answer.keys() == {"score", "start", "end", "answer"}
     assert answer["answer"] == "Hello, I am Seldon, how is it going"[answer["start"] : answer["end"]]
     assert outputs["answer"] == [answer["answer"]]
 
 
-def test_mlserver_sends_args(server: TritonServer, checkpoints: dict[str, Path]) -> None:
-    request = {"inputs": [{"name": "args", "shape": [1], "datatype": "BYTES", "data": ["This is terrible!"]}]}
+@pytest.mark.parametrize("name", ["args", "text_inputs"])
+def test_mlserver_sends_args(server: TritonServer, checkpoints: dict[str, Path], name: str) -> None:
+    """Its own library names the codec among the request's parameters."""
+    texts = ["This is terrible!", "two boats"]
+    request = {
+        "parameters": {"content_type": "hf"},
+        "inputs": [{"name": name, "shape": [2], "datatype": "BYTES", "data": texts}],
+    }
     reply = post(server, "/v2/models/sentiment/infer", request)
     assert reply.status == 200, reply.body
     [output] = reply.json()["outputs"]
-    [[expected]] = reference(checkpoints["sentiment"], "text-classification", ["This is terrible!"])
-    assert output["name"] == "output"
-    found = json.loads(output["data"][0])
-    assert found["label"] == expected["label"]
-    assert found["score"] == pytest.approx(expected["score"], abs=1e-5)
+    assert (output["name"], output["shape"]) == ("output", [2, 1])
+    expected = reference(checkpoints["sentiment"], "text-classification", texts)
+    for found, [best] in zip(map(json.loads, output["data"]), expected, strict=True):
+        assert found == {"label": best["label"], "score": pytest.approx(best["score"], abs=1e-5)}
+
+
+@pytest.mark.parametrize("model", ["ner", "masks", "labels"])
+def test_mlserver_gets_json_of_each_task(server: TritonServer, model: str) -> None:
+    texts = {"masks": "the [MASK] boats"}
+    tensor = {"name": "args", "shape": [1], "datatype": "BYTES", "data": [texts.get(model, "two boats")]}
+    request: dict[str, Any] = {"inputs": [tensor]}
+    if model == "labels":
+        request["parameters"] = {"candidate_labels": "boats, trains"}
+    reply = post(server, f"/v2/models/{model}/infer", request)
+    assert reply.status == 200, reply.body
+    [output] = reply.json()["outputs"]
+    assert (output["name"], output["shape"]) == ("output", [1, 1])
+    json.loads(output["data"][0])
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------

@@ -177,6 +177,7 @@ def test_a_model_of_one_pair_of_languages(server: TritonServer, checkpoints: dic
 
 def test_mlserver_generates(server: TritonServer, llama: Reference) -> None:
     request = {
+        "parameters": {"content_type": "hf"},
         "inputs": [
             {
                 "name": "args",
@@ -184,12 +185,12 @@ def test_mlserver_generates(server: TritonServer, llama: Reference) -> None:
                 "datatype": "BYTES",
                 "data": ["this is a test"],
             }
-        ]
+        ],
     }
     reply = post(server, "/v2/models/transformer/infer", request)
     assert reply.status == 200, reply.body
     [output] = reply.json()["outputs"]
-    assert (output["name"], output["shape"]) == ("output", [1])
+    assert (output["name"], output["shape"]) == ("output", [1, 1])
     assert json.loads(output["data"][0]) == {"generated_text": llama.text("this is a test", 10)}
 
 

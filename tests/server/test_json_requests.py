@@ -218,6 +218,25 @@ def test_texts_and_chats_are_tokenized_and_token_ids_detokenized(
     assert told["text_output"] == reference.tokenizer.decode([special, *ids], clean_up_tokenization_spaces=False)
 
 
+@pytest.mark.parametrize("adds", [None, True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_are_told_as_vllm_tells_them(
+    server: TritonServer, model: str, reference: Reference, adds: bool | None
+) -> None:
+    asked = {"tokenize_only": True, "return_output": True, "add_special_tokens": adds}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    for prompt, text, default in (
+        ({"text_input": PROMPT}, PROMPT, True),
+        ({"messages": json.dumps(CHAT)}, reference.tokenizer.apply_chat_template(CHAT, tokenize=False), False),
+    ):
+        end = {} if "text_input" in prompt else {"add_generation_prompt": False}
+        told = json.loads(answer(server, model, **prompt, **end, **asked)["output"])
+        ids = reference.tokenizer(text, add_special_tokens=default if adds is None else adds).input_ids
+        assert (told["count"], told["tokens"]) == (len(ids), ids)
+        assert told["token_strs"] == reference.tokenizer.convert_ids_to_tokens(ids)
+        assert told["max_model_len"] == reference.model.config.max_position_embeddings
+
+
 def test_a_text_longer_than_the_context_is_tokenized(server: TritonServer) -> None:
     reply = infer(server, PLAIN, ["x " * 400], parameters={"tokenize_only": True, "return_num_input_tokens": True})
     outputs = {output["name"]: output["data"] for output in reply.json()["outputs"]}

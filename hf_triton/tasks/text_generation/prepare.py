@@ -132,7 +132,7 @@ class PromptPreparer:
         prompt = resolve_request_params(parameters, *self._defaults)
         prompt.adapter = self._adapters.get(prompt.lora_name) if prompt.lora_name else None
         direction = self._direction(source, prompt)
-        text, model_text, prompt.ids = self._encode(source, row, direction)
+        text, model_text, prompt.ids = self._encode(source, row, direction, options.add_special_tokens)
         num_kept = self._num_kept(prompt.truncate_prompt_tokens, parameters)
         if num_kept is not None and num_kept < len(prompt.ids):
             text = model_text = None
@@ -164,6 +164,15 @@ class PromptPreparer:
         prompt.preceding_ids = [] if self._is_encoder_decoder else prompt.ids
         return prompt
 
+    def describe_tokens(self, prompt: PreparedPrompt) -> dict[str, Any]:
+        """A prompt's tokens, in the names of vLLM's `/tokenize`."""
+        return {
+            "count": len(prompt.ids),
+            "max_model_len": self._context_length,
+            "tokens": prompt.ids,
+            "token_strs": self.codec.token_strings(prompt.ids),
+        }
+
     def _direction(self, source: Prompt, prompt: PreparedPrompt) -> Direction:
         """What the folder's task adds to a prompt."""
         if self._text_to_text is not None:
@@ -177,14 +186,18 @@ class PromptPreparer:
             )
         return Direction()
 
-    def _encode(self, source: Prompt, row: int, direction: Direction) -> tuple[str | None, str | None, list[int]]:
+    def _encode(
+        self, source: Prompt, row: int, direction: Direction, adds_special_tokens: bool | None
+    ) -> tuple[str | None, str | None, list[int]]:
         """A prompt's text, as the request gives it and as the model gets it, and its tokens; no texts of tokens."""
         if isinstance(source, str):
             model_text = direction.prefix + self.hooks.build_prompt(source)
+            if adds_special_tokens is False:
+                return source, model_text, self.codec.encode(model_text, row, adds_special_tokens=False)
             return source, model_text, self.codec.encode(model_text, row, special_ids=direction.special_ids)
         if isinstance(source, Chat):
             text = self._chat_template.render(source)
-            return text, text, self.codec.encode(text, row, adds_special_tokens=False)
+            return text, text, self.codec.encode(text, row, adds_special_tokens=bool(adds_special_tokens))
         self.codec.check_ids(PROMPT_TOKEN_IDS, source)
         return None, None, list(source)
 

@@ -70,6 +70,7 @@ class GenerationResponse:
         self._codec = preparer.codec
         self._hooks = preparer.hooks
         self._text_field = preparer.text_field
+        self._describe_tokens = preparer.describe_tokens
         self._pool = pool
         self._sends_deltas = self.streams and not self._hooks.overrides("postprocess")
         self._deltas: list[str] = []  # one for each sequence, since the last send
@@ -296,10 +297,17 @@ class GenerationResponse:
                         "cumulative_logprob": sum(each.logprob for each in completion.logprobs or ()),
                         "logprobs": "" if completion.logprobs is None else self._logprobs_json(completion.logprobs),
                         PROMPT_LOGPROBS: prompt_logprobs,
-                        JSON_OUTPUT: json.dumps({self._text_field: text}, ensure_ascii=False),
+                        JSON_OUTPUT: self._json(prompt, text) if options.return_output else "",
                     }
                 )
         return outputs
+
+    def _json(self, prompt: PreparedPrompt, text: str) -> str:
+        """The output `output`: a completion's text in MLServer's form, or a prompt's tokens."""
+        value = {self._text_field: text}
+        if self.checked.options.tokenize_only:
+            value = self._describe_tokens(prompt)
+        return json.dumps(value, ensure_ascii=False)
 
     def _text(self, row: int, index: int, completion: Completion) -> tuple[str, dict[str, Any] | None, bool]:
         """A completion's text and message, of a stream what no delta had; and whether a stop string ended it.

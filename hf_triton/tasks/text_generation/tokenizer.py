@@ -83,6 +83,11 @@ class TextCodec:
             )
         return ids
 
+    def token_strings(self, ids: list[int]) -> list[str | None]:
+        """Tokens as the vocabulary spells them; None: it has no such token, though the model has."""
+        strings: list[str | None] = self._tokenizer.convert_ids_to_tokens(ids)
+        return strings
+
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
         """Refuse token ids that the model does not have.
 
