@@ -94,6 +94,22 @@ TaskName = Literal[
 
 TEXT_TO_TEXT: Final[tuple[TaskName, ...]] = ("summarization", "translation", "text2text-generation")
 """Tasks that generate text with an encoder-decoder, see `hf_triton.tasks.text_generation.text_to_text`."""
+DEFAULT_MODELS: Final[Mapping[TaskName, tuple[str, str]]] = {
+    "text-generation": ("HuggingFaceTB/SmolLM3-3B", "a07cc9a"),
+    "feature-extraction": ("distilbert/distilbert-base-cased", "6ea8117"),
+    "text-classification": ("distilbert/distilbert-base-uncased-finetuned-sst-2-english", "714eb0f"),
+    "token-classification": ("dbmdz/bert-large-cased-finetuned-conll03-english", "4c53496"),
+    "fill-mask": ("distilbert/distilroberta-base", "fb53ab8"),
+    "zero-shot-classification": ("facebook/bart-large-mnli", "d7645e1"),
+    # Tasks of transformers 4 alone:
+    "question-answering": ("distilbert/distilbert-base-cased-distilled-squad", "564e9b5"),
+    "summarization": ("sshleifer/distilbart-cnn-12-6", "a4f8f3e"),
+    "translation": ("google-t5/t5-base", "a9723ea"),
+    "text2text-generation": ("google-t5/t5-base", "a9723ea"),
+}
+"""The models that transformers' pipelines take for a task, and their revisions."""
+MODEL_SETTINGS: Final = frozenset({"huggingface_model", "task"})
+"""A folder that sets one of them has a model of its own; a stream door does not."""
 
 
 class ModelSettings(BaseModel):
@@ -105,7 +121,8 @@ class ModelSettings(BaseModel):
 
     huggingface_model: Annotated[str, annotated_types.MinLen(1)]
     """The model to serve: a name on the Hub (`tiiuae/falcon-7b`), or a path that begins with `/`, `./` or `../`.
-    Relative paths start at the model folder."""
+    Relative paths start at the model folder. A folder with a `task` may leave it out, and gets the default model of
+    transformers' pipeline for that task, if there is one."""
 
     task: TaskName | None = None
     """What the model does. By default what the checkpoint's files say: `embeddings` for models of
@@ -344,6 +361,12 @@ def _shown(value: object) -> str:
     return "-" if value is None else str(value)
 
 
+def default_model(task: str | None) -> dict[str, str]:
+    """The settings of a task's default model; empty: it has none."""
+    found = next((model for name, model in DEFAULT_MODELS.items() if name == task), None)
+    return {} if found is None else {"huggingface_model": found[0], "revision": found[1]}
+
+
 def load_settings(
     parameters: Mapping[str, str],
     environment: Mapping[str, str],
@@ -373,6 +396,10 @@ def load_settings(
     sources |= {name: origin if key == name else f"{origin}: {key}" for key, name in keys.items()}
     texts = {name: environment[key] for key, name in variables.items()}
     texts |= {name: parameters[key] for key, name in keys.items()}
+    if "huggingface_model" in fields and "huggingface_model" not in texts:
+        for name, text in default_model(texts.get("task")).items():
+            if name not in texts:
+                texts[name], sources[name] = text, f"transformers' default for {texts['task']}"
     values = {name: _parse_setting(text, fields[name]) for name, text in texts.items()}
     try:
         settings = settings_class.model_validate(values)

@@ -16,7 +16,7 @@ import hf_triton
 from hf_triton.cli.folders import load_folder_settings, model_folders, parse_config, read_config
 from hf_triton.errors import HfTritonError
 from hf_triton.protocol.task_declaration import TaskDeclaration
-from hf_triton.settings import ModelSettings
+from hf_triton.settings import MODEL_SETTINGS, ModelSettings
 from hf_triton.stream_door.model import SUFFIX
 from hf_triton.tasks.registry import folder_task
 
@@ -65,7 +65,7 @@ def streamed_folder(config: Mapping[str, Any]) -> str | None:
     """The folder that a folder streams from, given Triton's config of it; None: it is no stream door."""
     name, parameters = str(config["name"]), config.get("parameters", {})
     is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
-    if not is_decoupled or "huggingface_model" in parameters:
+    if not is_decoupled or not parameters.keys().isdisjoint(MODEL_SETTINGS):
         return None
     named = parameters.get("stream_of", {}).get("string_value")
     return named or (name.removesuffix(SUFFIX) if name.endswith(SUFFIX) else None)

@@ -13,12 +13,17 @@ from hf_triton.cli.doors import DOOR_FOLDER
 from hf_triton.cli.model_folder import SET, TASK, model_settings, with_task, write_model_folder
 from hf_triton.errors import clip
 from hf_triton.server import is_shell_safe
+from hf_triton.settings import DEFAULT_MODELS, default_model
 from hf_triton.stream_door.model import SUFFIX
 
 
 @click.command(epilog="Example: hf-triton new qwen3 --model Qwen/Qwen3-0.6B --into model_repository")
 @click.argument("name")
-@click.option("--model", required=True, help="Hub name, with @REVISION or without, or path of a checkpoint.")
+@click.option(
+    "--model",
+    help="Hub name, with @REVISION or without, or path of a checkpoint. With --task by default the model that "
+    "transformers' pipeline takes for the task.",
+)
 @click.option(
     "--into",
     type=click.Path(file_okay=False, path_type=Path),
@@ -31,7 +36,13 @@ from hf_triton.stream_door.model import SUFFIX
 @TASK
 @SET
 def new(
-    name: str, model: str, into: Path, stream: bool, stream_door: bool, task: str | None, settings: Mapping[str, str]
+    name: str,
+    model: str | None,
+    into: Path,
+    stream: bool,
+    stream_door: bool,
+    task: str | None,
+    settings: Mapping[str, str],
 ) -> None:
     """Write the model folder NAME."""
     if stream and stream_door:
@@ -42,7 +53,13 @@ def new(
     for folder in folders:
         if folder.exists():
             raise click.UsageError(f"{folder} exists: choose another name, or remove it")
-    write_model_folder(folders[0], model_settings(model, with_task(settings, task)), stream=stream)
+    settings = with_task(settings, task)
+    default = default_model(settings.get("task"))
+    if model is None and not default:
+        raise click.UsageError(f"give --model, or one of these as --task: {', '.join(DEFAULT_MODELS)}")
+    own = default | settings if model is None else model_settings(model, settings)
+    write_model_folder(folders[0], own, stream=stream)
     for door in folders[1:]:
         shutil.copytree(DOOR_FOLDER, door, ignore=shutil.ignore_patterns("__pycache__"))
-    click.echo(f"Wrote {' and '.join(map(str, folders))}. Serve it: hf-triton serve {folders[0]}")
+    served = f" for {own['huggingface_model']}@{own['revision']}" if model is None else ""
+    click.echo(f"Wrote {' and '.join(map(str, folders))}{served}. Serve it: hf-triton serve {folders[0]}")

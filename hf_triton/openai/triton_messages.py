@@ -18,7 +18,7 @@ from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.ports import TEXT_OUTPUTS
 from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS
-from hf_triton.settings import TEXT_TO_TEXT, TaskName
+from hf_triton.settings import MODEL_SETTINGS, TEXT_TO_TEXT, TaskName
 
 DOOR_SUFFIX: Final = "_stream"
 ADAPTER_MARK: Final = ":"
@@ -102,7 +102,7 @@ class Folder:
     @property
     def stream_of(self) -> str | None:
         """The folder that this one streams from, if it is a stream door."""
-        if not self.is_decoupled or "huggingface_model" in self.parameters:
+        if not self.is_decoupled or not self.parameters.keys().isdisjoint(MODEL_SETTINGS):
             return None
         named = self.parameters.get("stream_of")
         return named or (self.name.removesuffix(DOOR_SUFFIX) if self.name.endswith(DOOR_SUFFIX) else None)

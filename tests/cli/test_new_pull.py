@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_triton.settings import DEFAULT_MODELS
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.client import generate
 from tests.support.commands import hf_triton
@@ -36,6 +37,16 @@ def test_a_new_folder_loads_as_it_is_after_a_pull(hub: LoopbackHub, tmp_path: Pa
         assert generate(server, "mine", "Hello").json()["text_output"]
 
 
+def test_a_task_alone_is_enough_for_a_folder(tmp_path: Path) -> None:
+    model, revision = DEFAULT_MODELS["question-answering"]
+    done = hf_triton("new", "transformer", "--task=question-answering", f"--into={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert f" for {model}@{revision}." in done.stdout
+    config = (tmp_path / "transformer" / "config.pbtxt").read_text()
+    for value in (model, revision, "question-answering"):
+        assert f'string_value: "{value}"' in config
+
+
 @pytest.mark.full
 def test_a_pulled_folder_serves_without_the_hub(hub: LoopbackHub, tmp_path: Path) -> None:
     folder = tmp_path / "plain"
@@ -52,7 +63,8 @@ def test_a_pulled_folder_serves_without_the_hub(hub: LoopbackHub, tmp_path: Path
 
 WRONG = {
     "existing folder": (["new", "here", "--model=a/b"], 2, "here exists: choose another name"),
-    "no model": (["new", "mine"], 2, "--model"),
+    "no model": (["new", "mine"], 2, "give --model, or one of these as --task: text-generation, "),
+    "a task without a default": (["new", "mine", "--task=rerank"], 2, "give --model, or one of these as --task: "),
     "no such checkpoint": (["new", "mine", "--model=./nowhere"], 3, "there is no folder './nowhere'"),
     "bad name": (["new", "a b", "--model=a/b"], 2, "NAME must have ASCII letters"),
     "two ways to stream": (["new", "mine", "--model=a/b", "--stream", "--stream-door"], 2, "exclude each other"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hf_triton.settings import DEFAULT_MODELS
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import save_sentence_model
@@ -37,16 +38,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         done = subprocess.run([COMMAND if program == "hf-triton" else program, *arguments], cwd=root, check=False)
         assert done.returncode == 0, line
     sequence = save_task_checkpoint(root / "sequence", "distilbert", "sequence", num_labels=2)
+    answers = save_task_checkpoint(root / "answers", "distilbert", "answers")
     with LoopbackHub() as hub:
-        hub.add("distilbert/distilbert-base-uncased-finetuned-sst-2-english", sequence)
+        for task, folder in {"text-classification": sequence, "question-answering": answers}.items():
+            name, revision = DEFAULT_MODELS[task]
+            hub.add(name, folder, revisions={revision: folder})
         hub.add("philschmid/MiniLM-L6-H384-uncased-sst2", sequence)
         hub.add("BAAI/bge-large-zh-v1.5", save_sentence_model(root / "bge"))
         hub.add("tiiuae/falcon-7b", build_tiny_checkpoint(root / "falcon", "falcon"))
         hub.add("distilbert/distilgpt2", build_tiny_checkpoint(root / "gpt2", "gpt2"))
-        hub.add(
-            "distilbert/distilbert-base-cased-distilled-squad",
-            save_task_checkpoint(root / "answers", "distilbert", "answers"),
-        )
         environment = {**hub.environment(), "HF_HOME": str(root / "home")}
         with TritonServer(root / "model_repository", environment=environment) as running:
             yield running

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import shutil
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from hf_triton.errors import CODES, CheckpointError, LoadError, SettingsError
 from hf_triton.hub.checkpoint import Checkpoint, Placement, context_length, load_checkpoint
 from hf_triton.hub.resolve import Hub
 from hf_triton.protocol.parameters import GenerationParameters
-from hf_triton.settings import ModelSettings
+from hf_triton.settings import DEFAULT_MODELS, ModelSettings, TaskName
 from hf_triton.testing import (
     LoopbackHub,
     add_tensor,
@@ -582,3 +583,12 @@ def test_weights_damaged_on_the_hub_are_downloaded_once(checkpoint: Path, tmp_pa
             load_checkpoint(hub, settings, CPU)
         downloads = [request for request in loopback.requests if request.method == "GET" and "/cdn/" in request.path]
     assert len(downloads) == 1
+
+
+def test_default_models_are_those_of_transformers() -> None:
+    from transformers.pipelines import SUPPORTED_TASKS, get_default_model_and_revision
+
+    ours = {task: model for task, model in DEFAULT_MODELS.items() if task in SUPPORTED_TASKS}
+    assert len(ours) >= 6
+    assert ours == {task: get_default_model_and_revision(SUPPORTED_TASKS[task], None) for task in ours}
+    assert SUPPORTED_TASKS.keys() & {*typing.get_args(TaskName)} == ours.keys()

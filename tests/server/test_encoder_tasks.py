@@ -175,7 +175,7 @@ def test_mlserver_sends_args(server: TritonServer, checkpoints: dict[str, Path],
 
 @pytest.mark.parametrize("model", ["ner", "masks", "labels"])
 def test_mlserver_gets_json_of_each_task(server: TritonServer, model: str) -> None:
-    texts = {"masks": "the [MASK] boats"}
+    texts = {"masks": "the <mask> boats"}
     tensor = {"name": "args", "shape": [1], "datatype": "BYTES", "data": [texts.get(model, "two boats")]}
     request: dict[str, Any] = {"inputs": [tensor]}
     if model == "labels":

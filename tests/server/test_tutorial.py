@@ -22,6 +22,7 @@ from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, get, infer
 from tests.support.paths import ROOT
 from tests.support.reference import Reference, load_reference
+from tests.support.tasks import save_task_checkpoint
 
 pytestmark = pytest.mark.full
 
@@ -31,6 +32,7 @@ FALCON, PERSIMMON, LLAMA, OPT = (
     "meta-llama/Llama-2-7b-hf",
     "facebook/opt-125m",
 )
+SENTIMENT = "philschmid/MiniLM-L6-H384-uncased-sst2"
 ARCHITECTURES = {FALCON: "falcon", PERSIMMON: "persimmon", LLAMA: "llama", OPT: "opt"}
 FOLDERS = {"falcon7b": FALCON, "persimmon8b": PERSIMMON, "llama7b": LLAMA, "opt125m": OPT}
 """Copied folders, and what each serves."""
@@ -87,10 +89,12 @@ def reference(checkpoints: dict[str, Path]) -> Callable[[str], Reference]:
 
 
 @pytest.fixture(scope="module")
-def hub(checkpoints: dict[str, Path]) -> Iterator[LoopbackHub]:
+def hub(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
+    sentiment = save_task_checkpoint(tmp_path_factory.mktemp("sentiment"), "distilbert", "sequence", num_labels=2)
     with LoopbackHub() as hub:
         for name, folder in checkpoints.items():
             hub.add(name, folder, gated=name == LLAMA)
+        hub.add(SENTIMENT, sentiment)
         yield hub
 
 
@@ -104,6 +108,14 @@ def model_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shell(f"cp -r {name}/ model_repository/", work)
     shell("cp -r falcon7b model_repository/opt125m", work)
     shell(f"sed -i 's|{FALCON}|{OPT}|' model_repository/opt125m/config.pbtxt", work)
+    shell("cp -r falcon7b model_repository/one_input", work)
+    shell("sed -i 's/^# input /input /' model_repository/one_input/config.pbtxt", work)
+    shell("cp -r falcon7b model_repository/sts_tensorrt_inference", work)
+    shell(f"sed -i 's|{FALCON}|{SENTIMENT}|' model_repository/sts_tensorrt_inference/config.pbtxt", work)
+    page = (ROOT / "docs" / "moving" / "transformer-deploy.md").read_text(encoding="utf-8")
+    [declaration] = re.findall(r"^echo '(input \[.*\])' >> \S+/config.pbtxt$", page, re.MULTILINE)
+    with (work / "model_repository/sts_tensorrt_inference/config.pbtxt").open("a") as config:
+        config.write(declaration)
     shell("cp -r falcon7b model_repository/batched", work)
     with (work / "model_repository/batched/config.pbtxt").open("a") as config:
         config.write(BATCHING)
@@ -282,9 +294,17 @@ def has_perf_analyzer() -> None:
         pytest.skip("perf_analyzer is not installed: run `make test` once")
 
 
+TRANSFORMER_DEPLOY = (
+    '--percentile=95 --string-data "This live event is great. I will sign-up for Infinity." --shape TEXT:1 -i grpc -a'
+)
+"""Of its two printed commands; the second one adds a range and a file."""
+RANGE = "--concurrency-range 1:4 -f perf.csv"
 DATA = {"data": [{"text_input": {"content": [PROMPTS[0]], "shape": [1]}}]}
 RUNS = {
     "falcon7b": ("-m falcon7b --collect-metrics --input-data data.json", [1]),
+    "the folder's comment": ("-m one_input --collect-metrics", [1]),
+    "the folder's comment, transformer-deploy": (f"-m one_input {TRANSFORMER_DEPLOY}", [1]),
+    "transformer-deploy": (f"-m sts_tensorrt_inference {TRANSFORMER_DEPLOY} {RANGE}", [1, 2, 3, 4]),
     "as the tutorial states its tensors": ("-m stated --collect-metrics", [1]),
     "batched": ("-m batched --collect-metrics --concurrency-range=2:4:2 --input-data data.json", [2, 4]),
     "grpc": ("-m stated -i grpc", [1]),
@@ -294,16 +314,29 @@ RUNS = {
 @pytest.mark.usefixtures("has_perf_analyzer")
 @pytest.mark.parametrize("case", RUNS)
 def test_perf_analyzer(case: str, server: TritonServer, tmp_path: Path) -> None:
-    """With random data where a folder declares its inputs as the tutorial does."""
+    """With random data where a folder declares its one input, as the tutorial does and a comment in ours."""
     arguments, levels = RUNS[case]
     (tmp_path / "data.json").write_text(json.dumps(DATA))
-    done = perf_analyzer(server, arguments.replace("data.json", str(tmp_path / "data.json")))
+    for name in ("data.json", "perf.csv"):
+        arguments = arguments.replace(name, str(tmp_path / name))
+    done = perf_analyzer(server, arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [int(level) for level in re.findall(r"Concurrency: (\d+), throughput", done.stdout)] == levels
     counts = [int(count) for count in re.findall(r"^ +Request count: (\d+)", done.stdout, re.MULTILINE)]
     assert len(counts) == len(levels)
     assert min(counts) > 0
     assert "Failed" not in done.stdout
+    if "perf.csv" in arguments:
+        rows = (tmp_path / "perf.csv").read_text().splitlines()
+        assert [row.split(",")[0] for row in rows] == ["Concurrency", *map(str, levels)]
+
+
+def test_the_three_folders_have_the_same_comment() -> None:
+    blocks = {
+        (ROOT / name / "config.pbtxt").read_text().split("\n\n")[-1] for name in ("falcon7b", "persimmon8b", "llama7b")
+    }
+    assert len(blocks) == 1
+    assert blocks.pop().splitlines()[-1] == '# input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] } ]'
 
 
 @pytest.mark.usefixtures("has_perf_analyzer")

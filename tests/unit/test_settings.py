@@ -12,6 +12,7 @@ from tritonclient.grpc import model_config_pb2
 
 from hf_triton.errors import SettingsError
 from hf_triton.settings import (
+    DEFAULT_MODELS,
     ENVIRONMENT_PREFIX,
     TRITON_SETTINGS,
     DoorSettings,
@@ -159,6 +160,18 @@ def test_a_subclass_cannot_declare_a_former_name() -> None:
 )
 def test_strings_are_parsed_by_the_type_of_the_setting(name: str, text: str, value: object) -> None:
     assert getattr(load(**{name: text}).settings, name) == value
+
+
+def test_a_task_has_the_model_of_transformers_pipeline() -> None:
+    loaded = load_settings({"task": "text-classification"}, {})
+    name, revision = DEFAULT_MODELS["text-classification"]
+    assert (loaded.settings.huggingface_model, loaded.settings.revision) == (name, revision)
+    assert f"huggingface_model        = {name}  (transformers' default for text-classification)" in loaded.describe()
+    own = load_settings({"task": "text-classification", "huggingface_model": "a/b"}, {}).settings
+    assert (own.huggingface_model, own.revision) == ("a/b", "main")
+    for without in ({}, {"task": "embeddings"}):
+        with pytest.raises(SettingsError, match="huggingface_model is required"):
+            load_settings(without, {})
 
 
 REFUSED: dict[str, tuple[dict[str, str], str]] = {
