@@ -57,7 +57,7 @@ def new(
     default = default_model(settings.get("task"))
     if model is None and not default:
         raise click.UsageError(f"give --model, or one of these as --task: {', '.join(DEFAULT_MODELS)}")
-    own = default | settings if model is None else model_settings(model, settings)
+    own = {**default, **settings} if model is None else model_settings(model, settings)
     write_model_folder(folders[0], own, stream=stream)
     for door in folders[1:]:
         shutil.copytree(DOOR_FOLDER, door, ignore=shutil.ignore_patterns("__pycache__"))

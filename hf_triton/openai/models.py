@@ -37,6 +37,9 @@ def _describe(model: Model) -> list[dict[str, Any]]:
     described = {"id": model.name, "object": "model", "created": model.created_s, "owned_by": "hf_triton"}
     if model.folder.task is not None:  # that of a model which was never loaded is not known
         described["task"] = model.folder.task
+    if model.folder.info is not None:  # in vLLM's names
+        described["root"] = model.folder.info.model
+        described["max_model_len"] = model.folder.info.context_length
     if model.is_loaded is not None:
         described["loaded"] = model.is_loaded
     adapters = (f"{model.name}{ADAPTER_MARK}{name}" for name in model.folder.adapters)

@@ -15,6 +15,14 @@ def test_models_are_listed_without_their_stream_doors(client: openai.OpenAI) -> 
         client.models.retrieve("demo_stream")
 
 
+def test_models_tell_their_context_in_vllms_names(client: openai.OpenAI, gateway: GatewayThread) -> None:
+    for model in client.models.list():
+        told = model.model_dump()
+        asked = httpx.post(f"{gateway.url}/tokenize", json={"model": model.id, "prompt": "a"}).json()
+        assert told["max_model_len"] == asked["max_model_len"] > 0
+        assert "/" not in told["root"], "a path of the host"
+
+
 def test_health_and_metrics(gateway: GatewayThread, client: openai.OpenAI) -> None:
     client.models.list()
     list(client.completions.create(model="demo", prompt="a", stream=True, max_tokens=2))
