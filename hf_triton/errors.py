@@ -217,6 +217,15 @@ def as_own_error(doing: str, error: Exception) -> HfTritonError:
     return HfTritonError("internal", f"{doing} failed; the server's log says where")
 
 
+class OneLineFormatter(logging.Formatter):
+    """Writes a record's message on one line: what files and clients name cannot pretend to be another line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's own name)
+        """The line, with characters that are not printed escaped."""
+        line = super().formatMessage(record)
+        return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
 def clip(value: object, limit: int = 60) -> str:
     """A client's value for a message, cut to `limit` characters; true, false, null and [] as in JSON.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import re
 import time
@@ -71,13 +72,22 @@ class Observe:
         endpoint = _endpoint(scope)
         self._metrics.requests.labels(endpoint, status).inc()
         self._metrics.duration.labels(endpoint).observe(duration_s)
-        client = scope["client"][0] if scope.get("client") else "-"
+        client = _address(scope)
         place, request_id = clip(scope["path"]), scope["state"]["request_id"]
         LOG.info("%s %s %s %d %.1f ms %s", client, scope["method"], place, status, duration_s * 1e3, request_id)
 
 
 def _endpoint(scope: Scope) -> str:
     return str(getattr(scope.get("route"), "path", OTHER))
+
+
+def _address(scope: Scope) -> str:
+    """The client's address; `-` for none, and for what a header `x-forwarded-for` has in its place."""
+    host = scope["client"][0] if scope.get("client") else ""
+    try:
+        return str(ipaddress.ip_address(host.partition("%")[0]))  # without a zone, which may be any text
+    except ValueError:
+        return "-"
 
 
 def _request_id(scope: Scope) -> str:

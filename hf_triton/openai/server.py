@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.supervisors import Multiprocess
 
+from hf_triton.errors import OneLineFormatter
 from hf_triton.openai.app import build_app
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.errors import ApiError
@@ -124,7 +125,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def _build_worker_app(config: GatewayConfig) -> FastAPI:
     """The application, in the process that serves it; each of several workers sets up its own log."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     return build_app(config)
 
 

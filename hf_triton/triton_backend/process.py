@@ -20,6 +20,8 @@ from typing import Final
 
 import triton_python_backend_utils as pb_utils
 
+from hf_triton.errors import OneLineFormatter
+
 logger = logging.getLogger(__name__)
 
 SERVER_POLL_S: Final = 1.0
@@ -176,7 +178,7 @@ def _send_logs_to_triton(model_name: str) -> None:
     for old in list(root.handlers):
         root.removeHandler(old)
     handler = TritonLogHandler()
-    handler.setFormatter(logging.Formatter(f"{model_name}: %(message)s"))
+    handler.setFormatter(OneLineFormatter(f"{model_name}: %(message)s"))
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     root.propagate = False

@@ -186,5 +186,26 @@ def test_log_has_no_prompt_no_key_and_no_query(gateway: GatewayThread, caplog: p
     assert "canary" not in "".join(lines)
 
 
+@pytest.mark.parametrize(
+    ("forwarded", "logged"),
+    [
+        ("203.0.113.7", "203.0.113.7"),
+        ("203.0.113.7, 198.51.100.9", "198.51.100.9"),
+        ("[2001:db8::1]:4711", "2001:db8::1"),
+        ("2001:db8::1%eth0 GET /v1/models 200", "2001:db8::1"),
+        ("127.0.0.1 GET /v1/models 200 0.1 ms forged", "-"),
+        ("someone", "-"),
+    ],
+)
+def test_the_address_in_a_log_line_is_an_address(caplog: pytest.LogCaptureFixture, forwarded: str, logged: str) -> None:
+    with (
+        GatewayThread(GatewayConfig(triton="localhost:1", port=0)) as gateway,
+        caplog.at_level(logging.INFO, "hf_triton.openai"),
+    ):
+        httpx.get(f"{gateway.url}/page/none", headers={"x-forwarded-for": forwarded})
+        wait_until(lambda: any("/page/none" in line for line in _log(caplog)))
+    assert [line.startswith(f"{logged} GET '/page/none' ") for line in _log(caplog) if "/page/none" in line] == [True]
+
+
 def _log(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "hf_triton.openai"]

@@ -2,6 +2,7 @@
 """Errors: `code: sentence`, every code known and every class with a place among gRPC's words."""
 
 import ast
+import logging
 from asyncio import CancelledError
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hf_triton.errors import (
     MAX_FRAMES,
     HfTritonError,
     LoadError,
+    OneLineFormatter,
     PanicError,
     RequestError,
     SettingsError,
@@ -103,6 +105,14 @@ def test_settings_errors_can_be_caught_as_what_they_are() -> None:
 def test_clip_shows_a_value_and_never_more_than_sixty_characters(value: object, shown: str) -> None:
     assert clip(value) == shown
     assert len(clip(value)) <= 60
+
+
+@pytest.mark.parametrize("name", ["a\nERROR forged", "a\r\n\x1b[2Jb", "a\u2028b", "a\u202eb", "Zürich 日本"])
+def test_a_log_line_is_one_line_whatever_it_names(name: str) -> None:
+    record = logging.makeLogRecord({"msg": "loaded %s", "args": (name,), "levelname": "INFO"})
+    line = OneLineFormatter("%(levelname)s %(message)s").format(record)
+    assert line.isprintable()
+    assert line.encode().decode("unicode_escape") == f"INFO loaded {name}" or line == f"INFO loaded {name}"
 
 
 def test_a_rust_panic_becomes_an_exception_without_its_message() -> None:
