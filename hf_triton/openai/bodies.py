@@ -88,7 +88,7 @@ class JsonRequest(Request):
 
     def _read(self, body: bytes) -> Any:
         check_counts(body)
-        value = json.loads(body)
+        value = json.loads(body.decode("utf-8-sig"))  # in UTF-16, which json would take, they are not counted right
         return self._model.model_validate(value) if self._model is not None and isinstance(value, dict) else value
 
 

@@ -96,6 +96,14 @@ def test_head_that_is_refused_gets_an_error_object(alone: GatewayThread, request
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(("encoding", "status"), [("utf-8", 503), ("utf-8-sig", 503), ("utf-16", 400), ("utf-32", 400)])
+def test_body_is_utf_8(alone: GatewayThread, encoding: str, status: int) -> None:
+    body = json.dumps({"model": "a", "prompt": "caf\u00e9"}, ensure_ascii=False).encode(encoding)
+    answer = httpx.post(f"{alone.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status  # 503: there is no Triton
+    assert ("UTF-8" in answer.text) == (status == 400)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "code"),
     [
