@@ -3,22 +3,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hf_triton.cli.client import CALL_TIMEOUT_S, READY, Triton, require_client, triton_options
+from hf_triton.cli.client import Triton, require_client, triton_options
 from hf_triton.cli.tables import show_table
 from hf_triton.server import first_sentence
+
+if TYPE_CHECKING:
+    from hf_triton.openai.triton_messages import Folder
 
 
 @click.command("list", epilog="Example: hf-triton list --triton gpu1:8001 --json")
 @triton_options
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
 def list_models(triton: str, headers: dict[str, str], as_json: bool) -> None:
-    """Show the models of a running Triton: state, version, task, stream door, adapters."""
+    """Show the models of a running Triton: state, version, task, engine, context, stream door, adapters."""
     require_client()
     models = describe_models(Triton(triton, headers))
     if as_json:
@@ -35,33 +39,35 @@ def describe_models(triton: Triton) -> list[dict[str, Any]]:
     Raises:
         HfTritonError: Triton cannot be reached, or refuses.
     """
-    from hf_triton.openai.triton_messages import Folder
-
     entries = triton.index()
-    folders: dict[str, Folder] = {}
-    with triton.connect() as client:
-        for name in {entry.name for entry in entries if entry.state == READY}:
-            answer = client.get_model_config(name, headers=dict(triton.headers), client_timeout=CALL_TIMEOUT_S)
-            folders[name] = Folder.from_config(name, answer.config)
+    folders = asyncio.run(_read_folders(triton))
     doors = {folder.stream_of: name for name, folder in folders.items() if folder.stream_of}
     return [_describe(entry, folders.get(entry.name), doors) for entry in entries if entry.name not in doors.values()]
 
 
-def _describe(entry: Any, folder: Any, doors: Mapping[str, str]) -> dict[str, Any]:
+async def _read_folders(triton: Triton) -> Mapping[str, Folder]:
+    from hf_triton.openai.errors import ApiError
+
+    models = triton.models()
+    try:
+        return await models.folders()
+    except ApiError as error:
+        raise triton.api_error(error) from None
+    finally:
+        await models.close()
+
+
+def _describe(entry: Any, folder: Folder | None, doors: Mapping[str, str]) -> dict[str, Any]:
+    info = folder and folder.info
     streams = "itself" if folder is not None and folder.is_decoupled else doors.get(entry.name)
     return {
         "model": entry.name,
         "version": entry.version,
         "state": entry.state or "NOT LOADED",
-        "task": folder and folder.task,
+        "task": info.task if info else folder and folder.task,
+        "engine": info and info.engine,
+        "context": info and info.context_length,
         "stream": streams,
-        "adapters": _adapters(folder.parameters.get("adapters", "")) if folder else [],
+        "adapters": folder.adapters if folder else [],
         "reason": first_sentence(entry.reason),
     }
-
-
-def _adapters(setting: str) -> list[str]:
-    try:
-        return sorted(json.loads(setting)) if setting else []
-    except (ValueError, TypeError):
-        return []

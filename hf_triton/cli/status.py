@@ -96,7 +96,7 @@ def _describe_model(model: Mapping[str, Any], figures: Figures | None, num_infer
         "model": model["model"],
         "version": model["version"],
         "state": model["state"],
-        "engine": "continuous" if max_tokens else "batch" if known.get(REQUESTS) else None,
+        "engine": model["engine"],
         "running": _whole(known.get(RUNNING)),
         "waiting": _whole(known.get(WAITING)),
         "kv_use": known.get(USED_TOKENS, 0.0) / max_tokens if max_tokens else None,

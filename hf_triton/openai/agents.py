@@ -68,7 +68,7 @@ class AgentRequest(Fields, AgentSampling):
             ApiError: A field is invalid.
         """
         shared = {name: getattr(self, name) for name in SHARED}
-        fields = type(self).model_fields
+        fields = self.model_fields_set
         try:
             request = ChatRequest.model_validate({**shared, "messages": conversation.messages(), **chat})
             generation = request.generation(request_id)

@@ -103,7 +103,7 @@ class ChatRequest(GenerationFields):
             messages=self.messages,
             returns=returns,
             names={**self.client_names(), "logprobs": "top_logprobs", "text_input": "messages"},
-            fields=type(self).model_fields,
+            fields=self.model_fields_set,
         )
 
     def _options(self) -> dict[str, bool | int | str]:

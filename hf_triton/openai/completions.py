@@ -78,7 +78,7 @@ class CompletionRequest(GenerationFields):
 
         def generation(**prompt: Any) -> Generation:
             names = {**self.client_names(), "text_input": "prompt", "prompt_token_ids": "prompt"}
-            fields = type(self).model_fields
+            fields = self.model_fields_set
             return Generation(
                 self.model, request_id, sampling, options, returns=returns, names=names, fields=fields, **prompt
             )

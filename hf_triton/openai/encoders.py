@@ -82,7 +82,7 @@ async def encode(
                 (*outputs, NUM_TOKENS),
                 {name: value for name, value in given.items() if value is not None},
                 names,
-                type(body).model_fields,
+                body.model_fields_set,
                 first_row=start,
             )
             for start in range(0, count, size)

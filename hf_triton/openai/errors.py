@@ -110,7 +110,7 @@ class ApiError(HTTPException):
         status: HTTP status.
         message: One sentence.
         type: OpenAI's type of error; by default that of the status.
-        param: The field of the request that is wrong.
+        param: The field of the request that is wrong, as the client sent it, or that it lacks.
         code: For programs.
     """
 
@@ -195,7 +195,8 @@ def named_field(sentence: str, fields: Collection[str]) -> str | None:
 
 def unknown_field(name: str, fields: Collection[str]) -> ApiError:
     message = f"there is no field {clip(name)}{suggest(name, fields, 'docs/openai.md')}"
-    return ApiError(400, message, param=clip(name).strip("'\""), code="unknown_parameter")
+    is_short = clip(name) == f"'{name}'"
+    return ApiError(400, message, param=name if is_short else None, code="unknown_parameter")
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> JSONResponse:

@@ -277,7 +277,7 @@ class GenerationFields(Fields, SamplingFields):
         return given
 
     def _check_stream_options(self) -> None:
-        if self.stream_options is None:
+        if not self.stream_options:
             return
         if not self.stream:
             raise ApiError(400, "stream_options is for stream true: leave one out", param="stream_options")

@@ -162,8 +162,8 @@ def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
         return form
     checked = parse_at(_Format, "text.format", {key: value for key, value in form.items() if key != "schema"})
     if not isinstance(schema := form.get("schema"), dict):
-        message = f"text.format.schema must be a JSON object, got {clip(schema)}"
-        raise ApiError(400, message, param="text.format.schema", code="invalid_parameter")
+        message = f"text.format: schema must be a JSON object, got {clip(schema)}"
+        raise ApiError(400, message, param="text.format", code="invalid_parameter")
     return {"type": "json_schema", "json_schema": {"name": checked.name or "answer", "schema": schema}}
 
 

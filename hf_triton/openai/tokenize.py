@@ -68,12 +68,12 @@ class DetokenizeRequest(Fields):
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give either prompt or messages", param="prompt")
+        raise ApiError(400, "give either prompt or messages", param=None if body.prompt is None else "prompt")
     options: dict[str, bool | int | str] = {
         name: value for name in OPTIONS if (value := getattr(body, name)) is not None
     }
     for name in ("tools", "chat_template_kwargs"):
-        if (value := getattr(body, name)) is not None:
+        if value := getattr(body, name):
             options[name] = json.dumps(value, ensure_ascii=False)
     prompt: dict[str, Any] = {"messages": body.messages} if body.messages else {"prompts": [body.prompt]}
     outputs = await _run(request, body, options, returns=(JSON_OUTPUT,), **prompt)
@@ -104,7 +104,7 @@ async def _run(
         {"tokenize_only": True, "exclude_input_in_output": False, **options},
         returns=returns,
         names={"prompt_token_ids": "tokens", "text_input": "prompt"},
-        fields=type(body).model_fields,
+        fields=body.model_fields_set,
         **prompt,
     )
     return await run_while_connected(request.receive, gateway_of(request).models.generate(generation))

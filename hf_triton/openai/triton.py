@@ -96,6 +96,7 @@ class TritonModels:
         self._on_demand = on_demand
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._folders: dict[str, Folder] = {}
         self._models: dict[str, Model] = {}
         self._listed_s = float("-inf")
         self._listing: asyncio.Task[None] | None = None
@@ -139,6 +140,15 @@ class TritonModels:
                 model = models.get(name) or self._seen.get(name) or _unknown_model(name)
                 self._seen[name] = models[name] = dataclasses.replace(model, is_loaded=is_loaded)
         return sorted(models.values(), key=lambda model: model.name)
+
+    async def folders(self) -> Mapping[str, Folder]:
+        """All folders that are ready, stream doors and those without an endpoint here among them, by name.
+
+        Raises:
+            ApiError: Triton cannot be reached.
+        """
+        await asyncio.shield(self._list())
+        return self._folders
 
     async def _model(self, name: str) -> Model:
         is_old = time.monotonic() - self._listed_s > MAX_AGE_S
@@ -241,6 +251,7 @@ class TritonModels:
             raise self._error(error) from None
         by_name = {folder.name: folder for folder in folders if folder is not None}
         self._infos.keep(by_name)
+        self._folders = by_name
         self._models = _models(by_name, self._seen)
         self._seen.update(self._models)
         self._listed_s = time.monotonic()

@@ -123,7 +123,7 @@ class TextRequest:
     names: Mapping[str, str] = field(default_factory=dict)
     """The client's names of our parameters, for error messages."""
     fields: Collection[str] = ()
-    """The client's names of all fields."""
+    """The fields that the client has sent."""
     first_row: int = 0
     """The number of its first text among the client's."""
 
@@ -159,7 +159,7 @@ class Generation:
     names: Mapping[str, str] = field(default_factory=dict)
     """The client's names of our parameters, for error messages."""
     fields: Collection[str] = ()
-    """The client's names of all fields."""
+    """The fields that the client has sent."""
 
     @property
     def task(self) -> str:

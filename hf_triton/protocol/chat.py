@@ -25,6 +25,7 @@ EXAMPLE: Final = '{"role": "user", "content": "..."}'
 ASSISTANT: Final = "assistant"
 MAX_MESSAGES: Final = 1024  # some templates loop over all earlier messages for each: quadratic time
 MAX_TOOLS: Final = 128
+NO_TOOLS: Final[tuple[object, ...]] = ([], (), "[]")
 MAX_ARGUMENT: Final = 1_000_000  # a template may loop as often as an argument says
 
 RESERVED: Final = frozenset(
@@ -274,7 +275,8 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
             f"{MESSAGES}, tools and chat_template_kwargs have {num_bytes} bytes, more than the {max_bytes} that are "
             "accepted (setting max_prompt_bytes)",
         )
-    checked = validated(ChatOptions, options)
+    asked = {name: value for name, value in options.items() if name != "tools" or value not in NO_TOOLS}
+    checked = validated(ChatOptions, asked)
     try:
         conversation = _parse_messages(texts)
         if checked.continue_final_message:

@@ -39,6 +39,7 @@ from hf_triton.protocol.validation import (
     read_integer_keys,
     read_one_or_many,
     read_strings,
+    read_words,
     suggest,
 )
 
@@ -118,7 +119,7 @@ class GenerationParameters(BaseModel):
     """No sequence of this many tokens occurs twice in prompt and completion. 0 is off."""
 
     bad_words: (
-        Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_ENTRIES), BeforeValidator(read_strings)] | None
+        Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_ENTRIES), BeforeValidator(read_words)] | None
     ) = None
     """Strings that must not be generated. Each is tokenized, and its token sequence is banned; another tokenization of
     the same string is not. Empty strings are ignored. Example: `["foo", "bar"]`."""
@@ -129,7 +130,7 @@ class GenerationParameters(BaseModel):
     """Added to the logits of tokens, by token id: `{"50256": -100}`."""
 
     stop_strings: (
-        Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_STOP_STRINGS), BeforeValidator(read_strings)] | None
+        Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_STOP_STRINGS), BeforeValidator(read_words)] | None
     ) = None
     """Generation stops before the first of these strings, which is not part of the output. A string that is a JSON
     array is read as one. Empty strings are ignored. Example: `["\\n\\n", "User:"]`."""

@@ -276,6 +276,12 @@ def read_strings(value: object) -> object:
     return _tuple(read_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else value)
 
 
+def read_words(value: object) -> object:
+    """As `read_strings`, without empty strings, which neither stop nor forbid anything."""
+    words = read_strings(value)
+    return tuple(word for word in words if word != "") if isinstance(words, tuple) else words
+
+
 def read_integer_keys(value: object) -> object:
     """Read an object with integer keys, which JSON writes as strings."""
     value = read_json(value)

@@ -65,6 +65,7 @@ def test_list_shows_states_reasons_and_doors(server: TritonServer) -> None:
     assert sorted(models) == ["broken", "demo", "garbled", "slow", "spare"]
     assert (models["demo"]["state"], models["demo"]["stream"]) == ("READY", "demo_stream")
     assert (models["slow"]["stream"], models["demo"]["task"]) == ("itself", "text-generation")
+    assert (models["demo"]["engine"], models["demo"]["context"]) == ("continuous", 512)
     assert "path_not_found" in models["broken"]["reason"]
     assert models["spare"]["state"] != "READY"
     lines = run(server, "list").stdout.splitlines()

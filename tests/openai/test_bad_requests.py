@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from hf_triton.testing import TritonServer
-from tests.support.gateway import GatewayThread, num_running, wait_until
+from tests.support.gateway import GatewayThread, has_field, num_running, wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -160,7 +160,14 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
         None,
         "send a prompt to /v1/completions, or name a Jinja file",
     ),
-    "tokenize nothing": (("/tokenize", {"model": "tiny"}), "prompt", "either prompt or messages"),
+    "tokenize nothing": (("/tokenize", {"model": "tiny"}), None, "either prompt or messages"),
+    "tokenize both": (
+        ("/tokenize", {"model": "tiny", "prompt": "a", "messages": HELLO}),
+        "prompt",
+        "either prompt or messages",
+    ),
+    "long name of an unknown field": (chat(**{"x" * 100: 1}), None, "there is no field 'xxx"),
+    "name of no text": (chat(**{"\ud800": 1}), None, "there is no field"),
     "detokenize text": (("/detokenize", {"model": "tiny", "tokens": "a"}), "tokens", "tokens must be"),
 }
 """Request, `param` and a piece of the sentence; the status is 400."""
@@ -221,6 +228,12 @@ def check(answer: httpx.Response, status: int, piece: str) -> dict[str, Any]:
     assert not re.search(r"Traceback|/site-packages|\.py|pydantic|max_new_tokens|num_return", answer.text), error
     assert CANARY not in error["message"]
     return error
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_param_is_a_field_of_the_request(name: str) -> None:
+    (_, body), param, piece = FIELDS[name]
+    assert param is None or has_field(body, param) or piece.endswith("is required")
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/embeddings, /v1/rerank, /v1/score and /v1/classify, by the real `openai` client and as JSON."""
 
+import asyncio
 import base64
 import itertools
 import json
@@ -16,6 +17,7 @@ import openai
 import pytest
 
 from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.triton import TritonModels
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import post
 from tests.support.clients import CLIENTS, has, run
@@ -64,6 +66,25 @@ def gateway(server: TritonServer) -> Iterator[GatewayThread]:
 def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60) as connected:
         yield connected
+
+
+def test_encoders_say_what_they_are(server: TritonServer) -> None:
+    async def infos() -> dict[str, Any]:
+        models = TritonModels(server.grpc_url, 60.0)
+        try:
+            return {name: folder.info for name, folder in (await models.folders()).items()}
+        finally:
+            await models.close()
+
+    told = asyncio.run(infos())
+    assert {name: info.task for name, info in told.items()} == {
+        "minilm": "embeddings",
+        "reranker": "rerank",
+        "sentiment": "text-classification",
+        "writer": "text-generation",
+    }
+    assert (told["minilm"].engine, told["minilm"].context_length) == ("torch", 256)
+    assert all(info.memory_bytes > 10_000 for info in told.values())
 
 
 def ask(gateway: GatewayThread, path: str, **body: Any) -> dict[str, Any]:

@@ -56,7 +56,12 @@ HINTS: dict[str, tuple[str, dict[str, Any], str]] = {
 """Path, fields, and the header of the response."""
 NOTHING: dict[str, tuple[str, dict[str, Any]]] = {
     "nulls": (CHAT, {"user": None, "temperature": None, "tools": None, "store": None}),
-    "empty containers": (CHAT, {"mm_processor_kwargs": {}, "tools": [], "stop": [], "functions": [], "logit_bias": {}}),
+    "empty containers": (
+        CHAT,
+        {"mm_processor_kwargs": {}, "tools": [], "stop": [], "functions": [], "logit_bias": {}, "stream_options": {}},
+    ),
+    "empty words": (CHAT, {"stop": ["", ""], "bad_words": [""]}),
+    "an empty stop sequence": (MESSAGES, {"stop_sequences": [""]}),
     "defaults": (CHAT, {"store": False, "verbosity": "medium", "service_tier": "auto", "modalities": ["text"]}),
     "an agent's defaults": (RESPONSES, {"text": {"verbosity": "medium"}, "include": [], "context_management": []}),
     "Anthropic's defaults": (MESSAGES, {"service_tier": "auto", "mcp_servers": [], "stop_sequences": []}),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gateway in a thread, on a free port, and what its tests need of the server behind it."""
 
+import re
 import shutil
 import socket
 import threading
@@ -9,6 +10,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import uvicorn
 
@@ -54,6 +56,16 @@ def add_demo(repository: Path) -> None:
     lines = [f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}' for key, text in parameters.items()]
     (folder / "config.pbtxt").write_text("\n".join(['backend: "python"', *lines]) + "\n")
     shutil.copytree(ROOT / "stream_door", repository / "demo_stream")
+
+
+def has_field(body: Any, path: str) -> bool:
+    """Whether a request's body has the field that an error's `param` names: `messages[2].content`."""
+    for position, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path):
+        try:
+            body = body[int(position)] if position else body[name]
+        except (LookupError, TypeError):
+            return False
+    return True
 
 
 def num_running(server: TritonServer) -> float:

@@ -161,6 +161,11 @@ def test_chats_at_the_limits_are_accepted() -> None:
     assert parse_chat(text, {}, len(text)).messages == (HI,)
 
 
+@pytest.mark.parametrize("given", [[], (), "[]"], ids=str)
+def test_an_empty_list_of_tools_is_none(given: object) -> None:
+    assert parse(HI, tools=given).tools is None
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 REFUSED_TEXTS = {
@@ -254,7 +259,6 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
         "invalid_parameter: add_generation_prompt starts a new message, continue_final_message continues",
     ),
     "a prompt of no kind": ({"add_generation_prompt": "yes"}, "add_generation_prompt must be true or false, got 'yes'"),
-    "no tools": ({"tools": "[]"}, f"tools must be a JSON object or a JSON array of 1 to {MAX_TOOLS} of them"),
     "too many tools": ({"tools": [TOOL] * (MAX_TOOLS + 1)}, "tools must be a JSON object or a JSON array of 1 to "),
     "tools that are no JSON": ({"tools": "weather"}, "invalid_parameter: tools is not JSON: expected value"),
     "a tool that is no JSON": ({"tools": ["weather"]}, "invalid_parameter: tools[0] is not JSON: expected value"),

@@ -72,7 +72,7 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
     "guided_grammar": (["start: /a/"], [1, ""]),
     "bad_words": (
         [("a",), ("x" * 1000, "[b"), (), ("a",) * 1024],
-        [5, ("a", ""), ("a", 5), "x" * 1001, {}, ("a",) * 1025],
+        [5, ("a", 5), "x" * 1001, {}, ("a",) * 1025],
     ),
     "logit_bias": (
         [{}, {0: 100}, {50256: -100.0, 2**31 - 1: 0.5}],
@@ -88,7 +88,7 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
             5,
         ],
     ),
-    "stop_strings": ([("a",), ("x" * 1000, " "), (), ("a",) * 16], [5, ("a", ""), ("a", None), ("a",) * 17, True]),
+    "stop_strings": ([("a",), ("x" * 1000, " "), (), ("a",) * 16], [5, ("a", None), ("a",) * 17, True]),
     "include_stop_str_in_output": ([False, True], [0, 1, "true"]),
     "stop_token_ids": ([(), (0,), (1, 2**31 - 1)], [-1, 2**31, 1.0, "a", True, [1, "1"], {}, (1,) * 65]),
     "truncate_prompt_tokens": ([-1, 1, 2**31 - 1], [-2, 0, 2**31, 1.0, "1", True]),
@@ -203,7 +203,7 @@ def test_arrays_and_objects_may_be_json_strings(name: str, value: object, expect
     ("name", "value", "shown"),
     [
         ("stop_strings", "[1]", "1"),
-        ("stop_strings", '["a", ""]', "''"),
+        ("stop_strings", '["a", null]', "null"),
         ("stop_strings", "[[]]", "[]"),
         ("logit_bias", "[]", "[]"),
         ("logit_bias", '{"1": 101}', "101"),
@@ -220,6 +220,13 @@ def test_an_unusable_json_string_is_rejected_with_the_wrong_part(name: str, valu
     assert sentence.startswith(f"{name} must be ")
     assert f", got {shown}" in sentence
     assert sentence.count(f"{name} must be ") == 1
+
+
+@pytest.mark.parametrize("name", ["stop_strings", "bad_words"])
+@pytest.mark.parametrize("given", ["", [""], '[""]', ["", ""], ("",)], ids=str)
+def test_empty_strings_ask_for_nothing(name: str, given: object) -> None:
+    assert getattr(parse_parameters({name: given}), name) == ()
+    assert getattr(parse_parameters({name: ["a", ""]}), name) == ("a",)
 
 
 def test_too_many_entries_are_refused_as_a_whole_and_not_each() -> None:
