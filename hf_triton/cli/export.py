@@ -14,6 +14,7 @@ import click
 from hf_triton.cli.client import require_client
 from hf_triton.cli.folders import folder_defect, load_folder_settings, parse_config
 from hf_triton.cli.own_code import own_class
+from hf_triton.cli.staging import publish, staging_folder
 from hf_triton.errors import SettingsError
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.settings import ModelSettings
@@ -84,10 +85,13 @@ def vllm(folder: Path, into: Path | None) -> None:
 
 def _write(target: Path, files: Mapping[str, Any]) -> None:
     try:
-        (target / "1").mkdir(parents=True)
-        (target / "config.pbtxt").write_text(CONFIG)
-        for name, content in files.items():
-            (target / "1" / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        with staging_folder(target) as staging:
+            folder = Path(staging) / target.name
+            (folder / "1").mkdir(parents=True)
+            (folder / "config.pbtxt").write_text(CONFIG)
+            for name, content in files.items():
+                (folder / "1" / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            publish(folder, target)
     except OSError as error:
         raise click.UsageError(
             f"{target} cannot be written ({error.strerror}): choose another folder with --into"

@@ -21,7 +21,7 @@ CONFIG = "config.pbtxt"
 
 
 def model_folders(repository: Path) -> list[Path]:
-    """The folders that Triton loads as models: all that are not hidden, by name."""
+    """The folders of a repository that are meant to be served: all that are not hidden, by name."""
     return sorted(path for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 

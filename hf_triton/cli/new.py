@@ -11,6 +11,7 @@ import click
 
 from hf_triton.cli.doors import DOOR_FOLDER
 from hf_triton.cli.model_folder import SET, TASK, model_settings, with_task, write_model_folder
+from hf_triton.cli.staging import publish, staging_folder
 from hf_triton.errors import clip
 from hf_triton.server import is_shell_safe
 from hf_triton.settings import DEFAULT_MODELS, default_model
@@ -58,8 +59,12 @@ def new(
     if model is None and not default:
         raise click.UsageError(f"give --model, or one of these as --task: {', '.join(DEFAULT_MODELS)}")
     own = {**default, **settings} if model is None else model_settings(model, settings)
-    write_model_folder(folders[0], own, stream=stream)
-    for door in folders[1:]:
-        shutil.copytree(DOOR_FOLDER, door, ignore=shutil.ignore_patterns("__pycache__"))
+    with staging_folder(folders[0]) as staging:
+        staged = [Path(staging) / folder.name for folder in folders]
+        write_model_folder(staged[0], own, stream=stream)
+        for door in staged[1:]:
+            shutil.copytree(DOOR_FOLDER, door, ignore=shutil.ignore_patterns("__pycache__"))
+        for folder, target in zip(staged, folders, strict=True):
+            publish(folder, target)
     served = f" for {own['huggingface_model']}@{own['revision']}" if model is None else ""
     click.echo(f"Wrote {' and '.join(map(str, folders))}{served}. Serve it: hf-triton serve {folders[0]}")

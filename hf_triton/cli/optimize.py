@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import random
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -28,6 +29,7 @@ from hf_triton.cli.folders import folder_defect, load_folder_settings, parse_con
 from hf_triton.cli.graph_folder import GraphWriter
 from hf_triton.cli.numbers import NUMBERS, SeveralNumbers
 from hf_triton.cli.own_code import own_class
+from hf_triton.cli.staging import publish, staging_folder
 from hf_triton.cli.tables import new_figure, show_table
 from hf_triton.errors import ServerError, SettingsError
 from hf_triton.settings import ModelSettings
@@ -98,6 +100,7 @@ def optimize(
     on_gpu = device_of(parse_config(folder)).type == "cuda"
     if int8 and on_gpu:
         raise click.UsageError("--int8 is for CPUs: leave it out, or set instance_group to KIND_CPU")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` sends it: nothing is left behind
     with ExitStack() as stack:
         work = Path(stack.enter_context(_work_folder(target)))
         graphs = written_candidates(work, available_providers(), on_gpu=on_gpu, int8=int8)
@@ -115,7 +118,7 @@ def optimize(
                 judge(row, expected, outputs, math.inf if row is base else tolerance, base.facts["kind"])
         best = _choose(rows)
         if best is not None:
-            os.replace(best.candidate.folder, target)
+            publish(best.candidate.folder, target)
         report = {
             "folder": str(folder),
             "machine": _machine(base),
@@ -177,10 +180,9 @@ def _check_folder(folder: Path) -> None:
 
 
 def _work_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder on the target's file system."""
+    """A folder outside the model repository."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(prefix=".hf_triton_optimize_", dir=target.parent, ignore_cleanup_errors=True)
+        return staging_folder(target)
     except OSError as error:
         raise click.UsageError(
             f"{target.parent} cannot be written to ({error.strerror}): choose another folder with --into"

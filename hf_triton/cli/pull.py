@@ -11,6 +11,7 @@ import click
 
 from hf_triton.cli.download import fetch, use_standard_cache
 from hf_triton.cli.model_folder import SET, check_settings, model_settings
+from hf_triton.cli.staging import publish, staging_folder
 from hf_triton.errors import HubError
 
 
@@ -38,7 +39,9 @@ def pull(models: Sequence[str], into_folder: Path | None, settings: Mapping[str,
 def _copy(snapshot: Path, folder: Path) -> Path:
     """Copy a snapshot's files; its links point into the cache."""
     try:
-        shutil.copytree(snapshot, folder, dirs_exist_ok=True)
+        with staging_folder(folder) as staging:
+            copied = shutil.copytree(snapshot, Path(staging) / "checkpoint")
+            publish(copied, folder)
     except (OSError, shutil.Error) as error:
         raise HubError("disk_full", f"the checkpoint cannot be copied to {folder}: {error}") from None
     return folder
