@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -31,7 +32,8 @@ POLL_S: Final = 1.0
 YIELD_S: Final = 10.0
 """A busy model that is waited out serves at least this long, or as long as its load took; then it is drained."""
 RETRY_S: Final = 5.0
-"""After a failed load, requests get its error for this long."""
+"""After a failed load, requests get its error for this long; after each further one, for twice as long."""
+MAX_RETRY_S: Final = 600.0
 MAX_WAITING: Final = 512
 """Requests that wait for a load; more are refused."""
 
@@ -113,6 +115,8 @@ class _Entry:
     """Whether others' requests are in flight, directly through Triton."""
     failure: ApiError | None = None
     failed_until_s: float = 0.0
+    retry_s: float = 0.0
+    """How long requests get the error of the last load; 0: it did not fail, or nothing is known against the folder."""
 
     def enter(self, state: State) -> None:
         self.state, self.change = state, self.change + 1
@@ -133,12 +137,19 @@ class _Entry:
                 future.set_result(None)
         self.waiting.clear()
 
-    def refuse(self, error: ApiError) -> None:
+    def refuse(self, error: ApiError, retry_after_s: float = 0.0) -> None:
         """Answer the waiting requests with an error."""
         for future in self.waiting:
             if not future.done():
-                future.set_exception(ApiError(error.status_code, error.message, code=error.code))
+                future.set_exception(_copy(error, retry_after_s))
         self.waiting.clear()
+
+
+def _copy(error: ApiError, retry_after_s: float) -> ApiError:
+    copy = ApiError(error.status_code, error.message, code=error.code)
+    if copy.headers and retry_after_s > 1:
+        copy.headers = {**copy.headers, "Retry-After": str(math.ceil(retry_after_s))}
+    return copy
 
 
 class OnDemand:
@@ -249,8 +260,9 @@ class OnDemand:
 
     async def _wait(self, entry: _Entry, timeout_s: float) -> None:
         """Wait in the queue of a model; at the end, it is in use."""
-        if entry.failure is not None and self._clock() < entry.failed_until_s and not entry.waiting:
-            raise ApiError(entry.failure.status_code, entry.failure.message, code=entry.failure.code)
+        left_s = entry.failed_until_s - self._clock()
+        if entry.failure is not None and left_s > 0 and not entry.waiting:
+            raise _copy(entry.failure, left_s)
         num_waiting = sum(len(other.waiting) for other in self._entries.values())
         if num_waiting >= self._max_waiting:
             message = f"{num_waiting} requests wait for models to be loaded, as many as may: send it again later"
@@ -323,6 +335,7 @@ class OnDemand:
     def _adopt(self, entry: _Entry, is_loaded: bool) -> None:
         if is_loaded and entry.state is State.UNLOADED:
             entry.enter(State.READY)
+            entry.failure, entry.retry_s = None, 0.0
             entry.ready_since_s = entry.idle_since_s = self._clock()
             entry.admit()
         elif not is_loaded and entry.state in (State.READY, State.DRAINING):
@@ -349,12 +362,17 @@ class OnDemand:
                 self._start_unload(entry)
 
     def _make_room(self, now_s: float) -> None:
-        """Load what is waited for, in order; choose which models leave, if there is no room."""
+        """Load what is waited for, in order; choose which models leave, if there is no room.
+
+        A folder whose last load failed comes last. It takes the place of a model only that is idle for as long as it
+        had to wait itself; if there is none, its requests get the error again.
+        """
         present = [entry for entry in self._entries.values() if entry.state is not State.UNLOADED]
         num_free = float("inf") if self._max_loaded is None else self._max_loaded - len(present)
         num_leaving = sum(entry.state in LEAVING for entry in present)
         num_wanted = 0  # places that are not free yet
-        for entry in sorted((entry for entry in self._entries.values() if entry.waiting), key=lambda one: one.order):
+        waiting = [entry for entry in self._entries.values() if entry.waiting]
+        for entry in sorted(waiting, key=lambda entry: (entry.retry_s > 0, entry.order)):
             if entry.state is State.DRAINING and num_wanted < num_leaving:
                 self._resume(entry)
                 num_leaving -= 1
@@ -367,6 +385,9 @@ class OnDemand:
                 num_wanted += 1
                 if num_wanted > num_leaving and self._evict_for(entry, now_s):
                     num_leaving += 1
+                elif num_wanted > num_leaving and entry.retry_s and entry.failure is not None:
+                    num_wanted -= 1
+                    entry.refuse(entry.failure)
         for entry in present:
             if entry.state is State.DRAINING and num_leaving > num_wanted:  # those who waited for its place have left
                 self._resume(entry)
@@ -375,9 +396,11 @@ class OnDemand:
     def _evict_for(self, waiting: _Entry, now_s: float) -> bool:
         """Let the least recently used idle model go, or drain the one that has served longest; whether one leaves."""
         if idle := [entry for entry in self._entries.values() if entry.is_idle]:
-            self._start_unload(min(idle, key=lambda entry: entry.idle_since_s))
-            return True
-        if now_s - waiting.waiting_since_s < self._yield_s:
+            oldest = min(idle, key=lambda entry: entry.idle_since_s)
+            if now_s - oldest.idle_since_s >= waiting.retry_s:
+                self._start_unload(oldest)
+                return True
+        if waiting.retry_s or now_s - waiting.waiting_since_s < self._yield_s:
             return False
         served = [
             entry
@@ -427,12 +450,16 @@ class OnDemand:
             LOG.info("loaded %s in %.1f s", clip(entry.name), entry.load_s)
             entry.enter(State.READY)
             entry.ready_since_s = entry.idle_since_s = self._clock()
+            entry.retry_s = 0.0
             entry.admit()
         else:
-            LOG.warning("%s", failure.message)
-            entry.failed_until_s = self._clock() + RETRY_S
+            wait_s = RETRY_S
+            if failure.code == "not_loaded":  # Triton's answer, not its absence
+                entry.retry_s = wait_s = min(max(RETRY_S, 2 * entry.retry_s), MAX_RETRY_S)
+            LOG.warning("%s; tried again for a request in %g s or later", failure.message, wait_s)
+            entry.failed_until_s = self._clock() + wait_s
             entry.enter(State.UNLOADED)
-            entry.refuse(failure)
+            entry.refuse(failure, wait_s)
 
     async def _unload(self, entry: _Entry) -> None:
         try:

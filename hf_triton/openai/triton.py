@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -34,13 +35,15 @@ from hf_triton.openai.triton_messages import (
     read_outputs,
 )
 
+T = TypeVar("T")
+
 MAX_AGE_S: Final = 2.0
 """How long the list of models is believed."""
 CONTROL_TIMEOUT_S: Final = 5.0
 """Limit of a call that lists models or asks for their state."""
 MAX_LOADS: Final = 3
 """Loads for one request, whose model others may unload meanwhile."""
-LOST: Final = ("model_not_found", "not_loaded", "shutting_down")
+LOST: Final = ("not_loaded", "shutting_down")
 """Codes of a model that is not loaded any more."""
 RESTRICTED: Final = "This protocol is restricted"
 """Triton's words to a call without the header of `--grpc-restricted-protocol`; the name of the header follows."""
@@ -158,7 +161,8 @@ class TritonModels:
             return self._models[name]
         await asyncio.shield(self._list())
         if name not in self._models:
-            raise await self.missing(name)
+            error = await self.missing(name)
+            raise self._unknown(name) if error.status_code == 404 else error
         return self._models[name]
 
     async def missing(self, name: str) -> ApiError:
@@ -180,6 +184,12 @@ class TritonModels:
                 return ApiError(503, f"the model {clip(name)} is not ready: {reason}", param="model", code="not_loaded")
         return model_not_found(name)
 
+    def _unknown(self, name: str) -> ApiError:
+        """Triton does not know a request's model; with loading on demand the folder exists, and others unloaded it."""
+        if self._on_demand is None:
+            return model_not_found(name)
+        return ApiError(503, f"the model {clip(name)} was unloaded: send the request again later", code="not_loaded")
+
     async def folder(self, name: str, *, task: str = TEXT_GENERATION, is_stream: bool = False) -> Folder:
         """The folder that answers a model's requests; with loading on demand, as it was when it was last loaded.
 
@@ -191,8 +201,7 @@ class TritonModels:
         if seen is not None and (folder := seen.door if is_stream else seen.folder) is not None and folder.inputs:
             _check_task(folder, task)
             return folder
-        async with self._in_use(name):
-            return await self._folder(name, task, is_stream=is_stream)
+        return await self._loaded(name, lambda timeout_s: self._folder(name, task, is_stream=is_stream))
 
     async def _folder(self, name: str, task: str, *, is_stream: bool) -> Folder:
         model = await self._model(name)
@@ -213,12 +222,13 @@ class TritonModels:
         return model.door
 
     @contextlib.asynccontextmanager
-    async def _in_use(self, name: str) -> AsyncIterator[Use]:
+    async def _in_use(self, name: str, deadline_s: float) -> AsyncIterator[Use]:
         """Where requests enter: with loading on demand, the model is loaded, and stays so meanwhile."""
+        timeout_s = max(0.001, deadline_s - time.monotonic())
         if self._on_demand is None:
-            yield Use(name, 0, self._timeout_s)
+            yield Use(name, 0, timeout_s)
             return
-        async with self._on_demand.in_use(name, self._timeout_s) as use:
+        async with self._on_demand.in_use(name, timeout_s) as use:
             if self._changes.get(name) != use.change:
                 if self._listing is not None and not self._listing.done():
                     await asyncio.wait([self._listing])  # it began before the load
@@ -274,15 +284,20 @@ class TritonModels:
         Raises:
             ApiError: The request is refused, or failed.
         """
+        return await self._loaded(generation.model_name, partial(self._generate, generation))
+
+    async def _loaded(self, name: str, call: Callable[[float], Awaitable[T]]) -> T:
+        """Make a call with its time in seconds, and again with the model loaded again if others unload it meanwhile."""
+        deadline_s = time.monotonic() + self._timeout_s
         for _ in range(MAX_LOADS - 1):
-            async with self._in_use(generation.model_name) as use:
+            async with self._in_use(name, deadline_s) as use:
                 try:
-                    return await self._generate(generation, use.left_s)
+                    return await call(use.left_s)
                 except ApiError as error:
                     if not self._is_lost(use, error):
                         raise
-        async with self._in_use(generation.model_name) as use:
-            return await self._generate(generation, use.left_s)
+        async with self._in_use(name, deadline_s) as use:
+            return await call(use.left_s)
 
     async def _generate(self, generation: Generation | TextRequest, timeout_s: float) -> Outputs:
         folder = await self._folder(generation.model_name, generation.task, is_stream=False)
@@ -305,9 +320,10 @@ class TritonModels:
             ApiError: The model does not exist or does not stream, the request is refused or fails, or Triton cannot be
                 reached; by the iterator.
         """
+        deadline_s = time.monotonic() + self._timeout_s
         for num_loads in range(1, MAX_LOADS + 1):
             has_started = False
-            async with self._in_use(generation.model_name) as use:
+            async with self._in_use(generation.model_name, deadline_s) as use:
                 try:
                     folder = await self._folder(generation.model_name, generation.task, is_stream=True)
                     self._note_hints(generation)
@@ -378,7 +394,7 @@ class TritonModels:
             is_of_model = ADAPTER_MARK in generation.model
             return ApiError(404, error.message, param="model" if is_of_model else "lora_name", code="model_not_found")
         if f"unknown model: '{generation.model_name}'" in message:
-            return model_not_found(generation.model)
+            return self._unknown(generation.model)
         if "unknown model" in message or "decoupled transaction policy" in message:
             return ApiError(
                 503,

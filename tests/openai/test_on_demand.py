@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,30 @@ pytestmark = pytest.mark.full
 EXPLICIT = ["--model-control-mode=explicit"]
 NAMES = ("one", "two", "three")
 STREAM_DOOR = ROOT / "stream_door"
+QUICK_CONFIG = """
+backend: "python"
+input [{ name: "text" data_type: TYPE_STRING dims: [ -1 ] }]
+output [
+  { name: "embedding" data_type: TYPE_FP32 dims: [ -1, -1 ] },
+  { name: "num_input_tokens" data_type: TYPE_INT32 dims: [ -1 ] }
+]
+"""
+QUICK_MODEL = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+OUTPUTS = {"embedding": np.ones((1, 2), np.float32), "num_input_tokens": np.ones(1, np.int32)}
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        tensors = [pb_utils.Tensor(name, array) for name, array in OUTPUTS.items()]
+        return [pb_utils.InferenceResponse(tensors) for _ in requests]
+"""
+BROKEN_HOOK = """
+    def initialize(self, args):
+        raise pb_utils.TritonModelException("a wheel is missing")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +72,17 @@ def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[.
         shutil.copytree(STREAM_DOOR, folders / f"{name}_stream")
     make_folder(folders, "broken", huggingface_model=root / "nowhere")
     return folders
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models that are loaded in a moment; `broken`, which is not."""
+    root = tmp_path_factory.mktemp("quick")
+    for name in ("one", "two", "broken"):
+        (root / name / "1").mkdir(parents=True)
+        (root / name / "config.pbtxt").write_text(QUICK_CONFIG)
+        (root / name / "1" / "model.py").write_text(QUICK_MODEL + (BROKEN_HOOK if name == "broken" else ""))
+    return root
 
 
 @contextmanager
@@ -78,6 +114,10 @@ def stream(client: openai.OpenAI, model: str, num_tokens: int = 4) -> Iterator[s
     answer = client.completions.create(model=model, prompt="Today", max_tokens=num_tokens, temperature=0, stream=True)
     for part in answer:
         yield part.choices[0].text
+
+
+def embed(gateway: GatewayThread, model: str) -> httpx.Response:
+    return httpx.post(f"{gateway.url}/v1/embeddings", json={"model": model, "input": "Today"}, timeout=120)
 
 
 def loaded(client: openai.OpenAI) -> set[str]:
@@ -210,6 +250,44 @@ def test_unload_by_others_and_removed_folder(repository: Path, tmp_path: Path) -
         with on_demand(server, max_loaded=1) as second, connected(second) as another:  # finds `two` loaded
             assert loaded(another) == {"two"}
             assert ask(another, "two") == text
+
+
+@pytest.mark.full
+def test_folder_that_exists_is_never_404_whoever_unloads_it(quick: Path) -> None:
+    with served(quick) as server, on_demand(server) as gateway:
+        is_over = threading.Event()
+
+        def unload() -> None:
+            while not is_over.wait(0.05):
+                httpx.post(f"{server.http_url}/v2/repository/models/two/unload", json={}, timeout=120)
+
+        other = threading.Thread(target=unload)
+        other.start()
+        try:
+            answers = [embed(gateway, "two") for _ in range(20)]
+        finally:
+            is_over.set()
+            other.join()
+        assert {answer.status_code for answer in answers} <= {200, 503}
+        assert all("Retry-After" in answer.headers for answer in answers if answer.status_code == 503)
+        assert embed(gateway, "two").status_code == 200
+        assert embed(gateway, "three").status_code == 404
+
+
+@pytest.mark.full
+def test_folder_that_cannot_load_takes_a_model_away_once(quick: Path) -> None:
+    with served(quick) as server, on_demand(server, max_loaded=1) as gateway:
+        start_s = time.monotonic()
+        while time.monotonic() - start_s < 12:
+            assert embed(gateway, "two").status_code == 200
+            refused = embed(gateway, "broken")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_loaded")
+            assert "a wheel is missing" in refused.json()["error"]["message"]
+            assert 1 <= int(refused.headers["Retry-After"]) <= 5
+            time.sleep(0.2)
+        metrics = httpx.get(f"{gateway.url}/metrics").text
+        assert 'hf_triton_openai_model_unloads_total{model="two"} 1.0' in metrics
+        assert 'hf_triton_openai_model_loads_total{model="broken",outcome="failed"} 1.0' in metrics
 
 
 @pytest.mark.full

@@ -198,6 +198,84 @@ def test_failed_load_answers_each_and_is_not_repeated_at_once() -> None:
     run(body)
 
 
+def test_failed_load_waits_longer_each_time() -> None:
+    async def body(on_demand: OnDemand, repository: MemoryRepository, clock: Clock) -> None:
+        repository.broken["a"] = ApiError(503, "the model 'a' cannot be loaded: no room", code="not_loaded")
+        waits_s = [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0]
+        for number, wait_s in enumerate(waits_s, start=1):
+            for _ in range(2):  # the first loads it, the second has its error
+                with pytest.raises(ApiError, match="no room") as failed:
+                    await use(on_demand, "a")
+                assert failed.value.headers == {"Retry-After": f"{wait_s:g}"}
+            assert repository.log == ["load a"] * number
+            clock.now_s += wait_s
+        repository.models["a"] = True  # others have loaded it: nothing is known against it any more
+        clock.now_s += 2
+        await settle()
+        await use(on_demand, "a")
+        repository.models["a"] = False
+        clock.now_s += 2
+        await settle()
+        with pytest.raises(ApiError, match="no room") as failed:
+            await use(on_demand, "a")
+        assert failed.value.headers == {"Retry-After": "5"}
+
+    run(body)
+
+
+def test_folder_that_fails_takes_no_place_from_a_model_in_use() -> None:
+    async def body(on_demand: OnDemand, repository: MemoryRepository, clock: Clock) -> None:
+        repository.broken["b"] = ApiError(503, "the model 'b' cannot be loaded: no files", code="not_loaded")
+        for _ in range(400):  # a request for each, once a second
+            clock.now_s += 1
+            await use(on_demand, "a")
+            with pytest.raises(ApiError, match="no files"):
+                await use(on_demand, "b")
+        assert repository.log == ["load a", "unload a", "load b", "load a"]
+        clock.now_s += 600  # `a` is not asked for
+        with pytest.raises(ApiError, match="no files"):
+            await use(on_demand, "b")
+        assert repository.log[4:] == ["unload a", "load b"]
+        await asyncio.gather(use(on_demand, "a"), use(on_demand, "c"))
+        assert repository.log[6:] == ["load a", "unload a", "load c"]
+
+    run(body)
+
+
+def test_folder_that_failed_is_loaded_in_free_room_and_is_like_the_others_then() -> None:
+    async def body(on_demand: OnDemand, repository: MemoryRepository, clock: Clock) -> None:
+        repository.broken["b"] = ApiError(503, "the model 'b' cannot be loaded: no files", code="not_loaded")
+        await use(on_demand, "a")
+        with pytest.raises(ApiError, match="no files"):
+            await use(on_demand, "b")
+        del repository.broken["b"]
+        clock.now_s += RETRY_S
+        await use(on_demand, "b")
+        assert repository.log == ["load a", "load b", "load b"]
+        for name in ("c", "a", "b"):
+            clock.now_s += 0.1
+            await use(on_demand, name)
+        assert repository.log[3:] == ["unload a", "load c", "unload b", "load a", "unload c", "load b"]
+
+    run(body, max_loaded=2)
+
+
+def test_triton_that_is_away_is_held_against_no_folder() -> None:
+    async def body(on_demand: OnDemand, repository: MemoryRepository, clock: Clock) -> None:
+        repository.broken["b"] = ApiError(503, "the server cannot be reached", code="unavailable")
+        for _ in range(4):
+            with pytest.raises(ApiError, match="cannot be reached") as failed:
+                await use(on_demand, "b")
+            assert failed.value.headers == {"Retry-After": f"{RETRY_S:g}"}
+            clock.now_s += RETRY_S
+        await use(on_demand, "a")
+        del repository.broken["b"]
+        await use(on_demand, "b")
+        assert repository.log[4:] == ["load a", "unload a", "load b"]
+
+    run(body)
+
+
 def test_request_that_leaves_lets_the_load_go_on() -> None:
     async def body(on_demand: OnDemand, repository: MemoryRepository, clock: Clock) -> None:
         repository.gate.clear()
