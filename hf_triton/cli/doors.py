@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import hf_triton
-from hf_triton.cli.folders import load_folder_settings, model_folders, parse_config, read_config
+from hf_triton.cli.folders import load_folder_settings, model_file, model_folders, parse_config, read_config
 from hf_triton.errors import HfTritonError
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.settings import MODEL_SETTINGS, ModelSettings
@@ -84,13 +84,14 @@ def encoder_declaration(folder: Path) -> TaskDeclaration | None:
 def _answers_in_one_piece(folder: Path) -> bool:
     """Whether a folder is this library's and not decoupled.
 
-    In doubt it is not: a door to a model of another library would never connect. So the class in model.py must derive
+    In doubt it is not: a door to a model of another library would never connect. So the class in its file must derive
     from `hf_triton.TritonPythonModel` in that file; a base that another file defines is not followed.
     """
     config = read_config(folder)
     names_other_backend = re.search(r"""^\s*(backend|platform)\s*:\s*["'](?!python["'])""", config, re.MULTILINE)
     is_decoupled = re.search(r"\bdecoupled\s*:\s*(true|True|t|1)\b", _TEXT_OR_COMMENT.sub("", config))
-    versions = [path for path in folder.glob("*/model.py") if path.parent.name.isdecimal()]
+    files = [model_file(version) for version in folder.iterdir() if version.name.isdecimal()]
+    versions = [path for path in files if path.exists()]
     newest = max(versions, key=lambda path: int(path.parent.name), default=None)
     return not names_other_backend and not is_decoupled and newest is not None and _defines_our_model(newest)
 

@@ -27,7 +27,7 @@ def model_folders(repository: Path) -> list[Path]:
 
 def is_model_folder(folder: Path) -> bool:
     """Whether a folder has a config.pbtxt or a version with a model.py."""
-    return (folder / CONFIG).exists() or any((version / "model.py").exists() for version in _versions(folder))
+    return (folder / CONFIG).exists() or any(model_file(version).exists() for version in _versions(folder))
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -55,9 +55,9 @@ def folder_defect(folder: Path) -> str | None:
         return f"it has neither {CONFIG} nor 1/model.py: copy a model folder's, or move it out of the model repository"
     if not versions:
         return "it has no version folder: copy 1/model.py from a model folder"
-    incomplete = [version.name for version in versions if not (version / "model.py").exists()]
+    incomplete = [file for version in versions if not (file := model_file(version)).exists()]
     if incomplete and re.search(r'^[^#\n]*\bbackend\s*:\s*["\']python["\']', read_config(folder), flags=re.MULTILINE):
-        return f"it has no {incomplete[0]}/model.py: copy one from a model folder"
+        return f"it has no {incomplete[0].parent.name}/{incomplete[0].name}: copy one from a model folder"
     return None
 
 
@@ -66,15 +66,23 @@ def _versions(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("[1-9]*") if path.is_dir())
 
 
+def model_file(version: Path) -> Path:
+    """The code of a model's version: model.py, or what `default_model_filename` of config.pbtxt names."""
+    named = re.search(
+        r"""^\s*default_model_filename\s*:\s*["']([^"']+)["']""", read_config(version.parent), re.MULTILINE
+    )
+    return version / (named[1] if named else "model.py")
+
+
 def newest_version(folder: Path) -> Path:
-    """The version of a model folder with the highest number, of those with a model.py.
+    """The version of a model folder with the highest number, of those with a model's code.
 
     Raises:
         SettingsError: There is none.
     """
-    versions = [path for path in _versions(folder) if path.name.isdecimal() and (path / "model.py").exists()]
+    versions = [path for path in _versions(folder) if path.name.isdecimal() and model_file(path).exists()]
     if not versions:
-        raise SettingsError("it has no 1/model.py: copy one from a model folder")
+        raise SettingsError(f"it has no 1/{model_file(folder / '1').name}: copy one from a model folder")
     return max(versions, key=lambda path: int(path.name))
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_triton.cli.folders import newest_version
+from hf_triton.cli.folders import model_file, newest_version
 from hf_triton.errors import SettingsError
 
 
@@ -24,8 +24,8 @@ def own_class(folder: Path) -> Any:
     from hf_triton.tasks.checked_hooks import check_hooks
 
     version = newest_version(folder)
-    file = version / "model.py"
-    place = f"{version.name}/model.py"
+    file = model_file(version)
+    place = f"{version.name}/{file.name}"
     spec = importlib.util.spec_from_file_location(f"hf_triton_checked_{folder.name}", file)
     assert spec is not None
     assert spec.loader is not None

@@ -47,8 +47,10 @@ GENERATE_ONLY: Final = (
 )
 """Options of a generation_config that only `model.generate` implements. The others are sampling parameters, or change
 no output (`renormalize_logits`, `prompt_lookup_num_tokens`, ...)."""
-UNSUPPORTED_SETTINGS: Final = ("top_h", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
-"""Options that no engine supports: `generate` applies them in its own sampler, which is not used here."""
+UNSUPPORTED_SETTINGS: Final = ("watermarking_config",)
+UNSUPPORTED_WARPERS: Final = ("top_h", "epsilon_cutoff", "eta_cutoff")
+"""Options that no engine supports: `generate` applies them in its own sampler, which is not used here. Like all that
+warp the distribution, the latter have an effect only if the checkpoint samples."""
 
 CONTEXT_LIMITS: Final = {"doge": "keep_window_size", "moshi": "sliding_window"}
 """By model type, the config entry that limits the context under continuous batching. Doge selects among tokens of
@@ -124,7 +126,8 @@ def _continuous_mode(model: Any, wanted: EngineName, context_length: int) -> Pre
     Raises:
         CheckpointError: No engine can run the model as its generation_config asks, or not the one that is wanted.
     """
-    unsupported = _asked(model, UNSUPPORTED_SETTINGS)
+    warpers = UNSUPPORTED_WARPERS if model.generation_config.do_sample else ()
+    unsupported = _asked(model, UNSUPPORTED_SETTINGS + warpers)
     if unsupported:
         raise CheckpointError(
             "unsupported_model",

@@ -78,6 +78,8 @@ class Checkpoint:
     """Maximum tokens of a prompt and its completion together; of an encoder, of a text with its special tokens."""
     folder: Path = Path()
     """Its files."""
+    stop_strings: tuple[str, ...] = ()
+    """Those of its generation_config, in place of which the request's own may be."""
 
     @property
     def vocabulary_size(self) -> int:
@@ -105,6 +107,8 @@ class Checkpoint:
         effective = {
             name: value for name, value in values.items() if value is not None and value != NEUTRAL_VALUES[name]
         }
+        if self.stop_strings:
+            effective["stop_strings"] = self.stop_strings
         if with_beams and not do_sample and (config.num_beams or 1) > 1:
             effective["num_beams"] = config.num_beams
         return parse_parameters({"do_sample": do_sample, **effective})
@@ -164,7 +168,8 @@ def _load(
     length = context_length(config, settings.max_context_length)
     if auto_class is not None:
         length = min(length, max_positions(model) or length, tokenizer.model_max_length)
-    checkpoint = Checkpoint(tokenizer, model, length, folder)
+    stop_strings = () if auto_class else _take_stop_strings(model)
+    checkpoint = Checkpoint(tokenizer, model, length, folder, stop_strings)
     with loading("the model", settings):
         vocabulary_size = checkpoint.vocabulary_size
     if len(tokenizer) > vocabulary_size:
@@ -184,6 +189,12 @@ def _load(
     if auto_class is None or settings.dtype != "auto":  # by default an encoder leaves a slow dtype
         _warn_of_slow_dtype(model)
     return checkpoint
+
+
+def _take_stop_strings(model: Any) -> tuple[str, ...]:
+    """Take them out of the generation_config, since `generate` would look for them itself, and ask for a tokenizer."""
+    taken, model.generation_config.stop_strings = model.generation_config.stop_strings, None
+    return (taken,) if isinstance(taken, str) else tuple(taken or ())
 
 
 def _load_graph(

@@ -28,7 +28,7 @@ from hf_triton.errors import CheckpointError, HubError
 from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub, is_transient, one_line
 from hf_triton.hub.kind import describe_other_kind
 from hf_triton.hub.sentence_modules import module_files
-from hf_triton.hub.snapshot import is_sound, missing_files, weight_files
+from hf_triton.hub.snapshot import SAFETENSORS, is_sound, lacking_weights, missing_files, weight_files
 from hf_triton.hub.spec import CheckpointSpec
 
 NUM_TRIES: Final = 4
@@ -132,10 +132,12 @@ class Downloader:
         if other:
             raise CheckpointError("checkpoint_incomplete", f"{self._spec.name} {other}")
 
-    def _no_weights(self, available: Iterable[str]) -> Exception:
+    def _no_weights(self, available: Collection[str]) -> Exception:
         pickles = [name for name in available if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         if not pickles or self._spec.allow_pickle:
-            return incomplete_on_hub(self._spec, ["weights that transformers can read"])
+            lacking = lacking_weights(available)
+            named = "weights that transformers can read" if lacking == SAFETENSORS[1] else lacking
+            return incomplete_on_hub(self._spec, [named])
         return HubError(
             "weights_not_safe",
             f"{self._spec.name} has pickle weights only ({pickles[0]}), which can run code when they are read: choose "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -38,6 +39,8 @@ TASKS_BY_ENDING: Final[Mapping[str, str]] = {
 """By the end of an architecture's name, of classes that transformers does not have: a repository's own, or old ones."""
 
 
+ORIGINAL: Final = r"^consolidated[-.\w]*\.(safetensors|pth)$"
+"""Files of Mistral's and of Meta's own code."""
 GENERATING_CLASSES: Final = {"AutoModelForCausalLM", "AutoModelForSeq2SeqLM"}
 
 
@@ -63,6 +66,11 @@ def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
         return "is a pipeline of diffusers, which makes images: choose a model that generates text"
     if any(name.endswith(".onnx") for name in names):
         return "has ONNX files, which are not served: name the repository with the original safetensors"
+    if not any(name.startswith("model") for name in names) and (own := re.search(ORIGINAL, "\n".join(names), re.M)):
+        return (
+            f"has weights in the form of its authors' own code ({own[0]}) alone: name the repository with those in the "
+            "form of transformers (model.safetensors), often the same name with -hf"
+        )
     if any(name.endswith((".h5", ".msgpack")) for name in names):
         return "has TensorFlow's or Flax's weights alone: name a repository with safetensors"
     return None

@@ -64,12 +64,22 @@ def _shards(index: Path) -> list[str]:
 
 
 def missing_weights(folder: Path, allow_pickle: bool) -> list[str]:
-    """The weight files that a folder lacks; `["model.safetensors"]` if it has none at all."""
+    """The weight files that a folder lacks; of a folder without any, `model.safetensors` or the index of its shards."""
+    available = [path.name for path in folder.iterdir()]
     try:
-        names = weight_files(folder, [path.name for path in folder.iterdir()], allow_pickle)
+        names = weight_files(folder, available, allow_pickle)
     except CheckpointError:
         return [SAFETENSORS[0]]
-    return [name for name in names if not (folder / name).exists()] if names else [SAFETENSORS[1]]
+    return [name for name in names if not (folder / name).exists()] if names else [lacking_weights(available)]
+
+
+def lacking_weights(available: Collection[str]) -> str:
+    """The file without which there are no weights: the index of the shards that are available, or the only file."""
+    for index, single in (SAFETENSORS, PICKLE):
+        stem, _, ending = single.rpartition(".")
+        if any(re.fullmatch(rf"{stem}-\d+-of-\d+\.{ending}", name) for name in available):
+            return index
+    return SAFETENSORS[1]
 
 
 def has_only_pickle(folder: Path) -> bool:

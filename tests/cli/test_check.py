@@ -14,6 +14,8 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from hf_triton.cli import cli
+from hf_triton.cli.folders import folder_defect
+from hf_triton.cli.own_code import own_class
 from hf_triton.cli.tensors import check_tensors
 from hf_triton.errors import CheckpointError
 from hf_triton.hub.pretrained import load_config, load_model
@@ -584,3 +586,11 @@ def test_what_cannot_be_exported(folder: Path, tmp_path: Path) -> None:
     done = hf_triton("export", "vllm", str(folder), "--into", str(tmp_path / "exported"))
     assert (done.returncode, "dtype must be one of" in done.stderr) == (2, True)
     assert not (tmp_path / "exported").exists()
+
+
+def test_the_code_may_have_another_name(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    folder = make_folder(tmp_path, "other", huggingface_model="./x", config='default_model_filename: "serve.py"')
+    assert folder_defect(folder) == "it has no 1/serve.py: copy one from a model folder"
+    (folder / "1" / "model.py").rename(folder / "1" / "serve.py")
+    assert folder_defect(folder) is None
+    assert own_class(folder).__name__ == "TritonPythonModel"

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, WatermarkingConfig
 
 from hf_triton.engine.batch_engine import BatchEngine
-from hf_triton.engine.choose import UNSUPPORTED_SETTINGS
+from hf_triton.engine.choose import UNSUPPORTED_SETTINGS, UNSUPPORTED_WARPERS
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
 from hf_triton.sampling.params import SamplingParams
@@ -56,12 +56,15 @@ def test_checkpoint_settings_that_only_generate_has_need_the_batch_engine(
     assert isinstance(built, engine)
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED_SETTINGS)
+@pytest.mark.parametrize("name", UNSUPPORTED_SETTINGS + UNSUPPORTED_WARPERS)
 def test_settings_that_no_engine_supports_are_refused_at_load(
     name: str, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     value = WatermarkingConfig() if name == "watermarking_config" else 0.1
     monkeypatch.setattr(llama.generation_config, name, value)
+    if name in UNSUPPORTED_WARPERS:  # which change nothing of a checkpoint that does not sample
+        start_engine(llama, engine="batch", max_num_seqs=4, context_length=4096).close()
+        monkeypatch.setattr(llama.generation_config, "do_sample", True)
     for engine in ("auto", "batch"):
         with pytest.raises(CheckpointError, match=name):
             start_engine(llama, engine=engine, max_num_seqs=4, context_length=4096)

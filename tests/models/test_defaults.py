@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The defaults of a request without parameters are validated when a model is loaded."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,20 @@ def test_invalid_defaults_are_refused(checkpoint: Path, defaults: Any, words: st
 @pytest.mark.parametrize("defaults", [{}, {"n": 4, "temperature": 1.0}, {"guided_choice": ["yes", "no"]}])
 def test_valid_defaults_are_accepted(checkpoint: Path, defaults: Any) -> None:
     build(checkpoint, **defaults)
+
+
+@pytest.mark.parametrize("engine", ["continuous", "batch"])
+@pytest.mark.parametrize("given", ["sge", ["sge", "</call>"]])
+def test_stop_strings_of_the_checkpoint_are_defaults(engine: Any, given: Any, tmp_path: Path) -> None:
+    """`generate` itself refuses such a checkpoint, unless it is given the tokenizer."""
+    build_tiny_checkpoint(tmp_path, "llama")
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "stop_strings": given}))
+    task = start(tmp_path, ModelSettings(huggingface_model=str(tmp_path), engine=engine))
+    try:
+        assert task._preparer.prepare_default().stop_strings == (("sge",) if given == "sge" else tuple(given))
+    finally:
+        task.close()
 
 
 def test_cache_smaller_than_max_output_length_is_refused(checkpoint: Path) -> None:

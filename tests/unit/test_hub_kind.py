@@ -23,6 +23,11 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "model-Q4_K_M.gguf": ("GGUF", "GGUF files, which llama.cpp reads"),
     "model_index.json": ("{}", "a pipeline of diffusers"),
     "model.onnx": ("onnx", "ONNX files"),
+    "consolidated.safetensors": (
+        "mistral",
+        r"authors' own code \(consolidated.safetensors\) alone: name the repository",
+    ),
+    "consolidated.00.pth": ("llama", r"authors' own code \(consolidated.00.pth\) alone: name the repository"),
     "flax_model.msgpack": ("flax", "TensorFlow's or Flax's weights alone"),
 }
 
@@ -49,6 +54,21 @@ def test_a_repository_is_named_for_what_it_is(file: str, tmp_path: Path) -> None
         environment = {**os.environ, **hub.environment(), "HF_HOME": str(tmp_path / "home")}
         with pytest.raises(LoadError, match=f"acme/thing .*{KINDS[file][1]}"):
             Hub(tmp_path, ModelSettings(huggingface_model="acme/thing"), environment).resolve_model()
+
+
+@pytest.mark.parametrize("from_hub", [False, True])
+def test_shards_without_their_index_are_named(from_hub: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", *(f"model-0000{n}-of-00002.safetensors" for n in (1, 2))):
+        (folder / name).write_text("{}")
+    with LoopbackHub() as hub:
+        hub.add("acme/thing", folder)
+        environment = {**os.environ, **hub.environment(), "HF_HOME": str(tmp_path / "home")}
+        settings = ModelSettings(huggingface_model="acme/thing" if from_hub else str(folder))
+        with pytest.raises(LoadError, match=r"has no model\.safetensors\.index\.json") as caught:
+            Hub(tmp_path, settings, environment).resolve_model()
+    assert caught.value.code == "checkpoint_incomplete"
 
 
 @pytest.mark.parametrize(
