@@ -69,7 +69,7 @@ class Generation:
         self._outcome: Outcome | None = None
         self.sequence = SequenceGroup(prompt, SamplingParams(max_new_tokens), self._finish, on_token=self._note)
 
-    def _note(self, _copy: int, _token_id: int) -> bool:
+    def _note(self, *_: object) -> bool:
         with self._came:
             self.times_s.append(time.perf_counter())
             self.cpu_times_s.append(time.thread_time())

@@ -102,9 +102,9 @@ class SequenceGroup:
     """Called exactly once, in the engine's thread or in that of `submit`; an exception is logged and ignored."""
     is_cancelled: Callable[[], bool] = lambda: False
     """Called at every step, so it must be cheap; true drops the group."""
-    on_token: Callable[[int, int], bool] | None = None
-    """Called in the engine's thread with a sequence's index and each of its tokens but the end-of-sequence token; true
-    finishes that sequence with `stop_string`."""
+    on_token: Callable[[int, int, TokenLogprobs | None], bool] | None = None
+    """Called in the engine's thread with a sequence's index and each of its tokens but the end-of-sequence token, and
+    the token's log probabilities if sampling computes them; true finishes that sequence with `stop_string`."""
     is_complete: Callable[[list[int]], bool] | None = None
     """Called in place of `on_token` with all tokens of a hypothesis of beam search; true finishes it."""
     constraint: Callable[[], Constraint] | None = None
@@ -289,17 +289,17 @@ class Sequence:
         self.token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        if self._is_stopped(token_id):
+        if self._is_stopped(token_id, logprobs):
             return "stop_string"
         if self.sampler.is_complete:
             return "eos"
         return None if self.num_left > 0 else "length"
 
-    def _is_stopped(self, token_id: int) -> bool:
+    def _is_stopped(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         listener = self.group.on_token
         try:
             with panics_as_errors():
-                return listener is not None and listener(self.index, token_id)
+                return listener is not None and listener(self.index, token_id, logprobs)
         except Exception as error:  # one listener's mistake must not end the loop
             logger.error("delivering a token failed: %s", where(error))
             self.group.finish(HfTritonError("internal", "the text could not be delivered; the server's log says why"))

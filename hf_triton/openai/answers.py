@@ -41,6 +41,11 @@ def finish_reason_of(outputs: Outputs, index: int) -> str:
     return FINISH_REASONS.get(outputs["finish_reason"][index], "stop")
 
 
+def stop_reason_of(outputs: Outputs, index: int) -> str | None:
+    """The stop string that ended a completion, vLLM's `stop_reason`."""
+    return (outputs["stop_string"][index] if "stop_string" in outputs else None) or None
+
+
 def chat_finish_reason(reason: str, has_tool_calls: bool) -> str:
     """Why a chat's answer ended: an answer in which the model has chosen to call tools says so."""
     return "tool_calls" if has_tool_calls and reason == "stop" else reason
@@ -53,8 +58,11 @@ def usage_of(outputs: Outputs, num_choices: int = 1) -> dict[str, int]:
         outputs: Of a whole response.
         num_choices: Completions per prompt, which share its tokens.
     """
-    prompt_tokens = sum(outputs["num_input_tokens"][::num_choices])
-    completion_tokens = sum(outputs["num_output_tokens"])
+    return usage(sum(outputs["num_input_tokens"][::num_choices]), sum(outputs["num_output_tokens"]))
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """OpenAI's `usage`."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -66,6 +74,43 @@ def json_output(outputs: Outputs, name: str, index: int) -> Any:
     """An output that holds JSON; None if it is not filled."""
     values = outputs.get(name)
     return json.loads(values[index]) if values and values[index] else None
+
+
+class StreamedTokens:
+    """The tokens of one choice of a stream, which come in its responses.
+
+    Args:
+        index: The choice's among the outputs.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.num_prompt_tokens = self.num_tokens = 0
+        self._token_ids: list[int] = []
+        self._positions: list[Any] = []
+
+    def read(self, outputs: Outputs) -> None:
+        """Take the tokens of a response."""
+        if counts := outputs.get("num_input_tokens"):
+            self.num_prompt_tokens = counts[self.index]
+        token_ids = json_output(outputs, "token_ids", self.index) or []
+        self.num_tokens += len(token_ids)
+        self._token_ids += token_ids
+        self._positions += json_output(outputs, "logprobs", self.index) or []
+
+    def take_ids(self) -> list[int]:
+        """The token ids since the last call: those of the next chunk."""
+        token_ids, self._token_ids = self._token_ids, []
+        return token_ids
+
+    def take_positions(self) -> list[Any]:
+        """The log probabilities since the last call."""
+        positions, self._positions = self._positions, []
+        return positions
+
+    def usage(self) -> dict[str, int]:
+        """The tokens so far."""
+        return usage(self.num_prompt_tokens, self.num_tokens)
 
 
 def now_s() -> int:

@@ -13,12 +13,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from hf_triton.openai.answers import (
+    StreamedTokens,
     chat_finish_reason,
     delta_of,
     finish_reason_of,
     json_output,
     message_of,
     now_s,
+    stop_reason_of,
     usage_of,
 )
 from hf_triton.openai.bodies import JsonRoute
@@ -26,14 +28,14 @@ from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import MAX_TOP_LOGPROBS, GenerationFields, Messages, Tools
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
-from hf_triton.openai.logprobs import chat_logprobs
+from hf_triton.openai.logprobs import chat_logprobs, chat_positions
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton.openai.triton_messages import Generation, Outputs
 
 router = APIRouter(route_class=JsonRoute)
 TEXT_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
 BOOLEAN_OPTIONS: Final = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")
-RETURNS: Final = ("message", "finish_reason", "num_input_tokens", "num_output_tokens")
+RETURNS: Final = ("message", "finish_reason", "stop_string", "num_input_tokens", "num_output_tokens")
 
 
 class ChatRequest(GenerationFields):
@@ -95,6 +97,8 @@ class ChatRequest(GenerationFields):
             options["return_logprobs"] = True
         if self.return_token_ids:
             returns = (*returns, "token_ids", "prompt_token_ids")
+        elif self.counts_continuously:
+            returns = (*returns, "token_ids")
         return Generation(
             self.model,
             request_id,
@@ -157,6 +161,7 @@ def _choice(body: ChatRequest, outputs: Outputs, index: int) -> dict[str, Any]:
         "message": message,
         "logprobs": chat_logprobs(outputs, index),
         "finish_reason": chat_finish_reason(finish_reason_of(outputs, index), has_calls),
+        "stop_reason": stop_reason_of(outputs, index),
     }
     if "token_ids" in outputs:
         choice["token_ids"] = json_output(outputs, "token_ids", index)
@@ -171,52 +176,76 @@ async def stream_chat(gateway: Gateway, body: ChatRequest, generation: Generatio
         "created": now_s(),
         "model": generation.model,
     }
-    no_usage = {"usage": None} if body.includes_usage else {}
-    start = chunk_start(head | no_usage)
-    has_tool_calls = [False] * body.num_choices
+    choices = [_ChatStream(body, head, index) for index in range(body.num_choices)]
     is_first = True
     async with aclosing(gateway.models.stream(generation)) as responses:
         outputs: Outputs
         async for outputs in responses:
-            if is_first:
-                is_first = False
-                yield _roles(head | no_usage, body, outputs)
-            deltas = []
-            for index in range(body.num_choices):
-                if delta := delta_of(outputs, index):
-                    has_tool_calls[index] |= '"tool_calls"' in delta and not body.names_function
-                    deltas.append(chunk(start, index, b"delta", delta))
-            if deltas:
-                yield b"".join(deltas)
-            if "finish_reason" in outputs:
-                yield _finish(head | no_usage, outputs, has_tool_calls)
-                if body.includes_usage:
-                    yield event(head | {"choices": [], "usage": usage_of(outputs, body.num_choices)})
+            if data := b"".join(choice.chunks(outputs, is_first=is_first) for choice in choices):
+                yield data
+            is_first = False
+            if "finish_reason" in outputs and body.includes_usage:
+                yield event(head | {"choices": [], "usage": usage_of(outputs, body.num_choices)})
     yield DONE
 
 
-def _roles(head: dict[str, Any], body: ChatRequest, outputs: Outputs) -> bytes:
-    delta = {"role": "assistant", "content": ""}
-    chunks = [
-        head | {"choices": [{"index": index, "delta": delta, "finish_reason": None}]}
-        for index in range(body.num_choices)
-    ]
-    if body.return_token_ids and "prompt_token_ids" in outputs:
-        chunks[0]["prompt_token_ids"] = json_output(outputs, "prompt_token_ids", 0)
-    return b"".join(map(event, chunks))
+class _ChatStream:
+    """The chunks of one choice of a streamed chat.
 
+    Args:
+        body: The request.
+        head: What all chunks begin with.
+        index: The choice's.
+    """
 
-def _finish(head: dict[str, Any], outputs: Outputs, has_tool_calls: list[bool]) -> bytes:
-    chunks = []
-    for index, has_calls in enumerate(has_tool_calls):
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta": {},
-            "finish_reason": chat_finish_reason(finish_reason_of(outputs, index), has_calls),
-        }
-        if (logprobs := chat_logprobs(outputs, index)) is not None:
-            choice["logprobs"] = logprobs
-        if "token_ids" in outputs:
-            choice["token_ids"] = json_output(outputs, "token_ids", index)
-        chunks.append(head | {"choices": [choice]})
-    return b"".join(map(event, chunks))
+    def __init__(self, body: ChatRequest, head: dict[str, Any], index: int) -> None:
+        self._body = body
+        self._head = head if body.counts_continuously or not body.includes_usage else head | {"usage": None}
+        self._start = chunk_start(self._head)
+        self._index = index
+        self._tokens = StreamedTokens(index)
+        self._has_calls = False
+
+    def chunks(self, outputs: Outputs, *, is_first: bool) -> bytes:
+        """The chunks of a response: the role, if it is the first one, new text, and the end, if it is the last one."""
+        self._tokens.read(outputs)
+        roles = self._role(outputs) if is_first else b""
+        data = self._chunk(delta) if (delta := delta_of(outputs, self._index)) else b""
+        return roles + data + (self._end(outputs) if "finish_reason" in outputs else b"")
+
+    def _role(self, outputs: Outputs) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": self._index, "delta": delta, "finish_reason": None}
+        begins = self._body.return_token_ids and "prompt_token_ids" in outputs and self._index == 0
+        prompt_ids = {"prompt_token_ids": json_output(outputs, "prompt_token_ids", 0)} if begins else {}
+        return self._event(choice, **prompt_ids)
+
+    def _chunk(self, delta: str) -> bytes:
+        self._has_calls |= '"tool_calls"' in delta
+        if not (more := self._more()) and not self._body.counts_continuously:
+            return chunk(self._start, self._index, b"delta", delta)
+        rest = json.dumps({"logprobs": None, **more}, ensure_ascii=False)[1:-1]
+        start = chunk_start(self._head | self._usage())
+        return chunk(start, self._index, b"delta", delta, rest)
+
+    def _end(self, outputs: Outputs) -> bytes:
+        calls_tools = self._has_calls and not self._body.names_function
+        reason = chat_finish_reason(finish_reason_of(outputs, self._index), calls_tools)
+        stop_reason = stop_reason_of(outputs, self._index)
+        choice = {"index": self._index, "delta": {}, "finish_reason": reason, "stop_reason": stop_reason}
+        return self._event(choice | self._more())
+
+    def _more(self) -> dict[str, Any]:
+        """What the choice's next chunk has of its tokens."""
+        more: dict[str, Any] = {}
+        if self._body.logprobs and (positions := self._tokens.take_positions()):
+            more["logprobs"] = chat_positions(positions)
+        if self._body.return_token_ids:
+            more["token_ids"] = self._tokens.take_ids()
+        return more
+
+    def _usage(self) -> dict[str, Any]:
+        return {"usage": self._tokens.usage()} if self._body.counts_continuously else {}
+
+    def _event(self, choice: dict[str, Any], **more: object) -> bytes:
+        return event({**self._head, **self._usage(), "choices": [choice], **more})

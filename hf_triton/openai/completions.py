@@ -13,7 +13,15 @@ import annotated_types
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from hf_triton.openai.answers import finish_reason_of, json_output, now_s, text_of, usage_of
+from hf_triton.openai.answers import (
+    StreamedTokens,
+    finish_reason_of,
+    json_output,
+    now_s,
+    stop_reason_of,
+    text_of,
+    usage_of,
+)
 from hf_triton.openai.bodies import JsonRoute
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
@@ -72,9 +80,11 @@ class CompletionRequest(GenerationFields):
             options["return_logprobs"] = True
             if self.echo:
                 sampling["prompt_logprobs"] = self.logprobs
-        returns: tuple[str, ...] = ("finish_reason", "num_input_tokens", "num_output_tokens")
+        returns: tuple[str, ...] = ("finish_reason", "stop_string", "num_input_tokens", "num_output_tokens")
         if self.return_token_ids:
             returns = (*returns, "token_ids", "prompt_token_ids")
+        elif self.counts_continuously:
+            returns = (*returns, "token_ids")
 
         def generation(**prompt: Any) -> Generation:
             names = {**self.client_names(), "text_input": "prompt", "prompt_token_ids": "prompt"}
@@ -111,7 +121,7 @@ class _Answer:
         return max(1, len(self.generation.prompts)) * self.body.num_choices
 
     def choice(self, outputs: Outputs, index: int) -> dict[str, Any]:
-        """One choice; of a stream's last response, with the last delta."""
+        """One choice of a whole answer."""
         text, logprobs = text_of(outputs, index), None
         if self.body.only_scores:
             text = self.generation.prompts[index // self.body.num_choices] if self.generation.prompts else ""
@@ -119,12 +129,13 @@ class _Answer:
             positions = json_output(outputs, "prompt_logprobs", index) or []
             if not self.body.only_scores:
                 positions += json_output(outputs, "logprobs", index) or []
-            logprobs = completion_logprobs(positions, self.body.logprobs, text)
+            logprobs = completion_logprobs(positions, text)
         choice: dict[str, Any] = {
             "index": self.first_index + index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": "length" if self.body.only_scores else finish_reason_of(outputs, index),
+            "stop_reason": None if self.body.only_scores else stop_reason_of(outputs, index),
         }
         for name in ("prompt_token_ids", "token_ids"):
             if name in outputs:
@@ -179,28 +190,84 @@ def _sum(usages: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 async def _stream(gateway: Gateway, body: CompletionRequest, answers: Sequence[_Answer]) -> AsyncGenerator[bytes]:
-    """The events of OpenAI's streamed `text_completion`: deltas, then the rest of each choice, usage if asked for."""
+    """The events of OpenAI's streamed `text_completion`: deltas, and usage if asked for."""
     head = _head(answers[0].generation)
-    no_usage = {"usage": None} if body.includes_usage else {}
-    start, usages = chunk_start(head | no_usage), []
-    streams = [gateway.models.stream(answer.generation) for answer in answers]
+    choices = [[_ChoiceStream(answer, head, index) for index in range(answer.num_choices)] for answer in answers]
+    streams, usages = [gateway.models.stream(answer.generation) for answer in answers], []
     async with aclosing(merged(streams)) as responses:
         place: int
         outputs: Outputs
         async for place, outputs in responses:
-            answer = answers[place]
-            is_last = "finish_reason" in outputs
-            chunks = []
-            for index in range(answer.num_choices):
-                text = text_of(outputs, index)
-                if is_last:
-                    chunks.append(event(head | no_usage | {"choices": [answer.choice(outputs, index)]}))
-                elif text:
-                    chunks.append(chunk(start, answer.first_index + index, b"text", json.dumps(text)))
-            if chunks:
-                yield b"".join(chunks)
-            if is_last:
-                usages.append(answer.usage(outputs))
+            if data := b"".join(choice.chunk(outputs) for choice in choices[place]):
+                yield data
+            if "finish_reason" in outputs:
+                usages.append(answers[place].usage(outputs))
     if body.includes_usage:
         yield event(head | {"choices": [], "usage": _sum(usages)})
     yield DONE
+
+
+class _ChoiceStream:
+    """The chunks of one choice of a streamed completion.
+
+    Args:
+        answer: What it is a choice of.
+        head: What all chunks begin with.
+        index: The choice's among those of the answer.
+    """
+
+    def __init__(self, answer: _Answer, head: dict[str, Any], index: int) -> None:
+        self._body = body = answer.body
+        self._head = head if body.counts_continuously or not body.includes_usage else head | {"usage": None}
+        self._start = chunk_start(self._head)
+        self._index = index
+        self._number = answer.first_index + index
+        self._tokens = StreamedTokens(index)
+        self._is_plain = body.logprobs is None and not (body.return_token_ids or body.counts_continuously)
+        self._has_begun = False
+        self._num_characters = 0
+        """Of the tokens whose log probabilities are told."""
+        self._echo = ""
+        """The text so far, if its log probabilities are told at the end: the prompt's come first."""
+
+    def chunk(self, outputs: Outputs) -> bytes:
+        """The chunk of a response; empty if it has nothing new."""
+        text, is_last = text_of(outputs, self._index), "finish_reason" in outputs
+        if not (text or is_last):
+            self._tokens.read(outputs)
+            return b""
+        if self._is_plain and not is_last:
+            return chunk(self._start, self._number, b"text", json.dumps(text))
+        self._tokens.read(outputs)
+        choice: dict[str, Any] = {
+            "index": self._number,
+            "text": text,
+            "logprobs": self._logprobs(outputs, text, is_last=is_last),
+            "finish_reason": finish_reason_of(outputs, self._index) if is_last else None,
+        }
+        if is_last:
+            choice["stop_reason"] = stop_reason_of(outputs, self._index)
+        if self._body.return_token_ids:
+            choice["token_ids"] = self._tokens.take_ids()
+            if not self._has_begun:
+                choice["prompt_token_ids"] = json_output(outputs, "prompt_token_ids", self._index)
+        self._has_begun = True
+        usage = {"usage": self._tokens.usage()} if self._body.counts_continuously else {}
+        return event({**self._head, **usage, "choices": [choice]})
+
+    def _logprobs(self, outputs: Outputs, text: str, *, is_last: bool) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        if self._body.echo:
+            self._echo += text
+            if not is_last:
+                return None
+        positions = [
+            *(json_output(outputs, "prompt_logprobs", self._index) or []),
+            *self._tokens.take_positions(),
+        ]
+        if not positions:
+            return None
+        logprobs = completion_logprobs(positions, self._echo or text, self._num_characters)
+        self._num_characters += sum(map(len, logprobs["tokens"]))
+        return logprobs

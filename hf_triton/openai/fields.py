@@ -168,8 +168,9 @@ IGNORED: Final[Mapping[str, Ignored]] = {
 
 
 INCLUDE_USAGE: Final = "include_usage"
-STREAM_OPTIONS: Final = (INCLUDE_USAGE, "include_obfuscation", "continuous_usage_stats")
-"""What `stream_options` may hold; all but the first are accepted and change nothing."""
+CONTINUOUS_USAGE: Final = "continuous_usage_stats"
+STREAM_OPTIONS: Final = (INCLUDE_USAGE, CONTINUOUS_USAGE, "include_obfuscation")
+"""What `stream_options` may hold; the last is accepted and changes nothing."""
 
 
 def _bounded(schema: Any) -> Any:
@@ -234,7 +235,8 @@ class GenerationFields(Fields, SamplingFields):
     """Whether to send the response in pieces, as server-sent events."""
 
     stream_options: dict[str, Any] | None = None
-    """With `stream` only: `{"include_usage": true}` ends the stream with a chunk of usage."""
+    """With `stream` only: `{"include_usage": true}` ends the stream with a chunk of usage; with
+    `"continuous_usage_stats": true` beside it, each chunk has the usage of its choice so far."""
 
     stop: str | StopStrings | None = None
     """Up to 16 strings; generation stops before the first of them."""
@@ -259,7 +261,17 @@ class GenerationFields(Fields, SamplingFields):
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
-        return self.stream_options is not None and bool(self.stream_options.get(INCLUDE_USAGE))
+        if self.stream_options is None:
+            return False
+        included = self.stream_options.get(INCLUDE_USAGE)
+        return bool(self.stream_options.get(CONTINUOUS_USAGE) if included is None else included)
+
+    @property
+    def counts_continuously(self) -> bool:
+        """Whether each chunk of a stream has usage."""
+        return (
+            self.includes_usage and self.stream_options is not None and bool(self.stream_options.get(CONTINUOUS_USAGE))
+        )
 
     def sampling_parameters(self) -> dict[str, object]:
         """The sampling parameters that are given, by our names.

@@ -16,8 +16,11 @@ REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 def chat_logprobs(outputs: Outputs, index: int) -> dict[str, Any] | None:
     """The `logprobs` of a chat's choice; None if they were not asked for."""
     positions = json_output(outputs, "logprobs", index)
-    if positions is None:
-        return None
+    return None if positions is None else chat_positions(positions)
+
+
+def chat_positions(positions: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same of these tokens."""
     return {"content": [_chat_position(list(position.values())) for position in positions], "refusal": None}
 
 
@@ -40,13 +43,13 @@ def _top(tokens: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted((token for token in tokens if token["rank"] is not None), key=lambda token: int(token["rank"]))
 
 
-def completion_logprobs(positions: list[Mapping[str, Any] | None], num_top: int, text: str) -> dict[str, Any]:
-    """The `logprobs` of a completion's choice.
+def completion_logprobs(positions: list[Mapping[str, Any] | None], text: str, start: int = 0) -> dict[str, Any]:
+    """The `logprobs` of a completion's choice, or of a piece of it.
 
     Args:
         positions: One for each token; None for the first token of a prompt, which has no probability.
-        num_top: Number of most likely tokens that were asked for.
         text: The choice's text. The first token of a prompt is what the other tokens leave of it.
+        start: Where the first token begins in the choice's text.
     """
     listed = [list(position.values()) if position else [] for position in positions]
     tokens = [tokens[0]["decoded_token"] if tokens else "" for tokens in listed]
@@ -55,8 +58,8 @@ def completion_logprobs(positions: list[Mapping[str, Any] | None], num_top: int,
     return {
         "tokens": tokens,
         "token_logprobs": [tokens[0]["logprob"] if tokens else None for tokens in listed],
-        "top_logprobs": [_top_by_token(tokens) if tokens and num_top else None for tokens in listed],
-        "text_offset": [0, *accumulate(map(len, tokens[:-1]))] if tokens else [],
+        "top_logprobs": [_top_by_token(tokens) if tokens else None for tokens in listed],
+        "text_offset": [*accumulate(map(len, tokens), initial=start)][:-1],
     }
 
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from hf_triton.errors import clip
 from hf_triton.openai.agents import ANY, AgentRequest, function_tool, has_calls, named_event, stream_steps
-from hf_triton.openai.answers import finish_reason_of, message_of, usage_of
+from hf_triton.openai.answers import finish_reason_of, message_of, stop_reason_of, usage_of
 from hf_triton.openai.blocks import Blocks, Step, blocks_of
 from hf_triton.openai.bodies import JsonRoute, beside_loop
 from hf_triton.openai.conversation import Conversation, parse_at
@@ -189,7 +189,7 @@ async def count_tokens(body: CountRequest, request: Request) -> dict[str, int]:
     return {"input_tokens": outputs["num_input_tokens"][0]}
 
 
-def _head(generation: Generation) -> dict[str, Any]:
+def _head(generation: Generation, num_input_tokens: int = 0) -> dict[str, Any]:
     """Anthropic's `message` before its first block."""
     return {
         "id": f"msg_{generation.request_id}",
@@ -199,30 +199,42 @@ def _head(generation: Generation) -> dict[str, Any]:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": {"input_tokens": 0, "output_tokens": 0},
+        "usage": _counts(num_input_tokens, 0),
     }
 
 
 def _ending(outputs: Outputs, *, calls_tools: bool) -> dict[str, Any]:
-    """Why a message ended. Which stop sequence ended it is not known: that is an `end_turn`."""
+    """Why a message ended."""
     if finish_reason_of(outputs, 0) == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if stop := stop_reason_of(outputs, 0):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
     return {"stop_reason": "tool_use" if calls_tools else "end_turn", "stop_sequence": None}
 
 
 def _usage(outputs: Outputs) -> dict[str, int]:
     usage = usage_of(outputs)
-    return {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+    return _counts(usage["prompt_tokens"], usage["completion_tokens"])
+
+
+def _counts(num_input_tokens: int, num_output_tokens: int) -> dict[str, int]:
+    return {
+        "input_tokens": num_input_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": num_output_tokens,
+    }
 
 
 async def _stream(gateway: Gateway, generation: Generation) -> AsyncGenerator[bytes]:
-    """The events of a message, from `message_start` to `message_stop`; its counts of tokens are in the last but one."""
+    """The events of a message, from `message_start` to `message_stop`."""
     blocks, has_started = Blocks(), False
     async with aclosing(stream_steps(gateway, generation, blocks)) as responses:
         async for steps, outputs in responses:
             if not has_started:
                 has_started = True
-                yield named_event("message_start", {"message": _head(generation)})
+                [num_input_tokens] = outputs.get("num_input_tokens", [0])
+                yield named_event("message_start", {"message": _head(generation, num_input_tokens)})
             if steps:
                 yield b"".join(map(_event, steps))
             if "finish_reason" in outputs:

@@ -35,7 +35,7 @@ def chunk_start(head: dict[str, Any]) -> bytes:
     return b'data: %b, "choices": [{"index": ' % json.dumps(head, ensure_ascii=False).encode()[:-1]
 
 
-def chunk(start: bytes, index: int, field: bytes, value: str) -> bytes:
+def chunk(start: bytes, index: int, field: bytes, value: str, rest: str = '"logprobs": null') -> bytes:
     """An event of one choice without a finish reason.
 
     Args:
@@ -43,8 +43,9 @@ def chunk(start: bytes, index: int, field: bytes, value: str) -> bytes:
         index: The choice's.
         field: Where OpenAI's API has the new text: `delta` or `text`.
         value: JSON.
+        rest: More fields of the choice, as JSON without the braces.
     """
-    return b'%b%d, "%b": %b, "logprobs": null, "finish_reason": null}]}\n\n' % (start, index, field, value.encode())
+    return b'%b%d, "%b": %b, %b, "finish_reason": null}]}\n\n' % (start, index, field, value.encode(), rest.encode())
 
 
 class EventStream(Response):

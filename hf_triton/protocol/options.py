@@ -49,15 +49,21 @@ class RequestOptions(BaseModel):
     """Whether to fill the output `finish_reason`: `stop` (end-of-sequence token or stop string), `length`
     (`max_new_tokens`) or `deadline` (`max_time`)."""
 
+    return_stop_string: bool | None = None
+    """Whether to fill the output `stop_string`, the one of the stop strings that ended the completion; empty: none
+    did."""
+
     return_num_input_tokens: bool | None = None
-    """Whether to fill the output `num_input_tokens`, the length of the prompt."""
+    """Whether to fill the output `num_input_tokens`, the length of the prompt. A stream has it in its first and in its
+    last response."""
 
     return_prompt_token_ids: bool | None = None
-    """Whether to fill the output `prompt_token_ids`, a JSON array of the prompt's tokens."""
+    """Whether to fill the output `prompt_token_ids`, a JSON array of the prompt's tokens. A stream has it in its first
+    and in its last response."""
 
     return_token_ids: bool | None = None
-    """Whether to fill the output `token_ids`, a JSON array of the completion's tokens. The end-of-sequence token is not
-    among them, those of a stop string are."""
+    """Whether to fill the output `token_ids`, a JSON array of the completion's tokens, in each response of a stream of
+    the new ones. The end-of-sequence token is not among them, those of a stop string are."""
 
     return_num_output_tokens: bool | None = None
     """Whether to fill the output `num_output_tokens`, the length of the completion."""
@@ -66,9 +72,10 @@ class RequestOptions(BaseModel):
     """Whether to fill the output `cumulative_logprob`, the sum of the log probabilities of the completion's tokens."""
 
     return_logprobs: bool | None = None
-    """Whether to fill the output `logprobs`: a JSON array with one object per token of the completion. It maps the ids
-    of the token and of the most likely `logprobs` tokens to `logprob` (the model's own, before temperature, penalties
-    and biases), `rank` (`null` if the token is not among the most likely) and `decoded_token`."""
+    """Whether to fill the output `logprobs`: a JSON array with one object per token of the completion, in each response
+    of a stream of the new ones. It maps the ids of the token and of the most likely `logprobs` tokens to `logprob` (the
+    model's own, before temperature, penalties and biases), `rank` (`null` if the token is not among the most likely)
+    and `decoded_token`."""
 
     return_message: bool | None = None
     """Whether to fill the output `message`: a JSON object in the form of OpenAI's API, with `role`, `content`,

@@ -25,6 +25,7 @@ OUTPUTS: Final[Mapping[str, str]] = {
     TEXT: "TYPE_STRING",
     LEGACY_TEXT: "TYPE_STRING",
     "finish_reason": "TYPE_STRING",
+    "stop_string": "TYPE_STRING",
     "num_input_tokens": "TYPE_UINT32",
     "num_output_tokens": "TYPE_UINT32",
     MESSAGE: "TYPE_STRING",

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hf_triton.protocol.ports import MESSAGE, OUTPUTS, PROMPT_LOGPROBS, TEXT_OUTPUTS
+from hf_triton.protocol.ports import OUTPUTS, PROMPT_LOGPROBS, TEXT_OUTPUTS
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.tensors import Array, encode_strings
 
@@ -44,23 +43,20 @@ def _encode_values(name: str, values: Sequence[Any], request: GenerationRequest)
 
 
 def encode_deltas(
-    deltas: Sequence[str],
-    request: GenerationRequest,
-    output_names: Iterable[str],
-    messages: Sequence[Mapping[str, Any]] = (),
+    deltas: Sequence[Mapping[str, Any]], request: GenerationRequest, output_names: Iterable[str]
 ) -> dict[str, Array]:
-    """The outputs of one response of a stream: the new text of each completion, possibly empty.
+    """The outputs of one response of a stream.
 
     Args:
-        deltas: The texts.
+        deltas: What is new of each completion, by output; all have the same outputs.
         request: The request.
         output_names: The outputs that the folder declares.
-        messages: What is new of each message, if the request asks for messages.
     """
-    outputs = {name: encode_strings(deltas, request.shape) for name in output_names if name in TEXT_OUTPUTS}
-    if messages and MESSAGE in output_names:
-        outputs[MESSAGE] = encode_strings([json.dumps(message) for message in messages], request.shape)
-    return outputs
+    return {
+        name: _encode_values(name, [delta[name] for delta in deltas], request)
+        for name in output_names
+        if name in deltas[0]
+    }
 
 
 def encode_timings(

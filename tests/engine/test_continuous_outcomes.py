@@ -44,7 +44,7 @@ def test_listener_gets_every_token_and_can_stop_the_sequence(model: Any, start: 
     whole = solo_ids(model, PROMPT, 20)
     tokens: list[tuple[int, int]] = []
 
-    def listen(index: int, token_id: int) -> bool:
+    def listen(index: int, token_id: int, *_: object) -> bool:
         tokens.append((index, token_id))
         return len(tokens) == 7
 
@@ -78,7 +78,7 @@ def test_a_sequence_ends_at_its_deadline_with_its_tokens(model: Any, start: Star
     client = Client(engine)
     tokens = threading.Event()
 
-    def listen(*_: int) -> bool:
+    def listen(*_: object) -> bool:
         tokens.set()
         return False
 
@@ -109,7 +109,7 @@ def test_a_cancelled_sequence_is_in_no_further_step(start: StartEngine) -> None:
     tokens: list[int] = []
     gone = threading.Event()
 
-    def listen(_: int, token_id: int) -> bool:
+    def listen(_: int, token_id: int, *__: object) -> bool:
         tokens.append(token_id)
         if len(tokens) == 5:
             gone.set()
@@ -197,8 +197,8 @@ def test_groups_are_admitted_by_priority_then_by_arrival(start: StartEngine) -> 
     client = Client(engine)
     started, order = threading.Event(), []
 
-    def note(name: str) -> Callable[[int, int], bool]:
-        def listen(*_: int) -> bool:
+    def note(name: str) -> Callable[..., bool]:
+        def listen(*_: object) -> bool:
             order.append(name)
             started.set()
             return False

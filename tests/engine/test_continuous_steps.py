@@ -116,7 +116,7 @@ def test_running_sequences_wait_for_one_chunk_at_most(start: StartEngine) -> Non
     engine = start(config=config)
     forwards, answered = Forwards(engine), list[threading.Semaphore]()
 
-    def on_token(*_: int) -> bool:
+    def on_token(*_: object) -> bool:
         if not answered and "steps" in forwards.seen:
             answered.append(submit_lengths(engine, [40, 20, 2, 60]))
         return False
@@ -166,7 +166,7 @@ class Events:
         self.seen.append("step")
         return self._step(*arguments)
 
-    def token(self, *_: int) -> bool:
+    def token(self, *_: object) -> bool:
         self.seen.append("token")
         return False
 
@@ -234,7 +234,9 @@ def test_failed_step_ahead_changes_no_output(
     items = prompts(6, seed=33)
     for number, prompt in enumerate(items):
         listen = tokens.setdefault(number, []).append
-        client.submit(prompt, SamplingParams(12), on_token=lambda _, token_id, listen=listen: bool(listen(token_id)))
+        client.submit(
+            prompt, SamplingParams(12), on_token=lambda _, token_id, *__, listen=listen: bool(listen(token_id))
+        )
     for number, (prompt, outcome) in enumerate(zip(items, client.outcomes(), strict=True)):
         assert only(outcome).token_ids == solo_ids(model, prompt, 12) == tokens[number]
     assert count[0] > failing
@@ -256,7 +258,7 @@ def test_step_ahead_of_finished_sequences_is_not_counted(start: StartEngine) -> 
     client = Client(engine)
     tokens: list[int] = []
 
-    def listen(_: int, token_id: int) -> bool:
+    def listen(_: int, token_id: int, *__: object) -> bool:
         tokens.append(token_id)
         return len(tokens) == 4
 

@@ -190,7 +190,7 @@ def test_a_guided_completion_is_cut_at_its_deadline(
     grammar = Grammar("json_schema", json.dumps({"type": "string", "minLength": 190}), "guided_json")
     heard: list[int] = []
 
-    def listen(index: int, token_id: int) -> bool:
+    def listen(index: int, token_id: int, *_: object) -> bool:
         heard.append(token_id)
         time.sleep(0.05)
         return False

@@ -216,7 +216,7 @@ def test_lanes_stay_within_the_budget(model: Any) -> None:
     engine = ContinuousBatchingEngine(model, max_num_seqs=8, max_cache_tokens=allowed)
     items = [(prompt(length, seed=length), 10) for length in (5, 300, 9, 280, 14, 100, 310, 6, 290)]
 
-    def watch(_copy: int, _token_id: int) -> bool:
+    def watch(*_: object) -> bool:
         nonlocal most
         most = max(most, engine.memory.num_used_tokens)
         return False

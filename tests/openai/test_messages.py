@@ -114,7 +114,7 @@ def test_stop_sequence_ends_the_turn(agent: anthropic.Anthropic) -> None:
     assert whole.type == "text"
     stop = whole.text.split()[2]
     message = agent.messages.create(**asked, stop_sequences=[stop])
-    assert message.stop_reason == "end_turn"
+    assert message.stop_reason == "stop_sequence"
     assert message.content[0].type == "text"
     assert message.content[0].text == whole.text[: whole.text.index(stop)]
 

@@ -81,10 +81,10 @@ def test_small_limit_cuts_a_forced_call(client: openai.OpenAI, stream: bool) -> 
 
     content, arguments, reason = ask("required", 6)
     assert (arguments, reason) == ("", "length")
-    assert '{"name": "weather"'.startswith(content[:8])
+    assert json.dumps({"name": "weather"}).startswith("".join(content.split())[:5])
     content, arguments, reason = ask(NAMED, 6)
     assert (content, reason) == ("", "length")
-    assert '{"city":'.startswith(arguments[:4])
+    assert json.dumps({"city": "Rome"}).startswith("".join(arguments.split())[:5])
     assert ask("required", 1)[2] == "length"
 
 

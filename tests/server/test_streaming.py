@@ -2,6 +2,7 @@
 """Streamed deltas over `/generate_stream` and gRPC streams, on both engines."""
 
 import itertools
+import json
 import queue
 import threading
 import time
@@ -297,16 +298,22 @@ RETURNS = {
     "return_num_input_tokens": True,
     "return_num_output_tokens": True,
     "return_cumulative_logprob": True,
-    "return_logprobs": True,
+    "return_stop_string": True,
 }
+TOKENS = ("logprobs", "token_ids")
 
 
-def test_extra_outputs_come_with_the_last_response(server: TritonServer) -> None:
-    whole = generate(server, "stream", PROMPT, **RETURNS).json()
-    found = generate_stream(server, "stream", PROMPT, stream=True, **RETURNS)
+def test_extra_outputs_come_with_the_last_response_and_tokens_with_their_text(server: TritonServer) -> None:
+    asked = {**RETURNS, **{f"return_{name}": True for name in TOKENS}}
+    whole = generate(server, "stream", PROMPT, **asked).json()
+    found = generate_stream(server, "stream", PROMPT, stream=True, **asked)
     told = [name.removeprefix("return_") for name in RETURNS]
-    for data in found.data[:-1]:
+    assert found.data[0]["num_input_tokens"] == whole["num_input_tokens"]
+    for data in found.data[1:-1]:
         assert not any(name in data for name in told)
+    for name in TOKENS:
+        assert [each for data in found.data for each in json.loads(data[name])] == json.loads(whole[name])
+        assert all(json.loads(data[name]) for data in found.data[:-1])
     assert {name: found.data[-1][name] for name in told} == {name: whole[name] for name in told}
     assert whole["finish_reason"] == "length"
     assert whole["num_output_tokens"] == NUM_TOKENS

@@ -58,12 +58,9 @@ class FakeMemory:
 
 
 class FakeSampler:
-    needs_host = False
+    needs_host = is_complete = False
 
     def accept(self, token_id: int) -> None: ...
-
-    def completion_tokens(self) -> list[int]:
-        return []
 
 
 class FakeToken:

@@ -105,7 +105,9 @@ def test_a_text_ends_before_its_stop_string_across_tokens(kind: str, make_codec:
         stops = tuple({pick_stop(text, source) for _ in range(source.randint(1, 4))})
         expected = text[: min([place for stop in stops if (place := text.find(stop)) >= 0], default=len(text))]
         assert streamed(codec, prompt_ids, token_ids, stops) == expected
-        assert up_to_stop(text, stops, includes_stop=False) == (expected, expected != text)
+        before, stop = up_to_stop(text, stops, includes_stop=False)
+        assert before == expected
+        assert (stop in stops and text.startswith(before + stop)) if expected != text else not stop
         num_stopped += expected != text
     assert num_stopped > NUM_CASES / 5
 
@@ -152,7 +154,7 @@ def test_a_text_may_end_with_its_stop_string(text: str, stops: tuple[str, ...], 
     stream = codec.stream([], stops, includes_stop=True)
     assert "".join([stream.push(token_id) for token_id in letters]) + stream.finish() == expected
     found = up_to_stop(codec.continuation([], letters), stops, includes_stop=True)
-    assert found == (expected, stream.is_stopped)
+    assert found == (expected, stream.stop_string)
 
 
 def test_text_is_returned_as_soon_as_it_is_complete() -> None:

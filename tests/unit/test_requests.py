@@ -70,6 +70,7 @@ def test_an_empty_config_gets_prompts_arrays_and_all_but_the_legacy_output() -> 
     assert outputs == [
         {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]},
         {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": [-1]},
+        {"name": "stop_string", "data_type": "TYPE_STRING", "dims": [-1]},
         {"name": "num_input_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
         {"name": "num_output_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
         {"name": "message", "data_type": "TYPE_STRING", "dims": [-1]},
@@ -815,10 +816,13 @@ def test_times_are_whole_microseconds_since_the_arrival() -> None:
     assert encode_timings(0.0, admitted_s=None, first_token_s=None, answered_s=1.0).keys() == {"e2e_request_latency_us"}
 
 
-def test_a_delta_holds_text_only() -> None:
-    asked = asking((3,), return_finish_reason=True)
-    outputs = encode_deltas(["a", "", "☕"], asked, [TEXT, "finish_reason"])
-    assert {name: array.tolist() for name, array in outputs.items()} == {TEXT: [b"a", b"", "☕".encode()]}
+def test_a_delta_holds_what_it_is_given_and_the_folder_declares() -> None:
+    told = [{TEXT: text, LEGACY_TEXT: text, "num_input_tokens": 3} for text in ("a", "", "☕")]
+    outputs = encode_deltas(told, asking((3,)), [TEXT, "finish_reason", "num_input_tokens"])
+    assert {name: array.tolist() for name, array in outputs.items()} == {
+        TEXT: [b"a", b"", "☕".encode()],
+        "num_input_tokens": [3, 3, 3],
+    }
 
 
 def test_every_parameter_is_declared_once_and_reaches_its_model() -> None:

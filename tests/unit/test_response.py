@@ -74,7 +74,7 @@ def answering(
 GROUPS: dict[GenerationResponse, list[SequenceGroup]] = {}
 
 
-def listener(made: GenerationResponse, row: int) -> Callable[[int, int], bool] | None:
+def listener(made: GenerationResponse, row: int) -> Callable[[int, int, TokenLogprobs | None], bool] | None:
     return GROUPS[made][row].on_token
 
 
@@ -269,7 +269,7 @@ def test_postprocess_runs_in_the_sender_if_the_pool_cannot(comes_later: bool) ->
 def write(made: GenerationResponse, row: int, copy: int, text: str) -> list[bool]:
     on_token = listener(made, row)
     assert on_token is not None
-    return [on_token(copy, token_id) for token_id in raw_ids(KIND, text)]
+    return [on_token(copy, token_id, TokenLogprobs(token_id, -0.5)) for token_id in raw_ids(KIND, text)]
 
 
 def test_deltas_are_numbered_through_all_prompts() -> None:
@@ -310,6 +310,35 @@ def test_a_stream_ends_before_its_stop_string() -> None:
     made.finish(0, [completion("a stop b", "stop_string")])
     assert "".join(piece for _, piece in reply.pieces) + texts_of(reply)[0].text_output == "a "
     assert texts_of(reply)[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("text", ["one two", "é🙂 é", "a stop b", "a st"])
+def test_tokens_and_log_probabilities_come_with_their_text_and_once_each(text: str) -> None:
+    names = ("return_token_ids", "return_logprobs", "return_num_input_tokens", "return_prompt_token_ids")
+    asked = RequestOptions(**dict.fromkeys((*names, "return_stop_string"), True))
+    made, reply = answering(prompt_of("x", stop_strings=("stop",)), streams=True, options=asked)
+    told: list[dict[str, str]] = []
+    add = reply.add
+
+    def note(outputs: Any) -> None:
+        add(outputs)
+        told.append({name: array.ravel()[0] for name, array in outputs.items()})
+
+    reply.add = note  # type: ignore[method-assign]
+    ids = raw_ids(KIND, text)
+    if True in (ends := write(made, 0, 0, text)):
+        ids = ids[: ends.index(True) + 1]
+    made.finish(0, [Completion(ids, "length", [TokenLogprobs(token_id, -0.5) for token_id in ids])])
+    [last] = texts_of(reply)
+    pieces = [json.loads(each["token_ids"]) for each in told] + [json.loads(last.token_ids)]
+    assert [token_id for piece in pieces for token_id in piece] == ids
+    assert all(pieces[:-1])
+    logprobs = [json.loads(each["logprobs"]) for each in told] + [json.loads(last.logprobs)]
+    assert [int(token_id) for piece in logprobs for position in piece for token_id in position] == ids
+    assert list(map(len, logprobs)) == list(map(len, pieces))
+    assert [each.get("num_input_tokens") for each in told] == [1, *[None] * (len(told) - 1)]
+    assert json.loads(told[0]["prompt_token_ids"]) == json.loads(last.prompt_token_ids)
+    assert last.stop_string == ("stop" if "stop" in text else "")
 
 
 def test_an_error_ends_a_stream() -> None:

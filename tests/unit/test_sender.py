@@ -91,7 +91,7 @@ class Writer:
         for token_id in raw_ids(KIND, text):
             self.ids[row].append(token_id)
             if (on_token := self.groups[row].on_token) is not None:
-                on_token(0, token_id)
+                on_token(0, token_id, None)
 
     def finish(self, *, is_long: bool = False) -> None:
         for group, ids in zip(self.groups, self.ids, strict=True):

@@ -110,7 +110,7 @@ def written(sequence: SequenceGroup, copy: int, text: str) -> Completion:
     token_ids: list[int] = []
     for token_id in raw_ids(KIND, text):
         token_ids.append(token_id)
-        if sequence.on_token is not None and sequence.on_token(copy, token_id):
+        if sequence.on_token is not None and sequence.on_token(copy, token_id, None):
             return Completion(token_ids, "stop_string")
     return Completion(token_ids, "length")
 
@@ -780,7 +780,7 @@ def test_a_panic_while_decoding_a_token_ends_the_request() -> None:
 
     def outcome(sequence: SequenceGroup) -> Outcome:
         assert sequence.on_token is not None
-        ends.append(sequence.on_token(0, raw_ids(KIND, "#")[0]))
+        ends.append(sequence.on_token(0, raw_ids(KIND, "#")[0], None))
         ends.append(sequence.is_cancelled())
         return echo(sequence)
 

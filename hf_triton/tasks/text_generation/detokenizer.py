@@ -58,7 +58,12 @@ class TextStream:
     @property
     def is_stopped(self) -> bool:
         """Whether a stop string ended the text."""
-        return self._stops.is_found
+        return bool(self._stops.found)
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the text; empty: none did."""
+        return self._stops.found
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty if it depends on later tokens."""
@@ -160,12 +165,13 @@ class _Detokenizer:
         return text[start:end]
 
 
-def up_to_stop(text: str, stop_strings: tuple[str, ...], *, includes_stop: bool) -> tuple[str, bool]:
-    """A string up to the first of the stop strings, none of which is empty; and whether there is one."""
+def up_to_stop(text: str, stop_strings: tuple[str, ...], *, includes_stop: bool) -> tuple[str, str]:
+    """A string up to the first of the stop strings, none of which is empty; and that one, empty if there is none."""
     start = min((start for stop in stop_strings if (start := text.find(stop)) >= 0), default=None)
     if start is None:
-        return text, False
-    return text[: _stop_end(text, start, stop_strings) if includes_stop else start], True
+        return text, ""
+    end = _stop_end(text, start, stop_strings)
+    return text[: end if includes_stop else start], text[start:end]
 
 
 def _stop_end(text: str, start: int, stop_strings: tuple[str, ...]) -> int:
@@ -181,35 +187,38 @@ class _StopStringFinder:
         self._includes_stop = includes_stop
         self._longest = max(map(len, stop_strings), default=0)
         self._held = ""
-        self.is_found = False
+        self.found = ""
 
     @property
     def num_held(self) -> int:
         return len(self._held)
 
     def push(self, text: str) -> str:
-        if self.is_found:
+        if self.found:
             return ""
         if not self._stops:
             return text
         text = self._held + text
         end = next((start for start in range(len(text)) if self._may_stop_at(text, start)), len(text))
-        self.is_found = text.startswith(self._stops, end)
-        self._held = "" if self.is_found else text[end:]
-        return self._up_to(text, end) if self.is_found else text[:end]
+        if text.startswith(self._stops, end):
+            self._held = ""
+            return self._up_to(text, end)
+        self._held = text[end:]
+        return text[:end]
 
     def finish(self) -> str:
         """The text held back, up to a stop string within it."""
         text, self._held = self._held, ""
         for start in range(len(text)):
             if text.startswith(self._stops, start):
-                self.is_found = True
                 return self._up_to(text, start)
         return text
 
     def _up_to(self, text: str, start: int) -> str:
-        """The text with or without the stop string at `start`."""
-        return text[: _stop_end(text, start, self._stops) if self._includes_stop else start]
+        """Note the stop string at `start`. Returns the text with or without it."""
+        end = _stop_end(text, start, self._stops)
+        self.found = text[start:end]
+        return text[: end if self._includes_stop else start]
 
     def _may_stop_at(self, text: str, start: int) -> bool:
         if text.startswith(self._stops, start):

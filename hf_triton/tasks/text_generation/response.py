@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Final
 
@@ -40,6 +41,22 @@ MAX_QUICK_TOKENS: Final = 4096
 MAX_QUICK_LOGPROBS: Final = 256
 """The same for tokens with log probabilities, the prompt's included."""
 LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity; the number is OpenAI's
+
+
+@dataclass
+class _News:
+    """What a sequence of a stream has new since the last send."""
+
+    text: str = ""
+    unread: str = ""
+    """The same for the reader of its message."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
 
 
 class GenerationResponse:
@@ -73,10 +90,13 @@ class GenerationResponse:
         self._describe_tokens = preparer.describe_tokens
         self._pool = pool
         self._sends_deltas = self.streams and not self._hooks.overrides("postprocess")
-        self._deltas: list[str] = []  # one for each sequence, since the last send
-        self._readers: list[MessageReader] = []  # one for each sequence of a stream with messages
-        self._unread: list[str] = []  # by them
-        self._has_queued_deltas = False
+        self._sends_tokens = self._sends_deltas and bool(
+            checked.options.return_token_ids or checked.options.return_logprobs
+        )
+        self._news: list[_News] = []  # one for each sequence of a stream
+        self._readers: list[MessageReader] = []  # likewise, if it has messages
+        self._num_sent_tokens: list[int] = []
+        self._has_queued_deltas = self._has_sent = False
         self._completions: dict[int, list[Completion]] = {}
         self._has_ended = False
         self._lock = threading.Lock()
@@ -96,14 +116,14 @@ class GenerationResponse:
     def begin(self) -> list[SequenceGroup]:
         """The engine's sequence groups, one for each of the prepared prompts."""
         if self._sends_deltas:
-            self._deltas = [""] * sum(prompt.params.num_sequences for prompt in self.prompts)
+            self._news = [_News() for prompt in self.prompts for _ in range(prompt.params.num_sequences)]
+            self._num_sent_tokens = [0] * len(self._news)
             self._readers = [
                 prompt.message_plan.build_reader()
                 for prompt in self.prompts
                 if prompt.message_plan is not None
                 for _ in range(prompt.params.num_sequences)
             ]
-            self._unread = [""] * len(self._readers)
         return [self._sequence_group(row, prompt) for row, prompt in enumerate(self.prompts)]
 
     def _sequence_group(self, row: int, prompt: PreparedPrompt) -> SequenceGroup:
@@ -159,13 +179,16 @@ class GenerationResponse:
 
         return process
 
-    def _on_token(self, row: int, index: int, token_id: int) -> bool:
+    def _on_token(self, row: int, index: int, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Decode a token of a sequence. Returns whether the sequence ends with it."""
         prompt = self.prompts[row]
         stream = prompt.streams[index]
         try:
             with panics_as_errors():
                 delta = stream.push(token_id)
+            if self._sends_tokens:
+                with self._lock:
+                    self._news[row * prompt.params.num_sequences + index].add_token(token_id, logprobs)
             if self._sends_deltas and (delta or stream.unsent):
                 self._add_delta(row * prompt.params.num_sequences + index, stream, delta)
                 stream.unsent = ""
@@ -225,9 +248,9 @@ class GenerationResponse:
     def _add_delta(self, index: int, stream: TextStream, delta: str) -> None:
         """Queue a delta of a sequence; deltas that the sender has not sent yet are sent together."""
         with self._lock:
-            self._deltas[index] += stream.unsent + delta
+            self._news[index].text += stream.unsent + delta
             if self._readers:
-                self._unread[index] += _marked(stream, delta)
+                self._news[index].unread += _marked(stream, delta)
             was_queued, self._has_queued_deltas = self._has_queued_deltas, True
         if not was_queued:
             self._config.sender.put(self._send_deltas)
@@ -235,12 +258,36 @@ class GenerationResponse:
     # --- the sender's side -------------------------------------------------------------------------------------------
 
     def _send_deltas(self) -> None:
+        """Send what is new, if any sequence has text; tokens without text wait for the next one."""
         with self._lock:
-            deltas, self._deltas, self._has_queued_deltas = self._deltas, [""] * len(self._deltas), False
-            unread, self._unread = self._unread, [""] * len(self._unread)
-        if any(deltas):
-            messages = [_read(reader, text) for reader, text in zip(self._readers, unread, strict=True)]
-            self.request.add(encode_deltas(deltas, self.checked, self._config.output_names, messages))
+            self._has_queued_deltas = False
+            news = self._news
+            if not any(new.text for new in news):
+                return
+            self._news = [_News() for _ in news]
+            for index, new in enumerate(news):
+                self._num_sent_tokens[index] += len(new.token_ids)
+        deltas = [self._delta(index, new) for index, new in enumerate(news)]
+        self._has_sent = True
+        self.request.add(encode_deltas(deltas, self.checked, self._config.output_names))
+
+    def _delta(self, index: int, new: _News) -> dict[str, Any]:
+        """The outputs of a sequence that the stream's next response has."""
+        options = self.checked.options
+        delta: dict[str, Any] = {TEXT: new.text, LEGACY_TEXT: new.text}
+        if self._readers:
+            delta[MESSAGE] = json.dumps(_read(self._readers[index], new.unread))
+        if options.return_token_ids:
+            delta["token_ids"] = json.dumps(new.token_ids)
+        if options.return_logprobs:
+            delta["logprobs"] = self._logprobs_json(new.logprobs)
+        if not self._has_sent:
+            prompt_ids = [prompt.ids for prompt in self.prompts for _ in range(prompt.params.num_sequences)][index]
+            if options.return_num_input_tokens:
+                delta["num_input_tokens"] = len(prompt_ids)
+            if options.return_prompt_token_ids:
+                delta["prompt_token_ids"] = json.dumps(prompt_ids)
+        return delta
 
     def _send_from_pool(self) -> None:
         """Send the final response from the pool, after the deltas that the sender's thread has sent."""
@@ -283,19 +330,23 @@ class GenerationResponse:
             logprobs = self._completions[row][0].prompt_logprobs  # the same for all
             prompt_logprobs = None if logprobs is None else self._logprobs_json([None, *logprobs])
             for index, completion in enumerate(self._completions[row]):
-                text, message, is_stopped = self._text(row, index, completion)
+                text, message, stop_string = self._text(row, index, completion)
+                num_sent = self._num_sent_tokens[row * prompt.params.num_sequences + index] if self._sends_tokens else 0
                 outputs.append(
                     {
                         TEXT: text,
                         LEGACY_TEXT: text,
                         MESSAGE: "" if message is None else json.dumps(message),
-                        "finish_reason": "stop" if is_stopped else FINISH_REASONS[completion.finish_reason],
+                        "finish_reason": "stop" if stop_string else FINISH_REASONS[completion.finish_reason],
+                        "stop_string": stop_string,
                         "num_input_tokens": len(prompt.ids),
                         "num_output_tokens": len(completion.token_ids),
                         "prompt_token_ids": json.dumps(prompt.ids) if options.return_prompt_token_ids else "",
-                        "token_ids": json.dumps(completion.token_ids) if options.return_token_ids else "",
+                        "token_ids": json.dumps(completion.token_ids[num_sent:]) if options.return_token_ids else "",
                         "cumulative_logprob": sum(each.logprob for each in completion.logprobs or ()),
-                        "logprobs": "" if completion.logprobs is None else self._logprobs_json(completion.logprobs),
+                        "logprobs": ""
+                        if completion.logprobs is None
+                        else self._logprobs_json(completion.logprobs[num_sent:]),
                         PROMPT_LOGPROBS: prompt_logprobs,
                         JSON_OUTPUT: self._json(prompt, text) if options.return_output else "",
                     }
@@ -309,14 +360,14 @@ class GenerationResponse:
             value = self._describe_tokens(prompt)
         return json.dumps(value, ensure_ascii=False)
 
-    def _text(self, row: int, index: int, completion: Completion) -> tuple[str, dict[str, Any] | None, bool]:
-        """A completion's text and message, of a stream what no delta had; and whether a stop string ended it.
+    def _text(self, row: int, index: int, completion: Completion) -> tuple[str, dict[str, Any] | None, str]:
+        """A completion's text and message, of a stream what no delta had; and the stop string that ended it, or "".
 
         That may be known only now: with the stop strings `bc` and `abcd`, `abc` stops once no more tokens follow.
         """
         prompt = self.prompts[row]
         if self.checked.options.tokenize_only:
-            return prompt.text, {} if self.checked.options.return_message else None, False
+            return prompt.text, {} if self.checked.options.return_message else None, ""
         if self._sends_deltas:
             stream = prompt.streams[index]
             rest = stream.finish()
@@ -324,12 +375,12 @@ class GenerationResponse:
             if self._readers:
                 reader = self._readers[row * prompt.params.num_sequences + index]
                 message = _read(reader, _marked(stream, rest), is_last=True)
-            return stream.unsent + rest, message, stream.is_stopped
+            return stream.unsent + rest, message, stream.stop_string
         # Not from `prompt.streams`: `best_of` has reordered the completions.
         whole = self._codec.continuation(prompt.preceding_ids, completion.token_ids)
-        text, is_stopped = up_to_stop(whole, prompt.stop_strings, includes_stop=prompt.includes_stop)
+        text, stop_string = up_to_stop(whole, prompt.stop_strings, includes_stop=prompt.includes_stop)
         message = None if prompt.message_plan is None else self._message(prompt, prompt.message_plan, text, completion)
-        return prompt.text + self._hooks.postprocess(text), message, is_stopped
+        return prompt.text + self._hooks.postprocess(text), message, stop_string
 
     def _message(self, prompt: PreparedPrompt, plan: MessagePlan, text: str, completion: Completion) -> dict[str, Any]:
         """The whole message of a completion; for a stream in the form of a delta."""

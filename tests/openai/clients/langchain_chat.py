@@ -29,7 +29,7 @@ def model(name: str, **options: Any) -> ChatOpenAI:
     return ChatOpenAI(model=name, base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0, **options)
 
 
-demo, tiny = model("demo", temperature=0, max_tokens=8), model("tiny", max_tokens=60)
+demo, tiny = model("demo", temperature=0, max_tokens=8), model("tiny", max_tokens=200)
 whole = demo.invoke("Hello!")
 assert whole.usage_metadata is not None
 found: dict[str, Any] = {

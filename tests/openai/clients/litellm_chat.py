@@ -29,9 +29,9 @@ found: dict[str, Any] = {
     "chat": whole.choices[0].message.content,
     "usage": whole.usage.completion_tokens,
     "stream": "".join(chunk.choices[0].delta.content or "" for chunk in stream),
-    "structured": json.loads(ask("tiny", max_tokens=60, response_format=FORM).choices[0].message.content),
+    "structured": json.loads(ask("tiny", max_tokens=200, response_format=FORM).choices[0].message.content),
 }
-function = ask("tiny", max_tokens=60, tools=[TOOL], tool_choice=CHOICE).choices[0].message.tool_calls[0].function
+function = ask("tiny", max_tokens=200, tools=[TOOL], tool_choice=CHOICE).choices[0].message.tool_calls[0].function
 found["tool"] = {"name": function.name, "arguments": json.loads(function.arguments)}
 try:
     ask("nobody")

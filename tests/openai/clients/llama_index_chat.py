@@ -31,7 +31,7 @@ def look_up(yes: bool) -> str:
     return str(yes)
 
 
-demo, tiny = model("demo", temperature=0, max_tokens=8), model("tiny", max_tokens=60)
+demo, tiny = model("demo", temperature=0, max_tokens=8), model("tiny", max_tokens=200)
 found: dict[str, Any] = {
     "chat": demo.chat(HELLO).message.content,
     "stream": "".join(chunk.delta or "" for chunk in demo.stream_chat(HELLO)),

@@ -31,7 +31,7 @@ found.helper = (await runner.finalChatCompletion()).choices[0].message.content;
 const structured = await client.chat.completions.parse({
   model: "tiny",
   messages,
-  max_tokens: 60,
+  max_tokens: 200,
   response_format: { type: "json_schema", json_schema: { name: "answer", strict: true, schema } },
 });
 found.structured = JSON.parse(structured.choices[0].message.content);
@@ -39,7 +39,7 @@ found.structured = JSON.parse(structured.choices[0].message.content);
 const called = await client.chat.completions.create({
   model: "tiny",
   messages,
-  max_tokens: 60,
+  max_tokens: 200,
   tools: [tool],
   tool_choice: { type: "function", function: { name: "look_up" } },
 });
