@@ -62,7 +62,9 @@ def answering(
     reply = Collector()
     reply.asks_whether_cancelled = lambda: was_cancelled
     checked = GenerationRequest([], [], options, (len(prompts),))
-    preparer = SimpleNamespace(codec=codec_of(KIND), hooks=CheckedHooks(hooks or Hooks()), text_field="generated_text")
+    preparer = SimpleNamespace(
+        codec=codec_of(KIND), hooks=CheckedHooks(hooks or Hooks()), text_field="generated_text", describe_tokens=None
+    )
     made = GenerationResponse(
         reply, checked, config_of(streams=streams), cast(Any, preparer), cast(Any, pool or Pool())
     )

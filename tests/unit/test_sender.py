@@ -78,7 +78,10 @@ class Writer:
         **options: bool,
     ) -> None:
         preparer = SimpleNamespace(
-            codec=codec or codec_of(KIND), hooks=CheckedHooks(Hooks()), text_field="generated_text"
+            codec=codec or codec_of(KIND),
+            hooks=CheckedHooks(Hooks()),
+            text_field="generated_text",
+            describe_tokens=None,
         )
         checked = GenerationRequest([], [], RequestOptions(**options), (num_prompts,))
         config = config_of(streams=streams, sender=sender)
