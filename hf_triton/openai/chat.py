@@ -28,9 +28,11 @@ from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import MAX_TOP_LOGPROBS, GenerationFields, Messages, Tools
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
+from hf_triton.openai.hints import pass_over
 from hf_triton.openai.logprobs import chat_logprobs, chat_positions
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.protocol.custom_tools import hosted_type
 
 router = APIRouter(route_class=JsonRoute)
 TEXT_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
@@ -45,10 +47,10 @@ class ChatRequest(GenerationFields):
     """The conversation; content is text, or parts of type `text`."""
 
     tools: Tools | None = None
-    """Functions that the model may call."""
+    """Functions and custom tools that the model may call."""
 
     tool_choice: str | dict[str, Any] | None = None
-    """`auto`, `none`, `required`, or one function: `{"type": "function", "function": {"name": "..."}}`."""
+    """`auto`, `none`, `required`, one tool: `{"type": "function", "function": {"name": "..."}}`, or `allowed_tools`."""
 
     parallel_tool_calls: bool | None = None
     """Whether one answer may call several functions."""
@@ -115,7 +117,10 @@ class ChatRequest(GenerationFields):
             name: value for name in BOOLEAN_OPTIONS if (value := getattr(self, name)) is not None
         }
         values = {name: value for name in TEXT_OPTIONS if (value := getattr(self, name)) is not None}
-        if values.get("tools") == []:  # agents without tools send it
+        hosted = [kind for tool in self.tools or () if (kind := hosted_type(tool)) is not None]
+        for kind in hosted:
+            pass_over(f"tools.{kind}")
+        if self.tools is not None and len(hosted) == len(self.tools):  # agents without tools send an empty list
             del values["tools"]
         if "tools" not in values and values.get("tool_choice") in ("auto", "none"):
             del values["tool_choice"]

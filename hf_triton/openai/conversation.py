@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from hf_triton.errors import clip
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields
-from hf_triton.openai.hints import inside
+from hf_triton.openai.hints import inside, pass_over
 
 Part = TypeVar("Part", bound=Fields)
 
@@ -44,6 +44,12 @@ def parse_past(model: type[Part], place: str, value: object) -> Part:
     if isinstance(value, dict):
         value = {name: field for name, field in value.items() if name in model.model_fields}
     return parse_at(model, place, value)
+
+
+def unseen(place: str, kind: str) -> str:
+    """What the model reads in place of a part of a tool's output that is no text: the client cannot leave it out."""
+    pass_over(f"{place}.{kind}")
+    return f"[{clip(kind)[1:-1]}: not shown, as this model reads text alone]"
 
 
 class Conversation:

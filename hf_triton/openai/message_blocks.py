@@ -12,7 +12,7 @@ import annotated_types
 from hf_triton.errors import clip
 from hf_triton.openai.agents import ANY
 from hf_triton.openai.blocks import REASONING, TEXT, Block
-from hf_triton.openai.conversation import Conversation, parse_at, parse_past
+from hf_triton.openai.conversation import Conversation, parse_at, parse_past, unseen
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import HINT, Fields, Ignored
 from hf_triton.openai.hints import pass_over
@@ -131,8 +131,12 @@ def _result_text(place: str, content: str | list[Any] | None) -> str:
     texts = []
     for index, block in enumerate(content or ()):
         inner = f"{place}[{index}]"
-        _kind(inner, block, ("text",), " in a tool's result")
-        texts.append(parse_at(_Text, inner, block).text)
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            texts.append(unseen(inner, kind))
+        else:
+            _kind(inner, block, ("text",), " in a tool's result")
+            texts.append(parse_at(_Text, inner, block).text)
     return "\n".join(texts)
 
 

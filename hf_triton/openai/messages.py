@@ -22,6 +22,7 @@ from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ANTHROPIC_RESPONSES, ApiError
 from hf_triton.openai.fields import HINT, ONE_TIER, Fields, Ignored, StopStrings
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
+from hf_triton.openai.hints import pass_over
 from hf_triton.openai.message_blocks import block_delta, content_block, read_messages
 from hf_triton.openai.sse import RESPONSES, EventStream
 from hf_triton.openai.triton_messages import Generation, Outputs
@@ -100,8 +101,11 @@ class CountRequest(AgentRequest):
         """
         choice, parallel = _read_choice(self.tool_choice)
         output = parse_at(_OutputConfig, "output_config", self.output_config or {})
+        places = {f"tools[{index}]": tool for index, tool in enumerate(self.tools or ())}
+        tools = {place: read for place, tool in places.items() if (read := _read_tool(place, tool))}
+        conversation.tool_places = list(tools)
         return {
-            "tools": [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())] or None,
+            "tools": list(tools.values()) or None,
             "tool_choice": choice,
             "parallel_tool_calls": parallel,
             "response_format": _read_format(output.format),
@@ -127,11 +131,12 @@ class MessagesRequest(CountRequest):
         }
 
 
-def _read_tool(place: str, tool: object) -> dict[str, Any]:
+def _read_tool(place: str, tool: object) -> dict[str, Any] | None:
+    """The chat's tool; None: one that the client expects the server or the model to know."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind != "custom":
-        message = f"{place} is of type {clip(kind)}; this server has no tools of its own: give tools of type 'custom'"
-        raise ApiError(400, message, param=place, code="unsupported_parameter")
+        pass_over(f"{place}.{kind}")
+        return None
     checked = parse_at(_Tool, place, tool)
     return function_tool(checked.name, checked.description, checked.input_schema)
 

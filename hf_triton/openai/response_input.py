@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from hf_triton.errors import clip
 from hf_triton.openai.agents import ANY
-from hf_triton.openai.conversation import Conversation, parse_at, parse_past
+from hf_triton.openai.conversation import Conversation, parse_at, parse_past, unseen
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields, Ignored
 from hf_triton.openai.hints import pass_over
@@ -24,8 +24,6 @@ ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "d
 """Roles, and what chat templates call them."""
 HOSTED: Final = ("tool_search_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response")
 """Items of tools that another server has run, beside those whose type ends with `_call`; passed over."""
-UNSEEN: Final = "[{}: not shown, as this model reads text alone]"
-"""What the model reads in place of a part of a tool's output that is no text."""
 
 
 class _Message(Fields):
@@ -142,8 +140,7 @@ def _output_texts(place: str, output: str | list[Any]) -> list[str]:
     for index, part in enumerate(output):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in (*TEXT_PARTS, "refusal"):
-            pass_over(f"{place}[{index}].{kind}")
-            texts.append(UNSEEN.format(clip(kind).strip("'")))
+            texts.append(unseen(f"{place}[{index}]", kind))
         else:
             texts.append(_part_text(f"{place}[{index}]", part))
     return texts

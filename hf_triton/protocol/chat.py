@@ -15,7 +15,15 @@ import annotated_types
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.custom_tools import CUSTOM, CustomTool, as_function, as_function_call, custom_of, format_of
+from hf_triton.protocol.custom_tools import (
+    CUSTOM,
+    CustomTool,
+    as_function,
+    as_function_call,
+    custom_of,
+    format_of,
+    hosted_type,
+)
 from hf_triton.protocol.past import MAX_DEPTH, is_deep, read_assistant_message
 from hf_triton.protocol.tool_choice import ForcedCall, allowed_tools, forced_call, read_tool_choice
 from hf_triton.protocol.validation import parse_json, problems, suggest, validated
@@ -62,7 +70,8 @@ def _parse_bounded(name: str, value: object) -> Any:
 
 def _read_tools(value: object) -> tuple[object, ...]:
     value = _parse_bounded("tools", value)
-    tools = {f"tools[{index}]": tool for index, tool in enumerate(value if isinstance(value, list) else [value])}
+    given = enumerate(value if isinstance(value, list) else [value])
+    tools = {f"tools[{index}]": tool for index, tool in given if hosted_type(tool) is None}
     read = tuple(_read_tool(name, _parse_bounded(name, tool)) for name, tool in tools.items())
     names = [(custom_of(tool) or tool["function"])["name"] for tool in read]
     for name in (custom["name"] for tool in read if (custom := custom_of(tool))):

@@ -37,6 +37,12 @@ class _Definition(BaseModel):
     definition: GrammarText
 
 
+def hosted_type(tool: object) -> str | None:
+    """The type of a tool that a server is expected to have; None: a function, a custom tool, or no tool."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return kind if isinstance(kind, str) and kind not in ("function", CUSTOM) else None
+
+
 def custom_of(tool: Mapping[str, Any]) -> dict[str, Any] | None:
     """What makes a checked tool a custom one; None: it is a function."""
     custom: dict[str, Any] | None = tool[CUSTOM] if tool.get("type") == CUSTOM else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hf_triton.errors import RequestError, clip
+from hf_triton.protocol.custom_tools import hosted_type
 from hf_triton.protocol.structured_output import MAX_GRAMMAR, Grammar
 from hf_triton.protocol.validation import read_json
 
@@ -56,7 +57,7 @@ def read_tool_choice(value: object) -> str:
 
 def _read_allowed(allowed: Mapping[str, Any]) -> str:
     tools = allowed.get("tools")
-    names = [_named(tool) for tool in tools] if isinstance(tools, list) else [None]
+    names = [_named(tool) for tool in tools if hosted_type(tool) is None] if isinstance(tools, list) else [None]
     if allowed.get("mode") not in MODES or None in names:
         form = '{"mode": "auto", "tools": [{"type": "function", "function": {"name": "..."}}]}'
         raise ValueError(f"tool_choice of type {ALLOWED} must have {ALLOWED} {form}, got {clip(allowed)}")

@@ -137,7 +137,6 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "tool choice without tools": (chat(tool_choice="required"), "tool_choice", "tools"),
     "no adapter's name": (completion(lora_name=5), "lora_name", "lora_name must be a string"),
     "tools are text": (chat(tools="f"), "tools", "tools must be a JSON array"),
-    "tool of no kind": (chat(tools=[{"type": "web_search"}]), "tools[0]", "function"),
     "messages to continue": (chat(continue_final_message=True), "continue_final_message", "continue_final_message"),
     "variable that is the server's": (
         chat(chat_template_kwargs={"messages": []}),

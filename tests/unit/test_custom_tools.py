@@ -158,6 +158,16 @@ def test_allowed_tools_are_all_that_the_model_has(mode: str) -> None:
         assert not allows(chat.forced_call.grammar, "date\n2026")
 
 
+def test_tools_of_a_server_are_passed_over() -> None:
+    chat = parse(tools=[{"type": "web_search"}, FUNCTION])
+    assert chat.tools == (FUNCTION,)
+    allowed = {"mode": "auto", "tools": [{"type": "web_search"}, named("look", "function")]}
+    chat = parse({"type": "allowed_tools", "allowed_tools": allowed}, [{"type": "web_search"}, *TOOLS])
+    assert chat.tools == (FUNCTION,)
+    with pytest.raises(RequestError, match=r"tools\[1\]"):
+        parse(tools=[{"type": "web_search"}, {"type": "function", "function": {}}])
+
+
 def test_no_allowed_tool_is_none() -> None:
     assert parse({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}).tools is None
 
