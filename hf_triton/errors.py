@@ -68,7 +68,7 @@ CODES: dict[str, str] = {
     "disk_full": "the cache folder has not enough space",
     "cache_not_writable": "the model must be downloaded, and no cache folder is writable",
     "path_not_found": "`huggingface_model` is a local path that does not exist",
-    "weights_not_safe": "the repository has only pickled weights, and `allow_pickle` is off",
+    "weights_not_safe": "the weights are pickled, and `allow_pickle` is off; or an index or config names other files",
     "needs_trust_remote_code": "the repository contains Python code of its own, and `trust_remote_code` is off",
     "unsupported_model": "the installed transformers does not support this architecture",
     "checkpoint_incomplete": "the checkpoint lacks files",

@@ -19,7 +19,7 @@ from hf_triton.errors import CheckpointError, HubError, SettingsError
 from hf_triton.hub.failures import FOLDER_HINT
 from hf_triton.hub.kind import describe_other_kind
 from hf_triton.hub.process import DownloadLimits, download
-from hf_triton.hub.snapshot import has_only_pickle, missing_files
+from hf_triton.hub.snapshot import check_weights_named, has_only_pickle, missing_files
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.settings import ModelSettings
 
@@ -69,11 +69,11 @@ class Hub:
 
         Raises:
             HubError: The checkpoint cannot be found or downloaded.
-            CheckpointError: It lacks files.
+            CheckpointError: It lacks files, or has others than those that are checked.
         """
         settings = self._settings
         self._warn_of_unused_settings()
-        return self._resolve(
+        folder = self._resolve(
             CheckpointSpec(
                 settings.huggingface_model,
                 settings.revision,
@@ -83,6 +83,8 @@ class Hub:
                 trust_remote_code=settings.trust_remote_code,
             )
         )
+        check_weights_named(folder)
+        return folder
 
     def find_config_folder(self) -> Path | None:
         """The folder on disk with the model's config.json, complete or not; None if it would have to be downloaded."""

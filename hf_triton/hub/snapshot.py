@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.errors import CheckpointError
+from hf_triton.errors import CheckpointError, clip
 from hf_triton.hub.sentence_modules import module_files
 from hf_triton.hub.spec import CheckpointSpec
 
 SAFETENSORS: Final = ("model.safetensors.index.json", "model.safetensors")
 PICKLE: Final = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 """transformers' names: the index of a sharded checkpoint, and the file of one that is not sharded."""
+UNSAFE: Final = "weights_not_safe"
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer.model",
@@ -43,24 +44,59 @@ def weight_files(folder: Path, available: Collection[str], allow_pickle: bool) -
         allow_pickle: Whether pickle files are accepted if there are no safetensors.
 
     Raises:
-        CheckpointError: The index cannot be read.
+        CheckpointError: The index cannot be read, or names a pickle that is not accepted, or a file somewhere else.
     """
     for index, single in (SAFETENSORS, PICKLE) if allow_pickle else (SAFETENSORS,):
         if index in available and (folder / index).exists():
-            return _shards(folder / index)
+            return _shards(folder / index, allow_pickle)
         if single in available:
             return [single]
     return []
 
 
-def _shards(index: Path) -> list[str]:
+def _shards(index: Path, allow_pickle: bool) -> list[str]:
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return sorted({Path(name).name for name in names})  # a name cannot lead out of the folder
-    except (ValueError, KeyError, AttributeError, TypeError):
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()), key="".__add__)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise CheckpointError(
             "checkpoint_invalid", f"{index} does not name the files of the weights: download that file again"
         ) from None
+    for name in names:  # transformers would read what stands there, whatever it is
+        if Path(name).name != name or name in ("", ".."):
+            raise CheckpointError(
+                UNSAFE, f"{index} names {clip(name)}, which is no file of its folder: choose another checkpoint"
+            )
+        if not allow_pickle and not name.endswith(".safetensors"):
+            raise CheckpointError(
+                UNSAFE,
+                f"{index} names {clip(name)}, which is no safetensors file and may run code when it is read: choose "
+                "another checkpoint, or set allow_pickle to true if you trust this one",
+            )
+    return names
+
+
+def check_weights_named(folder: Path) -> None:
+    """Refuse a checkpoint whose files make transformers read other weights than `weight_files` names.
+
+    Raises:
+        CheckpointError: The config names a file of weights, or there is an adapter beside the model.
+    """
+    try:
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("transformers_weights")
+    except (OSError, ValueError, AttributeError, RecursionError):  # which loading reports
+        named = None
+    if named not in (None, *SAFETENSORS):
+        raise CheckpointError(
+            UNSAFE,
+            f"transformers_weights in config.json of {folder} names {clip(named)}: name the file {SAFETENSORS[1]}, and "
+            "remove the entry",
+        )
+    if (folder / "config.json").exists() and (folder / "adapter_config.json").exists():
+        raise CheckpointError(
+            "unsupported_model",
+            f"{folder} has an adapter beside a model, and transformers would apply it unchecked: set huggingface_model "
+            "to the model alone, and name the adapter in the setting adapters, or merge it",
+        )
 
 
 def missing_weights(folder: Path, allow_pickle: bool) -> list[str]:
@@ -68,7 +104,9 @@ def missing_weights(folder: Path, allow_pickle: bool) -> list[str]:
     available = [path.name for path in folder.iterdir()]
     try:
         names = weight_files(folder, available, allow_pickle)
-    except CheckpointError:
+    except CheckpointError as error:
+        if error.code == UNSAFE:
+            raise
         return [SAFETENSORS[0]]
     return [name for name in names if not (folder / name).exists()] if names else [lacking_weights(available)]
 

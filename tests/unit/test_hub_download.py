@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hf_triton.errors import HubError
+from hf_triton.errors import CheckpointError, HubError
 from hf_triton.hub.download import Downloader, remove_stale
 from hf_triton.hub.process import DownloadLimits, DownloadWatch, download
 from hf_triton.hub.resolve import TOKEN_VARIABLES
@@ -53,6 +53,39 @@ def test_progress_is_logged(tmp_path: Path, loopback: LoopbackHub, caplog: pytes
     assert f"{MODEL} (revision main): downloading to {tmp_path / 'home' / 'hub'}" in caplog.text
     assert f"{MODEL}: downloading, 0.01 of 0.02 GB" in caplog.text
     assert f"{MODEL}: downloaded in " in caplog.text
+
+
+UNTRUSTED = (
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "training_args.bin",
+    "optimizer.pt",
+    "modeling_mine.py",
+    "custom_generate/generate.py",
+    "1_Dense/pytorch_model.bin",
+    "adapter_model.bin",
+    "model.onnx",
+    "vocab.pkl",
+)
+
+
+def test_nothing_that_can_run_is_downloaded(tmp_path: Path, loopback: LoopbackHub) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    for name in UNTRUSTED:
+        (checkpoint / name).parent.mkdir(exist_ok=True)
+        (checkpoint / name).write_text("{}")
+    loopback.add(MODEL, checkpoint)
+    folder = build_hub(tmp_path, loopback.environment()).resolve_model()
+    fetched = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert fetched == {"config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin.index.json"}
+    (checkpoint / "model.safetensors").unlink()
+    index = '{"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model.bin"}}'
+    (checkpoint / "model.safetensors.index.json").write_text(index)
+    loopback.add(MODEL, checkpoint)
+    shutil.rmtree(tmp_path / "home" / "hub")
+    with pytest.raises((HubError, CheckpointError), match=r"'pytorch_model\.bin', which is no safetensors file"):
+        build_hub(tmp_path, loopback.environment()).resolve_model()
+    assert not [path for path in (tmp_path / "home" / "hub").rglob("*") if path.suffix in (".bin", ".py", ".pt")]
 
 
 def test_retries_are_logged(tmp_path: Path, loopback: LoopbackHub, caplog: pytest.LogCaptureFixture) -> None:
@@ -287,7 +320,7 @@ mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" || exit 77
 exec "$2" -c '
 import os, sys
 from pathlib import Path
-from hf_triton.errors import HubError
+from hf_triton.errors import CheckpointError, HubError
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 

@@ -265,6 +265,8 @@ def test_folder_is_absolute_or_relative_to_the_model_folder(tmp_path: Path) -> N
         ({"huggingface_model": "{ok}", "tokenizer": "./absent"}, "path_not_found", "correct tokenizer"),
         ({"huggingface_model": "{empty}"}, "checkpoint_incomplete", "copy the whole checkpoint there"),
         ({"huggingface_model": "{pickle}"}, "weights_not_safe", "set allow_pickle to true"),
+        ({"huggingface_model": "{index}"}, "weights_not_safe", "'pytorch_model.bin', which is no safetensors file"),
+        ({"huggingface_model": "{adapter}"}, "unsupported_model", "has an adapter beside a model"),
     ],
 )
 def test_unusable_folder(tmp_path: Path, settings: dict[str, str], code: str, words: str) -> None:
@@ -272,6 +274,12 @@ def test_unusable_folder(tmp_path: Path, settings: dict[str, str], code: str, wo
     folders["empty"].mkdir()
     shutil.copytree(folders["ok"], folders["pickle"])
     (folders["pickle"] / "model.safetensors").rename(folders["pickle"] / "pytorch_model.bin")
+    folders |= {"index": tmp_path / "index", "adapter": tmp_path / "adapter"}
+    shutil.copytree(folders["pickle"], folders["index"])
+    index = '{"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model.bin"}}'
+    (folders["index"] / "model.safetensors.index.json").write_text(index)
+    shutil.copytree(folders["ok"], folders["adapter"])
+    (folders["adapter"] / "adapter_config.json").write_text("{}")
     hub = build_hub(tmp_path, **{name: value.format(**folders) for name, value in settings.items()})
     with pytest.raises((HubError, CheckpointError), match=words) as raised:
         assert hub.resolve_model() is hub.resolve_tokenizer()

@@ -9,7 +9,15 @@ import pytest
 
 from hf_triton.errors import CheckpointError
 from hf_triton.hub import snapshot
-from hf_triton.hub.snapshot import is_sound, missing_code, missing_files, missing_weights, purge_damaged, weight_files
+from hf_triton.hub.snapshot import (
+    check_weights_named,
+    is_sound,
+    missing_code,
+    missing_files,
+    missing_weights,
+    purge_damaged,
+    weight_files,
+)
 from hf_triton.hub.spec import CheckpointSpec
 
 NEEDS = ("needs_config", "needs_tokenizer", "needs_weights")
@@ -58,10 +66,47 @@ def test_weight_files_of_a_sharded_checkpoint(tmp_path: Path, kind: tuple[str, s
     assert missing_weights(tmp_path, allow_pickle=True) == ["1.part"]
 
 
-def test_index_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "allow_pickle", "words"),
+    [
+        ("../../etc/passwd", False, "no file of its folder"),
+        ("../other/model.safetensors", True, "no file of its folder"),
+        ("/etc/passwd", True, "no file of its folder"),
+        ("..", True, "no file of its folder"),
+        ("", True, "no file of its folder"),
+        ("pytorch_model.bin", False, "set allow_pickle to true"),
+        ("model.safetensors.pt", False, "set allow_pickle to true"),
+    ],
+)
+def test_an_index_names_safetensors_of_its_folder(tmp_path: Path, name: str, allow_pickle: bool, words: str) -> None:
     index, _ = snapshot.SAFETENSORS
-    write_index(tmp_path, index, {"a": "../../etc/passwd"})
-    assert weight_files(tmp_path, [index], allow_pickle=False) == ["passwd"]
+    write(tmp_path, "pytorch_model.bin", "1.safetensors")
+    write_index(tmp_path, index, {"a": name, "b": "1.safetensors"})
+    for look in (
+        lambda: weight_files(tmp_path, [index], allow_pickle),
+        lambda: missing_weights(tmp_path, allow_pickle),
+    ):
+        with pytest.raises(CheckpointError, match=words) as refused:
+            look()
+        assert refused.value.code == "weights_not_safe"
+
+
+def test_a_pickle_index_is_read_if_pickles_are_allowed(tmp_path: Path) -> None:
+    write_index(tmp_path, snapshot.PICKLE[0], {"a": "1.bin"})
+    assert weight_files(tmp_path, [snapshot.PICKLE[0]], allow_pickle=True) == ["1.bin"]
+    assert weight_files(tmp_path, [snapshot.PICKLE[0]], allow_pickle=False) == []
+
+
+@pytest.mark.parametrize("named", ["adapter_model.bin", "other.safetensors", 5, ["x"]])
+def test_a_config_does_not_name_other_weights(tmp_path: Path, named: object) -> None:
+    with pytest.raises(CheckpointError, match="transformers_weights in config"):
+        check_weights_named(write(tmp_path, config={"transformers_weights": named}))
+
+
+def test_an_adapter_beside_a_model_is_not_applied_unseen(tmp_path: Path) -> None:
+    check_weights_named(write(tmp_path, config={"transformers_weights": "model.safetensors"}))
+    with pytest.raises(CheckpointError, match="name the adapter in the setting adapters"):
+        check_weights_named(write(tmp_path, "adapter_config.json"))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}'])
