@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, ClassVar, Final, ParamSpec, TypeVar
 
+from anyio import to_thread
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from hf_triton.openai.errors import ApiError, too_large
+from hf_triton.openai.gateway import gateway_of
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -97,7 +99,7 @@ async def beside_loop(
 ) -> Result:
     """What `work` returns; for a request with a large body it runs in a thread, so that others are served meanwhile."""
     if len(await request.body()) > LARGE_BYTES:
-        return await run_in_threadpool(work, *args, **kwargs)
+        return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=gateway_of(request).readers)
     return work(*args, **kwargs)
 
 

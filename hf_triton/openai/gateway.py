@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from anyio import CapacityLimiter
 from starlette.requests import Request
 
 from hf_triton.openai.config import GatewayConfig
@@ -19,6 +20,8 @@ class Gateway:
     config: GatewayConfig
     models: TritonModels
     metrics: Metrics
+    readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
+    """Threads that read large bodies: with more, the event loop would wait for each of them in turn."""
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -77,6 +77,17 @@ def test_refusal_of_a_large_body_reaches_a_client_that_closes(alone: GatewayThre
         assert json.load(answer)["error"]["code"] == "request_too_large"
 
 
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_the_operators_limit_is_the_lower_one(is_announced: bool) -> None:
+    body = b'{"model": "a", "prompt": "%b"}' % (b"a" * 1000)
+    headers = {"content-type": "application/json"}
+    with GatewayThread(GatewayConfig(triton="127.0.0.1:1", port=0, max_body_bytes=1000)) as gateway:
+        content = body if is_announced else iter([body[:500], body[500:]])
+        answer = httpx.post(f"{gateway.url}/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 413
+        assert "more bytes than the 1000" in answer.text
+
+
 def test_client_that_waits_to_be_asked_for_its_body_is_refused_at_once(alone: GatewayThread) -> None:
     head = b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\nconnection: close\r\n" % CHAT.encode()
     answer, body = raw(alone, head + b"content-length: 9000000\r\nexpect: 100-continue\r\n\r\n")
