@@ -14,7 +14,7 @@ from pydantic_core import to_json
 
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
-from hf_triton.openai.fields import MAX_TEXTS, Fields
+from hf_triton.openai.fields import Fields
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.merge import all_results
 from hf_triton.openai.triton_messages import Folder, Outputs, TextRequest
@@ -65,9 +65,6 @@ async def encode(
     """
     gateway, names = gateway_of(request), names or {}
     count = max(map(len, texts.values()))
-    if count > MAX_TEXTS:
-        message = f"the request has {count} texts, more than the {MAX_TEXTS} that are accepted: send several"
-        raise ApiError(400, message, param=_longest(texts, names))
     given = {**(parameters or {}), "truncate": body.truncate}
 
     async def run() -> Outputs:

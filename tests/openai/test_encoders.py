@@ -300,7 +300,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "/v1/rerank",
         {"query": "a", "documents": ["b"] * 10_001},
         "documents",
-        "10001 texts, more than",
+        "10001 items, more than the 10000",
     ),
     "a long document": ("/v1/rerank", {"query": "a", "documents": ["b", "bad " * 200]}, "documents", "(row 1)"),
     "a large token to classify": ("/v1/classify", {"input": [10**7]}, "input", "token ids must be in 0 to"),
