@@ -115,7 +115,7 @@ def model_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = (ROOT / "docs" / "moving" / "transformer-deploy.md").read_text(encoding="utf-8")
     [declaration] = re.findall(r"^echo '(input \[.*\])' >> \S+/config.pbtxt$", page, re.MULTILINE)
     with (work / "model_repository/sts_tensorrt_inference/config.pbtxt").open("a") as config:
-        config.write(declaration)
+        config.write('parameters { key: "task" value { string_value: "text-classification" } }\n' + declaration)
     shell("cp -r falcon7b model_repository/batched", work)
     with (work / "model_repository/batched/config.pbtxt").open("a") as config:
         config.write(BATCHING)
