@@ -170,12 +170,12 @@ def _load(
         length = min(length, max_positions(model) or length, tokenizer.model_max_length)
     stop_strings = () if auto_class else _take_stop_strings(model)
     checkpoint = Checkpoint(tokenizer, model, length, folder, stop_strings)
-    with loading("the model", settings):
+    with loading("the model", settings, folder):
         vocabulary_size = checkpoint.vocabulary_size
     if len(tokenizer) > vocabulary_size:
         logger.warning("the tokenizer has %d tokens and the model %d", len(tokenizer), vocabulary_size)
     if auto_class is None:
-        with loading("generation_config.json", settings):
+        with loading("generation_config.json", settings, folder):
             checkpoint.generation_defaults()
     is_torch = settings.runtime == "torch"
     logger.info(

@@ -174,3 +174,24 @@ def test_what_a_quantised_checkpoint_lacks_is_named(error: Exception, words: str
     assert words in sentence
     assert "fetch the checkpoint again" not in sentence
     assert "setting" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ImportError("This modeling file requires packages: einops. Run `pip install einops`"), "install einops"),
+        (ValueError("You need tiktoken. Install it with `pip install tiktoken`."), "install tiktoken"),
+        (ImportError("See https://pypi.org/project/sacremoses/ for installation."), "install sacremoses"),
+        (ModuleNotFoundError("No module named 'causal_conv1d.ops'", name="causal_conv1d.ops"), "install causal_conv1d"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "or a machine with more memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"), "or a machine with more memory"),
+        (
+            RuntimeError("PytorchStreamReader failed reading zip archive"),
+            "fetch the checkpoint again, or choose another",
+        ),
+        (ZeroDivisionError("integer modulo by zero"), "correct config.json, or choose another revision"),
+    ],
+)
+def test_the_remedy_is_that_of_the_exception(error: Exception, remedy: str) -> None:
+    sentence = explain_load(error, "the weights", "acme/thing", has_quantization_setting=False).sentence
+    assert remedy in sentence.rpartition("): ")[2]
