@@ -7,8 +7,10 @@ running time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Final, Self
 
 import annotated_types
@@ -28,12 +30,13 @@ from hf_triton.protocol.past import MAX_DEPTH, is_deep, read_assistant_message
 from hf_triton.protocol.tool_choice import ForcedCall, allowed_tools, forced_call, read_tool_choice
 from hf_triton.protocol.validation import parse_json, problems, suggest, validated
 
+logger = logging.getLogger(__name__)
+
 MESSAGES: Final = "messages"
 EXAMPLE: Final = '{"role": "user", "content": "..."}'
 ASSISTANT: Final = "assistant"
 MAX_MESSAGES: Final = 1024  # some templates loop over all earlier messages for each: quadratic time
 MAX_TOOLS: Final = 128
-NO_TOOLS: Final[tuple[object, ...]] = ([], (), "[]")
 MAX_ARGUMENT: Final = 1_000_000  # a template may loop as often as an argument says
 
 RESERVED: Final = frozenset(
@@ -71,13 +74,25 @@ def _parse_bounded(name: str, value: object) -> Any:
 def _read_tools(value: object) -> tuple[object, ...]:
     value = _parse_bounded("tools", value)
     given = enumerate(value if isinstance(value, list) else [value])
-    tools = {f"tools[{index}]": tool for index, tool in given if hosted_type(tool) is None}
-    read = tuple(_read_tool(name, _parse_bounded(name, tool)) for name, tool in tools.items())
+    tools = {(name := f"tools[{index}]"): _parse_bounded(name, tool) for index, tool in given}
+    read = tuple(_read_tool(name, tool) for name, tool in tools.items() if not _is_hosted(tool))
     names = [(custom_of(tool) or tool["function"])["name"] for tool in read]
     for name in (custom["name"] for tool in read if (custom := custom_of(tool))):
         if names.count(name) > 1:
             raise ValueError(f"tools has several of the name {clip(name)}: give the custom tool a name of its own")
     return read
+
+
+def _is_hosted(tool: object) -> bool:
+    if kind := hosted_type(tool):
+        _log_hosted(clip(kind))
+    return kind is not None
+
+
+@lru_cache(MAX_TOOLS)
+def _log_hosted(kind: str) -> None:
+    """Log the first tool of a type."""
+    logger.info("passed over: tools of type %s, which this server has not", kind)
 
 
 def _read_tool(name: str, tool: object) -> dict[str, Any]:
@@ -201,7 +216,6 @@ class ChatOptions(_Declared):
     tools: (
         Annotated[
             tuple[dict[str, Any], ...],
-            annotated_types.MinLen(1),
             annotated_types.MaxLen(MAX_TOOLS),
             BeforeValidator(_read_tools),
         ]
@@ -284,8 +298,7 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
             f"{MESSAGES}, tools and chat_template_kwargs have {num_bytes} bytes, more than the {max_bytes} that are "
             "accepted (setting max_prompt_bytes)",
         )
-    asked = {name: value for name, value in options.items() if name != "tools" or value not in NO_TOOLS}
-    checked = validated(ChatOptions, asked)
+    checked = validated(ChatOptions, options)
     try:
         conversation = _parse_messages(texts)
         if checked.continue_final_message:

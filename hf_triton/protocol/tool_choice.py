@@ -105,6 +105,8 @@ def forced_call(
     if choice in ("auto", "none"):
         return None
     inputs = {name: grammar for name, grammar in (formats or {}).items() if grammar is not None}
+    if not tools:
+        raise RequestError("invalid_parameter", "tool_choice makes the model call a tool, and there is none: add tools")
     if choice == "required":
         return _required_call(tools, inputs, is_parallel)
     name = json.loads(choice)["name"]

@@ -269,7 +269,10 @@ def build_encoder_service(
     engine: EncoderEngine | NoEngine = NoEngine()
     if settings.has_weights:
         engine = build_task_engine(task, checkpoint, settings, on_fatal=on_fatal)
-    info = model_info(checkpoint, settings, task=task.declaration.name, engine=settings.runtime)
+    info = dataclasses.replace(
+        model_info(checkpoint, settings, task=task.declaration.name, engine=settings.runtime),
+        context_length=task.max_length,
+    )
     return EncoderService(task, engine, limits, max_waiting=settings.max_waiting_prompts, meter=meter, info=info)
 
 

@@ -137,6 +137,13 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "tool choice without tools": (chat(tool_choice="required"), "tool_choice", "tools"),
     "no adapter's name": (completion(lora_name=5), "lora_name", "lora_name must be a string"),
     "tools are text": (chat(tools="f"), "tools", "tools must be a JSON array"),
+    "tool without a function": (chat(tools=[{"type": "web_search"}, {"type": "function"}]), "tools[1]", "function"),
+    "tool choice and no tool": (chat(tools=[], tool_choice="required"), "tool_choice", "add tools"),
+    "tool choice and a hosted tool": (
+        chat(tools=[{"type": "web_search"}], tool_choice={"type": "function", "function": {"name": "g"}}),
+        "tool_choice",
+        "add tools",
+    ),
     "messages to continue": (chat(continue_final_message=True), "continue_final_message", "continue_final_message"),
     "variable that is the server's": (
         chat(chat_template_kwargs={"messages": []}),

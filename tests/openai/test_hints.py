@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from hf_triton.openai import hints
+from hf_triton.openai.bodies import LARGE_BYTES
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread
@@ -39,6 +40,12 @@ HINTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown list of nothing": (CHAT, {"plugins": []}, "plugins"),
     "verbosity of a text": (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
     "a summary": (RESPONSES, {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    "a hosted tool": (CHAT, {"tools": [{"type": "web_search"}], "tool_choice": "auto"}, "tools.web_search"),
+    "Anthropic's tool": (
+        MESSAGES,
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "tools.web_search_20250305",
+    ),
     "a strict tool": (
         RESPONSES,
         {"tools": [{"type": "function", "strict": True, **TOOL}] * 2, "tool_choice": "none"},
@@ -102,6 +109,11 @@ def test_a_stream_and_a_refusal_name_hints_too(gateway: GatewayThread) -> None:
     assert stream.headers[hints.HEADER] == "user"
     refused = post(gateway, CHAT, user="me", top_p=0)
     assert (refused.status_code, refused.headers[hints.HEADER]) == (400, "user")
+
+
+def test_a_body_that_a_thread_reads_names_hints_too(gateway: GatewayThread) -> None:
+    answer = post(gateway, CHAT, user="x" * 2 * LARGE_BYTES, reasoning_effort="low")
+    assert (answer.status_code, answer.headers[hints.HEADER]) == (200, "user, reasoning_effort")
 
 
 def test_a_header_is_short_whatever_a_client_sends(gateway: GatewayThread) -> None:

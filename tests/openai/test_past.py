@@ -14,7 +14,8 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from hf_triton.openai.message_blocks import read_messages
-from hf_triton.openai.response_items import read_input
+from hf_triton.openai.response_input import read_input
+from hf_triton.openai.response_tools import ResponseTools
 from hf_triton.protocol.chat import parse_chat
 from tests.support.gateway import GatewayThread
 
@@ -269,7 +270,7 @@ def test_a_message_of_a_chat_is_taken_back(gateway: GatewayThread, case: str) ->
 def test_items_of_a_response_are_taken_back(gateway: GatewayThread, case: str) -> None:
     items, expected = ITEMS[case]
     sent = [HELLO, *response(*items), HELLO]
-    assert read(read_input(sent, None).messages())[1:-1] == expected
+    assert read(read_input(sent, None, ResponseTools()).messages())[1:-1] == expected
     body = {"model": "tiny", "input": sent, "max_output_tokens": 3}
     answer = httpx.post(f"{gateway.url}/v1/responses", json=body, timeout=60)
     assert answer.status_code == 200, answer.text

@@ -2,6 +2,7 @@
 """Messages and their options: every form that clients can send, and a sentence for whatever is wrong with them."""
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -161,9 +162,21 @@ def test_chats_at_the_limits_are_accepted() -> None:
     assert parse_chat(text, {}, len(text)).messages == (HI,)
 
 
-@pytest.mark.parametrize("given", [[], (), "[]"], ids=str)
+@pytest.mark.parametrize("given", [[], "[]"], ids=str)
 def test_an_empty_list_of_tools_is_none(given: object) -> None:
     assert parse(HI, tools=given).tools is None
+    with pytest.raises(RequestError, match="tool_choice makes the model call a tool, and there is none"):
+        parse(HI, tools=given, tool_choice="required")
+
+
+def test_tools_that_this_server_has_not_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    hosted = {"type": "web_search_of_this_test", "user_location": None}
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            chat = parse(HI, tools=[hosted, TOOL, hosted])
+    assert chat.tools == (TOOL,)
+    assert caplog.messages == ["passed over: tools of type 'web_search_of_this_test', which this server has not"]
+    assert parse(HI, tools=[hosted], tool_choice="auto").tools is None
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -259,7 +272,7 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
         "invalid_parameter: add_generation_prompt starts a new message, continue_final_message continues",
     ),
     "a prompt of no kind": ({"add_generation_prompt": "yes"}, "add_generation_prompt must be true or false, got 'yes'"),
-    "too many tools": ({"tools": [TOOL] * (MAX_TOOLS + 1)}, "tools must be a JSON object or a JSON array of 1 to "),
+    "too many tools": ({"tools": [TOOL] * (MAX_TOOLS + 1)}, "tools must be a JSON object or a JSON array of up to "),
     "tools that are no JSON": ({"tools": "weather"}, "invalid_parameter: tools is not JSON: expected value"),
     "a tool that is no JSON": ({"tools": ["weather"]}, "invalid_parameter: tools[0] is not JSON: expected value"),
     "a tool that is none": ({"tools": [5]}, 'tools[0] must be {"type": "function", "function": {...}}'),
@@ -339,7 +352,7 @@ def test_every_option_has_a_description_and_a_range() -> None:
     assert words == {
         "add_generation_prompt": "true or false",
         "continue_final_message": "true or false",
-        "tools": f"a JSON object or a JSON array of 1 to {MAX_TOOLS} of them",
+        "tools": f"a JSON object or a JSON array of up to {MAX_TOOLS} of them",
         "tool_choice": "a string",
         "parallel_tool_calls": "true or false",
         "chat_template_kwargs": "a JSON object",
