@@ -74,10 +74,11 @@ class ResponseItems:
             self._unread += map(_as_output_text, logprobs["content"])
 
     def take_logprobs(self, block: Block, text: str) -> Tokens:
-        """The log probabilities of a piece of a block's text; those of other tokens before it are dropped."""
+        """The log probabilities of a piece of a text; those of reasoning and calls before it are dropped."""
+        if block.kind != TEXT:
+            return []
         _, tokens, self._unread = split_at(self._unread, text)
-        if block.kind == TEXT:
-            self._logprobs.setdefault(block.index, []).extend(tokens)
+        self._logprobs.setdefault(block.index, []).extend(tokens)
         return tokens
 
     def end_logprobs(self, block: Block) -> Tokens:
