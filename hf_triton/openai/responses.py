@@ -170,7 +170,7 @@ def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 @router.post("/v1/responses", responses=RESPONSES)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, in the form that agents read."""
-    gateway, tools = gateway_of(request), body.read_tools()
+    gateway, tools = gateway_of(request), await beside_loop(request, body.read_tools)
     conversation = await beside_loop(request, read_input, body.input, body.instructions, tools)
     conversation.tool_places = tools.places
     with conversation.placed_errors("input"):

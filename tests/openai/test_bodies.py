@@ -177,6 +177,13 @@ def test_object_of_many_names_holds_nothing_up(gateway: Gateway) -> None:
     assert check(gateway, "/v1/chat/completions", body.encode()).status_code == 400
 
 
+def test_tools_in_namespaces_hold_nothing_up(gateway: Gateway) -> None:
+    functions = ",".join(['{"type":"function","name":"f"}'] * 300)
+    namespace = f'{{"type":"namespace","name":"n","tools":[{functions}]}}'
+    body = filled("/v1/responses", "tools", namespace, 100)
+    assert check(gateway, "/v1/responses", body, max_cpu_s=2.0).status_code == 400
+
+
 def test_half_sent_bodies_hold_no_more_than_the_limit(gateway: Gateway) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
     head += b"content-length: %d\r\n\r\n" % MAX_JSON_BYTES
