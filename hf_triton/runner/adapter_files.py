@@ -27,7 +27,7 @@ PREFIX: Final = "base_model.model."
 MAX_CONFIG_BYTES: Final = 1_000_000
 MAX_NAME_CHARACTERS: Final = 1000
 MAX_PATTERNS: Final = 4096
-MAX_MATCHING_S: Final = 1.0
+MAX_MATCHING_S: Final = 3.0
 """CPU time for all patterns of an adapter together."""
 KEEPING_INITS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 """The values of `init_lora_weights` with which peft leaves the base model's weights as they are."""
@@ -298,7 +298,11 @@ def plan_adapter(
     for name, tensor in tensors.items():
         layer, part = split_name(name)
         if layer not in layers:
-            refuse(f"has, and the model has not, {_listed([name])}")
+            is_expert = "experts" in name.split(".")
+            remedy = (
+                ": experts of a mixture are not served with LoRA: merge it into its base model" if is_expert else ""
+            )
+            refuse(f"has, and the model has not, {_listed([name])}{remedy}")
         is_whole = "." not in part and not part.startswith("lora_")
         (whole if is_whole else parts).setdefault(layer, {})[part] = tensor
         if is_whole and not _ends_with(layer, config.saved):

@@ -100,12 +100,12 @@ class Adapters:
         """
         config = read_adapter_config(folder)
         tensors = read_tensors(folder, 2 * self._num_bytes + SPARE_BYTES)
+        plan = self._plan(config, tensors)
         adapter = Adapter(next(self._numbers))
         fault = None
         with self._changing():
             self._sweep()
             try:
-                plan = plan_adapter(config, self._renamed(config, tensors), self._layers)
                 self._inject(adapter, config, plan)
                 self._loaded[adapter.key] = weakref.ref(adapter)
                 self._try_out(adapter)
@@ -151,6 +151,15 @@ class Adapters:
                 yield
             finally:
                 self._rows = self._plain
+
+    def _plan(self, config: AdapterConfig, tensors: dict[str, torch.Tensor]) -> AdapterPlan:
+        """Check an adapter's files, while forwards go on."""
+        try:
+            return plan_adapter(config, self._renamed(config, tensors), self._layers)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            refuse(f"does not fit the model ({short(error)})")
 
     def _renamed(self, config: AdapterConfig, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors as this transformers names them: an adapter may be older than a change of its model's layers."""

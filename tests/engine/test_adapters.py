@@ -269,3 +269,29 @@ def test_adapters_of_another_model_are_refused(checkpoint: Path, folders: dict[s
         assert started.run(([5, 6, 7], None)) == [tokens]
     finally:
         started.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
+        (
+            "gpt2",
+            {"target_modules": "all-linear", "trainable_token_indices": [3, 9]},
+        ),  # the head has the embedding's rows
+    ],
+)
+def test_other_layers_and_ties_equal_peft(architecture: str, config: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = build_tiny_checkpoint(tmp_path / "base", architecture, eos_token_id=None)
+    folder = save_adapter(checkpoint, tmp_path / "adapter", **config)
+    model = load_model(checkpoint)
+    adapters = Adapters(model)
+    adapter = adapters.load(folder)
+    token_ids = torch.arange(3, 20).expand(2, -1)
+    with torch.inference_mode(), adapters.choose([None, adapter]):
+        base, changed = model(token_ids).logits
+    with torch.inference_mode():
+        torch.testing.assert_close(base, load_model(checkpoint)(token_ids[:1]).logits[0], rtol=0, atol=1e-5)
+        expected = wrap(load_model(checkpoint), folder)(token_ids[:1]).logits[0]
+    torch.testing.assert_close(changed, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(changed, base, atol=1e-3)
