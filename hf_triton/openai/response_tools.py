@@ -16,6 +16,8 @@ from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import HINT, Fields, Ignored
 from hf_triton.openai.hints import pass_over
 from hf_triton.protocol.chat import MAX_TOOLS
+from hf_triton.protocol.custom_tools import hosted_type
+from hf_triton.protocol.structured_output import GrammarText
 from hf_triton.protocol.tool_choice import ALLOWED, NAMED
 
 Tools = Annotated[list[Any], annotated_types.MaxLen(MAX_TOOLS)]
@@ -26,6 +28,8 @@ OFFERED: Final[Mapping[str, Ignored]] = {
     "output_schema": HINT,
 }
 """Fields of tools that say nothing to the model."""
+MAX_READ: Final = 8 * MAX_TOOLS
+"""Tools of one request, those that are defined again or passed over included."""
 CHOICE: Final = '{"type": "function", "name": "..."}'
 
 
@@ -46,7 +50,7 @@ class _Custom(Fields):
 class _Grammar(Fields):
     ignored: ClassVar[Mapping[str, Ignored]] = {"type": ANY}
     syntax: Literal["lark", "regex"]
-    definition: Annotated[str, annotated_types.MinLen(1)]
+    definition: GrammarText
 
 
 class _Namespace(Fields):
@@ -82,6 +86,8 @@ class ResponseTools:
         """Where each of them is in the request."""
         self._names: dict[str, tuple[str, str | None]] = {}
         """Name and namespace by flat name."""
+        self._num_read = 0
+        self._indices: dict[tuple[str, str], int] = {}  # by type and flat name
 
     def add(self, place: str, tool: object, namespace: str | None = None) -> None:
         """Add a tool, or those of a namespace.
@@ -89,6 +95,12 @@ class ResponseTools:
         Raises:
             ApiError: It is invalid.
         """
+        self._num_read += 1
+        if self._num_read > MAX_READ:
+            message = (
+                f"{place} is one tool too many: up to {MAX_READ} are read, and up to {MAX_TOOLS} offered to the model"
+            )
+            raise ApiError(400, message, param=place, code="invalid_parameter")
         kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
         if kind == "namespace" and namespace is None:
             inner = parse_at(_Namespace, place, tool)
@@ -112,8 +124,9 @@ class ResponseTools:
             message = f"{place} is {clip(name)} to the model, as another tool is: give it another name"
             raise ApiError(400, message, param=place, code="invalid_parameter")
         inner["name"] = name
-        self.tools.append(tool)
-        self.places.append(place)
+        index = self._indices.setdefault((tool["type"], name), len(self.tools))
+        # The last definition counts: clients repeat them in the input.
+        self.tools[index : index + 1], self.places[index : index + 1] = [tool], [place]
 
     def name_of(self, called: str) -> tuple[str, str | None]:
         """The name and namespace of a tool that the model calls, also if it leaves the namespace out."""
@@ -135,7 +148,7 @@ class ResponseTools:
             named = [
                 self._named(f"tool_choice.tools[{index}]", tool)
                 for index, tool in enumerate(allowed.tools)
-                if not isinstance(tool, dict) or tool.get("type", "function") in NAMED
+                if hosted_type(tool) is None
             ]
             return {"type": ALLOWED, ALLOWED: {"mode": allowed.mode, "tools": named}}
         if choice.get("type") not in NAMED:
