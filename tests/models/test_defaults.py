@@ -46,7 +46,6 @@ def start(folder: Path, settings: ModelSettings) -> TextGeneration:
     ("defaults", "words"),
     [
         ({"guided_regex": "("}, "guided_regex"),
-        ({"guided_choice": ["yes", "no"], "max_new_tokens": 1}, "max_new_tokens"),
         ({"eos_token_id": 999_999}, "eos_token_id"),
         ({"n": 2}, "num_return_sequences"),
         ({"n": 40, "temperature": 1.0}, "max_num_seqs"),
