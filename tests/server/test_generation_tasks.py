@@ -164,6 +164,7 @@ def test_a_translation_by_tokens_for_languages(server: TritonServer, checkpoints
     assert len(answers) == 3
 
 
+@pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
 def test_a_model_of_one_pair_of_languages(server: TritonServer, checkpoints: dict[str, Path]) -> None:
     expected = [pipeline_text(checkpoints["opus"], prompt) for prompt in PROMPTS]
     assert len(set(expected)) == len(PROMPTS)
