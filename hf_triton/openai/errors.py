@@ -103,6 +103,17 @@ _PATH: Final = re.compile(r"""'[.~]{0,2}/[^']+'|(?<![\w:/.~-])[.~]{0,2}/(?!v\d/)
 _NAME: Final = re.compile(r"(?:there is no (?:parameter|field) ')?(([A-Za-z_]+)(?:\[\d+\]|\.\w+)*)")
 
 
+_ROOM: Final = re.compile(
+    r"has (\d+) tokens, which leaves room for max_tokens <= \d+ in the context of (\d+), got (\d+)"
+)
+
+
+def _with_anthropics_words(match: re.Match[str]) -> str:
+    """The sentence with the words by which Claude Code knows to ask again with fewer `max_tokens`."""
+    num_tokens, context, asked = match.groups()
+    return f"{match[0]}: input length and `max_tokens` exceed context limit: {num_tokens} + {asked} > {context}"
+
+
 class ApiError(HTTPException):
     """A request's failure, as the client sees it.
 
@@ -134,7 +145,10 @@ class ApiError(HTTPException):
         """The JSON object that the endpoint at `path` answers."""
         if path.startswith(ANTHROPIC_PATH):
             kind = ANTHROPIC_TYPES.get(self.status_code) or (INVALID if self.status_code < 500 else "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            return {
+                "type": "error",
+                "error": {"type": kind, "message": _ROOM.sub(_with_anthropics_words, self.message)},
+            }
         code = self.code or DEFAULT_CODES.get(self.status_code)
         if code is None:
             code = "internal" if self.status_code >= 500 else "invalid_parameter" if self.param else "invalid_request"
