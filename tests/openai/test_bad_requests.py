@@ -218,6 +218,14 @@ RAW: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
         404,
         "does not exist",
     ),
+    "chat with an empty adapter": (
+        "POST",
+        CHAT,
+        json.dumps({"model": "tiny:", "messages": HELLO}).encode(),
+        {},
+        404,
+        "the model 'tiny:' does not exist",
+    ),
     "huge body": ("POST", CHAT, b" " * (17 << 20), {}, 413, "more bytes than"),
 }
 
