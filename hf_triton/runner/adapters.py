@@ -24,18 +24,8 @@ from typing import Any, Final
 import torch
 
 from hf_triton.errors import CheckpointError, SettingsError
-from hf_triton.runner.adapter_files import (
-    PREFIX,
-    TOKENS,
-    AdapterConfig,
-    AdapterPlan,
-    plan_adapter,
-    read_adapter_config,
-    read_tensors,
-    refuse,
-    short,
-    split_name,
-)
+from hf_triton.runner.adapter_files import PREFIX, AdapterConfig, read_adapter_config, read_tensors, refuse, short
+from hf_triton.runner.adapter_plan import TOKENS, AdapterPlan, plan_adapter, split_name
 from hf_triton.runner.numerics import agree
 
 NO_ADAPTER: Final = "__base__"
