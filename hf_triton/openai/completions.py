@@ -225,6 +225,8 @@ class _ChoiceStream:
         self._tokens = StreamedTokens(index)
         self._is_plain = body.logprobs is None and not (body.return_token_ids or body.counts_continuously)
         self._has_begun = False
+        self._prompt_ids: list[int] | None = None
+        """Of the stream's first response, in which other choices may have text and this one none."""
         self._num_characters = 0
         """Of the tokens whose log probabilities are told."""
         self._echo = ""
@@ -233,6 +235,8 @@ class _ChoiceStream:
     def chunk(self, outputs: Outputs) -> bytes:
         """The chunk of a response; empty if it has nothing new."""
         text, is_last = text_of(outputs, self._index), "finish_reason" in outputs
+        if self._prompt_ids is None and self._body.return_token_ids:
+            self._prompt_ids = json_output(outputs, "prompt_token_ids", self._index)
         if not (text or is_last):
             self._tokens.read(outputs)
             return b""
@@ -250,7 +254,7 @@ class _ChoiceStream:
         if self._body.return_token_ids:
             choice["token_ids"] = self._tokens.take_ids()
             if not self._has_begun:
-                choice["prompt_token_ids"] = json_output(outputs, "prompt_token_ids", self._index)
+                choice["prompt_token_ids"] = self._prompt_ids
         self._has_begun = True
         usage = {"usage": self._tokens.usage()} if self._body.counts_continuously else {}
         return event({**self._head, **usage, "choices": [choice]})
