@@ -197,7 +197,9 @@ def triton_error(message: str, names: Mapping[str, str], fields: Collection[str]
 
 def in_names(sentence: str, names: Mapping[str, str]) -> str:
     """A sentence with our names of parameters replaced by the client's."""
-    sentence = sentence.replace("send text_input", "send a prompt to /v1/completions")
+    before, remedy, behind = sentence.partition("send text_input")
+    if remedy:
+        return f"{in_names(before, names)}send a prompt to /v1/completions{in_names(behind, names)}"
     return re.sub(r"[a-z_]+", lambda word: names.get(word[0], word[0]), sentence)
 
 

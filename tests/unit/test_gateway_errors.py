@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gateway tells of a model that is not loaded: our remedy word for word, without the host's paths."""
+"""What the gateway tells of a model that is not loaded, our remedy word for word, and in which names it tells it."""
 
 import pytest
 
 from hf_triton.hub.failures import FOLDER_HINT
-from hf_triton.openai.errors import load_reason
+from hf_triton.openai.errors import in_names, load_reason
 
 TRITON = "failed to load 'm' version 1: Internal: TritonModelException: path_not_found: {}\n\nAt:\n  /srv/models/m/1"
 
@@ -30,3 +30,9 @@ def test_a_path_of_the_host_does_not(path: str) -> None:
         f"there is no [path]: {FOLDER_HINT}",
         f"there is no `[path]`: {FOLDER_HINT}",
     )
+
+
+@pytest.mark.parametrize("name", ["messages", "input"])
+def test_a_model_without_a_template_takes_a_prompt_whatever_the_client_calls_it(name: str) -> None:
+    sentence = in_names("it cannot take messages: send text_input", dict.fromkeys(("messages", "prompt"), name))
+    assert sentence == f"it cannot take {name}: send a prompt to /v1/completions"
