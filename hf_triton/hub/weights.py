@@ -30,18 +30,19 @@ def check_weights(settings: ModelSettings, info: Any, model: Any, *, is_headless
         settings: The model's name, and whether extra tensors are allowed.
         info: transformers' loading info: `missing_keys`, `unexpected_keys`, `mismatched_keys`, `error_msgs`.
         model: The model as it was loaded.
-        is_headless: Whether it is a model without a head, which needs neither a head's tensors nor a pooler.
+        is_headless: Whether it is a model without a head, which needs neither a head's tensors, of any kind, nor a
+            pooler.
 
     Raises:
         CheckpointError: Tensors are missing, extra, unreadable or have other shapes.
     """
     missing = [name for name in info["missing_keys"] if not (is_headless and "pooler." in name)]
     extra = [name for name in info["unexpected_keys"] if not re.search(STALE_BUFFERS, name)]
-    if settings.allow_extra_weights or is_headless:
+    if settings.allow_extra_weights:
         extra = []
     if extra:
         known = set(_names_of_family(model))
-        unused = [name for name in extra if name in known]
+        unused = [name for name in extra if name in known or (is_headless and not _is_within(model, name))]
         extra = sorted(set(extra) - set(unused))
         if unused:
             logger.info(
@@ -71,6 +72,12 @@ def check_weights(settings: ModelSettings, info: Any, model: Any, *, is_headless
 
 def _first(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+
+
+def _is_within(model: Any, name: str) -> bool:
+    """Whether a tensor belongs to a part that the model has, as that of a layer more than its config says does."""
+    own = name.removeprefix(f"{model.base_model_prefix}.")
+    return hasattr(model, own.partition(".")[0])
 
 
 def _names_of_family(model: Any) -> Iterator[str]:

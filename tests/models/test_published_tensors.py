@@ -124,6 +124,18 @@ def test_what_no_head_of_the_family_has_is_refused(name: str, tmp_path: Path) ->
         load(folder, "token-classification")
 
 
+@pytest.mark.parametrize(
+    "name", ["encoder.layer.2.output.dense.weight", "encoder.layer.0.output.lora_A.weight", "embeddings.extra.weight"]
+)
+def test_what_the_body_of_an_embedder_has_not_is_refused(name: str, tmp_path: Path) -> None:
+    folder = save_task_checkpoint(tmp_path / "bge", "bert", "embeddings")
+    add_tensor(folder, "my_head.weight")
+    load(folder, "feature-extraction")
+    add_tensor(folder, name)
+    with pytest.raises(CheckpointError, match=re.escape(f"1 not in the model ({name})")):
+        load(folder, "feature-extraction")
+
+
 def test_a_decoder_s_other_head_is_passed_over(tmp_path: Path) -> None:
     folder = build_tiny_checkpoint(tmp_path / "llama", "llama")
     add_tensor(folder, "score.weight")
