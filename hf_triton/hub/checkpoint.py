@@ -168,7 +168,8 @@ def _load(
     length = context_length(config, settings.max_context_length)
     if auto_class is not None:
         length = min(length, max_positions(model) or length, tokenizer.model_max_length)
-    stop_strings = () if auto_class else _take_stop_strings(model)
+    with loading("generation_config.json", settings, folder):
+        stop_strings = () if auto_class else _take_stop_strings(model)
     checkpoint = Checkpoint(tokenizer, model, length, folder, stop_strings)
     with loading("the model", settings, folder):
         vocabulary_size = checkpoint.vocabulary_size
@@ -194,6 +195,8 @@ def _load(
 def _take_stop_strings(model: Any) -> tuple[str, ...]:
     """Take them out of the generation_config, since `generate` would look for them itself, and ask for a tokenizer."""
     taken, model.generation_config.stop_strings = model.generation_config.stop_strings, None
+    if not isinstance(taken, str | list | None):
+        raise TypeError("`stop_strings` is neither a string nor a list")
     return (taken,) if isinstance(taken, str) else tuple(taken or ())
 
 

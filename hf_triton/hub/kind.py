@@ -147,18 +147,20 @@ def _not_served(tables: Collection[str]) -> list[str]:
 
 
 def _architectures(config: dict[str, Any]) -> list[str]:
-    return [name for name in config.get("architectures") or () if isinstance(name, str)]
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _num_labels(config: dict[str, Any]) -> int:
     labels = config.get("id2label")
-    return len(labels) if isinstance(labels, dict) else int(config.get("num_labels", 2))
+    number = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+    return number if isinstance(number, int) else 0
 
 
 def _read_object(file: Path) -> dict[str, Any]:
     """A file's JSON object; empty if it has none, which loading reports."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -155,5 +155,5 @@ def _entries(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _read(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None

@@ -7,7 +7,8 @@ Every option is followed, has no effect on what is served, or is refused by its 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, cast
@@ -114,6 +115,16 @@ class TransformerConfig:
     """How texts become messages for the tokenizer's chat template, `flat` or `structured`; None: they do not."""
 
 
+@contextmanager
+def reading(files: str = f"{MODULES} and the configs that it names") -> Iterator[None]:
+    """Turn the exceptions of values of other types than sentence-transformers writes into a `CheckpointError`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise invalid(f"{files} cannot be read ({type(error).__name__})") from None
+
+
+@reading(GENERAL)
 def load_general_config(folder: Path) -> GeneralConfig:
     """Read config_sentence_transformers.json.
 
@@ -194,11 +205,9 @@ def load_cross_encoder(folder: Path, task: str) -> TransformerConfig | None:
     """
     if not (folder / MODULES).exists():
         return None
-    try:
+    with reading():
         load_module_list(folder)
         transformer = load_transformer_config(folder)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise invalid(f"modules.json and the configs that it names cannot be read ({type(error).__name__})") from None
     if transformer.task != task:
         raise unsupported(f"has transformer_task {transformer.task} in its sentence_bert_config.json, not {task}")
     if transformer.message_format is not None and task != "text-generation":
@@ -269,6 +278,8 @@ def read(file: Path, kind: type[Any]) -> Any:
         raise CheckpointError(
             "checkpoint_incomplete", f"modules.json needs {file.parent.name}/{file.name}: download the model again"
         ) from None
+    except (ValueError, RecursionError, IsADirectoryError) as error:
+        raise invalid(f"{file.name} cannot be read ({type(error).__name__})") from None
     if not isinstance(value, kind):
         raise invalid(f"{file.name} holds no JSON {'array' if kind is list else 'object'}")
     return value

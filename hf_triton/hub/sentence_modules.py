@@ -26,6 +26,7 @@ from hf_triton.hub.sentence_files import (
     optional_int,
     read,
     read_if_there,
+    reading,
     unsupported,
 )
 
@@ -45,6 +46,8 @@ POOLING_MODES: Final[dict[str, PoolingMode]] = {
 }
 """By the names of `pooling_mode`, which newer versions write."""
 WITH_WEIGHTS: Final = ("Dense", "LayerNorm")
+MAX_SIZE: Final = 1_000_000
+"""Of a vector; a layer gets its memory before its weights are read."""
 WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -106,10 +109,8 @@ def load_sentence_modules(folder: Path, kind: str | None = None) -> SentenceModu
     """
     if not (folder / MODULES).exists():
         return None
-    try:
+    with reading():
         return _load(folder, kind)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise invalid(f"modules.json and the configs that it names cannot be read ({type(error).__name__})") from None
 
 
 def _load(folder: Path, kind: str | None) -> SentenceModules:
@@ -134,7 +135,7 @@ def _load(folder: Path, kind: str | None) -> SentenceModules:
             makes_score = kind == CROSS_ENCODER and place == len(modules) - 1
             layers.append(_dense(folder / path, "scores" if makes_score else VECTOR))
         elif module == "LayerNorm":
-            layers.append(LayerNorm(folder / path, int(read(folder / path / "config.json", dict)["dimension"])))
+            layers.append(LayerNorm(folder / path, _size(read(folder / path / "config.json", dict), "dimension")))
         elif module == "Normalize":
             check_options("Normalize", read_if_there(folder / path / "config.json"))
             layers.append("normalize")
@@ -177,10 +178,11 @@ def load_logit_score(folder: Path) -> LogitScore | None:
         raise unsupported(f"has the modules {', '.join(kind for kind, _ in modules)}, and LogitScore must end them")
     config = read(folder / modules[1][1] / "config.json", dict)
     check_options("LogitScore", config)
-    true_token = optional_int(config, "true_token_id")
+    with reading():
+        true_token, false_token = (optional_int(config, name) for name in ("true_token_id", "false_token_id"))
     if true_token is None:
         raise invalid("the module LogitScore has no true_token_id")
-    return LogitScore(true_token, optional_int(config, "false_token_id"), transformer)
+    return LogitScore(true_token, false_token, transformer)
 
 
 def module_files(folder: Path, available: Collection[str], *, allow_pickle: bool, needs_weights: bool) -> list[str]:
@@ -227,9 +229,16 @@ def _dense(folder: Path, output: str) -> Dense:
         )
     return Dense(
         folder,
-        int(config["in_features"]),
-        int(config["out_features"]),
+        _size(config, "in_features"),
+        _size(config, "out_features"),
         bool(config.get("bias", True)),
         activation.rpartition(".")[2],
         bool(config.get("use_residual", False)),
     )
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    size = int(config[name])
+    if not 0 < size <= MAX_SIZE:
+        raise invalid(f"{name} is {clip(config[name])}, which is no size of a vector")
+    return size

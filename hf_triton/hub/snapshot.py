@@ -57,7 +57,7 @@ def weight_files(folder: Path, available: Collection[str], allow_pickle: bool) -
 def _shards(index: Path, allow_pickle: bool) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()), key="".__add__)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, IsADirectoryError):
         raise CheckpointError(
             "checkpoint_invalid", f"{index} does not name the files of the weights: download that file again"
         ) from None
@@ -135,7 +135,7 @@ def _modules(config: Path) -> Iterator[str]:
     """The Python files behind `auto_map`: `{"AutoConfig": "configuration_mine.MyConfig", ...}`, values or lists."""
     try:
         values = list(json.loads(config.read_text(encoding="utf-8"))["auto_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return
     for value in values:
         names: list[Any] = value if isinstance(value, list) else [value]

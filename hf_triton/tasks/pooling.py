@@ -112,7 +112,13 @@ def _load_dense(layer: Dense, device: torch.device, settings: ModelSettings) -> 
     if projects:
         parts["residual"] = torch.nn.Linear(layer.num_inputs, layer.num_outputs, bias=False)
     _load(parts, layer.folder, device, settings)
-    apply = activation().eval()
+    try:
+        apply = activation().eval()
+        keeps_shape = apply(torch.zeros(layer.num_outputs)).shape == (layer.num_outputs,)
+    except Exception:  # a module that takes arguments, or is not for a vector
+        keeps_shape = False
+    if not keeps_shape:
+        raise _mismatch(layer.folder, f"has the activation {layer.activation}, which makes no vector of a vector")
 
     def dense(vector: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = apply(parts["linear"](vector))

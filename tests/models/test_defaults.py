@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_triton.engine.types import Observer
-from hf_triton.errors import SettingsError
+from hf_triton.errors import CheckpointError, SettingsError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
@@ -75,6 +75,16 @@ def test_stop_strings_of_the_checkpoint_are_defaults(engine: Any, given: Any, tm
         assert task._preparer.prepare_default().stop_strings == (("sge",) if given == "sge" else tuple(given))
     finally:
         task.close()
+
+
+@pytest.mark.parametrize("given", [5, True, {"a": 1}, [5]])
+def test_stop_strings_that_are_none_are_a_sentence(given: Any, tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, "llama")
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "stop_strings": given}))
+    settings = ModelSettings(huggingface_model=str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json of .* cannot be loaded .*stop_strings"):
+        load_checkpoint(Hub(tmp_path, settings, {}), settings, Placement("CPU", 0))
 
 
 def test_cache_smaller_than_max_output_length_is_refused(checkpoint: Path) -> None:

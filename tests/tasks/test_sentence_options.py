@@ -20,6 +20,7 @@ from hf_triton.protocol.tensors import encode_strings
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.embeddings import Embeddings
 from hf_triton.tasks.registry import folder_task
+from hf_triton.tasks.rerank import Rerank
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.sentence_checkpoints import TEXTS, quietly, reference_embeddings, save_plain, save_sentence_model
 from tests.support.tasks import Served, save_task_checkpoint
@@ -248,3 +249,36 @@ def test_rerankers_score_as_their_own_files_say(case: str, tmp_path: Path) -> No
     with pytest.raises(RequestError, match="prompt_name must be a prompt of the model, got 'nothing'"):
         served.ask(inputs, prompt_name="nothing")
     served.forward.release()
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "nothing", '{"prompts": 5}', '{"truncate_dim": 1e999}', "[]"])
+def test_a_general_config_that_cannot_be_read_is_named(content: str, tmp_path: Path) -> None:
+    folder = save_task_checkpoint(tmp_path / "reranker", "bert", "sequence", num_labels=1)
+    (folder / GENERAL).write_text(content)
+    assert find_task(folder) == "rerank"
+    with pytest.raises(LoadError, match=f"{GENERAL} (cannot be read|holds no JSON object)"):
+        Served(folder, Rerank)
+
+
+@pytest.mark.parametrize("name", ["1_Pooling/config.json", "2_Dense/config.json", "modules.json"])
+def test_a_deep_config_is_a_sentence(name: str, embedder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(embedder, tmp_path / "model")
+    (folder / name).write_text("[" * 100_000)
+    with pytest.raises(LoadError, match=r"cannot be read \(RecursionError\)"):
+        Served(folder, Embeddings)
+
+
+@pytest.mark.parametrize("size", [-1, 0, 10**9, 1e999])
+def test_an_impossible_size_is_refused_before_its_memory_is_taken(size: float, embedder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(embedder, tmp_path / "model")
+    edit(folder / "2_Dense/config.json", out_features=size)
+    with pytest.raises(LoadError, match=r"out_features|OverflowError"):
+        Served(folder, Embeddings)
+
+
+@pytest.mark.parametrize("name", ["Linear", "GLU", "ModuleList", "CrossEntropyLoss", "Conv2d"])
+def test_a_module_that_is_no_activation_is_refused(name: str, embedder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(embedder, tmp_path / "model")
+    edit(folder / "2_Dense/config.json", activation_function=f"torch.nn.{name}")
+    with pytest.raises(LoadError, match=f"has the activation {name}, which makes no vector of a vector"):
+        Served(folder, Embeddings)

@@ -195,3 +195,12 @@ def test_what_a_quantised_checkpoint_lacks_is_named(error: Exception, words: str
 def test_the_remedy_is_that_of_the_exception(error: Exception, remedy: str) -> None:
     sentence = explain_load(error, "the weights", "acme/thing", has_quantization_setting=False).sentence
     assert remedy in sentence.rpartition("): ")[2]
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["[" * 100_000, '{"architectures": 5}', '{"architectures": ["BertForSequenceClassification"], "num_labels": "a"}'],
+)
+def test_a_config_of_other_types_says_nothing_and_stops_nothing(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert find_task(tmp_path) in (None, "text-classification")
