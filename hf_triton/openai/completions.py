@@ -137,9 +137,10 @@ class _Answer:
             "finish_reason": "length" if self.body.only_scores else finish_reason_of(outputs, index),
             "stop_reason": None if self.body.only_scores else stop_reason_of(outputs, index),
         }
-        for name in ("prompt_token_ids", "token_ids"):
-            if name in outputs:
-                choice[name] = json_output(outputs, name, index)
+        if "prompt_token_ids" in outputs:
+            choice["prompt_token_ids"] = json_output(outputs, "prompt_token_ids", index)
+        if "token_ids" in outputs:
+            choice["token_ids"] = [] if self.body.only_scores else json_output(outputs, "token_ids", index)
         return choice
 
     def usage(self, outputs: Outputs) -> dict[str, int]:

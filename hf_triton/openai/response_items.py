@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from hf_triton.openai.blocks import CUSTOM_CALL, REASONING, TEXT, TOOL_CALL, Block
-from hf_triton.openai.logprobs import chat_logprobs
+from hf_triton.openai.logprobs import REPLACEMENT, chat_logprobs
 from hf_triton.openai.response_tools import ResponseTools
 from hf_triton.openai.triton_messages import Outputs
 
@@ -91,16 +91,21 @@ class ResponseItems:
 def split_at(tokens: Sequence[dict[str, Any]], text: str) -> tuple[Tokens, Tokens, Tokens]:
     """The tokens before, of and behind the last place where they spell a text.
 
-    They spell none if a character is split between tokens: all are the text's then.
+    Characters that are split between tokens are left out of the comparison; if nothing fits, all tokens are the text's.
     """
-    start = "".join(token["token"] for token in tokens).rfind(text)
-    if start < 0:
-        return [], list(tokens), []
+    words = [token["token"] for token in tokens]
+    if (start := "".join(words).rfind(text)) < 0:
+        words = [word.replace(REPLACEMENT, "") for word in words]
+        whole = set("".join(words))
+        text = "".join(character for character in text if character in whole)
+        if (start := "".join(words).rfind(text)) < 0:
+            return [], list(tokens), []
     parts: tuple[Tokens, Tokens, Tokens] = [], [], []
     position, end = 0, start + len(text)
-    for token in tokens:
-        ends_at = position + len(token["token"])
-        parts[0 if ends_at <= start else 1 if position < end else 2].append(token)
+    for token, word in zip(tokens, words, strict=True):
+        ends_at = position + len(word)
+        is_split = not word and token["token"] and start <= position <= end
+        parts[1 if is_split else 0 if ends_at <= start else 1 if position < end else 2].append(token)
         position = ends_at
     return parts
 

@@ -15,7 +15,9 @@ from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields, Messages, TokenIds, Tools
 from hf_triton.openai.gateway import gateway_of, request_id_of
+from hf_triton.openai.hints import pass_over
 from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.protocol.custom_tools import hosted_type
 from hf_triton.protocol.ports import JSON_OUTPUT
 
 router = APIRouter(route_class=JsonRoute)
@@ -75,6 +77,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     for name in ("tools", "chat_template_kwargs"):
         if value := getattr(body, name):
             options[name] = json.dumps(value, ensure_ascii=False)
+    for kind in filter(None, map(hosted_type, body.tools or ())):
+        pass_over(f"tools.{kind}")
     prompt: dict[str, Any] = {"messages": body.messages} if body.messages else {"prompts": [body.prompt]}
     outputs = await _run(request, body, options, returns=(JSON_OUTPUT,), **prompt)
     tokens: dict[str, Any] = json_output(outputs, JSON_OUTPUT, 0)

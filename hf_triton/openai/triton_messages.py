@@ -239,7 +239,11 @@ def _add_generation(message: Any, folder: Folder, generation: Generation, *, is_
             parameters[MESSAGES] = text
     elif generation.prompt_token_ids is not None:
         if PROMPT_TOKEN_IDS in folder.inputs:
-            _add_ids(message, folder, generation.prompt_token_ids)
+            try:
+                _add_ids(message, folder, generation.prompt_token_ids)
+            except struct.error:
+                name = generation.names.get(PROMPT_TOKEN_IDS, PROMPT_TOKEN_IDS)
+                raise ApiError(400, f"{name} holds a token id that no model has", param=name) from None
         else:
             parameters[PROMPT_TOKEN_IDS] = to_json(generation.prompt_token_ids).decode()
     else:
@@ -255,17 +259,10 @@ def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str]) 
 
 
 def _add_ids(request: Any, folder: Folder, token_ids: Sequence[int]) -> None:
-    """Add a prompt's token ids as an input, which Triton demands of folders with a batch size.
-
-    Raises:
-        ApiError: An id is beyond 64 bits.
-    """
+    """Add a prompt's token ids as an input, which Triton demands of folders with a batch size."""
     shape = [1, len(token_ids)] if folder.max_batch_size else [len(token_ids)]
     request.inputs.add(name=PROMPT_TOKEN_IDS, datatype="INT64", shape=shape)
-    try:
-        request.raw_input_contents.append(struct.pack(f"<{len(token_ids)}q", *token_ids))
-    except struct.error:
-        raise ApiError(400, "prompt holds a token id that no model has", param="prompt") from None
+    request.raw_input_contents.append(struct.pack(f"<{len(token_ids)}q", *token_ids))
 
 
 def read_outputs(response: Any) -> Outputs:

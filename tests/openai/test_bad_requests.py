@@ -174,6 +174,11 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     ),
     "long name of an unknown field": (chat(**{"x" * 100: 1}), None, "there is no field 'xxx"),
     "name of no text": (chat(**{"\ud800": 1}), None, "there is no field"),
+    "detokenize a token of no model": (
+        ("/detokenize", {"model": "tiny", "tokens": [1, 2**70]}),
+        "tokens",
+        "tokens holds a token id that no model has",
+    ),
     "detokenize text": (("/detokenize", {"model": "tiny", "tokens": "a"}), "tokens", "tokens must be"),
 }
 """Request, `param` and a piece of the sentence; the status is 400."""

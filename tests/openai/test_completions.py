@@ -63,11 +63,15 @@ def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
 
 
 def test_no_tokens_with_echo_score_the_prompt(client: openai.OpenAI) -> None:
-    scored = client.completions.create(model="demo", prompt="The model", max_tokens=0, echo=True, logprobs=1)
+    returns = {"return_token_ids": True}
+    scored = client.completions.create(
+        model="demo", prompt="The model", max_tokens=0, echo=True, logprobs=1, extra_body=returns
+    )
     longer = client.completions.create(model="demo", prompt="The model", max_tokens=1, echo=True, logprobs=1)
     assert scored.choices[0].text == "The model"
     assert scored.usage is not None
     assert scored.usage.completion_tokens == 0
+    assert (scored.choices[0].model_extra or {})["token_ids"] == []
     first, second = scored.choices[0].logprobs, longer.choices[0].logprobs
     assert first is not None
     assert second is not None

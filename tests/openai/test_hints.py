@@ -14,12 +14,14 @@ from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+TOKENIZE = "/tokenize"
 HELLO = [{"role": "user", "content": "Hello!"}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": "tiny", "messages": HELLO, "max_tokens": 4},
     COMPLETIONS: {"model": "tiny", "prompt": "Hello", "max_tokens": 4},
     RESPONSES: {"model": "tiny", "input": "Hello!", "max_output_tokens": 4},
     MESSAGES: {"model": "tiny", "messages": HELLO, "max_tokens": 4},
+    TOKENIZE: {"model": "tiny", "messages": HELLO},
 }
 """The smallest request to each endpoint."""
 TOOL = {"name": "f", "parameters": {"type": "object"}}
@@ -65,6 +67,7 @@ HINTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         "tools.web_search_20250305",
     ),
+    "a tool that is counted": (TOKENIZE, {"tools": [{"type": "web_search"}]}, "tools.web_search"),
     "a name of many words": (CHAT, {"a secret\r\nx-evil: 1": None}, hints.OTHER),
 }
 """Path, fields, and the header of the response."""

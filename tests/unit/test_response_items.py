@@ -21,6 +21,15 @@ def tokens(*texts: str) -> list[dict[str, Any]]:
         (["a", "a"], "a", ["a"], ["a"], []),
         (["", "a", ""], "a", [""], ["a"], [""]),
         (["\ufffd", "\ufffd"], "é", [], ["\ufffd", "\ufffd"], []),
+        (["Hm", "</think>", "\ufffd", "\ufffd"], "é", ["Hm", "</think>"], ["\ufffd", "\ufffd"], []),
+        (
+            ["</think>", "é ", "\ufffd", "\ufffd", "ok", "<end>"],
+            "é 🎉ok",
+            ["</think>"],
+            ["é ", *"\ufffd\ufffd", "ok"],
+            ["<end>"],
+        ),
+        (["a", "</think>", "a", "\ufffd", "\ufffd", ""], "a🎉", ["a", "</think>"], ["a", "\ufffd", "\ufffd"], [""]),
         ([], "a", [], [], []),
     ],
 )
