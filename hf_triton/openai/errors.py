@@ -221,7 +221,10 @@ async def _answer_http_exception(request: Request, error: Exception) -> JSONResp
         if getattr(error, "detail", "") == UNREADABLE:
             message = "the body is not JSON that can be read: it must be UTF-8, not compressed and not nested deeply"
             return ApiError(400, message, code="invalid_json").response(request.url.path)
+        methods = (error.headers or {}).get("Allow") if isinstance(error, HTTPException) else None
         error = ApiError(status, _plain_sentence(request, status, error))
+        if methods:  # RFC 9110, 15.5.6; HEAD is answered as GET
+            error.headers = {"Allow": methods.replace("GET", "GET, HEAD") if "HEAD" not in methods else methods}
     return error.response(request.url.path)
 
 

@@ -50,6 +50,17 @@ def test_head_of_a_post_endpoint_is_refused(alone: GatewayThread) -> None:
     assert httpx.head(alone.url + CHAT).status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", CHAT, {"POST"}), ("TRACE", "/health", {"GET", "HEAD"}), ("DELETE", "/openapi.json", {"GET", "HEAD"})],
+)
+def test_a_method_that_is_refused_is_told_those_that_are_not(
+    alone: GatewayThread, method: str, path: str, allowed: set[str]
+) -> None:
+    answer = httpx.request(method, alone.url + path)
+    assert (answer.status_code, set(answer.headers["allow"].split(", "))) == (405, allowed)
+
+
 def test_head_counts_for_its_endpoint(alone: GatewayThread) -> None:
     httpx.head(f"{alone.url}/version")
     assert 'hf_triton_openai_requests_total{endpoint="/version"' in httpx.get(f"{alone.url}/metrics").text
