@@ -20,7 +20,8 @@ NEEDS_PACKAGE: Final = r"pip install (?:-U |--upgrade )?[`'\"]?([\w.-]*\w)|pypi\
 OUT_OF_MEMORY: Final = "out of memory|can't allocate memory|cannot allocate memory"
 DAMAGED: Final = (
     "not a valid JSON|Unable to (load|open) (weights|file)|PytorchStreamReader|unpickl|"
-    "(expected|EOF|invalid) .*at line [0-9]+ column|incomplete metadata|invalid load key|invalid header or archive"
+    "(expected|EOF|invalid) .*at line [0-9]+ column|Error parsing line|incomplete metadata|invalid load key|"
+    "invalid header or archive"
 )
 """What transformers, tokenizers, safetensors and torch say of a file that broke off or is another one."""
 DAMAGED_TYPES: Final = ("JSONDecodeError", "UnicodeDecodeError", "SafetensorError", "EOFError", "BadZipFile")

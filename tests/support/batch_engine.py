@@ -14,6 +14,7 @@ from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.probe import Sharing
 from hf_triton.sampling.params import SamplingParams
+from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.testing.checkpoints import VOCAB_SIZE
 from tests.support.engine import WAIT_S, token_ids
 from tests.support.reference import solo_ids
@@ -79,7 +80,7 @@ class Submission:
         self.outcomes.append(outcome)
         self.is_done.set()
 
-    def _hear(self, index: int, token_id: int) -> bool:
+    def _hear(self, index: int, token_id: int, _: TokenLogprobs | None) -> bool:
         self.heard.append((index, token_id))
         return self.on_token(self)
 
