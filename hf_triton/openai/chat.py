@@ -32,6 +32,7 @@ from hf_triton.openai.hints import pass_over
 from hf_triton.openai.logprobs import chat_logprobs, chat_positions
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.protocol.chat import TOOL, hidden_type
 from hf_triton.protocol.custom_tools import hosted_type
 
 router = APIRouter(route_class=JsonRoute)
@@ -116,6 +117,10 @@ class ChatRequest(GenerationFields):
         options: dict[str, bool | int | str] = {
             name: value for name in BOOLEAN_OPTIONS if (value := getattr(self, name)) is not None
         }
+        for message in self.messages:
+            parts = message.get("content") if message.get("role") == TOOL else None
+            for part_type in filter(None, map(hidden_type, parts if isinstance(parts, list) else ())):
+                pass_over(f"messages.content.{part_type}")
         values = {name: value for name in TEXT_OPTIONS if (value := getattr(self, name)) is not None}
         hosted = [kind for tool in self.tools or () if (kind := hosted_type(tool)) is not None]
         for kind in hosted:

@@ -12,6 +12,7 @@ from hf_triton.errors import clip
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields
 from hf_triton.openai.hints import inside, pass_over
+from hf_triton.protocol import chat
 
 Part = TypeVar("Part", bound=Fields)
 
@@ -49,7 +50,7 @@ def parse_past(model: type[Part], place: str, value: object) -> Part:
 def unseen(place: str, kind: str) -> str:
     """What the model reads in place of a part of a tool's output that is no text: the client cannot leave it out."""
     pass_over(f"{place}.{kind}")
-    return f"[{clip(kind)[1:-1]}: not shown, as this model reads text alone]"
+    return chat.unseen(kind)
 
 
 class Conversation:

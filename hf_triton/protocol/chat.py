@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 MESSAGES: Final = "messages"
 EXAMPLE: Final = '{"role": "user", "content": "..."}'
 ASSISTANT: Final = "assistant"
+TOOL: Final = "tool"
 MAX_MESSAGES: Final = 1024  # some templates loop over all earlier messages for each: quadratic time
 MAX_TOOLS: Final = 128
 MAX_ARGUMENT: Final = 1_000_000  # a template may loop as often as an argument says
@@ -342,10 +343,27 @@ def _parse_message(name: str, value: object) -> dict[str, Any]:
     fields = {field: content for field, content in value.items() if content is not None}
     if fields.get("role") == ASSISTANT:
         fields = read_assistant_message(fields)
+    if fields.get("role") == TOOL and isinstance(fields.get("content"), list):
+        fields["content"] = [_shown(part) for part in fields["content"]]
     for field in fields:
         if field not in _Message.model_fields:
             raise ValueError(f"{name} has no field {clip(field)}{suggest(field, _Message.model_fields)}")
     return _checked(name, _Message, fields)
+
+
+def unseen(kind: str) -> str:
+    """What the model reads in place of a part of a tool's output that is no text: the client cannot leave it out."""
+    return f"[{clip(kind)[1:-1]}: not shown, as this model reads text alone]"
+
+
+def hidden_type(part: object) -> str | None:
+    """The type of a part that holds no text; None: a text, or no part."""
+    kind = part.get("type") if isinstance(part, dict) and "text" not in part else None
+    return kind if isinstance(kind, str) and kind != "text" else None
+
+
+def _shown(part: object) -> object:
+    return part if (kind := hidden_type(part)) is None else {"type": "text", "text": unseen(kind)}
 
 
 def _check_final_message(messages: Sequence[Mapping[str, Any]]) -> None:

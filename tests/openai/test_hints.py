@@ -9,6 +9,7 @@ import pytest
 
 from hf_triton.openai import hints
 from hf_triton.openai.bodies import LARGE_BYTES
+from hf_triton.openai.chat import ChatRequest
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread
@@ -96,6 +97,14 @@ def test_a_hint_changes_no_answer_and_is_named(gateway: GatewayThread, case: str
     assert answer.status_code == 200, answer.text
     assert answer.headers[hints.HEADER] == named
     assert answer.json().keys() == plain.json().keys()
+
+
+def test_an_image_that_a_tool_answered_is_named() -> None:
+    parts = [{"type": "text", "text": "See:"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    names = hints.begin()
+    for role, content in (("tool", parts), ("user", parts), ("tool", "See:")):
+        ChatRequest.model_validate({"model": "tiny", "messages": [{"role": role, "content": content}]}).generation("1")
+    assert list(names) == ["messages.content.image_url"]
 
 
 @pytest.mark.parametrize("case", NOTHING)

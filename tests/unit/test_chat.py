@@ -408,6 +408,15 @@ PAST: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 }
 
 
+def test_an_image_that_a_tool_answered_is_a_note() -> None:
+    result = {"role": "tool", "tool_call_id": "a1", "content": [{"type": "text", "text": "See:"}, IMAGE]}
+    [message] = parse_chat(json.dumps([result]), {}, 1000).messages
+    assert message["content"] == "See:\n[image_url: not shown, as this model reads text alone]"
+    for part in ({"type": "input_text", "text": "x"}, {"type": 5}, 5):
+        with pytest.raises(RequestError, match=r"messages\[0\]: content\[0\]"):
+            parse_chat(json.dumps([result | {"content": [part]}]), {}, 1000)
+
+
 @pytest.mark.parametrize("case", PAST)
 def test_an_answer_of_any_server_is_taken_back(case: str) -> None:
     fields, expected = PAST[case]
