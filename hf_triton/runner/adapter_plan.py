@@ -7,6 +7,7 @@ never a pattern of the files: patterns may take for ever, and name layers that t
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Collection, Mapping
@@ -19,6 +20,8 @@ import torch
 from hf_triton.errors import clip
 from hf_triton.runner.adapter_files import LITERAL, MAX_NAME_CHARACTERS, AdapterConfig, refuse
 
+MAX_COPIES: Final = 256
+"""Of a part of a pattern, when it is compiled."""
 MAX_MATCHING_S: Final = 3.0
 """CPU time for all patterns of an adapter together."""
 PARTS: Final = re.compile(
@@ -206,6 +209,13 @@ def _check_shapes(layer: str, own: Mapping[str, torch.Tensor], expected: Mapping
             )
 
 
+def _num_copies(pattern: str) -> int:
+    """At most so many times regex compiles a part of a pattern: `{3}` thrice, and what is in `(...)+` twice."""
+    braces = [re.findall(r"\d+", each) for each in re.findall(r"\{[^{}]*\}", pattern)]
+    repeats = [1 + max(map(int, numbers)) for numbers in braces if numbers]
+    return math.prod(repeats) << min(pattern.count(")"), pattern.count("+"))
+
+
 class _Matching:
     """Looks layers up by peft's patterns, in bounded time."""
 
@@ -231,6 +241,8 @@ class _Matching:
         try:
             if len(key) > MAX_NAME_CHARACTERS:
                 raise ValueError(f"longer than {MAX_NAME_CHARACTERS} characters")
+            if _num_copies(key) > MAX_COPIES:  # each takes memory
+                raise ValueError("repeats parts too often")
             re.compile(key)  # refuses what peft cannot read, such as recursion
             pattern = regex.compile(rf"(.*\.)?({key})$")
         except (re.error, regex.error, ValueError, RecursionError, OverflowError) as error:
