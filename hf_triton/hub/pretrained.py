@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.errors import CheckpointError, LoadError
+from hf_triton.errors import CheckpointError, LoadError, clip
 from hf_triton.hub.kind import find_tasks
 from hf_triton.hub.load_failures import explain_load
 from hf_triton.hub.weights import check_weights
@@ -23,6 +23,7 @@ from hf_triton.settings import TEXT_TO_TEXT, ModelSettings, TaskName
 
 CHAT_TEMPLATE: Final = "chat_template.json"
 """Older image processors keep their chat template here, which tokenizers do not read."""
+MAX_LABELS: Final = 1_000_000
 TOKENIZER: Final = "tokenizer.json"
 
 
@@ -59,12 +60,26 @@ def load_config(folder: Path, settings: ModelSettings) -> Any:
     """
     from transformers import AutoConfig, GenerationConfig
 
+    _check_num_labels(folder, settings)
     with loading("config.json", settings, folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code, local_files_only=True)
     if (folder / "generation_config.json").exists():
         with loading("generation_config.json", settings, folder):
             GenerationConfig.from_pretrained(folder)
     return config
+
+
+def _check_num_labels(folder: Path, settings: ModelSettings) -> None:
+    """Refuse a number of labels that no head has: transformers writes a name for each before it sees the weights."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        number = given.get("num_labels") if isinstance(given, dict) else None
+        if isinstance(number, int) and number > MAX_LABELS:
+            raise CheckpointError(
+                "checkpoint_invalid",
+                f"config.json of {settings.huggingface_model} has num_labels {clip(number)}, more than the "
+                f"{MAX_LABELS} that are read: correct it, or choose another revision",
+            )
 
 
 def load_tokenizer(folder: Path, settings: ModelSettings) -> Any:

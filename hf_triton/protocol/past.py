@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from hf_triton.protocol.custom_tools import hosted_type
 from hf_triton.protocol.validation import parse_json
 
 INVALID_JSON: Final = "INVALID_JSON"
@@ -37,10 +38,11 @@ def read_assistant_message(message: Mapping[str, Any]) -> dict[str, Any]:
         content = refusal
     if calls is None and isinstance(message.get("function_call"), dict):  # the former name of a single call
         calls = [{"type": "function", "function": message["function_call"]}]
+    calls = _read_calls(calls)
     reasoning = next((message[name] for name in REASONING_NAMES if name in message), thoughts or None)
     if content is None and not calls and reasoning is None:
         content = ""  # nothing was said
-    read = {"content": content, REASONING: reasoning, "tool_calls": _read_calls(calls), "name": message.get("name")}
+    read = {"content": content, REASONING: reasoning, "tool_calls": calls, "name": message.get("name")}
     order = dict.fromkeys([*(name for name in message if name in FIELDS), *read])
     values = {"role": message["role"], **read}
     return {name: values[name] for name in order if values[name] is not None}
@@ -71,7 +73,7 @@ def _part_text(part: Mapping[str, Any], name: str) -> str:
 def _read_calls(calls: object) -> object:
     if not isinstance(calls, list):
         return calls
-    return [_read_call(call) for call in calls] or None
+    return [_read_call(call) for call in calls if hosted_type(call) is None or "function" in call] or None
 
 
 def _read_call(call: object) -> object:

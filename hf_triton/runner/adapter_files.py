@@ -100,6 +100,10 @@ class AdapterConfig:
     has_bias: bool
     targets: frozenset[str] | None
     """Ends of layers' names; None if a pattern chose the layers."""
+    layers: frozenset[int] | None
+    """Numbers of the layers that `targets` is for; None: all."""
+    layer_lists: frozenset[str]
+    """Names of the lists that the numbers count in; empty: any."""
     is_partial: bool
     """Whether layers are left out of `targets`."""
     saved: frozenset[str]
@@ -136,6 +140,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         is_rank_stabilized=_flag(values, "use_rslora"),
         has_bias=_flag(values, "lora_bias"),
         targets=_names(values, "target_modules") if is_list else None,
+        layers=_layer_numbers(values.get("layers_to_transform")),
+        layer_lists=_names(values, "layers_pattern"),
         is_partial=any(values.get(name) not in (None, [], "") for name in ("layers_to_transform", "exclude_modules")),
         saved=_names(values, "modules_to_save"),
         tokens={name: _token_ids(ids) for name, ids in tokens.items()}
@@ -162,7 +168,9 @@ def _check_method(values: Mapping[str, Any]) -> None:
         refuse(f"changes its base model (init_lora_weights: {clip(init)}): merge it into its base model")
     for option in dataclasses.fields(LoraConfig):
         name, value = option.name, values.get(option.name)
-        if name in READ or name in WITHOUT_EFFECT or value in (None, False, [], {}, option.default):
+        if name in READ or name in WITHOUT_EFFECT or value in (None, False, option.default):
+            continue
+        if value in ([], {}) and name not in KINDS:
             continue
         if name in CHANGING_BASE:
             refuse(f"changes its base model ({name}: {clip(value)}): merge it into its base model")
@@ -200,9 +208,17 @@ def _flag(values: Mapping[str, Any], name: str) -> bool:
 
 def _names(values: Mapping[str, Any], name: str) -> frozenset[str]:
     names = values.get(name) or []
+    names = [names] if isinstance(names, str) and name == "layers_pattern" else names
     if not isinstance(names, list) or not all(isinstance(part, str) and LITERAL.fullmatch(part) for part in names):
         refuse(f"cannot be read ({name} is {clip(names)}, not a list of layers' names)")
     return frozenset(names)
+
+
+def _layer_numbers(given: object) -> frozenset[int] | None:
+    numbers = given if isinstance(given, list) else [] if given is None else [given]
+    if any(type(number) is not int for number in numbers):
+        refuse(f"cannot be read (layers_to_transform is {clip(given)}, not numbers of layers)")
+    return frozenset(numbers) or None
 
 
 def _token_ids(ids: object) -> list[int]:

@@ -159,6 +159,8 @@ def _plan_lora(
     if config.targets is not None:
         if extra := [name for name in parts if not _ends_with(name, config.targets)]:
             refuse(f"has, and target_modules does not name, {_listed(extra)}")
+        if extra := [name for name in parts if name not in config.targets and not _is_numbered(name, config)]:
+            refuse(f"has, and layers_to_transform does not name, {_listed(extra)}")
         lacking = [name for name in layers if _ends_with(name, config.targets) and name not in parts]
         if lacking := [] if config.is_partial else [name for name in lacking if not _ends_with(name, config.saved)]:
             refuse(f"lacks {_listed(lacking)}, which target_modules names")
@@ -170,6 +172,19 @@ def _plan_lora(
         plan.ranks[name] = matching.find(ranks, name, config.rank)
         plan.alphas[name] = matching.find(alphas, name, config.alpha)
         _check_shapes(name, own, _lora_shapes(name, layers[name], plan.ranks[name], has_bias=config.has_bias))
+
+
+def _is_numbered(name: str, config: AdapterConfig) -> bool:
+    """Whether a layer is one of `config.layers`, by the first number behind the name of a list, as peft finds it."""
+    if config.layers is None:
+        return True
+    parts = name.split(".")
+    places = [at for at in range(1, len(parts) - 1) if parts[at].isdecimal()]
+    if config.layer_lists:
+        places = [at for at in places if parts[at - 1] in config.layer_lists]
+    else:
+        places = [at for at in places if at > 1]
+    return bool(places) and int(parts[places[0]]) in config.layers
 
 
 def _lora_shapes(name: str, layer: Any, rank: int, *, has_bias: bool) -> dict[str, list[int]]:

@@ -352,6 +352,11 @@ def test_a_tokenizer_of_sentencepiece_that_breaks_off_needs_no_package(checkpoin
     assert "fetch the checkpoint again" in reason(checkpoint).sentence
 
 
+def test_a_number_of_labels_that_no_head_has_is_refused_before_names_are_made_of_it(checkpoint: Path) -> None:
+    edit(checkpoint / "config.json", num_labels=10**400)
+    assert "num_labels" in reason(checkpoint).sentence
+
+
 def test_generation_defaults_are_validated(checkpoint: Path) -> None:
     edit(checkpoint / "generation_config.json", do_sample=True, temperature=0.5, top_k=7)
     defaults = load(checkpoint).generation_defaults()

@@ -396,6 +396,14 @@ PAST: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         },
         THOUGHT,
     ),
+    "a call of a tool of the server's": (
+        {"content": "Hello", "tool_calls": [{"id": "w1", "type": "web_search", "web_search": {"query": "x"}}]},
+        ANSWER,
+    ),
+    "such a call alone": (
+        {"content": None, "tool_calls": [{"id": "w1", "type": "web_search"}]},
+        {"role": "assistant", "content": ""},
+    ),
     "a refusal": ({"content": None, "refusal": "Hello"}, ANSWER),
     "a refusal as a part": ({"content": [{"type": "refusal", "refusal": "Hello"}]}, ANSWER),
     "parts of no text": ({"content": [{"type": "text", "text": "Hello"}, {"type": "image_url"}]}, ANSWER),
