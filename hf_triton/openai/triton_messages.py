@@ -63,6 +63,8 @@ class Folder:
     parameters: Mapping[str, str]
     info: ModelInfo | None = None
     """What the model's process says; None: it says nothing, and ports and parameters tell."""
+    required: frozenset[str] = frozenset()
+    """The inputs that Triton demands of each request."""
 
     @classmethod
     def from_config(cls, name: str, config: Any) -> Folder:
@@ -74,6 +76,7 @@ class Folder:
             frozenset(port.name for port in config.input),
             frozenset(port.name for port in config.output),
             {key: value.string_value for key, value in config.parameters.items()},
+            required=frozenset(port.name for port in config.input if not port.optional),
         )
 
     @property
@@ -236,6 +239,7 @@ def _add_generation(message: Any, folder: Folder, generation: Generation, *, is_
         if MESSAGES in folder.inputs:
             _add_strings(message, folder, MESSAGES, [text])
         else:
+            _check_required(folder, "chats")
             parameters[MESSAGES] = text
     elif generation.prompt_token_ids is not None:
         if PROMPT_TOKEN_IDS in folder.inputs:
@@ -245,10 +249,21 @@ def _add_generation(message: Any, folder: Folder, generation: Generation, *, is_
                 name = generation.names.get(PROMPT_TOKEN_IDS, PROMPT_TOKEN_IDS)
                 raise ApiError(400, f"{name} holds a token id that no model has", param=name) from None
         else:
+            _check_required(folder, "prompts of token ids")
             parameters[PROMPT_TOKEN_IDS] = to_json(generation.prompt_token_ids).decode()
     else:
         _add_strings(message, folder, PROMPT, generation.prompts)
     return parameters
+
+
+def _check_required(folder: Folder, what: str) -> None:
+    """Refuse what comes without an input to a folder that declares inputs which are not optional."""
+    if folder.required:
+        names = ", ".join(sorted(folder.required))
+        message = (
+            f"the folder {folder.name} requires the input {names}: take `input` out of its config.pbtxt for {what}"
+        )
+        raise ApiError(400, message, param="model", code="unsupported_parameter")
 
 
 def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str]) -> None:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the gateway tells of a model that is not loaded, our remedy word for word, and in which names it tells it."""
 
+from typing import Any
+
 import pytest
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from hf_triton.hub.failures import FOLDER_HINT
-from hf_triton.openai.errors import in_names, load_reason
+from hf_triton.openai.errors import ApiError, in_names, load_reason
+from hf_triton.openai.triton_messages import Folder, Generation, infer_request
 
 TRITON = "failed to load 'm' version 1: Internal: TritonModelException: path_not_found: {}\n\nAt:\n  /srv/models/m/1"
 
@@ -36,3 +40,16 @@ def test_a_path_of_the_host_does_not(path: str) -> None:
 def test_a_model_without_a_template_takes_a_prompt_whatever_the_client_calls_it(name: str) -> None:
     sentence = in_names("it cannot take messages: send text_input", dict.fromkeys(("messages", "prompt"), name))
     assert sentence == f"it cannot take {name}: send a prompt to /v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [({"messages": [{"role": "user", "content": "x"}]}, "chats"), ({"prompt_token_ids": [5]}, "prompts of token ids")],
+)
+def test_a_folder_that_requires_a_text_is_named_before_triton_refuses(given: dict[str, Any], what: str) -> None:
+    config = ModelConfig(input=[{"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]}])
+    folder = Folder.from_config("falcon7b", config)
+    with pytest.raises(ApiError) as caught:
+        infer_request(folder, Generation("falcon7b", "1", {}, {}, **given), is_stream=False)
+    message = "the folder falcon7b requires the input text_input: take `input` out of its config.pbtxt for "
+    assert caught.value.message == message + what
