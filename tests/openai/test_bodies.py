@@ -21,6 +21,7 @@ from hf_triton.server import free_ports
 from tests.support.gateway import wait_until
 from tests.support.serving import COMMAND
 
+pytestmark = pytest.mark.serial
 MAX_WAIT_S = 2.0
 """Of `/health/live`; a tenth on a quiet machine, and minutes with one error object for each wrong item."""
 MAX_GROWTH = 200 << 20

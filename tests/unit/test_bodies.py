@@ -69,6 +69,8 @@ def test_every_list_ends_at_its_first_wrong_item_and_has_a_bound(model: type[Fie
     assert all(issubclass(each, Fields) for each in nested), "another model words an error for each unknown key"
 
 
+MAX_CPU_S = 0.5
+"""A tenth of a second on a quiet core; many seconds with one error object for each wrong item."""
 CASES = [(model, name) for model in MODELS.values() for name in list_fields(model)]
 
 
@@ -80,7 +82,7 @@ def test_list_of_wrong_items_is_refused_at_once(model: type[BaseModel], name: st
     values[name] = [item] * MAX_VALUES
     start_s = time.process_time()
     error = refusal(model, values)
-    assert time.process_time() - start_s < 0.2
+    assert time.process_time() - start_s < MAX_CPU_S
     if error is None:
         assert item == 1, "token ids are the only items that there may be so many of"
         assert name in ("prompt", "input", "tokens")
@@ -121,4 +123,4 @@ def test_body_of_too_many_values_is_refused_before_it_is_parsed(item: str) -> No
     with pytest.raises(ApiError, match="the body holds more than 524288 values") as refused:
         check_counts(body)
     assert refused.value.status_code == 413
-    assert time.process_time() - start_s < 0.2
+    assert time.process_time() - start_s < MAX_CPU_S
