@@ -110,14 +110,16 @@ def ask_grpc_aio_stream(server: TritonServer, model: str, tensors: Tensors) -> d
             return [each async for each in client.stream_infer(requests())]
 
     outputs: dict[str, list[Any]] = {}
+    pieces: dict[str, list[Any]] = {"text_output": [], "logprobs": []}
     for result, error in asyncio.run(ask()):
         if error is not None:
             raise error
-        for name, values in outputs_of(result).items():
-            before = outputs.get(name, [""] * len(values))
-            is_text = name == "text_output"
-            outputs[name] = [one + two for one, two in zip(before, values, strict=True)] if is_text else values
-    return outputs
+        outputs |= outputs_of(result)
+        for name in pieces:
+            pieces[name] += outputs_of(result).get(name, [])
+    if pieces["logprobs"]:
+        outputs["logprobs"] = [json.dumps([place for piece in pieces["logprobs"] for place in json.loads(piece)])]
+    return outputs | {"text_output": ["".join(pieces["text_output"])]}
 
 
 def outputs_of(result: Any) -> dict[str, list[Any]]:
