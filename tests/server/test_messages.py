@@ -223,10 +223,9 @@ ODD = [{"type": "function", "function": {"name": "odd", "parameters": {"properti
             {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
             ["response_format", "tool_choice"],
         ),
-        ({"tools": TOOLS, "tool_choice": "required", "stop": ["x"]}, ["stop", "tool_choice"]),
         ({"tools": [*TOOLS, *ODD], "tool_choice": "required"}, ["tool_choice", "odd", "no type"]),
     ],
-    ids=["choice alone", "parallel alone", "no choice", "no function", "also a format", "also a stop", "odd schema"],
+    ids=["choice alone", "parallel alone", "no choice", "no function", "also a format", "odd schema"],
 )
 def test_a_contradiction_is_refused(server: TritonServer, fields: dict[str, object], words: list[str]) -> None:
     reply = ask(server, None, "free", **fields)
