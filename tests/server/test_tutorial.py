@@ -328,6 +328,7 @@ def test_perf_analyzer(case: str, server: TritonServer, tmp_path: Path) -> None:
     assert "Failed" not in done.stdout
     if "perf.csv" in arguments:
         rows = (tmp_path / "perf.csv").read_text().splitlines()
+        assert rows[0].startswith("Concurrency,")
         assert sorted(row.split(",")[0] for row in rows[1:]) == [*map(str, levels)]  # the fastest comes first
 
 
