@@ -70,7 +70,8 @@ class DetokenizeRequest(Fields):
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give either prompt or messages", param=None if body.prompt is None else "prompt")
+        param = None if body.prompt is None else "prompt"
+        raise ApiError(400, "give either prompt or messages", param=param, code="invalid_parameter")
     options: dict[str, bool | int | str] = {
         name: value for name in OPTIONS if (value := getattr(body, name)) is not None
     }
