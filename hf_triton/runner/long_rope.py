@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LongRoPE (Ding et al. 2024), as in Phi-3.5 and Phi-4-mini: rotary frequencies by the length of each row's sequence.
+"""LongRoPE (Ding et al. 2024), as in Phi-3.5 and Phi-4-mini: rotary frequencies by the length of each token's sequence.
 
 There are two sets of frequencies: for sequences up to a length, and for longer ones. transformers chooses one for all
-rows of a forward, by the longest row, so that a row's result would depend on the others.
+tokens of a forward, by the highest position, so that a sequence's result would depend on the others.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ LONG_SEQUENCE: Final = 1 << 32
 """Added to the token ids of long sequences in `cache_key`; above every token id."""
 
 _num_tokens: ContextVar[int] = ContextVar("num_tokens", default=0)
+_is_long: ContextVar[torch.Tensor | None] = ContextVar("is_long")
+"""See `LongRope.by_token`; unset outside it, where the set is chosen by row."""
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, `[rows, new, rotary dim]`."""
 
 
 class LongRope:
-    """Gives each row of a model's forward the frequencies of its own length, from now on.
+    """Gives each token of a model's forward the frequencies of its own sequence's length, from now on.
 
     Args:
         model: A model for which `has_long_rope` is true, on its device.
@@ -53,6 +55,20 @@ class LongRope:
         return [LONG_SEQUENCE + token_id for token_id in token_ids]
 
     @contextmanager
+    def by_token(self, is_long: torch.Tensor | None) -> Iterator[None]:
+        """While it is entered, a forward's tokens belong to any sequences, packed in one row or a token in each row.
+
+        Args:
+            is_long: Bool, `[tokens]`, on the model's device: whether each token's sequence, not only the part so far,
+                is longer than `switch_length`; None: no token's is, and only the first set is computed.
+        """
+        token = _is_long.set(is_long)
+        try:
+            yield
+        finally:
+            _is_long.reset(token)
+
+    @contextmanager
     def prefilling(self, num_tokens: int) -> Iterator[None]:
         """While it is entered, contexts of up to `num_tokens` are prefilled in chunks; a forward sees a part."""
         token = _num_tokens.set(num_tokens)
@@ -65,16 +81,24 @@ class LongRope:
         self, short: Callable[..., Rotary], long: Callable[..., Rotary], x: torch.Tensor, position_ids: torch.Tensor
     ) -> Rotary:
         """Replaces the rotary module's forward: `position_ids` `[rows, new]`, dtype and device of `x`."""
+        try:
+            is_long = _is_long.get()
+        except LookupError:
+            return self._forward_by_row(short, long, x, position_ids)
+        if is_long is None:
+            return short(x, position_ids)
+        is_long = is_long.to(position_ids.device)  # accelerate may place the module elsewhere than the embedding
+        return _select(is_long.view(position_ids.shape), long(x, position_ids), short(x, position_ids))
+
+    def _forward_by_row(
+        self, short: Callable[..., Rotary], long: Callable[..., Rotary], x: torch.Tensor, position_ids: torch.Tensor
+    ) -> Rotary:
         if _num_tokens.get() > self.switch_length:
             return long(x, position_ids)
-        is_long = position_ids.amax(-1) >= self.switch_length
+        is_long = position_ids.amax(-1, keepdim=True) >= self.switch_length
         if is_long.device.type == "cpu" and not is_long.any():  # a GPU's host would wait for it
             return short(x, position_ids)
-        cosines, sines = (
-            torch.where(is_long[:, None, None], of_long, of_short)
-            for of_long, of_short in zip(long(x, position_ids), short(x, position_ids), strict=True)
-        )
-        return cosines, sines
+        return _select(is_long, long(x, position_ids), short(x, position_ids))
 
 
 def has_long_rope(model: Any) -> bool:
@@ -86,6 +110,12 @@ def has_long_rope(model: Any) -> bool:
         and bool(modules)
         and all(_stock_forward(module) is not type(module).forward for module in modules)
     )
+
+
+def _select(is_long: torch.Tensor, long: Rotary, short: Rotary) -> Rotary:
+    """The long set where `is_long` `[rows, new or 1]`."""
+    cosines, sines = (torch.where(is_long[..., None], *both) for both in zip(long, short, strict=True))
+    return cosines, sines
 
 
 class _Frequencies:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.config import EngineConfig
@@ -19,6 +19,7 @@ from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import Observer
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.device import ChunkSizes
+from hf_triton.runner.forward import cache_name
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
@@ -71,6 +72,48 @@ def test_sequences_have_the_frequencies_of_their_own_length() -> None:
     with rope.prefilling(SWITCH + 1):
         first = model.model.rotary_emb(x, positions - 20)
     assert torch.equal(first[0][:1], model.model.rotary_emb(x[:1], torch.arange(SWITCH + 1).unsqueeze(0))[0][:, 19:20])
+
+
+CHUNKS = [(12, 0, 12), (90, 3, 10), (SWITCH, 0, SWITCH), (SWITCH + 1, SWITCH, SWITCH + 1), (70, 30, 50), (8, 7, 8)]
+"""A sequence's length, and the part of it in a forward."""
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("chunks", [CHUNKS, CHUNKS[::-1], CHUNKS[1:2], CHUNKS[::2]])
+def test_each_token_has_the_frequencies_of_its_own_sequence(
+    chunks: list[tuple[int, int, int]], is_packed: bool
+) -> None:
+    stock, model, x = phi3().model.rotary_emb, phi3(), torch.zeros(1, 1, 8)
+    rope = LongRope(model)
+    alone = [[part[0, a:b] for part in stock(x, torch.arange(length).unsqueeze(0))] for length, a, b in chunks]
+    positions = torch.cat([torch.arange(a, b) for _, a, b in chunks])
+    is_long = torch.cat([torch.full((b - a,), length > rope.switch_length) for length, a, b in chunks])
+    with rope.by_token(is_long):
+        found = model.model.rotary_emb(x, positions.unsqueeze(0 if is_packed else 1))
+    for part in range(2):
+        assert torch.equal(found[part].flatten(0, 1), torch.cat([each[part] for each in alone]))
+
+
+def test_a_forward_without_long_sequences_computes_the_short_frequencies() -> None:
+    stock, model, x = phi3().model.rotary_emb, phi3(), torch.zeros(1, 1, 8)
+    rope, positions = LongRope(model), torch.tensor([[SWITCH - 1, 0, SWITCH - 1, 5]])
+    with rope.by_token(None):
+        assert all(map(torch.equal, model.model.rotary_emb(x, positions), stock(x, positions)))
+        with rope.by_token(torch.ones(4, dtype=torch.bool)):
+            long = model.model.rotary_emb(x, positions)
+        assert not torch.equal(long[0], stock(x, positions)[0])
+        assert all(map(torch.equal, model.model.rotary_emb(x, positions), stock(x, positions)))
+
+
+@torch.inference_mode()
+def test_chunks_of_a_long_prompt_have_the_logits_of_transformers() -> None:
+    model, chunk, prompt = phi3(), 25, torch.tensor([tokens_of(70)])
+    rope, cache = LongRope(model), {cache_name(model): DynamicCache()}
+    logits = []
+    for part in prompt.split((chunk, 70 - chunk), 1):
+        with rope.by_token(torch.ones(part.numel(), dtype=torch.bool)):
+            logits.append(model(part, **cache).logits)
+    torch.testing.assert_close(torch.cat(logits, 1), phi3()(prompt).logits)
 
 
 def test_hooks_of_the_module_stay() -> None:
