@@ -12,9 +12,11 @@ import torch
 from click.testing import CliRunner
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.types import Observer
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.cpu import linear_kernel
 from hf_triton.runner.cpu.attention import FastAttention
+from hf_triton.runner.cpu.threads import available_cores
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -116,3 +118,34 @@ def test_the_attention_benchmark_has_both_ways(benchmark: ModuleType, monkeypatc
     model = benchmark.build_model("falcon", 1, torch.float32)
     ways = [benchmark.Steps(model, 2, 20, is_fast=is_fast) for is_fast in (False, True)]
     assert [isinstance(way._decoder._forward._attention, FastAttention) for way in ways] == [False, True]
+
+
+@pytest.mark.parametrize("benchmark", ["python_calls"], indirect=True)
+def test_calls_of_the_package_are_counted_by_step(benchmark: ModuleType) -> None:
+    counter, observer = benchmark.CallCounter(), Observer()
+
+    def run_steps(num_steps: int) -> None:
+        sys.setprofile(counter.profile)
+        for _ in range(num_steps):
+            available_cores()
+            observer.on_prefix_hit(1)
+            observer.on_prefix_hit(2)
+            re.escape("not ours")
+            counter.on_step(1)
+
+    benchmark.apart(lambda: run_steps(benchmark.LAST_STEP - 1))
+    with pytest.raises(ValueError, match="49 steps"):
+        counter.calls_per_step()
+    benchmark.apart(lambda: run_steps(5))
+    assert counter.calls_per_step() == {"runner/cpu/threads.py": 1, "engine/types.py": 2}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("benchmark", ["python_calls"], indirect=True)
+def test_calls_of_a_step_are_counted_beside_a_busy_model(benchmark: ModuleType) -> None:
+    head, *rows, totals = (re.split(r" {2,}", line) for line in run(benchmark, "").splitlines())
+    assert head == ["calls per step", "alone", "busy neighbour"]
+    for column in (1, 2):
+        counts = [float(row[column]) for row in rows]
+        assert float(totals[column]) == pytest.approx(sum(counts), abs=0.1 * len(counts))
+        assert sum(counts) > 0
