@@ -134,7 +134,7 @@ def test_a_row_is_independent_of_rows_padding_and_threads(
 @pytest.mark.usefixtures("always")
 @torch.inference_mode()
 def test_kernel_runs_in_one_thread_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llvm, "_parallel", lambda: None)
+    monkeypatch.setattr(llvm, "openmp_parallel", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     call = tensors(torch.float32)
     torch.testing.assert_close(attend(*call), exact(*call))

@@ -80,7 +80,7 @@ def test_a_row_is_independent_of_other_rows_and_of_threads(dtype: torch.dtype, m
 def test_kernel_runs_in_one_thread_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, weight = packed(1024, 512, torch.float32)
     x = torch.randn(9, 512)
-    monkeypatch.setattr(llvm, "_parallel", lambda: None)
+    monkeypatch.setattr(llvm, "openmp_parallel", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     torch.testing.assert_close(multiply(x, weight, None), x @ plain.T, atol=1e-4, rtol=1e-4)
 

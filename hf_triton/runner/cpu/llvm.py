@@ -49,7 +49,7 @@ def kernel_of(task: Any) -> Any:
 
 def run(kernel: Any, task: tuple[int, ...], num_threads: int) -> None:
     """Run a kernel of `kernel_of` in at most `num_threads` threads; the task's addresses must be valid."""
-    parallel = _parallel()
+    parallel = openmp_parallel()
     numbers = array("q", task)
     address, _ = numbers.buffer_info()
     if num_threads == 1 or parallel is None:
@@ -59,7 +59,7 @@ def run(kernel: Any, task: tuple[int, ...], num_threads: int) -> None:
 
 
 @cache
-def _parallel() -> Any:
+def openmp_parallel() -> Any:
     """GNU OpenMP's function that runs a function in several threads; None if torch came with another OpenMP."""
     parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if parallel is not None:
