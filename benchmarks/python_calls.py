@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python calls of the package's own code in a decoding step of one sequence: `python benchmarks/python_calls.py`.
 
-What a step costs beside the model's own operations, as a number that hardly changes from run to run, unlike a time on
-a shared machine. The continuous engine runs the model of `benchmarks/engine.py` alone, and beside a process that is
-busy on the same cores. Calls of C functions, of torch and of transformers are not counted, nor methods that `dataclass`
-generates; each time that a generator resumes is.
+What a step costs beside the model's own operations, as a number that does not depend on what else the machine does.
+The continuous engine runs the model of `benchmarks/engine.py` alone, and beside a process that is busy on the same
+cores. Calls of C functions, of torch and of transformers are not counted, nor methods that `dataclass` generates; each
+time that a generator resumes is. Only the linear kernels, which are chosen by their time at load, differ between runs.
 """
 
 from __future__ import annotations

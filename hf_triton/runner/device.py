@@ -71,7 +71,7 @@ class DeviceContext:
             torch.cuda.set_device(self._device)
 
     def busy(self) -> None:
-        """Take a share of the CPU cores before a step; cheap enough to call before each (microseconds)."""
+        """Take a share of the CPU cores; call it before every step, see `SharedCores.take`."""
         if self._cores is not None:
             self._cores.take()
 

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many threads a model computes with: within its control groups' quota, shared with other busy models."""
 
+import fcntl
 import math
 import os
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -68,6 +73,22 @@ def start_other(tmp_path: Path) -> Iterator[Callable[[], Other]]:
     for other in others:
         with other.process as process:
             process.kill()
+
+
+@contextmanager
+def fcntl_calls() -> Iterator[list[object]]:
+    """The calls of fcntl(2) while it is entered."""
+    calls: list[object] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "c_call" and argument is fcntl.fcntl:
+            calls.append(argument)
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
 
 
 # --- control groups ---------------------------------------------------------------------------------------------------
@@ -174,22 +195,54 @@ def test_more_busy_models_than_slots_do_no_harm(monkeypatch: pytest.MonkeyPatch)
     assert [model.count() for model in models] == [0] * 4
 
 
+def test_counting_takes_a_few_system_calls_in_whatever_order_models_became_busy() -> None:
+    source, models, own = random.Random(0), [Neighbours() for _ in range(8)], Neighbours()
+    busy: set[Neighbours] = set()
+    own.enter()
+    for model in source.choices(models, k=100):
+        if model in busy:
+            model.leave()
+        else:
+            model.enter()
+        busy ^= {model}
+        with fcntl_calls() as calls:
+            assert own.count() == len(busy)
+        assert 1 <= len(calls) <= 2 * len(busy) + 1
+
+
+def next_num_threads(cores: SharedCores) -> int:
+    """Torch's threads in the first step after the time within which changes are noticed."""
+    time.sleep(threads.LOOK_INTERVAL_S)
+    cores.take()
+    return torch.get_num_threads()
+
+
 def test_cores_are_shared_among_busy_models(start_other: Callable[[], Other]) -> None:
     others, own = [start_other() for _ in range(5)], SharedCores()
     seen = []
     for other in others:
-        own.take()
-        seen.append(torch.get_num_threads())
+        seen.append(next_num_threads(own))
         other.do("enter")
-    own.take()
-    assert [*seen, torch.get_num_threads()] == [4, 2, 1, 1, 1, 1]
+    assert [*seen, next_num_threads(own)] == [4, 2, 1, 1, 1, 1]
     for other in others[1:]:
         other.do("leave")
+    assert next_num_threads(own) == 2
+    others[0].do("leave")
+    assert next_num_threads(own) == 4
+
+
+def test_a_busy_model_looks_now_and_then_and_an_idle_one_as_it_becomes_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "LOOK_INTERVAL_S", math.inf)
+    own, other = SharedCores(), Neighbours()
+    own.take()
+    other.enter()
+    with fcntl_calls() as calls:
+        own.take()
+    assert not calls
+    assert torch.get_num_threads() == 4
+    own.leave()
     own.take()
     assert torch.get_num_threads() == 2
-    others[0].do("leave")
-    own.take()
-    assert torch.get_num_threads() == 4
 
 
 def test_fewer_threads_than_the_share_stay(start_other: Callable[[], Other]) -> None:

@@ -11,11 +11,13 @@ import errno
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import re
 import stat
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Final, Self
 
@@ -30,6 +32,8 @@ FLOCK: Final = struct.Struct("hhqqi4x")
 """`struct flock` of 64-bit Linux, fcntl(2): type, whence, start, length, process id."""
 NUM_SLOTS: Final = 64
 """Busy models that are counted."""
+LOOK_INTERVAL_S: Final = 0.05
+"""How long a busy model may not notice that another one starts or stops; looking at every step would slow it down."""
 
 
 class SharedCores:
@@ -44,9 +48,19 @@ class SharedCores:
         self._quota = core_quota()
         self._num_cores = min(len(available_cores()), self._quota)
         self._num_alone = 0  # until the first `take`
+        self._next_look_s = -math.inf
 
     def take(self) -> None:
-        """Be busy, and set torch's threads to this model's share; takes microseconds, so call it before every step."""
+        """Be busy, and set torch's threads to this model's share; call it before every step, in one thread.
+
+        It looks for other busy models at once if this one was idle, then at most every `LOOK_INTERVAL_S`.
+        """
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._look()
+            self._next_look_s = now_s + LOOK_INTERVAL_S
+
+    def _look(self) -> None:
         if self._neighbours.enter() and not self._num_alone:
             self._num_alone = self._max_threads()
         num_others = self._neighbours.count()
@@ -55,6 +69,7 @@ class SharedCores:
 
     def leave(self) -> None:
         """Be idle: other models may use all cores."""
+        self._next_look_s = -math.inf
         self._neighbours.leave()
 
     def close(self) -> None:
@@ -118,30 +133,36 @@ class Neighbours:
         self._slot = None
 
     def count(self) -> int:
-        """How many other models are busy, up to `NUM_SLOTS`."""
-        if not self._is_locked(0, NUM_SLOTS):
-            return 0
-        return sum(self._is_locked(slot, 1) for slot in range(NUM_SLOTS))
+        """How many other models are busy, up to `NUM_SLOTS`; a system call for each, and one for each gap."""
+        count, ranges = 0, [(0, NUM_SLOTS)]
+        while ranges:
+            start, end = ranges.pop()
+            slot = self._locked_slot(start, end) if start < end else None
+            if slot is not None:
+                count += 1
+                ranges += [(start, slot), (slot + 1, end)]
+        return count
 
     def _lock(self, kind: int, slot: int) -> bool:
         return self._call("F_OFD_SETLK", kind, slot, 1) is not None
 
-    def _is_locked(self, start: int, length: int) -> bool:
-        return self._call("F_OFD_GETLK", fcntl.F_WRLCK, start, length) not in (fcntl.F_UNLCK, None)
+    def _locked_slot(self, start: int, end: int) -> int | None:
+        """A slot from `start` until `end` that another model has locked; fcntl(2) names any of them, not the first."""
+        lock = self._call("F_OFD_GETLK", fcntl.F_WRLCK, start, end - start)
+        return None if lock is None or lock[0] == fcntl.F_UNLCK else max(start, lock[2])
 
-    def _call(self, command: str, kind: int, start: int, length: int) -> int | None:
-        """The lock type that fcntl(2) answers with; None if another process holds the lock, or locks do not work."""
+    def _call(self, command: str, kind: int, start: int, length: int) -> tuple[int, ...] | None:
+        """The `struct flock` that fcntl(2) answers; None if another process holds the lock, or locks do not work."""
         if self._file is None:
             return None
         try:
             lock = FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
-            answer: int = FLOCK.unpack(fcntl.fcntl(self._file, getattr(fcntl, command), lock))[0]
+            return FLOCK.unpack(fcntl.fcntl(self._file, getattr(fcntl, command), lock))
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 _log_not_shared(error)
                 self._close()
             return None
-        return answer
 
     def _close(self) -> None:
         if self._file is not None:
