@@ -29,6 +29,7 @@ PARTS: Final = re.compile(
     r"token_adapter\.trainable_tokens_delta)"
 )
 """A layer, and what an adapter has of it."""
+NO_EXPERTS: Final = "experts of a mixture are not served with LoRA: merge it into its base model"
 TOKENS: Final = "token_adapter.trainable_tokens_delta"
 
 
@@ -66,11 +67,10 @@ def plan_adapter(
     for name, tensor in tensors.items():
         layer, part = split_name(name)
         if layer not in layers:
-            is_expert = "experts" in name.split(".")
-            remedy = (
-                ": experts of a mixture are not served with LoRA: merge it into its base model" if is_expert else ""
-            )
+            remedy = f": {NO_EXPERTS}" if "experts" in name.split(".") else ""
             refuse(f"has, and the model has not, {_listed([name])}{remedy}")
+        if "experts" in layer.split(".")[:-1]:  # each sees a selection of the tokens, of which peft knows no adapters
+            refuse(f"changes {layer}: {NO_EXPERTS}")
         is_whole = "." not in part and not part.startswith("lora_")
         (whole if is_whole else parts).setdefault(layer, {})[part] = tensor
         if is_whole and not _ends_with(layer, config.saved):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters in a model: in one forward, each row may have another one.
+"""LoRA adapters in a model: in one forward, each row or each token may have another one.
 
-peft puts a layer of its own around every linear layer that an adapter changes. Such a layer takes the name of an
-adapter for each row; hooks here give it the names of the rows that are computed. What an adapter's files say is checked
-first (`adapter_files.py`), and a layer that no adapter changes any more is the model's own again.
+peft puts a layer of its own around every linear layer that an adapter changes; hooks tell such a layer which adapter
+to apply where (`adapter_names.py`). What an adapter's files say is checked first (`adapter_files.py`), and a layer that
+no adapter changes any more is the model's own again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ import torch
 
 from hf_triton.errors import CheckpointError, SettingsError
 from hf_triton.runner.adapter_files import PREFIX, AdapterConfig, read_adapter_config, read_tensors, refuse, short
+from hf_triton.runner.adapter_names import NO_ADAPTER, AdapterNames
 from hf_triton.runner.adapter_plan import TOKENS, AdapterPlan, plan_adapter, split_name
 from hf_triton.runner.numerics import agree
 
-NO_ADAPTER: Final = "__base__"
-"""peft's name for rows without an adapter."""
 NUM_TRIAL_TOKENS: Final = 5
 SPARE_BYTES: Final = 64 << 20
 """What an adapter's file may have beside twice the bytes of the model."""
@@ -70,11 +69,10 @@ class Adapters:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._plain = _active_adapter(model)
-        self._rows: str | list[str] = self._plain
+        self._names = AdapterNames(model, self._plain)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._loaded: dict[str, weakref.ref[Adapter]] = {}
-        self._hooked = weakref.WeakSet[torch.nn.Module]()
         if self._plain != NO_ADAPTER:
             self._hook_layers()
 
@@ -134,13 +132,31 @@ class Adapters:
     @contextmanager
     def choose(self, rows: AdapterRows) -> Iterator[None]:
         """For a forward, or for `generate`: the adapter of each row. One alone is that of all rows."""
-        with self._lock:
-            keys = [self._plain if adapter is None else adapter.key for adapter in rows or ()]
-            self._rows = keys if len(set(keys)) > 1 else keys[0] if keys else self._plain
-            try:
-                yield
-            finally:
-                self._rows = self._plain
+        with self._lock, self._names.of_rows([adapter.key if adapter else None for adapter in rows or ()]):
+            yield
+
+    @contextmanager
+    def choose_tokens(
+        self, tokens: Sequence[str | None], logits: Sequence[str | None], gathered: Sequence[str | None] | None = None
+    ) -> Iterator[None]:
+        """For a packed forward: the adapter of each token, by `Adapter.key`; None: no adapter.
+
+        A layer finds its tokens' adapters by their number: T, K or G. Lists of one length must be the same, and in a
+        packed step they are: K logits of T = K tokens are those of all tokens, and as many cached tokens as new ones
+        are the new ones. An input of any other number of tokens raises RuntimeError in the forward; layers that see a
+        selection of the tokens, such as a mixture's experts, have no adapters, because `load` refuses them.
+
+        Args:
+            tokens: Of the T tokens of the forward, in order, as `[1, T]` or `[T, 1]`.
+            logits: Of the K positions whose logits are computed.
+            gathered: Of the G cached tokens that layers see beside the new ones: latent attention (DeepSeek-V3)
+                expands what its cache returns, `[1, 1, G, rank]`.
+
+        Raises:
+            ValueError: Two lists of one length differ.
+        """
+        with self._lock, self._names.of_tokens(tokens, logits, *([] if gathered is None else [gathered])):
+            yield
 
     def _plan(self, config: AdapterConfig, tensors: dict[str, torch.Tensor]) -> AdapterPlan:
         """Check an adapter's files, while forwards go on."""
@@ -204,17 +220,7 @@ class Adapters:
 
     def _hook_layers(self) -> None:
         for layer in _adapted_layers(self._model):
-            if layer not in self._hooked:
-                layer.register_forward_pre_hook(self._name_rows, with_kwargs=True)
-                self._hooked.add(layer)
-
-    def _name_rows(self, layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Give a layer of peft the adapter of each row of its input."""
-        rows = self._rows
-        names = [rows] * len(arguments[0]) if isinstance(rows, str) else rows
-        known = layer._get_available_adapters()  # some layers of peft refuse the name of an adapter without them
-        names = [name if name in known else NO_ADAPTER for name in names]
-        return arguments, {**named, "adapter_names": names}
+            self._names.hook(layer)
 
     @torch.inference_mode()
     def _try_out(self, adapter: Adapter) -> None:
@@ -225,13 +231,11 @@ class Adapters:
         """
         embedding = self._model.get_input_embeddings().weight
         token_ids = torch.arange(NUM_TRIAL_TOKENS, device=embedding.device)[None] % embedding.shape[0]
-        try:
-            self._rows = adapter.key
+        with self._names.of_rows([adapter.key]):
             alone = self._logits(token_ids)
-            self._rows = [self._plain, adapter.key]
+        tokens = [None] * NUM_TRIAL_TOKENS + [adapter.key] * NUM_TRIAL_TOKENS
+        with self._names.of_tokens(tokens):  # as in a packed step, where attention keeps sequences apart
             beside = self._logits(token_ids.expand(2, -1))
-        finally:
-            self._rows = self._plain
         alone = torch.cat([self._logits(token_ids), alone])
         if not bool(alone.isfinite().all()):
             refuse("makes NaN or infinite numbers of the model's outputs")

@@ -29,7 +29,11 @@ def save_adapter(checkpoint: Path, folder: Path, *, seed: int = 0, **config: Any
     chosen = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5, **config}
     base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with quietly():
-        get_peft_model(base, LoraConfig(**{"init_lora_weights": False, **chosen})).save_pretrained(folder)
+        model = get_peft_model(base, LoraConfig(**{"init_lora_weights": False, **chosen}))
+        for name, weights in model.named_parameters():
+            if weights.requires_grad and "lora_" not in name:  # those that begin as the base model's
+                weights.data += torch.randn_like(weights) * weights.std()
+        model.save_pretrained(folder)
     return folder
 
 
