@@ -17,6 +17,11 @@ class EngineConfig:
 
     chunk_sizes: ChunkSizes | None = None
     """Tokens of a prefill chunk; None: the device's."""
+    block_size: int | None = None
+    """Tokens of a block of the KV cache; None: the device's."""
+    min_kept_bytes: int = 64 << 20
+    """Of the prefix cache on a CPU: from here on, or from the size of the weights if that is more, released blocks are
+    used again before fresh memory; never more than `prefix_cache_fraction`."""
     max_memory_wait_s: float = 5.0
     """How long a context waits for other users of the device to free memory, before it is refused."""
     memory_poll_s: float = 0.02
@@ -49,6 +54,10 @@ class ModelTraits:
     memory has room for all tokens that it may generate."""
     prefills_whole: bool = False
     """Whether chunked prefill is off: the whole context is one chunk."""
+    has_states: bool = False
+    """Whether some layers keep states, which take a slot for each sequence."""
+    caches_prefixes: bool = False
+    """Whether full blocks are published."""
     stores_prompts: bool = False
     """Whether every prompt is stored in the prefix cache after its prefill. If not, a sequence is stored when it
     finishes."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -227,6 +228,22 @@ class Sequence:
     finish_reason: FinishReason | None = None
     is_suspect: bool = False
     """It was in a batch that failed, and runs alone until it finishes."""
+    id: int = field(default_factory=itertools.count(1).__next__)
+    """By which a step names it."""
+    num_computed: int = 0
+    """Tokens of the context whose keys and values are in its blocks, or will be after the step in flight."""
+    num_inflight: int = 0
+    """Tokens that the step in flight samples for it."""
+    blocks: list[int] = field(default_factory=list)
+    """Its block table."""
+    digests: list[bytes] = field(default_factory=list)
+    """Of its full blocks, if prefixes are cached."""
+    slot: int = -1
+    """Of its states; -1: none."""
+    siblings: list[Sequence] = field(default_factory=list)
+    """Sequences of its group that wait for it to compute the prompt."""
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
+    """Log probabilities of the prompt tokens computed so far."""
 
     @property
     def is_done(self) -> bool:
@@ -241,6 +258,25 @@ class Sequence:
     def context(self) -> list[int]:
         """The tokens that its next token follows."""
         return self.group.prompt_ids + self.token_ids
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """The tokens `[start:end]` of the context."""
+        num_prompt = len(self.group.prompt_ids)
+        if start >= num_prompt:
+            return self.token_ids[start - num_prompt : end - num_prompt]
+        return self.group.prompt_ids[start:end] + self.token_ids[: max(0, end - num_prompt)]
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens of the context, one in flight included, that are not computed yet; 0 if no token may follow them."""
+        if self.num_left <= self.num_inflight:
+            return 0
+        return len(self.group.prompt_ids) + len(self.token_ids) + self.num_inflight - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only its last token is missing."""
+        return self.num_computed > 0 and self.num_missing == 1
 
     @property
     def num_tokens(self) -> int:

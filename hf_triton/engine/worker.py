@@ -67,6 +67,11 @@ class EngineThread:
     def release(self) -> None:
         """Free memory. Called after `idle_release_s` without work."""
 
+    def wait(self, seconds: float) -> None:
+        """Wait in place of a step, until a group is queued at most."""
+        with self.queue.changed:
+            self.queue.changed.wait(seconds)
+
     def is_busy(self) -> bool:
         """Whether admitted groups have no outcome yet."""
         raise NotImplementedError

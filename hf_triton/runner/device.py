@@ -37,6 +37,15 @@ class ChunkSizes:
             return self.max_tokens
         return int(min(self.max_tokens, self.max_tokens_decoding // (1 + num_cached // self.long_context)))
 
+    def share(self, *, is_decoding: bool, num_cached: int) -> float:
+        """The part of a step's budget that a chunk behind cached tokens may take; above 0, at most 1.
+
+        Args:
+            is_decoding: Whether sequences are decoding.
+            num_cached: Cached tokens that the chunk attends to.
+        """
+        return 1 / (1 + num_cached // self.long_context) if is_decoding else 1.0
+
 
 CHUNK_SIZES: Final = {
     "cpu": ChunkSizes(512, 256, per_weights=16, long_context=2048),

@@ -41,11 +41,15 @@ class SampledTokens:
         logits: `[rows, vocabulary]`, any float dtype and device; must stay unchanged until `read` if a sequence wants
             log probabilities.
         samplers: One for each row of `logits`.
-        num_ahead: Tokens of these sequences sampled before this one and not yet accepted; 0 if any sampler
+        num_ahead: Tokens of each sequence, or of all, sampled before this one and not yet accepted; 0 if a sampler
             `needs_host`.
     """
 
-    def __init__(self, logits: torch.Tensor, samplers: Sequence[SequenceSampler], num_ahead: int = 0) -> None:
+    def __init__(
+        self, logits: torch.Tensor, samplers: Sequence[SequenceSampler], num_ahead: int | Sequence[int] = 0
+    ) -> None:
+        if isinstance(num_ahead, int):
+            num_ahead = [num_ahead] * len(samplers)
         self._samplers = samplers
         self._logits = logits if any(sampler.params.num_top_logprobs is not None for sampler in samplers) else None
         if all(sampler.is_plain_greedy for sampler in samplers):
@@ -76,7 +80,7 @@ def sample_tokens(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> 
     return SampledTokens(logits, samplers).read()
 
 
-def _choose(scores: torch.Tensor, samplers: Sequence[SequenceSampler], num_ahead: int) -> torch.Tensor:
+def _choose(scores: torch.Tensor, samplers: Sequence[SequenceSampler], num_ahead: Sequence[int]) -> torch.Tensor:
     """The token id of each row of edited scores, `[rows]` int64 on their device."""
     drawing = [row for row, sampler in enumerate(samplers) if sampler.params.do_sample]
     if len(drawing) == len(samplers):
@@ -84,11 +88,12 @@ def _choose(scores: torch.Tensor, samplers: Sequence[SequenceSampler], num_ahead
     tokens = scores.argmax(-1)
     if drawing:
         index = to_index(drawing, scores.device)
-        tokens[index] = _draw(scores[index].float(), [samplers[row] for row in drawing], num_ahead)
+        chosen = [samplers[row] for row in drawing]
+        tokens[index] = _draw(scores[index].float(), chosen, [num_ahead[row] for row in drawing])
     return tokens
 
 
-def _draw(scores: torch.Tensor, samplers: Sequence[SequenceSampler], num_ahead: int) -> torch.Tensor:
+def _draw(scores: torch.Tensor, samplers: Sequence[SequenceSampler], num_ahead: Sequence[int]) -> torch.Tensor:
     """Draw a token id for each row of `scores`, `[rows, vocabulary]` float32, by the Gumbel-max trick (Gumbel 1954).
 
     The argmax of score plus noise is a draw from the softmax. Each token has noise of its own, so rounding that moves
@@ -96,7 +101,8 @@ def _draw(scores: torch.Tensor, samplers: Sequence[SequenceSampler], num_ahead: 
     change a hundred times as many. A token at minus infinity is never drawn.
     """
     warped = warp_scores(scores, [sampler.params for sampler in samplers])
-    noise = gumbel_noise([sampler.draw_key(num_ahead) for sampler in samplers], scores.shape[1], scores.device)
+    keys = [sampler.draw_key(ahead) for sampler, ahead in zip(samplers, num_ahead, strict=True)]
+    noise = gumbel_noise(keys, scores.shape[1], scores.device)
     return (warped + noise).argmax(-1)
 
 

@@ -42,7 +42,7 @@ class SequenceSampler:
         self.history = TokenHistory(params, prompt_ids, eos_ids)
         self.is_plain_greedy = not (params.do_sample or self.edits_logits or params.num_top_logprobs is not None)
         """Whether the next token is the argmax of the logits, without log probabilities."""
-        self._prompt_ids = prompt_ids
+        self.prompt_ids = prompt_ids
         self._eos_ids = eos_ids
         self._token_ids = list(prompt_ids) if processor else []
         self._index = index
@@ -66,7 +66,7 @@ class SequenceSampler:
 
     def after(self, token_ids: Sequence[int]) -> SequenceSampler:
         """A sampler of the same prompt behind other tokens, for a hypothesis of beam search; no constraint."""
-        sampler = SequenceSampler(self.params, self._index, self._prompt_ids, self._eos_ids, processor=self.processor)
+        sampler = SequenceSampler(self.params, self._index, self.prompt_ids, self._eos_ids, processor=self.processor)
         for token_id in token_ids:
             sampler.accept(token_id)
         return sampler

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_triton.runner.cpu.threads import SharedCores
@@ -15,7 +16,7 @@ from hf_triton.runner.cpu.threads import SharedCores
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SharedCores", "accelerate", "accelerate_encoder", "fast_attention"]
+__all__ = ["SharedCores", "accelerate", "accelerate_encoder", "fast_attention", "paged_kernels"]
 
 
 def accelerate(model: Any, *, pack_weights: Literal["auto"] | bool = "auto") -> None:
@@ -66,3 +67,10 @@ def fast_attention(*, patches_torch: bool = True) -> AbstractContextManager[None
     from hf_triton.runner.cpu.attention import FastAttention
 
     return FastAttention(patches_torch=patches_torch)
+
+
+def paged_kernels() -> ModuleType:
+    """The module with `attend_decode` and `write_tokens`, for keys and values in blocks."""
+    from hf_triton.runner.cpu import paged_attention as module
+
+    return module

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many blocks an engine may use now, and the errors of sequences that do not fit. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hf_triton.engine.block_pool import BlockPool
+from hf_triton.errors import RequestError, UnavailableError
+from hf_triton.runner.budget import TokenBudget
+
+
+class BlockMemory:
+    """The block pool and its budget.
+
+    Args:
+        budget: Tokens that the device has memory for.
+        num_blocks: Blocks of the KV cache.
+        block_size: Tokens of a block.
+        max_kept: See `BlockPool`.
+        slot_tokens: Tokens that take as much memory as the states of a sequence; 0: the model has none.
+        is_fixed: Whether all memory is allocated at load; else it is shared with others on the device.
+        give_back: Frees the memory of blocks.
+    """
+
+    def __init__(
+        self,
+        budget: TokenBudget,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_kept: int,
+        slot_tokens: int = 0,
+        is_fixed: bool = False,
+        give_back: Callable[[list[int]], None] = lambda _: None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, max_kept)
+        self.block_size = block_size
+        self.budget = budget
+        self._slot_tokens = slot_tokens
+        self._is_fixed = is_fixed
+        self._give_back = give_back
+        self._num_slots = 0
+
+    @property
+    def num_used_tokens(self) -> int:
+        """Tokens of the held and kept blocks, and of states."""
+        return (self.pool.num_held + self.pool.num_kept) * self.block_size + self._num_slots * self._slot_tokens
+
+    @property
+    def max_used_tokens(self) -> int:
+        """The most tokens that may be in use now."""
+        return min(self.pool.num_blocks * self.block_size, self.budget.allowed)
+
+    def refresh(self, num_slots: int) -> None:
+        """Look at the budget, and give back what exceeds it.
+
+        Args:
+            num_slots: Sequences that have states.
+        """
+        self._num_slots = num_slots
+        if self._is_fixed:
+            return
+        states = num_slots * self._slot_tokens
+        allowed = self.budget.tokens(self.pool.num_touched * self.block_size + states) - states
+        self.pool.max_touched = max(0, allowed) // self.block_size
+        if self.pool.num_touched > self.pool.max_touched:
+            self._give_back(self.pool.trim(self.pool.max_touched))
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks of a sequence."""
+        return -(-num_tokens // self.block_size)
+
+    def has_room(self, num_blocks: int, num_slots: int = 0) -> bool:
+        """Whether so many more blocks, and states of so many more sequences, fit."""
+        states = -(-num_slots * self._slot_tokens // self.block_size)
+        return num_blocks + states <= self.pool.num_free
+
+    def rest(self) -> None:
+        """Give back the memory of all blocks that nobody holds and the prefix cache does not keep."""
+        if not self._is_fixed:
+            self._give_back(self.pool.trim(self.pool.num_held + self.pool.num_kept))
+
+    def admission_error(self, num_prompt: int, num_new: int) -> RequestError | None:
+        """The error of a prompt that can never run in this memory; None: it can."""
+        needed = self.num_blocks(num_prompt + num_new) * self.block_size + self._slot_tokens
+        most = min(self.pool.num_blocks * self.block_size + self._slot_tokens, self.budget.most)
+        if needed <= most:
+            return None
+        return RequestError(
+            "memory_exceeded",
+            f"a prompt of {num_prompt} tokens and max_new_tokens {num_new} need {self.budget.words(needed)} of "
+            f"KV cache memory in blocks of {self.block_size} tokens, and there are {self.budget.words(most)} "
+            "(setting max_cache_tokens): ask for fewer tokens",
+        )
+
+    def no_memory_error(self, num_tokens: int) -> UnavailableError:
+        """The error of a sequence that does not fit the memory that is free now."""
+        return UnavailableError(
+            "out_of_memory",
+            f"a sequence of {num_tokens} tokens does not fit the KV cache memory that is free now, "
+            f"{self.budget.words(self.max_used_tokens)} in all: send it again later, or ask for fewer tokens",
+        )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a step on the device: the forward, and sampling. Schedules nothing; finds samplers by a sequence's id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hf_triton.engine.paged_scheduler import StepOutput
+from hf_triton.runner.model_runner import ModelRunner
+from hf_triton.runner.step import Step, TokenRange
+from hf_triton.runner.transfer import to_index
+from hf_triton.sampling.logprobs import token_logprobs
+from hf_triton.sampling.sampler import SampledTokens
+from hf_triton.sampling.sequence_sampler import SequenceSampler
+from hf_triton.sampling.types import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class InflightStep:
+    """A step whose tokens are still on the device."""
+
+    step: Step
+    sequence_ids: tuple[int, ...]
+    """Those that sample, in the order of `sampled`."""
+    sampled: SampledTokens | None
+    prompt_scores: dict[int, list[TokenLogprobs]]
+
+    def read(self) -> StepOutput:
+        """The output, once it is on the host."""
+        tokens = self.sampled.read() if self.sampled else []
+        return StepOutput(self.step, dict(zip(self.sequence_ids, tokens, strict=True)), self.prompt_scores)
+
+    def newest(self) -> dict[int, torch.Tensor]:
+        """The token of each sequence, on the device."""
+        return dict(zip(self.sequence_ids, self.sampled.tokens, strict=True)) if self.sampled else {}
+
+
+class Executor:
+    """Runs steps of one model.
+
+    Args:
+        runner: Of the model.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.samplers: dict[int, SequenceSampler] = {}
+        """Of the admitted sequences, by id."""
+        self._inflight: InflightStep | None = None
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> StepOutput:
+        """Run a step; returns its output, or that of the step in flight before."""
+        pending, self._inflight = self._inflight, None
+        launched = self._launch(step, pending) if step.ranges else None
+        if pending is None and launched and not step.stays_inflight:
+            return launched.read()
+        output = pending.read() if pending else StepOutput()
+        self._inflight = launched
+        return output
+
+    def _launch(self, step: Step, pending: InflightStep | None) -> InflightStep:
+        logits = self._runner.run(step, pending.newest() if pending else None)
+        rows: list[int] = []
+        sequence_ids: list[int] = []
+        scores: dict[int, list[TokenLogprobs]] = {}
+        for part, first in _first_rows(step):
+            if part.num_top_logprobs is not None:
+                scored = logits[first : first + part.num_scored]
+                scores[part.sequence_id] = token_logprobs(scored, self._scored_tokens(part), part.num_top_logprobs)
+            rows += [first + part.num_scored] * len(part.samples)
+            sequence_ids += part.samples
+        if not rows:
+            return InflightStep(step, (), None, scores)
+        if rows != list(range(len(logits))):
+            logits = logits[to_index(rows, logits.device)]
+        samplers = [self.samplers[number] for number in sequence_ids]
+        ahead = set(pending.sequence_ids) if pending else set()
+        sampled = SampledTokens(logits, samplers, [int(number in ahead) for number in sequence_ids])
+        return InflightStep(step, tuple(sequence_ids), sampled, scores)
+
+    def _scored_tokens(self, part: TokenRange) -> list[int]:
+        """The prompt tokens behind the first `num_scored` tokens of a range."""
+        prompt_ids = self.samplers[part.sequence_id].prompt_ids
+        return list(prompt_ids[part.start + 1 : part.start + 1 + part.num_scored])
+
+
+def _first_rows(step: Step) -> Iterator[tuple[TokenRange, int]]:
+    """Each range, and the first of its rows of logits."""
+    row = 0
+    for part in step.ranges:
+        yield part, row
+        row += part.num_scored + bool(part.samples)

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a step's tokens to their sequences' blocks, behind transformers' `AttentionInterface`.
+
+`attend` is what a model calls in place of its attention. It finds the layer by the keys that the layer's `update` has
+returned, and what a token sees by the mask's rule: `mask_of_rule` stands in place of a mask, and carries the rule
+unread through the model. Decoding tokens go to the device's kernel; each chunk to torch's attention on its own keys, or
+on copies of its sequence's blocks. Falcon calls torch's attention itself: `TorchAttention` replaces that.
+
+A model that changes a mask or its keys on the way fails here, and the probe chooses another way for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from hf_triton.runner.paged_cache import PagedCache, PagedLayer
+from hf_triton.runner.step_tensors import StepTensors
+
+NAME: Final = "hf_triton_paged"
+FAR: Final = 1 << 20
+"""A position beyond every window: what is visible from there tells a rule's kind."""
+
+MaskFunction = Callable[..., Any]
+"""transformers' rule of a mask: whether a token sees another, given batch, head and both positions."""
+
+
+class NotPagedError(RuntimeError):
+    """The model changes a mask, or what the cache has returned, on the way to attention."""
+
+
+class _Thread(threading.local):
+    cache: PagedCache | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def attention_of(cache: PagedCache) -> Iterator[None]:
+    """While it is entered, attention of this thread is that of the cache's step."""
+    _thread.cache = cache
+    try:
+        yield
+    finally:
+        _thread.cache = None
+
+
+class MaskRule(torch.Tensor):
+    """A tensor of one element in place of a mask. Moving it to a device keeps the rule, any other change loses it."""
+
+    rule: MaskFunction
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch in place of every function of such a tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and isinstance(args[0], MaskRule):
+            return _with_rule(result, args[0].rule)
+        return result
+
+
+def _with_rule(tensor: torch.Tensor, rule: MaskFunction) -> MaskRule:
+    mask = tensor.as_subclass(MaskRule)
+    mask.rule = rule
+    return mask
+
+
+def mask_of_rule(*args: Any, mask_function: MaskFunction, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    """As transformers calls it to make a mask."""
+    return _with_rule(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), mask_function)
+
+
+# --- what a rule lets a token see ------------------------------------------------------------------------------------
+
+_windows: dict[Any, int | None] = {}
+
+
+def window_of(rule: MaskFunction | None) -> int | None:
+    """0: all tokens before it. w: the last w tokens, itself included. None: something else (Llama 4's chunks)."""
+    if rule is None:
+        return 0
+    key = _signature(rule)
+    if key not in _windows:
+        _windows[key] = _find_window(rule)
+    return _windows[key]
+
+
+def _signature(value: Any) -> Any:
+    """A function's code and what it closes over: transformers makes the same functions at each forward."""
+    if not hasattr(value, "__code__"):
+        return tuple(map(_signature, value)) if isinstance(value, (tuple, list)) else value
+    return value.__code__, *(_signature(cell.cell_contents) for cell in value.__closure__ or ())
+
+
+def _find_window(rule: MaskFunction) -> int | None:
+    """By what a far token sees: the tokens after it, the first one, and those in between."""
+    nearest = torch.arange(FAR - FAR // 8, FAR + 3)
+    columns = torch.cat([torch.zeros(1, dtype=torch.int64), nearest])
+    seen = _evaluate(rule, torch.tensor([FAR]), columns)[0]
+    if seen[-2:].any() or not seen[-3]:
+        return None
+    if seen[:-2].all():
+        return 0
+    first = int(columns[seen][0])
+    is_run = int(seen.sum()) == FAR - first + 1
+    moves = _evaluate(rule, torch.tensor([FAR + 1]), torch.tensor([first, first + 1]))[0].tolist()
+    return FAR - first + 1 if is_run and moves == [False, True] else None
+
+
+def _evaluate(rule: MaskFunction, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`[positions, columns]` bool."""
+    zero = torch.zeros((), dtype=torch.int64, device=positions.device)
+    seen: torch.Tensor = rule(zero, zero, positions[:, None], columns[None])
+    return seen.expand(len(positions), len(columns))
+
+
+def _mask(
+    step: StepTensors, number: int, rule: MaskFunction | None, first: int, device: torch.device
+) -> tuple[torch.Tensor, bool]:
+    """Which of a sequence's tokens `[first:end]` the new ones of range `number` see, `[new, tokens]` bool."""
+    key = number, first, device, None if rule is None else id(rule)
+    if key not in step.masks:
+        part = step.ranges[number]
+        positions = torch.arange(part.start, part.end, device=device)
+        columns = torch.arange(first, part.end, device=device)
+        mask = columns[None] <= positions[:, None] if rule is None else _evaluate(rule, positions, columns)
+        step.masks[key] = mask, bool(mask.all())
+    found: tuple[torch.Tensor, bool] = step.masks[key]
+    return found
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Queries `[1, heads, tokens, size]` or `[rows, heads, 1, size]` to outputs with heads and tokens swapped."""
+    cache = _thread.cache
+    if cache is None:
+        raise NotPagedError("no step runs in this thread")
+    if position_bias is not None:
+        raise NotPagedError("attention has a bias by position")
+    rule = None
+    if attention_mask is not None:
+        rule = getattr(attention_mask, "rule", None)
+        if rule is None:
+            raise NotPagedError("the mask is changed on its way to attention")
+    rows, heads, new, size = query.shape
+    queries = query.transpose(1, 2).flatten(0, 1)  # [tokens, heads, size]
+    scale = size**-0.5 if scaling is None else scaling
+    if cache.gathers:
+        output = _attend_gathered(cache.step, queries, key, value, scale, rule, softcap, s_aux)
+    else:
+        layer = cache.layer_of.get(id(key))
+        if layer is None:
+            raise NotPagedError("the keys are changed behind the cache")
+        output = _attend_blocks(cache, layer, queries, scale, rule, softcap, s_aux)
+    return output.view(rows, new, heads, -1), None
+
+
+def _attend_blocks(
+    cache: PagedCache,
+    layer: PagedLayer,
+    queries: torch.Tensor,
+    scale: float,
+    rule: MaskFunction | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    step, blocks, device = cache.step, layer.blocks, queries.device
+    assert blocks is not None
+    window, outputs, first = window_of(rule), [], 0
+    is_plain = softcap is None and sinks is None
+    if step.num_decodes and is_plain and window is not None:
+        num = step.num_decodes
+        tables, lengths = step.on(device, "tables"), step.on(device, "lengths")
+        output = cache.kernels.attend_decode(
+            queries[:num], blocks.keys, blocks.values, tables[:num], lengths[:num], scale, window
+        )
+        if output is not None:
+            if num == len(step.ranges):
+                return output
+            outputs.append(output)
+            first = num
+    tables = step.on(device, "tables")
+    for number in range(first, len(step.ranges)):
+        part, start, end = step.ranges[number], step.bounds[number], step.bounds[number + 1]
+        own = queries[start:end].transpose(0, 1)  # [heads, new, size]
+        if not part.start and is_plain and (window == 0 or (window is not None and part.end <= window)):
+            keys, values = _own(layer.new_keys, start, end, number), _own(layer.new_values, start, end, number)
+            output = _causal(own, keys, values, scale)
+        else:
+            low = max(0, part.start + 1 - window) // step.block_size * step.block_size if window else 0
+            keys, values = blocks.read(tables[number], part.end, low)
+            mask, sees_all = _mask(step, number, rule, low, device)
+            output = _masked(own, keys, values, None if sees_all else mask, scale, softcap, sinks)
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0].contiguous()
+
+
+def _attend_gathered(
+    step: StepTensors,
+    queries: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    rule: MaskFunction | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same with the keys and values of all tokens of the step's sequences, `[1, key heads, tokens, size]`."""
+    if key.shape[2] != sum(step.ends):
+        raise NotPagedError("the keys are not those of the step's sequences")
+    outputs, offset = [], 0
+    for number, end in enumerate(step.ends):
+        own = queries[step.bounds[number] : step.bounds[number + 1]].transpose(0, 1)
+        keys, values = key[0, :, offset : offset + end], value[0, :, offset : offset + end]
+        mask, sees_all = _mask(step, number, rule, 0, queries.device)
+        outputs.append(_masked(own, keys, values, None if sees_all else mask, scale, softcap, sinks).transpose(0, 1))
+        offset += end
+    return torch.cat(outputs)
+
+
+def _own(states: torch.Tensor | None, start: int, end: int, number: int) -> torch.Tensor:
+    """The new keys or values of one range, `[key heads, new, size]`."""
+    assert states is not None
+    return states[0, :, start:end] if len(states) == 1 else states[number]
+
+
+def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of a sequence's first tokens to each other, `[heads, tokens, size]`."""
+    shares_keys = len(queries) != len(keys)
+    batch = queries[None], keys[None], values[None]
+    is_causal = queries.shape[1] > 1
+    return scaled_dot_product_attention(*batch, is_causal=is_causal, scale=scale, enable_gqa=shares_keys)[0]
+
+
+def _masked(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of `[heads, new, size]` to `[key heads, tokens, size]`, with softmax sinks in the model's own type.
+
+    Args:
+        queries: Heads that share keys are adjacent.
+        keys: Of all visible tokens.
+        values: The same.
+        mask: `[new, tokens]` bool; None: all are visible.
+        scale: Factor of the products.
+        softcap: Scores are limited to it by tanh (Gemma 2).
+        sinks: `[heads]`: a score of each head that takes part in the softmax alone (gpt-oss).
+    """
+    groups = len(queries) // len(keys)
+    if softcap is None and sinks is None:
+        batch = queries[None], keys[None], values[None]
+        return scaled_dot_product_attention(*batch, mask, scale=scale, enable_gqa=groups > 1)[0]
+    scores = (
+        queries.view(len(keys), groups, *queries.shape[1:]) @ keys.unsqueeze(1).mT * scale
+    )  # [key heads, groups, new, tokens]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is None:
+        weights = scores.softmax(-1, dtype=torch.float32).to(queries.dtype)
+    else:
+        column = sinks.to(scores.dtype).view(len(keys), groups, 1, 1).expand(-1, -1, scores.shape[2], 1)
+        scores = torch.cat([scores, column], -1)
+        weights = (scores - scores.amax(-1, keepdim=True)).softmax(-1)[..., :-1]
+    return (weights @ values.unsqueeze(1)).flatten(0, 1)
+
+
+class TorchAttention(TorchFunctionMode):
+    """While it is entered, a model's own calls of torch's attention are `attend` (Falcon)."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch in place of every one of its functions."""
+        cache = _thread.cache
+        if func is not scaled_dot_product_attention or cache is None:
+            return func(*args, **(kwargs or {}))
+        named = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | (kwargs or {})
+        if id(named["key"]) not in cache.layer_of and not cache.gathers:
+            return func(*args, **(kwargs or {}))
+        output, _ = attend(
+            torch.nn.Module(),
+            named["query"],
+            named["key"],
+            named["value"],
+            named.get("attn_mask"),
+            scaling=named.get("scale"),
+        )
+        return output.transpose(1, 2)
+
+
+def mask_for_torch(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The `sdpa` mask, or its rule in a thread that runs a step."""
+    if _thread.cache is not None:
+        return mask_of_rule(*args, **kwargs)
+    mask: torch.Tensor | None = _sdpa_mask(*args, **kwargs)
+    return mask
+
+
+_sdpa_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def register() -> None:
+    """Make `attend` known to transformers under `NAME`, and the mask's rule to models that call torch themselves."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask_of_rule)
+    AttentionMaskInterface.register("sdpa", mask_for_torch)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged KV cache: a transformers cache whose layers keep keys and values in blocks, and states in slots.
+
+A layer's `update` writes the new tokens to their blocks and returns them as they came; attention finds the layer by
+these keys (`paged_attention.py`) and reads the blocks. Knows no sequences: a step says which token goes where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
+
+from hf_triton.runner.cpu import paged_kernels
+from hf_triton.runner.kv_blocks import KVBlocks
+from hf_triton.runner.state_slots import EMPTY, SlotStatesLayer
+from hf_triton.runner.step_tensors import StepTensors
+
+
+class PagedCache(Cache):
+    """The KV cache of all sequences.
+
+    Args:
+        config: The model's.
+        num_blocks: Blocks of every layer.
+        block_size: Tokens of a block.
+        gathers: Whether `update` returns the keys and values of all tokens of the step's sequences, one sequence
+            behind the other, for a model that expands what it caches (multi-head latent attention).
+    """
+
+    def __init__(self, config: Any, num_blocks: int, block_size: int, *, gathers: bool = False) -> None:
+        super().__init__(layers=[])
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.gathers = gathers
+        self.kernels = paged_kernels()
+        self.step: StepTensors
+        """Of the forward that runs."""
+        self.layer_of: dict[int, PagedLayer] = {}
+        """By the identity of the keys that `update` has returned in this forward."""
+        self.layers = [self._layer(layer) for layer in _layers(config)]
+        if not self.layers:
+            self.layer_class_to_replicate = lambda: PagedLayer(self)  # type: ignore[assignment]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep states of one size per sequence."""
+        return any(isinstance(layer, SlotStatesLayer) for layer in self.layers)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether some layers keep keys and values of every token."""
+        return not self.layers or any(isinstance(layer, PagedLayer) for layer in self.layers)
+
+    def begin(self, step: StepTensors) -> None:
+        """Prepare for a forward of this step."""
+        self.step = step
+        self.layer_of.clear()
+        slots = [part.slot for part in step.ranges]
+        for layer in self.layers:
+            if isinstance(layer, SlotStatesLayer):
+                layer.begin(slots, is_new=not step.ranges[0].start)
+
+    def end(self) -> None:
+        """Keep the states that the forward has computed."""
+        self.layer_of.clear()
+        for layer in self.layers:
+            if isinstance(layer, SlotStatesLayer):
+                layer.end()
+            if isinstance(layer, PagedLayer):
+                layer.forget()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, each from one to another; all are read before any is written."""
+        for blocks in self.blocks():
+            blocks.copy(pairs)
+
+    def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of slots, one pair after the other."""
+        for layer in self.layers:
+            if isinstance(layer, SlotStatesLayer):
+                layer.copy(pairs)
+
+    def blocks(self) -> Iterable[KVBlocks]:
+        """The blocks of every layer that has written some."""
+        return [layer.blocks for layer in self.layers if isinstance(layer, PagedLayer) and layer.blocks is not None]
+
+    def memory_per_token(self, device: torch.device) -> tuple[Mapping[torch.device, int], int]:
+        """Bytes of one token's keys and values on each device, and how many tokens take as much as the states.
+
+        A model without keys has those of the token's id. Call it after a forward of one sequence.
+
+        Args:
+            device: Of the input embedding.
+        """
+        per_token, states = Counter[torch.device](), Counter[torch.device]()
+        for blocks in self.blocks():
+            per_token[blocks.device] += blocks.bytes_per_token
+        for layer in self.layers:
+            if isinstance(layer, SlotStatesLayer):
+                for tensor in layer.states():
+                    states[tensor.device] += tensor.nbytes // len(tensor)
+        for owner in {device, *states} - set(per_token):
+            per_token[owner] = torch.int64.itemsize
+        return per_token, max((math.ceil(states[owner] / per_token[owner]) for owner in states), default=0)
+
+    def _layer(self, layer: Any) -> Any:
+        if isinstance(layer, EMPTY):
+            return layer
+        if isinstance(layer, LinearAttentionLayer):
+            has_keys = isinstance(layer, DynamicLayer)
+            return PagedStatesLayer(self, layer) if has_keys else SlotStatesLayer(layer.number_of_states)
+        if not isinstance(layer, DynamicLayer):
+            raise TypeError(f"unknown kind of cache layer {type(layer).__name__}")
+        return PagedLayer(self)
+
+
+def _layers(config: Any) -> list[Any]:
+    try:
+        return list(DynamicCache(config=config).layers)
+    except Exception:  # a kind of layer that transformers has no cache for
+        return []
+
+
+class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer, in blocks."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache = cache
+        self.blocks: KVBlocks | None = None
+        self.new_keys: torch.Tensor | None = None
+        """`[1, key heads, tokens, size]` or `[rows, key heads, 1, size]`: of this forward."""
+        self.new_values: torch.Tensor | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new tokens to their blocks; returns them as they came, or gathered (`PagedCache.gathers`)."""
+        cache = self._cache
+        if self.blocks is None:
+            self.blocks = KVBlocks(cache.num_blocks, cache.block_size, key_states, value_states)
+            self.is_initialized = True
+        keys, values = key_states.transpose(1, 2).flatten(0, 1), value_states.transpose(1, 2).flatten(0, 1)
+        cache.kernels.write_tokens(
+            self.blocks.keys, self.blocks.values, keys, values, cache.step.on(keys.device, "slots")
+        )
+        if cache.gathers:
+            return self.blocks.gather(cache.step)
+        self.new_keys, self.new_values = key_states, value_states
+        cache.layer_of[id(key_states)] = self
+        return key_states, value_states
+
+    def forget(self) -> None:
+        """Release this forward's keys and values."""
+        self.new_keys = self.new_values = None
+
+    def get_seq_length(self) -> int:
+        """0: positions are given, and masks need no length."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The new tokens alone: a mask's rule is evaluated at positions."""
+        return query_length, 0
+
+
+class PagedStatesLayer(SlotStatesLayer, PagedLayer):  # type: ignore[misc, override, no-untyped-call]
+    """A layer that has both: keys and values in blocks, and states in slots."""
+
+    is_compileable = False
+
+    def __init__(self, cache: PagedCache, layer: LinearAttentionLayer) -> None:
+        PagedLayer.__init__(self, cache)
+        SlotStatesLayer.__init__(self, layer.number_of_states)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that keep states of one size per sequence, whatever its length: state space, linear attention, convolution.
+
+Hybrid models (Qwen3.5, Granite 4, Falcon-H1, Nemotron-H, LFM2 ...) have such layers beside attention, or both in one. A
+state is that of the last token: it cannot go back, and running a token twice corrupts it. Each sequence has a slot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import LinearAttentionLayer
+
+EMPTY: Final[type] = getattr(cache_utils, "DummyLayer", type(None))
+"""A layer that keeps nothing; 5.18 of transformers has none yet."""
+
+
+class _Slots(dict[int, torch.Tensor | None]):
+    """Buffers `[slots, ...]` by number; indexing gives the rows of the forward that runs."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__(dict.fromkeys(numbers))
+        self._slots: list[int] = []
+        self._rows: dict[int, torch.Tensor | None] = {}
+        self._is_copied = False
+
+    def __getitem__(self, number: int) -> torch.Tensor | None:
+        return self._rows.get(number)
+
+    def __setitem__(self, number: int, states: torch.Tensor | None) -> None:
+        """The first use of a state: its zeros `[rows, ...]` show the shape."""
+        if states is not None:
+            super().__setitem__(number, states.new_zeros(max(self._slots) + 1, *states.shape[1:]))
+            self._take_rows(number)
+
+    def buffers(self) -> list[torch.Tensor]:
+        return [buffer for buffer in super().values() if buffer is not None]
+
+    def begin(self, slots: list[int], *, is_new: bool) -> None:
+        """Rows are views if the slots are consecutive, else copies that `end` writes back."""
+        self._slots = slots
+        self._is_copied = slots != list(range(slots[0], slots[0] + len(slots)))
+        for number, buffer in self.items():
+            if buffer is None:
+                continue
+            if len(buffer) <= max(slots):
+                grown = buffer.new_zeros(max(2 * len(buffer), max(slots) + 1), *buffer.shape[1:])
+                grown[: len(buffer)] = buffer
+                super().__setitem__(number, grown)
+            self._take_rows(number)
+            if is_new:
+                self._rows[number].zero_()  # type: ignore[union-attr]
+
+    def end(self) -> None:
+        if self._is_copied:
+            for number, buffer in self.items():
+                if buffer is not None:
+                    buffer[self._slots] = self._rows[number]  # type: ignore[assignment]
+        self._rows = {}
+
+    def _take_rows(self, number: int) -> None:
+        buffer = super().__getitem__(number)
+        assert buffer is not None
+        slots = self._slots
+        self._rows[number] = buffer[slots] if self._is_copied else buffer[slots[0] : slots[0] + len(slots)]
+
+
+class SlotStatesLayer(LinearAttentionLayer):
+    """The states of all sequences in one layer; a forward sees and changes the rows of its sequences.
+
+    Args:
+        number_of_states: States that the layer keeps of each kind.
+    """
+
+    conv_states: Any
+    recurrent_states: Any
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self._numbers = range(number_of_states)
+        self.conv_states = _Slots(self._numbers)
+        self.recurrent_states = _Slots(self._numbers)
+
+    def begin(self, slots: list[int], *, is_new: bool) -> None:
+        """Show a forward the states of these slots; new sequences begin without."""
+        self.conv_states.begin(slots, is_new=is_new)
+        self.recurrent_states.begin(slots, is_new=is_new)
+        self.has_previous_state = dict.fromkeys(self._numbers, not is_new)
+
+    def end(self) -> None:
+        """Keep what the forward has computed."""
+        self.conv_states.end()
+        self.recurrent_states.end()
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy states from one slot to another, one pair after the other."""
+        for buffer in self.states():
+            for source, target in pairs:
+                buffer[target] = buffer[source]
+
+    def states(self) -> list[torch.Tensor]:
+        """The buffers `[slots, ...]` of all states."""
+        return [*self.conv_states.buffers(), *self.recurrent_states.buffers()]
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """As transformers calls it for states, with names."""
+        LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
+
+
+def decodes_as_it_prefills(model: Any) -> bool:
+    """Whether no layer limits its time steps: transformers does so in prefill (Mamba2's scan), and in no step."""
+    limits = (getattr(module, "time_step_limit", None) for module in model.modules())
+    return all(limit is None or tuple(limit) == (0.0, math.inf) for limit in limits)

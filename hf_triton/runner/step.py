@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one step computes, as data: no tensor, callback or live object, so another process could run it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Tokens of one sequence that a step computes."""
+
+    sequence_id: int
+    start: int
+    """Tokens of the sequence in its blocks before the step."""
+    end: int
+    """Tokens in its blocks after the step."""
+    token_ids: list[int]
+    """The tokens at `[start:end]`; empty if there is one, which the step in flight samples."""
+    block_table: list[int]
+    """The blocks of the tokens `[0:end]`, in order."""
+    context_length: int
+    """Tokens of the context that is being computed, in this step and later ones."""
+    samples: tuple[int, ...] = ()
+    """Sequences whose next token follows `end`: none within a context; several that share a prompt behind its end."""
+    num_top_logprobs: int | None = None
+    """Alternatives to score with each prompt token of the range; None: they are not scored."""
+    num_scored: int = 0
+    """The first tokens of the range whose logits score the token behind them."""
+    slot: int = -1
+    """Of the sequence's states; -1: the model has none."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute."""
+        return self.end - self.start
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether one token is computed behind cached ones."""
+        return self.end - self.start == 1 and self.start > 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedSequence:
+    """A sequence that joins the running ones."""
+
+    sequence_id: int
+    adapter: str | None
+    """The key of its LoRA adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: what to copy, then what to compute."""
+
+    ranges: tuple[TokenRange, ...] = ()
+    """Decoding sequences first."""
+    admitted: tuple[AdmittedSequence, ...] = ()
+    finished: tuple[int, ...] = ()
+    """Sequences that have left since the last step."""
+    block_copies: tuple[tuple[int, int], ...] = ()
+    """Blocks to copy first: from, to."""
+    slot_copies: tuple[tuple[int, int], ...] = ()
+    """State slots to copy first: from, to."""
+    stays_inflight: bool = False
+    """Whether the next step is scheduled before the tokens of this one are read."""
+    wait_s: float = 0.0
+    """Seconds to wait in place of a step: a context needs memory that others on the device may free."""
+
+    @property
+    def sequence_ids(self) -> set[int]:
+        """The sequences that a failure of this step may have come from."""
+        return {number for part in self.ranges for number in (part.sequence_id, *part.samples)}
