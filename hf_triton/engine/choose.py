@@ -5,24 +5,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.paged import PagedEngine
 from hf_triton.engine.types import Engine, Observer
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapters
-from hf_triton.runner.decode import DecodingMode, decoding_error
 from hf_triton.runner.faults import described
 from hf_triton.runner.forward import attention_for_generate
 from hf_triton.runner.long_rope import has_long_rope
 from hf_triton.runner.positions import counts_padding, shares_positions
-from hf_triton.runner.probe import PrefillMode, Sharing, asks_for, probe_batching, probe_continuous_batching
+from hf_triton.runner.probe import Sharing, asks_for, probe_batching
+from hf_triton.runner.way_probe import Way, probe_ways
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
 EngineName = Literal["auto", "continuous", "batch"]
+DecodingMode = Literal["auto", "eager", "cuda_graphs"]
+"""`auto`: `cuda_graphs` on a CUDA device, else `eager`."""
 
 GENERATE_ONLY: Final = (
     "encoder_no_repeat_ngram_size",
@@ -97,8 +102,8 @@ def build_engine(
         "config": config,
         "adapters": adapters,
     }
-    mode = _continuous_mode(model, wanted, context_length)
-    if mode is None:
+    way = _continuous_way(model, wanted, context_length)
+    if way is None:
         sharing = _sharing(model, context_length)
         logger.info("engine batch: up to %d sequences, sharing a batch: %s", max_num_seqs, sharing)
         ignored = {"max_cache_tokens": max_cache_tokens is not None, "decoding": decoding not in ("auto", "eager")}
@@ -108,20 +113,22 @@ def build_engine(
     error = decoding_error(decoding, model.get_input_embeddings().weight.device)
     if error:
         raise CheckpointError("device_unavailable", error)
-    details = ", each prompt prefilled whole, no prefix caching" if mode == "whole" else ""
+    details = ", each prompt prefilled whole" if way.prefills_whole else ""
     logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, details)
-    return ContinuousBatchingEngine(
-        model,
-        max_cache_tokens=max_cache_tokens,
-        enable_prefix_caching=enable_prefix_caching,
-        prefills_whole=mode == "whole",
-        decoding=decoding,
-        **shared,
+    return PagedEngine(
+        model, way=way, max_cache_tokens=max_cache_tokens, enable_prefix_caching=enable_prefix_caching, **shared
     )
 
 
-def _continuous_mode(model: Any, wanted: EngineName, context_length: int) -> PrefillMode | None:
-    """How the continuous engine prefills this model; None: the batch engine runs it.
+def decoding_error(mode: DecodingMode, device: torch.device) -> str | None:
+    """The error of a mode that cannot run on a device; None: it can."""
+    if mode == "cuda_graphs" and device.type != "cuda":
+        return f"decoding cuda_graphs needs a GPU, and the model is on {device}: set decoding to auto"
+    return None
+
+
+def _continuous_way(model: Any, wanted: EngineName, context_length: int) -> Way | None:
+    """The way in which the continuous engine runs this model; None: the batch engine runs it.
 
     Raises:
         CheckpointError: No engine can run the model as its generation_config asks, or not the one that is wanted.
@@ -135,9 +142,9 @@ def _continuous_mode(model: Any, wanted: EngineName, context_length: int) -> Pre
             "generation_config.json",
         )
     obstacle = _obstacle(model, context_length) if wanted != "batch" else "the setting engine says batch"
-    mode = probe_continuous_batching(model) if obstacle is None else None
-    if mode is not None:
-        return mode
+    way = probe_ways(model) if obstacle is None else None
+    if way is not None:
+        return way
     level = logging.INFO if obstacle else logging.WARNING  # a failed probe is unexpected, and the engine slower
     obstacle = obstacle or "its logits in a continuous batch are not those of generate"
     if wanted == "continuous":

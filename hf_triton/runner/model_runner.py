@@ -189,7 +189,8 @@ class ModelRunner:
             return self._adapters.choose(None)
         of_token = [key for key, part in zip(keys, ranges, strict=True) for _ in range(part.num_tokens)]
         gathered = [key for key, end in zip(keys, step.ends, strict=True) for _ in range(end)]
-        return self._adapters.choose_tokens(of_token, [of_token[index] for index in indices], gathered)
+        wanted = [of_token[index] for index in indices]
+        return self._adapters.choose_tokens(of_token, wanted, gathered)  # type: ignore[attr-defined, no-any-return]
 
     def _choose_frequencies(self, ranges: Sequence[TokenRange]) -> AbstractContextManager[None]:
         if self._long_rope is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.paged import PagedEngine
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.engine import LoadModel, StartEngine
 from tests.support.kernels import anew as anew
@@ -37,13 +37,13 @@ def model(model_of: LoadModel) -> Any:
     return model_of("llama", eos_token_id=None)
 
 
-@pytest.fixture(params=["eager", "static"])
-def start(model: Any, request: pytest.FixtureRequest) -> Iterator[StartEngine]:
+@pytest.fixture
+def start(model: Any) -> Iterator[StartEngine]:
     """Starts a continuous engine, of `model` unless told otherwise."""
-    engines: list[ContinuousBatchingEngine] = []
+    engines: list[PagedEngine] = []
 
-    def start(model: Any = model, **options: Any) -> ContinuousBatchingEngine:
-        engines.append(ContinuousBatchingEngine(model, **{"max_num_seqs": 6, "decoding": request.param, **options}))
+    def start(model: Any = model, **options: Any) -> PagedEngine:
+        engines.append(PagedEngine(model, **{"max_num_seqs": 6, **options}))
         return engines[-1]
 
     yield start

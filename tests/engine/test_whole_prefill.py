@@ -10,7 +10,7 @@ import torch
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.paged import PagedEngine
 from hf_triton.runner import kv_cache as cache
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.forward import Forward
@@ -94,7 +94,7 @@ def test_preempted_sequences_continue_unchanged(monkeypatch: pytest.MonkeyPatch)
     try:
         items = [(prompt[:40], SamplingParams(60)) for prompt, _ in requests(12, source)]
         check(model, Client(engine), items)
-        assert isinstance(engine, ContinuousBatchingEngine)
+        assert isinstance(engine, PagedEngine)
     finally:
         engine.close()
     assert preempted.num_sequences > 0
