@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, Pretra
 
 from hf_triton.runner.cpu import accelerate
 from hf_triton.runner.decode import Decoder
-from hf_triton.runner.forward import Forward
+from hf_triton.runner.calling import Forward
 from hf_triton.runner.kv_cache import KVCache
 
 VOCABULARY = 8192

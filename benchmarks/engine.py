@@ -36,7 +36,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.runner.cpu import accelerate
-from hf_triton.runner.forward import cache_name
+from hf_triton.runner.calling import cache_name
 from hf_triton.runner.padding import pad
 
 VOCABULARY = 8192

@@ -33,7 +33,7 @@ from transformers.cache_utils import DynamicCache
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.errors import HfTritonError
-from hf_triton.runner.forward import cache_name
+from hf_triton.runner.calling import cache_name
 from hf_triton.sampling.params import SamplingParams
 
 WIDTH = 8

@@ -23,8 +23,8 @@ from hf_triton.engine.types import EngineLoad, Observer, eos_ids
 from hf_triton.engine.worker import EngineThread
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.adapters import Adapters
+from hf_triton.runner.calling import attention_for_generate, begin_anew, has_bare_state
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
-from hf_triton.runner.forward import attention_for_generate, begin_anew, has_bare_state
 from hf_triton.runner.padding import pad
 from hf_triton.runner.probe import Sharing, asks_for
 from hf_triton.runner.reference import PLAIN

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from hf_triton.engine.block_pool import BlockPool
 from hf_triton.errors import RequestError, UnavailableError
-from hf_triton.runner.budget import TokenBudget
+
+if TYPE_CHECKING:
+    from hf_triton.runner.budget import TokenBudget
 
 
 class BlockMemory:

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Engine, Observer
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapters
+from hf_triton.runner.calling import attention_for_generate
 from hf_triton.runner.faults import described
-from hf_triton.runner.forward import attention_for_generate
 from hf_triton.runner.long_rope import has_long_rope
+from hf_triton.runner.model_runner import Way
 from hf_triton.runner.positions import counts_padding, shares_positions
 from hf_triton.runner.probe import Sharing, asks_for, probe_batching
-from hf_triton.runner.way_probe import Way, probe_ways
+from hf_triton.runner.way_probe import probe_ways
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +116,7 @@ def build_engine(
         raise CheckpointError("device_unavailable", error)
     details = ", each prompt prefilled whole" if way.prefills_whole else ""
     logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, details)
-    return PagedEngine(
+    return ContinuousBatchingEngine(
         model, way=way, max_cache_tokens=max_cache_tokens, enable_prefix_caching=enable_prefix_caching, **shared
     )
 

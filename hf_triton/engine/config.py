@@ -26,19 +26,12 @@ class EngineConfig:
     """How long a context waits for other users of the device to free memory, before it is refused."""
     memory_poll_s: float = 0.02
     """How often it looks for memory meanwhile."""
-    max_arrival_delay_s: float = 0.02
-    """How long a prompt waits for others that clients send when theirs finish, see `ArrivalDelay`."""
-    arrival_poll_s: float = 0.0005
-    """How often the engine looks for them if nothing else is to do."""
     idle_release_s: float = 10.0
     """How long an engine is idle before it frees its memory."""
     queue_sweep_s: float = 0.1
     """How often the queue is looked through for cancelled and expired groups."""
     prefix_cache_fraction: float = 0.25
-    """Of the KV cache memory: the most that the prefix cache takes."""
-    padding_fraction: float = 0.25
-    """Of the weights' memory: a sequence whose padding would take more gets a lane of its own. Attention takes about
-    twice as long as the layers for a byte, and several such sequences may come."""
+    """Of the KV cache: the most that the prefix cache keeps on a CPU before released blocks are used again."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class ModelTraits:
 
     chunk_sizes: ChunkSizes
     recompute_length: float = float("inf")
-    """Tokens of context at which a model with long RoPE changes its rotary frequencies, see `Forward`. A sequence that
+    """Tokens of context at which a model with long RoPE changes its rotary frequencies, see `LongRope`. A sequence that
     reaches this length is preempted and its KV recomputed with the new ones. Infinite for other models."""
     recomputes: bool = True
     """Whether recomputing a preempted sequence gives its former state. If not, a sequence is admitted only if the
@@ -58,8 +51,5 @@ class ModelTraits:
     """Whether some layers keep states, which take a slot for each sequence."""
     caches_prefixes: bool = False
     """Whether full blocks are published."""
-    stores_prompts: bool = False
-    """Whether every prompt is stored in the prefix cache after its prefill. If not, a sequence is stored when it
-    finishes."""
     can_run_ahead: Callable[[], bool] = lambda: False
     """Whether a decoding step may start before the tokens of the last one are read."""

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching over any decoder-only model's own forward: sequences join and leave between two steps.
+"""Continuous batching over a paged KV cache.
 
-A prompt is prefilled apart, chunk by chunk, so that the running sequences keep their pace; then its KV is copied into a
-free slot (`runner/kv_cache.py`), and it takes part from the next decoding step on.
+Each step computes tokens of many sequences: one of each that decodes, and chunks of the contexts of others
+(`scheduler.py` tells the rule). Keys and values lie in blocks, so nothing is padded, moved or copied.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
+import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
-
+from hf_triton.engine.block_memory import BlockMemory
 from hf_triton.engine.config import EngineConfig, ModelTraits
 from hf_triton.engine.executor import Executor
-from hf_triton.engine.kv_memory import KVMemory
-from hf_triton.engine.plan import ScheduledStep
 from hf_triton.engine.recovery import Recovery
 from hf_triton.engine.scheduler import Scheduler
 from hf_triton.engine.sequence import SequenceGroup
@@ -25,8 +22,11 @@ from hf_triton.engine.types import EngineLoad, Observer, eos_ids
 from hf_triton.engine.worker import EngineThread
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.adapters import Adapters
-from hf_triton.runner.decode import Decoder, DecodingMode
-from hf_triton.runner.forward import Forward
+from hf_triton.runner.budget import TokenBudget
+from hf_triton.runner.model_runner import PACKED, ModelRunner, Way
+from hf_triton.runner.step import Step
+
+logger = logging.getLogger(__name__)
 
 
 class ContinuousBatchingEngine(EngineThread):
@@ -34,11 +34,10 @@ class ContinuousBatchingEngine(EngineThread):
 
     Args:
         model: A decoder-only transformers model with a cache, in eval mode, on its device.
+        way: How it runs (`probe_ways`).
         max_num_seqs: The most sequences that run at a time.
-        max_cache_tokens: Tokens of KV cache memory, padding counted; None: what the device has free.
-        enable_prefix_caching: Whether a prompt reuses the KV of an earlier one that begins like it.
-        prefills_whole: Whether a context is prefilled in one chunk (`probe_continuous_batching`); then none is cached.
-        decoding: How a decoding step runs, see `Decoder`.
+        max_cache_tokens: Tokens of KV cache memory; None: what the device has free.
+        enable_prefix_caching: Whether a prompt reuses the blocks of an earlier one that begins like it.
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered every group.
         observer: Observes the engine.
         config: The engine's constants.
@@ -52,35 +51,25 @@ class ContinuousBatchingEngine(EngineThread):
         model: Any,
         *,
         max_num_seqs: int,
+        way: Way = PACKED,
         max_cache_tokens: int | None = None,
         enable_prefix_caching: bool = True,
-        prefills_whole: bool = False,
-        decoding: DecodingMode = "auto",
         on_fatal: Callable[[], None] = lambda: None,
         observer: Observer | None = None,
         config: EngineConfig | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        forward = Forward(model, adapters)
-        super().__init__(forward.device, eos_ids(model), on_fatal, observer, config or EngineConfig())
-        chunk_sizes = self.config.chunk_sizes or self.device_context.chunk_sizes
-        self.forward = forward
-        self.decoder = Decoder(forward, decoding)
-        padding_bytes = self.config.padding_fraction * model.get_memory_footprint(return_buffers=False)
-        self.memory = KVMemory(
-            forward,
-            max_cache_tokens,
-            padding_bytes=math.inf if self.decoder.is_static else padding_bytes,  # captured graphs are of one lane
-            prefix_tokens=2 * chunk_sizes.per_weights,
-            prefix_fraction=self.config.prefix_cache_fraction if enable_prefix_caching and not prefills_whole else 0.0,
-        )
+        config = config or EngineConfig()
+        self.runner = ModelRunner(model, way, adapters, block_size=config.block_size)
+        super().__init__(self.runner.device, eos_ids(model), on_fatal, observer, config)
+        self.memory = self._allocate(max_cache_tokens)
         traits = ModelTraits(
-            chunk_sizes,
-            recompute_length=forward.recompute_length,
-            recomputes=forward.recomputes,
-            prefills_whole=prefills_whole,
-            stores_prompts=self.memory.prefixes.stores_prompts,
-            can_run_ahead=lambda: self.decoder.is_static,
+            config.chunk_sizes or self.device_context.chunk_sizes,
+            recompute_length=float("inf") if self.runner.switch_length is None else self.runner.switch_length + 1,
+            recomputes=self.runner.recomputes,
+            prefills_whole=way.prefills_whole,
+            has_states=self.runner.cache.has_states,
+            caches_prefixes=enable_prefix_caching and not self.runner.cache.has_states,
         )
         numbers = itertools.count()
         self.scheduler = Scheduler(
@@ -88,42 +77,71 @@ class ContinuousBatchingEngine(EngineThread):
             self.queue,
             traits,
             max_sequences=max_num_seqs,
-            start=lambda group: self.start(group, arrival_number=next(numbers)),
+            start=lambda group: self._start(group, next(numbers)),
             observer=self.observer,
             config=self.config,
         )
-        self.executor = Executor(forward, self.decoder, self.memory)
+        self.executor = Executor(self.runner)
         self.recovery = Recovery(self.scheduler, self.memory)
         self.thread.start()
 
-    @torch.inference_mode()
+    def _allocate(self, max_cache_tokens: int | None) -> BlockMemory:
+        """Size the KV cache; on a CPU its memory is touched when it is needed."""
+        runner, config = self.runner, self.config
+        if max_cache_tokens is not None and not runner.cache.has_keys:
+            logger.warning("the setting max_cache_tokens does nothing for a model without keys and values")
+            max_cache_tokens = None
+        bytes_per_token, slot_tokens = runner.memory_per_token()
+        budget = TokenBudget(bytes_per_token, max_cache_tokens)
+        num_blocks = max(1, budget.most // runner.block_size)
+        is_fixed = runner.device.type != "cpu" or max_cache_tokens is not None
+        max_kept = num_blocks
+        if runner.device.type == "cpu":
+            kept_bytes = max(config.min_kept_bytes, runner.model.get_memory_footprint(return_buffers=False))
+            kept = kept_bytes // (sum(bytes_per_token.values()) * runner.block_size)
+            max_kept = min(kept, int(num_blocks * config.prefix_cache_fraction))
+        runner.allocate(num_blocks)
+        return BlockMemory(
+            budget,
+            num_blocks,
+            runner.block_size,
+            max_kept=max_kept,
+            slot_tokens=slot_tokens if max_cache_tokens is None else 0,  # the setting limits keys and values
+            is_fixed=is_fixed,
+            give_back=runner.give_back,
+        )
+
+    def _start(self, group: SequenceGroup, number: int) -> None:
+        self.start(group, arrival_number=number)
+        self.executor.samplers.update((sequence.id, sequence.sampler) for sequence in group.sequences)
+
     def step(self) -> None:
         """Schedule a step, run it, and update the sequences."""
-        scheduled = ScheduledStep()
+        scheduled = Step()
         try:
             scheduled = self.scheduler.schedule()
-            output = self.executor.run(scheduled)
-            self.scheduler.update(output)
+            if scheduled.wait_s:
+                self.wait(scheduled.wait_s)
+            self.scheduler.update(self.executor.run(scheduled))
         except Exception as error:
-            self.recovery.recover(scheduled.sequences, error)
+            self.recovery.recover(scheduled, error)
 
     def is_busy(self) -> bool:
         """Whether admitted groups have no outcome yet."""
-        return self.scheduler.stages.is_busy
+        return self.scheduler.is_busy
 
     def unfinished(self) -> list[SequenceGroup]:
         """The admitted groups that have no outcome yet."""
-        return self.scheduler.stages.unfinished()
+        return self.scheduler.unfinished()
 
     def release(self) -> None:
-        """Free the KV cache's memory, and allow as many sequences as at first."""
-        self.memory.release()
-        self.decoder.release()
+        """Give back memory that the prefix cache does not keep, and allow as many sequences as at first."""
+        self.memory.rest()
         self.scheduler.reset_limits()
 
     def load(self) -> EngineLoad:
         """What the engine holds; from any thread, and not quite at one moment."""
-        return self.scheduler.load(self.memory.num_used_tokens, self.memory.budget.allowed)
+        return self.scheduler.load()
 
     def admission_error(self, group: SequenceGroup) -> HfTritonError | None:
         """The error of a group that can never run in this memory, or searches by beams; None: it can."""

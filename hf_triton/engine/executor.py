@@ -1,99 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one scheduled step on the device: a prefill chunk or a decoding step, and sampling. Schedules nothing."""
+"""Runs a step on the device: the forward, and sampling. Schedules nothing; finds samplers by a sequence's id."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from hf_triton.engine.kv_memory import KVMemory
-from hf_triton.engine.plan import PrefillBatch, ScheduledStep, StepOutput
-from hf_triton.engine.prefill import Prefill
-from hf_triton.engine.sequence import Sequence, adapters_of
-from hf_triton.runner.decode import Decoder
-from hf_triton.runner.forward import Forward
-from hf_triton.runner.transfer import to_device
-from hf_triton.sampling.sampler import SampledToken, SampledTokens, sample_tokens
+from hf_triton.engine.scheduler import StepOutput
+from hf_triton.runner.model_runner import ModelRunner
+from hf_triton.runner.step import Step, TokenRange
+from hf_triton.runner.transfer import to_index
+from hf_triton.sampling.logprobs import token_logprobs
+from hf_triton.sampling.sampler import SampledTokens
+from hf_triton.sampling.sequence_sampler import SequenceSampler
+from hf_triton.sampling.types import TokenLogprobs
 
 
 @dataclass(frozen=True)
 class InflightStep:
-    """A decoding step whose tokens are still on the device."""
+    """A step whose tokens are still on the device."""
 
-    sequences: tuple[Sequence, ...]
-    sampled: SampledTokens
+    step: Step
+    sequence_ids: tuple[int, ...]
+    """Those that sample, in the order of `sampled`."""
+    sampled: SampledTokens | None
+    prompt_scores: dict[int, list[TokenLogprobs]]
 
-    def newest(self, sequences: tuple[Sequence, ...]) -> torch.Tensor:
-        """The tokens of some of its sequences, `[sequences]` int64 on the device."""
-        tokens = self.sampled.tokens
-        if sequences == self.sequences:
-            return tokens
-        rows = {sequence: row for row, sequence in enumerate(self.sequences)}
-        return tokens[to_device([rows[sequence] for sequence in sequences], torch.int64, tokens.device)]
+    def read(self) -> StepOutput:
+        """The output, once it is on the host."""
+        tokens = self.sampled.read() if self.sampled else []
+        return StepOutput(self.step, dict(zip(self.sequence_ids, tokens, strict=True)), self.prompt_scores)
 
-    def read(self) -> dict[Sequence, SampledToken]:
-        """The tokens of all its sequences, once they are on the host."""
-        return dict(zip(self.sequences, self.sampled.read(), strict=True))
+    def newest(self) -> dict[int, torch.Tensor]:
+        """The token of each sequence, on the device."""
+        return dict(zip(self.sequence_ids, self.sampled.tokens, strict=True)) if self.sampled else {}
 
 
 class Executor:
     """Runs steps of one model.
 
     Args:
-        forward: The model's.
-        decoder: Runs decoding steps.
-        memory: The slots.
+        runner: Of the model.
     """
 
-    def __init__(self, forward: Forward, decoder: Decoder, memory: KVMemory) -> None:
-        self._forward = forward
-        self._decoder = decoder
-        self._memory = memory
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.samplers: dict[int, SequenceSampler] = {}
+        """Of the admitted sequences, by id."""
+        self._inflight: InflightStep | None = None
 
-    def run(self, step: ScheduledStep) -> StepOutput:
-        """Run a step; a failure leaves the sequences as they were, and the memory corrupt if it must be."""
-        if step.wait_s:
-            time.sleep(step.wait_s)
-        if step.prefill:
-            return self._prefill(step.prefill, step.chunk_end)
-        pending: InflightStep | None = step.inflight
-        launched = self._launch(step.decode, pending) if step.decode else None
-        if pending is None and not step.runs_ahead:
-            pending, launched = launched, None
-        if pending is None:
-            return StepOutput(inflight=launched)
-        with self._memory.all_or_nothing():
-            return StepOutput(pending.read(), launched)
+    @torch.inference_mode()
+    def run(self, step: Step) -> StepOutput:
+        """Run a step; returns its output, or that of the step in flight before."""
+        pending, self._inflight = self._inflight, None
+        launched = self._launch(step, pending) if step.ranges else None
+        if pending is None and launched and not step.stays_inflight:
+            return launched.read()
+        output = pending.read() if pending else StepOutput()
+        self._inflight = launched
+        return output
 
-    def _prefill(self, batch: PrefillBatch, end: int) -> StepOutput:
-        """Compute a chunk; with the last, sample the first token of every sequence."""
-        if batch.state is None:
-            batch.state = Prefill(batch, self._forward)
-        logits = batch.state.advance(batch.num_computed, end)
-        batch.num_computed = end
-        if logits is None:
-            return StepOutput(prefill=batch)
-        rows = {
-            sequence: row
-            for row, request in enumerate(batch.requests)
-            for sequence in request.sequences
-            if not sequence.is_done
-        }
-        index = to_device(list(rows.values()), torch.int64, logits.device)
-        tokens = sample_tokens(logits[index], [sequence.sampler for sequence in rows])
-        return StepOutput(dict(zip(rows, tokens, strict=True)), prefill=batch)
+    def _launch(self, step: Step, pending: InflightStep | None) -> InflightStep:
+        logits = self._runner.run(step, pending.newest() if pending else None)
+        rows: list[int] = []
+        sequence_ids: list[int] = []
+        scores: dict[int, list[TokenLogprobs]] = {}
+        for part, first in _first_rows(step):
+            if part.num_top_logprobs is not None:
+                scored = logits[first : first + part.num_scored]
+                scores[part.sequence_id] = token_logprobs(scored, self._scored_tokens(part), part.num_top_logprobs)
+            rows += [first + part.num_scored] * len(part.samples)
+            sequence_ids += part.samples
+        if not rows:
+            return InflightStep(step, (), None, scores)
+        if rows != list(range(len(logits))):
+            logits = logits[to_index(rows, logits.device)]
+        samplers = [self.samplers[number] for number in sequence_ids]
+        ahead = set(pending.sequence_ids) if pending else set()
+        sampled = SampledTokens(logits, samplers, [int(number in ahead) for number in sequence_ids])
+        return InflightStep(step, tuple(sequence_ids), sampled, scores)
 
-    def _launch(self, sequences: tuple[Sequence, ...], pending: InflightStep | None) -> InflightStep:
-        """Have the device compute the next token of every running sequence."""
-        if pending:
-            newest = pending.newest(sequences)
-        else:
-            token_ids = [sequence.token_ids[-1] for sequence in sequences]
-            newest = to_device(token_ids, torch.int64, self._forward.device)
-        logits = self._memory.lanes.step(self._decoder, newest, adapters_of(sequences))
-        with self._memory.all_or_nothing():  # the slots are one token ahead of the sequences
-            samplers = [sequence.sampler for sequence in sequences]
-            sampled = SampledTokens(logits, samplers, num_ahead=int(pending is not None))
-        return InflightStep(sequences, sampled)
+    def _scored_tokens(self, part: TokenRange) -> list[int]:
+        """The prompt tokens behind the first `num_scored` tokens of a range."""
+        prompt_ids = self.samplers[part.sequence_id].prompt_ids
+        return list(prompt_ids[part.start + 1 : part.start + 1 + part.num_scored])
+
+
+def _first_rows(step: Step) -> Iterator[tuple[TokenRange, int]]:
+    """Each range, and the first of its rows of logits."""
+    row = 0
+    for part in step.ranges:
+        yield part, row
+        row += part.num_scored + bool(part.samples)

@@ -19,12 +19,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 RECOMPUTED: Final = ("phi3",)
 """Model types whose `generate` recomputes a sequence that outgrows the first set; others mix keys of both."""
-LONG_SEQUENCE: Final = 1 << 32
-"""Added to the token ids of long sequences in `cache_key`; above every token id."""
 
-_num_tokens: ContextVar[int] = ContextVar("num_tokens", default=0)
 _is_long: ContextVar[torch.Tensor | None] = ContextVar("is_long")
-"""See `LongRope.by_token`; unset outside it, where the set is chosen by row."""
+"""See `LongRope.by_token`; unset outside it, where the module itself chooses."""
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, `[rows, new, rotary dim]`."""
@@ -46,13 +43,7 @@ class LongRope:
             long = partial(_stock_forward(module), _Frequencies(module, frequencies))
             short = partial(_stock_forward(module), _Frequencies(module, module.original_inv_freq))
             name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hooks stay around it
-            setattr(module, name, partial(self._forward, short, long))
-
-    def cache_key(self, token_ids: list[int]) -> list[int]:
-        """The key in the prefix cache: long sequences share KV only with each other."""
-        if len(token_ids) <= self.switch_length:
-            return token_ids
-        return [LONG_SEQUENCE + token_id for token_id in token_ids]
+            setattr(module, name, partial(self._forward, module, short, long))
 
     @contextmanager
     def by_token(self, is_long: torch.Tensor | None) -> Iterator[None]:
@@ -68,37 +59,19 @@ class LongRope:
         finally:
             _is_long.reset(token)
 
-    @contextmanager
-    def prefilling(self, num_tokens: int) -> Iterator[None]:
-        """While it is entered, contexts of up to `num_tokens` are prefilled in chunks; a forward sees a part."""
-        token = _num_tokens.set(num_tokens)
-        try:
-            yield
-        finally:
-            _num_tokens.reset(token)
-
     def _forward(
-        self, short: Callable[..., Rotary], long: Callable[..., Rotary], x: torch.Tensor, position_ids: torch.Tensor
+        self, module: Any, short: Callable[..., Rotary], long: Callable[..., Rotary], x: torch.Tensor, position_ids: Any
     ) -> Rotary:
         """Replaces the rotary module's forward: `position_ids` `[rows, new]`, dtype and device of `x`."""
         try:
             is_long = _is_long.get()
         except LookupError:
-            return self._forward_by_row(short, long, x, position_ids)
+            cosines, sines = type(module).forward(module, x, position_ids)
+            return cosines, sines
         if is_long is None:
             return short(x, position_ids)
         is_long = is_long.to(position_ids.device)  # accelerate may place the module elsewhere than the embedding
         return _select(is_long.view(position_ids.shape), long(x, position_ids), short(x, position_ids))
-
-    def _forward_by_row(
-        self, short: Callable[..., Rotary], long: Callable[..., Rotary], x: torch.Tensor, position_ids: torch.Tensor
-    ) -> Rotary:
-        if _num_tokens.get() > self.switch_length:
-            return long(x, position_ids)
-        is_long = position_ids.amax(-1, keepdim=True) >= self.switch_length
-        if is_long.device.type == "cpu" and not is_long.any():  # a GPU's host would wait for it
-            return short(x, position_ids)
-        return _select(is_long, long(x, position_ids), short(x, position_ids))
 
 
 def has_long_rope(model: Any) -> bool:

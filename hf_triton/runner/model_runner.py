@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 
 from hf_triton.runner.adapters import Adapters
+from hf_triton.runner.calling import cache_name
 from hf_triton.runner.cuda import forward_context
-from hf_triton.runner.forward import cache_name
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.paged_attention import NAME, TorchAttention, attention_of, register
 from hf_triton.runner.paged_cache import PagedCache

@@ -196,7 +196,7 @@ def _attend_blocks(
     if step.num_decodes and is_plain and window is not None:
         num = step.num_decodes
         tables, lengths = step.on(device, "tables"), step.on(device, "lengths")
-        output = cache.kernels.attend_decode(
+        output: torch.Tensor | None = cache.kernels.attend_decode(
             queries[:num], blocks.keys, blocks.values, tables[:num], lengths[:num], scale, window
         )
         if output is not None:
@@ -210,13 +210,13 @@ def _attend_blocks(
         own = queries[start:end].transpose(0, 1)  # [heads, new, size]
         if not part.start and is_plain and (window == 0 or (window is not None and part.end <= window)):
             keys, values = _own(layer.new_keys, start, end, number), _own(layer.new_values, start, end, number)
-            output = _causal(own, keys, values, scale)
+            chunk = _causal(own, keys, values, scale)
         else:
             low = max(0, part.start + 1 - window) // step.block_size * step.block_size if window else 0
             keys, values = blocks.read(tables[number], part.end, low)
             mask, sees_all = _mask(step, number, rule, low, device)
-            output = _masked(own, keys, values, None if sees_all else mask, scale, softcap, sinks)
-        outputs.append(output.transpose(0, 1))
+            chunk = _masked(own, keys, values, None if sees_all else mask, scale, softcap, sinks)
+        outputs.append(chunk.transpose(0, 1))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0].contiguous()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.engine import LoadModel, StartEngine
 from tests.support.kernels import anew as anew
@@ -40,10 +40,10 @@ def model(model_of: LoadModel) -> Any:
 @pytest.fixture
 def start(model: Any) -> Iterator[StartEngine]:
     """Starts a continuous engine, of `model` unless told otherwise."""
-    engines: list[PagedEngine] = []
+    engines: list[ContinuousBatchingEngine] = []
 
-    def start(model: Any = model, **options: Any) -> PagedEngine:
-        engines.append(PagedEngine(model, **{"max_num_seqs": 6, **options}))
+    def start(model: Any = model, **options: Any) -> ContinuousBatchingEngine:
+        engines.append(ContinuousBatchingEngine(model, **{"max_num_seqs": 6, **options}))
         return engines[-1]
 
     yield start

@@ -17,7 +17,7 @@ from peft import PeftType
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.cpu import accelerate
@@ -311,7 +311,7 @@ def test_refusals_leave_running_sequences_alone(loaded: Model, tmp_path: Path) -
     ]
     good = save_adapter(loaded.checkpoint, tmp_path / "good", seed=9, target_modules="all-linear")
     started = Started(
-        AutoModelForCausalLM.from_pretrained(loaded.checkpoint, dtype=torch.float32).eval(), PagedEngine
+        AutoModelForCausalLM.from_pretrained(loaded.checkpoint, dtype=torch.float32).eval(), ContinuousBatchingEngine
     )
     try:
         adapter = started.adapters.load(good)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.choose import build_engine
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapter, Adapters, without_peft_wrapper
@@ -42,7 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "all but": {"seed": 10, "target_modules": "all-linear", "exclude_modules": ["o_proj"]},
     "bias": {"seed": 11, "lora_bias": True},
 }
-ENGINES = {"continuous": PagedEngine, "batch": BatchEngine}
+ENGINES = {"continuous": ContinuousBatchingEngine, "batch": BatchEngine}
 NUM_TOKENS = 10
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_triton.engine.batch_engine import BatchEngine
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.runner.cpu import attention
 from hf_triton.runner.cpu import decode_attention as one_token
 from hf_triton.testing import ARCHITECTURES
@@ -52,7 +52,7 @@ def test_continuous_engine_equals_generate(name: str, num_requests: int, decodin
     model, items, expected = load_with_references(name, num_requests)
     source = random.Random(name + decoding)
     options = {"max_num_seqs": source.choice([3, 5, 8]), "decoding": decoding}
-    with engine_of(model, PagedEngine, **options) as client:
+    with engine_of(model, ContinuousBatchingEngine, **options) as client:
         pauses_s = [0, 0, 0, 0.01]  # requests join and leave at odd times
         check(model, client, items, lambda: time.sleep(source.choice(pauses_s)), expected=expected)
 
@@ -69,7 +69,7 @@ def test_decode_attention_kernel_equals_generate(name: str, num_requests: int, m
         return result
 
     model, items, expected = load_with_references(name, num_requests)
-    with engine_of(model, PagedEngine, max_num_seqs=5) as client:
+    with engine_of(model, ContinuousBatchingEngine, max_num_seqs=5) as client:
         check(model, client, items, expected=expected)
     assert sum(was_used) > num_requests
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion
 from hf_triton.errors import RequestError
 from hf_triton.runner.probe import Sharing, probe_batching
@@ -49,7 +49,7 @@ def test_both_engines_generate_the_same(architecture: str, model_of: LoadModel) 
     in_batch, continuous = sampled_submissions(), sampled_submissions()
     with FilledEngine(model) as filled:
         filled.run(in_batch)
-    engine = PagedEngine(model, max_num_seqs=8)
+    engine = ContinuousBatchingEngine(model, max_num_seqs=8)
     engine.submit([submission.group() for submission in continuous])
     assert [each.completions for each in in_batch] == [each.completions for each in continuous]
     engine.close()

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError
 from hf_triton.runner.device import ChunkSizes
@@ -75,7 +75,7 @@ def test_cancelled_sequences_leave_and_others_continue(model: Any, start: StartE
 
 
 def test_closing_answers_all_requests(model: Any) -> None:
-    engine = PagedEngine(model, max_num_seqs=2)
+    engine = ContinuousBatchingEngine(model, max_num_seqs=2)
     slow_down(engine)
     client = Client(engine)
     for prompt in prompts(8, seed=9):

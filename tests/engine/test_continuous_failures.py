@@ -11,7 +11,7 @@ import torch
 
 from hf_triton.engine import executor
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.errors import GenerationError, HfTritonError, UnavailableError
 from hf_triton.runner.device import ChunkSizes
@@ -154,7 +154,7 @@ def test_a_prompt_that_never_fits_is_refused_and_the_next_one_runs(model: Any, s
 
 def test_a_fatal_error_answers_all_requests(model: Any) -> None:
     ended = threading.Event()
-    engine = PagedEngine(model, max_num_seqs=3, on_fatal=ended.set)
+    engine = ContinuousBatchingEngine(model, max_num_seqs=3, on_fatal=ended.set)
     Faulty(engine, lambda num_rows, _: num_rows == 3, RuntimeError("CUDA error: device-side assert triggered"))
     client = Client(engine)
     for prompt in prompts(9, seed=6):
@@ -167,7 +167,7 @@ def test_a_fatal_error_answers_all_requests(model: Any) -> None:
 
 
 def test_preempted_sequences_are_answered_if_the_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, add, num_added = PagedEngine(build("LlamaConfig", BASE), max_num_seqs=4), KVCacheLanes.add, [0]
+    engine, add, num_added = ContinuousBatchingEngine(build("LlamaConfig", BASE), max_num_seqs=4), KVCacheLanes.add, [0]
 
     def fail_at_the_second(self: KVCacheLanes, *arguments: Any) -> int:
         num_added[0] += 1

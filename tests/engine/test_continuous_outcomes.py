@@ -18,7 +18,7 @@ import torch
 from hf_triton.engine import worker as thread
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.errors import CancelledError
 from hf_triton.runner.device import ChunkSizes
@@ -236,13 +236,13 @@ def test_requests_take_turns(start: StartEngine) -> None:
     assert order == ["a0", "urgent0", "urgent1", "b0", "c0", "a1", "b1", "d0", "a2", "d1", "a3"]
 
 
-@pytest.mark.parametrize("make", [PagedEngine, BatchEngine])
+@pytest.mark.parametrize("make", [ContinuousBatchingEngine, BatchEngine])
 def test_large_request_is_not_starved_by_later_requests(
-    model: Any, make: Callable[..., PagedEngine | BatchEngine]
+    model: Any, make: Callable[..., ContinuousBatchingEngine | BatchEngine]
 ) -> None:
     done, is_done = list[Outcome](), threading.Event()
     num_singles, most = itertools.count(), 1000
-    options: dict[str, Any] = {} if make is PagedEngine else {"context_length": 512, "sharing": "alone"}
+    options: dict[str, Any] = {} if make is ContinuousBatchingEngine else {"context_length": 512, "sharing": "alone"}
     engine = make(model, max_num_seqs=2, **options)
 
     def take(outcome: Outcome) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.plan import PrefillRequest, is_worth_one_batch
 from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import Observer
@@ -28,7 +28,7 @@ from tests.support.reference import solo_ids
 class Forwards:
     """The forwards of an engine: prefills, as contexts and columns, and `steps`."""
 
-    def __init__(self, engine: PagedEngine) -> None:
+    def __init__(self, engine: ContinuousBatchingEngine) -> None:
         self._model, self.seen = engine.forward.model, list[Any]()
         engine.forward.model = self
 
@@ -62,7 +62,7 @@ def test_later_prompts_do_not_delay_the_first(start: StartEngine) -> None:
     assert forwards.seen.index("steps") <= 2
 
 
-def submit_lengths(engine: PagedEngine, lengths: list[int]) -> threading.Semaphore:
+def submit_lengths(engine: ContinuousBatchingEngine, lengths: list[int]) -> threading.Semaphore:
     """Submit prompts at one moment; the semaphore is released for each outcome."""
     answered = threading.Semaphore(0)
     params = SamplingParams(12)
@@ -158,7 +158,7 @@ def test_contexts_with_little_padding_share_a_batch() -> None:
 class Events:
     """The order in which steps begin and tokens go out."""
 
-    def __init__(self, engine: PagedEngine) -> None:
+    def __init__(self, engine: ContinuousBatchingEngine) -> None:
         self._step, self.seen = engine.decoder.step, list[str]()
         engine.decoder.step = self.step  # type: ignore[method-assign]
 
@@ -292,7 +292,7 @@ def test_nan_of_a_sequence_enters_no_shared_prefix(is_running: bool) -> None:
     expected = [solo_ids(model, prompt, 6) for prompt in prompts]
     with torch.no_grad():
         model.get_input_embeddings().weight[299] = torch.nan
-    engine = PagedEngine(model, max_num_seqs=4)
+    engine = ContinuousBatchingEngine(model, max_num_seqs=4)
     client = Client(engine)
     try:
         client.submit([*beginning, 299, 7, 8], SamplingParams(60 if is_running else 3))

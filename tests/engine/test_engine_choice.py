@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, WatermarkingConfig
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.choose import UNSUPPORTED_SETTINGS, UNSUPPORTED_WARPERS
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
@@ -22,7 +22,7 @@ LLAMA4 = CONTINUOUS["llama4"][1]
 def is_continuous(model: Any, context_length: int = 256) -> bool:
     engine = start_engine(model, max_num_seqs=4, context_length=context_length)
     engine.close()
-    return isinstance(engine, PagedEngine)
+    return isinstance(engine, ContinuousBatchingEngine)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -34,10 +34,10 @@ def test_the_engine_is_chosen_by_trying(architecture: str, model_of: LoadModel) 
 @pytest.mark.parametrize(
     ("name", "value", "engine"),
     [
-        ("min_new_tokens", 5, PagedEngine),
-        ("min_p", 0.1, PagedEngine),
-        ("prompt_lookup_num_tokens", 3, PagedEngine),
-        ("repetition_penalty", 0.01, PagedEngine),
+        ("min_new_tokens", 5, ContinuousBatchingEngine),
+        ("min_p", 0.1, ContinuousBatchingEngine),
+        ("prompt_lookup_num_tokens", 3, ContinuousBatchingEngine),
+        ("repetition_penalty", 0.01, ContinuousBatchingEngine),
         ("suppress_tokens", [9], BatchEngine),
         ("encoder_repetition_penalty", 2.0, BatchEngine),
         ("min_length", 50, BatchEngine),

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import Observer
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.device import ChunkSizes
-from hf_triton.runner.forward import cache_name
+from hf_triton.runner.calling import cache_name
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
@@ -137,7 +137,7 @@ def test_chunked_prefill_beside_running_sequences_equals_generate(decoding: Deco
     config = EngineConfig(chunk_sizes=ChunkSizes(16, 8, per_weights=16))
     items = [(tokens_of(length, seed=length), SamplingParams(30)) for length in (12, 100, 30, 41, 70, 39, 40, 5, 120)]
     model = phi3()
-    with closing(PagedEngine(model, max_num_seqs=4, decoding=decoding, config=config)) as engine:
+    with closing(ContinuousBatchingEngine(model, max_num_seqs=4, decoding=decoding, config=config)) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -148,7 +148,7 @@ def test_chunked_prefill_beside_running_sequences_equals_generate(decoding: Deco
 
 def test_long_and_short_contexts_share_no_prefill_batch() -> None:
     prompts, outcomes = [tokens_of(SWITCH - 3 + number, seed=number) for number in range(8)], queue.SimpleQueue[Any]()
-    with closing(PagedEngine(phi3(), max_num_seqs=8)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=8)) as engine:
         engine.submit([SequenceGroup(prompt, SamplingParams(1), outcomes.put) for prompt in prompts])
         found = sorted(outcomes.get(timeout=60)[0].token_ids for _ in prompts)
     assert found == sorted(solo_ids(phi3(), prompt, 1) for prompt in prompts)
@@ -171,7 +171,7 @@ def test_the_batch_engine_runs_each_sequence_alone() -> None:
 
 def test_a_sequence_that_outgrows_the_short_frequencies_is_recomputed_once() -> None:
     watcher = Watcher()
-    with closing(PagedEngine(phi3(), max_num_seqs=4, observer=watcher)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=4, observer=watcher)) as engine:
         found = Client(engine).ask(tokens_of(30), SamplingParams(50))
     assert token_ids(found) == [solo_ids(phi3(), tokens_of(30), 50)]
     assert watcher.num_preempted == 1
@@ -179,7 +179,7 @@ def test_a_sequence_that_outgrows_the_short_frequencies_is_recomputed_once() -> 
 
 def test_prefixes_are_shared_among_long_and_among_short_contexts() -> None:
     watcher, start = Watcher(), tokens_of(32)
-    with closing(PagedEngine(phi3(), max_num_seqs=1, observer=watcher)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=1, observer=watcher)) as engine:
         client = Client(engine)
         for tail in (3, 30, 4, 31):
             prompt = [*start, *tokens_of(tail, seed=tail)]
@@ -194,7 +194,7 @@ def test_a_sequence_that_ends_at_the_limit_is_stored_as_a_short_one(decoding: De
         [*tokens_of(25), *tokens_of(3, seed=1)],
         [*tokens_of(25), *tokens_of(40, seed=2)],
     )
-    with closing(PagedEngine(phi3(), max_num_seqs=4, decoding=decoding)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=4, decoding=decoding)) as engine:
         client = Client(engine)
         client.submit(tokens_of(5, seed=3), SamplingParams(60))  # beside it, a static step runs ahead
         client.submit(first, SamplingParams(7))
@@ -209,7 +209,7 @@ def test_sampled_output_is_the_same_alone_and_in_a_batch(decoding: DecodingMode)
     items = [(tokens_of(10 + 5 * seed, seed), params) for seed, params in enumerate(all_params)]
     found = []
     for max_num_seqs in (1, 6):
-        with closing(PagedEngine(phi3(), max_num_seqs=max_num_seqs, decoding=decoding)) as engine:
+        with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=max_num_seqs, decoding=decoding)) as engine:
             client = Client(engine)
             for item in items:
                 client.submit(*item)
@@ -222,7 +222,7 @@ def test_prompt_logprobs_of_a_long_prompt() -> None:
     model, prompt = phi3(), tokens_of(60)
     with torch.inference_mode():
         logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    with closing(PagedEngine(phi3(), max_num_seqs=2, config=config)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=2, config=config)) as engine:
         [completion] = Client(engine).ask(prompt, SamplingParams(1, prompt_logprobs=0))  # type: ignore[misc]
     assert completion.prompt_logprobs is not None
     found = torch.tensor([each.logprob for each in completion.prompt_logprobs])
@@ -236,9 +236,9 @@ def test_a_model_that_mixes_keys_of_both_frequencies_has_no_long_rope() -> None:
     assert not has_long_rope(model)
     assert not has_long_rope(build(*CONTINUOUS["phi3"]))
     with closing(start_engine(model, max_num_seqs=4, context_length=SWITCH + 1)) as engine:
-        assert not isinstance(engine, PagedEngine)
+        assert not isinstance(engine, ContinuousBatchingEngine)
     with closing(start_engine(model, max_num_seqs=4, context_length=SWITCH)) as engine:
-        assert isinstance(engine, PagedEngine)
+        assert isinstance(engine, ContinuousBatchingEngine)
 
 
 @pytest.mark.parametrize("context_length", [32, 33])
@@ -247,7 +247,7 @@ def test_dynamic_frequencies_are_continuous_up_to_the_original_length(context_le
     build_tiny_checkpoint(tmp_path, "llama", eos_token_id=None, rope_parameters=rope, max_position_embeddings=32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     with closing(start_engine(model, max_num_seqs=8, context_length=context_length)) as engine:
-        assert isinstance(engine, PagedEngine) is (context_length == 32)
+        assert isinstance(engine, ContinuousBatchingEngine) is (context_length == 32)
         client = Client(engine)
         prompts = [tokens_of(length, seed=length) for length in (3, 20, 9, 22)]
         for prompt in prompts:

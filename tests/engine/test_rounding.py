@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion
 from hf_triton.runner.padding import pad
 from hf_triton.sampling.params import SamplingParams
@@ -52,7 +52,7 @@ def run(model: Any, batch: list[list[int]]) -> list[Scored]:
 
 
 def generate_continuous(model: Any) -> list[Scored]:
-    engine = PagedEngine(model, max_num_seqs=8)
+    engine = ContinuousBatchingEngine(model, max_num_seqs=8)
     client = Client(engine)
     for prompt in ITEMS:
         client.submit(prompt, SamplingParams(NUM_NEW, logprobs=0))

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from hf_triton.engine.batch_engine import BatchEngine
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.engine.types import Engine, eos_ids
 from hf_triton.errors import GenerationError
@@ -55,7 +55,7 @@ def start() -> Iterator[Callable[..., Engine]]:
 
     def start(model: Any, name: str) -> Engine:
         if name == "continuous":
-            engines.append(PagedEngine(model, max_num_seqs=8))
+            engines.append(ContinuousBatchingEngine(model, max_num_seqs=8))
         else:
             engines.append(BatchEngine(model, max_num_seqs=8, context_length=256, sharing="padded"))
         return engines[-1]

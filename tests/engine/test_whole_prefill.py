@@ -10,10 +10,10 @@ import torch
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.runner import kv_cache as cache
 from hf_triton.runner.device import ChunkSizes
-from hf_triton.runner.forward import Forward
+from hf_triton.runner.calling import Forward
 from hf_triton.runner.probe import probe_continuous_batching
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import BASE, CONTINUOUS, HEADS, WHOLE, build, requests
@@ -94,7 +94,7 @@ def test_preempted_sequences_continue_unchanged(monkeypatch: pytest.MonkeyPatch)
     try:
         items = [(prompt[:40], SamplingParams(60)) for prompt, _ in requests(12, source)]
         check(model, Client(engine), items)
-        assert isinstance(engine, PagedEngine)
+        assert isinstance(engine, ContinuousBatchingEngine)
     finally:
         engine.close()
     assert preempted.num_sequences > 0

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_triton.runner import decode
 from hf_triton.runner import kv_cache as cache
 from hf_triton.runner.decode import Decoder, DecodingMode
-from hf_triton.runner.forward import Forward
+from hf_triton.runner.calling import Forward
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledTokens
 from hf_triton.sampling.sequence_sampler import SequenceSampler

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_triton.runner.cpu import attention, decode_attention
 from hf_triton.runner.cpu.attention import FastAttention, FastTorch
 from hf_triton.runner.decode import DecodingMode
-from hf_triton.runner.forward import Forward
+from hf_triton.runner.calling import Forward
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.engine import Client, start_engine

@@ -19,7 +19,7 @@ from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.device import ChunkSizes
-from hf_triton.runner.forward import Forward
+from hf_triton.runner.calling import Forward
 from hf_triton.runner.kv_cache import COLUMN_STEP, KVCache
 from hf_triton.runner.states import states_of
 from hf_triton.sampling.params import SamplingParams

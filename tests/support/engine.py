@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_triton.engine.choose import build_engine
-from hf_triton.engine.paged import PagedEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.engine.types import Observer
 from hf_triton.errors import HfTritonError
@@ -24,7 +24,7 @@ DRAWN = SamplingParams(12, do_sample=True, temperature=1.5, seed=1)
 
 LoadModel = Callable[..., Any]
 """Of an architecture and a tiny checkpoint's options."""
-StartEngine = Callable[..., PagedEngine]
+StartEngine = Callable[..., ContinuousBatchingEngine]
 """Of the engine's options."""
 
 
@@ -81,7 +81,9 @@ def token_ids(outcome: Outcome) -> list[list[int]]:
 class Faulty:
     """The engine's model, which fails when `is_hit`, asked with the number of rows and the new tokens, says so."""
 
-    def __init__(self, engine: PagedEngine, is_hit: Callable[[int, list[int]], bool], error: Exception) -> None:
+    def __init__(
+        self, engine: ContinuousBatchingEngine, is_hit: Callable[[int, list[int]], bool], error: Exception
+    ) -> None:
         self._model, self._is_hit, self._error = engine.runner.model, is_hit, error
         self.num_hits = 0
         engine.runner.model = self
@@ -93,7 +95,7 @@ class Faulty:
         return self._model(input_ids=input_ids, **arguments)
 
 
-def slow_down(engine: PagedEngine, pause_s: float = 0.005) -> None:
+def slow_down(engine: ContinuousBatchingEngine, pause_s: float = 0.005) -> None:
     """Make every forward of a tiny model as slow as that of a real one."""
 
     def pause(*_: object) -> bool:
@@ -165,7 +167,7 @@ def error_code(outcome: Outcome) -> str:
 class Counting:
     """The engine's model, which counts the tokens that it is given."""
 
-    def __init__(self, engine: PagedEngine) -> None:
+    def __init__(self, engine: ContinuousBatchingEngine) -> None:
         self._model, self.num_tokens = engine.runner.model, 0
         engine.runner.model = self
 
