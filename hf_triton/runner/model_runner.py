@@ -190,7 +190,7 @@ class ModelRunner:
         of_token = [key for key, part in zip(keys, ranges, strict=True) for _ in range(part.num_tokens)]
         gathered = [key for key, end in zip(keys, step.ends, strict=True) for _ in range(end)]
         wanted = [of_token[index] for index in indices]
-        return self._adapters.choose_tokens(of_token, wanted, gathered)  # type: ignore[attr-defined, no-any-return]
+        return self._adapters.choose_tokens(of_token, wanted, gathered)
 
     def _choose_frequencies(self, ranges: Sequence[TokenRange]) -> AbstractContextManager[None]:
         if self._long_rope is None:
