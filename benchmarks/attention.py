@@ -17,12 +17,12 @@ from typing import Any
 import click
 import torch
 import transformers
+from hf_triton.runner.decode import Decoder
+from hf_triton.runner.kv_cache import KVCache
 from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, PretrainedConfig
 
-from hf_triton.runner.cpu import accelerate
-from hf_triton.runner.decode import Decoder
 from hf_triton.runner.calling import Forward
-from hf_triton.runner.kv_cache import KVCache
+from hf_triton.runner.cpu import accelerate
 
 VOCABULARY = 8192
 ROWS = (1, 8, 32)

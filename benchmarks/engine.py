@@ -35,8 +35,8 @@ from inside import Request, run_requests
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.runner.cpu import accelerate
 from hf_triton.runner.calling import cache_name
+from hf_triton.runner.cpu import accelerate
 from hf_triton.runner.padding import pad
 
 VOCABULARY = 8192

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hf_triton.runner.kv_cache import KVCache
+from hf_triton.runner.kv_lanes import KVCacheLanes
 
 from hf_triton.engine import executor
 from hf_triton.engine.config import EngineConfig
@@ -15,8 +17,6 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.errors import GenerationError, HfTritonError, UnavailableError
 from hf_triton.runner.device import ChunkSizes
-from hf_triton.runner.kv_cache import KVCache
-from hf_triton.runner.kv_lanes import KVCacheLanes
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledTokens
 from tests.support.architectures import BASE, build

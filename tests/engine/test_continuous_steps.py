@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from hf_triton.engine.plan import PrefillRequest, is_worth_one_batch
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.plan import PrefillRequest, is_worth_one_batch
 from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import Observer
 from hf_triton.runner.device import CHUNK_SIZES, ChunkSizes, DeviceContext

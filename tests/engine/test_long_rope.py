@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
+from hf_triton.runner.decode import DecodingMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_triton.engine.choose import build_engine
@@ -17,9 +18,8 @@ from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import Observer
-from hf_triton.runner.decode import DecodingMode
-from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.calling import cache_name
+from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-
 from hf_triton.engine.hybrid_prefix_cache import HybridPrefixCache
 from hf_triton.engine.prefix_cache import MIN_PREFIX, Prefix, PrefixCache
 from hf_triton.runner.contents import CacheContents

@@ -12,8 +12,8 @@ from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.runner import kv_cache as cache
-from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.calling import Forward
+from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.probe import probe_continuous_batching
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import BASE, CONTINUOUS, HEADS, WHOLE, build, requests

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from hf_triton.runner.decode import Decoder, DecodingMode
+from tests.support.running_sequences import RunningSequences, prompts, schedule
 from transformers import AutoModelForCausalLM
 
 from hf_triton.runner import decode
 from hf_triton.runner import kv_cache as cache
-from hf_triton.runner.decode import Decoder, DecodingMode
 from hf_triton.runner.calling import Forward
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledTokens
@@ -21,7 +22,6 @@ from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import CONTINUOUS, WHOLE, build
 from tests.support.engine import NOT_CONTINUOUS
 from tests.support.reference import solo_ids
-from tests.support.running_sequences import RunningSequences, prompts, schedule
 from tests.support.simulated_gpu import HAS_GPU, Device
 
 pytestmark = pytest.mark.full

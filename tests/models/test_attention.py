@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from hf_triton.runner.decode import DecodingMode
+from tests.support.running_sequences import RunningSequences, prompts
 from torch._C import _len_torch_function_stack
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_triton.runner.calling import Forward
 from hf_triton.runner.cpu import attention, decode_attention
 from hf_triton.runner.cpu.attention import FastAttention, FastTorch
-from hf_triton.runner.decode import DecodingMode
-from hf_triton.runner.calling import Forward
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.engine import Client, start_engine
-from tests.support.running_sequences import RunningSequences, prompts
 
 ROWS, HEADS, NEW, COLUMNS, SIZE = 3, 5, 4, 9, 8
 

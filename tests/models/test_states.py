@@ -10,23 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from hf_triton.engine.plan import ScheduledStep
+from hf_triton.runner.decode import DecodingMode
+from hf_triton.runner.kv_cache import COLUMN_STEP, KVCache
+from hf_triton.runner.states import states_of
+from tests.support.running_sequences import RunningSequences, prompts
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.executor import Executor
-from hf_triton.engine.plan import ScheduledStep
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.budget import TokenBudget
-from hf_triton.runner.decode import DecodingMode
-from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.calling import Forward
-from hf_triton.runner.kv_cache import COLUMN_STEP, KVCache
-from hf_triton.runner.states import states_of
+from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import STATES, build, requests
 from tests.support.engine import Client, PreemptCounter, PrefixHits, token_ids
 from tests.support.reference import solo_ids
-from tests.support.running_sequences import RunningSequences, prompts
 
 pytestmark = pytest.mark.full
 
