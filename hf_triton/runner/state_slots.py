@@ -44,16 +44,25 @@ class _Slots(dict[int, torch.Tensor | None]):
         """Rows are views if the slots are consecutive, else copies that `end` writes back."""
         self._slots = slots
         self._is_copied = slots != list(range(slots[0], slots[0] + len(slots)))
+        self._grow(max(slots) + 1)
         for number, buffer in self.items():
-            if buffer is None:
-                continue
-            if len(buffer) <= max(slots):
-                grown = buffer.new_zeros(max(2 * len(buffer), max(slots) + 1), *buffer.shape[1:])
+            if buffer is not None:
+                self._take_rows(number)
+                if is_new:
+                    self._rows[number].zero_()  # type: ignore[union-attr]
+
+    def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._grow(max(target for _, target in pairs) + 1)
+        for buffer in self.buffers():
+            for source, target in pairs:
+                buffer[target] = buffer[source]
+
+    def _grow(self, num_slots: int) -> None:
+        for number, buffer in self.items():
+            if buffer is not None and len(buffer) < num_slots:
+                grown = buffer.new_zeros(max(2 * len(buffer), num_slots), *buffer.shape[1:])
                 grown[: len(buffer)] = buffer
                 super().__setitem__(number, grown)
-            self._take_rows(number)
-            if is_new:
-                self._rows[number].zero_()  # type: ignore[union-attr]
 
     def end(self) -> None:
         if self._is_copied:
@@ -98,9 +107,8 @@ class SlotStatesLayer(LinearAttentionLayer):
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy states from one slot to another, one pair after the other."""
-        for buffer in self.states():
-            for source, target in pairs:
-                buffer[target] = buffer[source]
+        self.conv_states.copy_slots(pairs)
+        self.recurrent_states.copy_slots(pairs)
 
     def states(self) -> list[torch.Tensor]:
         """The buffers `[slots, ...]` of all states."""
