@@ -28,11 +28,11 @@ from typing import Any, cast
 import click
 import torch
 import transformers
+from hf_triton.runner.decode import DecodingMode
 from transformers import AutoModelForCausalLM, FalconConfig, GenerationConfig, LlamaConfig, PretrainedConfig
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Outcome, SequenceGroup
-from hf_triton.runner.decode import DecodingMode
 from hf_triton.sampling.params import SamplingParams
 
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}

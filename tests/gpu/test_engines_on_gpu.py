@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model
+from hf_triton.runner.decode import DecodingMode
+from tests.support.running_sequences import prompts
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
@@ -19,7 +21,6 @@ from hf_triton.engine.executor import Executor
 from hf_triton.engine.scheduler import Scheduler
 from hf_triton.hub.checkpoint import Checkpoint, Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
-from hf_triton.runner.decode import DecodingMode
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import sample_tokens
@@ -29,7 +30,6 @@ from hf_triton.testing import build_tiny_checkpoint
 from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build
 from tests.support.engine import Client, PrefixHits, start_engine, token_ids
 from tests.support.reference import load_reference, solo_ids
-from tests.support.running_sequences import prompts
 from tests.support.sampling import ONE_BY_ONE, VOCABULARY, RandomSequence
 from tests.support.simulated_gpu import CAPTURE, HAS_GPU, Device
 

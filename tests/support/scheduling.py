@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from hf_triton.engine.config import EngineConfig, ModelTraits
 from hf_triton.engine.plan import PrefillBatch, PrefillRequest, StepOutput
+
+from hf_triton.engine.config import EngineConfig, ModelTraits
 from hf_triton.engine.scheduler import Scheduler
 from hf_triton.engine.sequence import Outcome, Sequence, SequenceGroup
 from hf_triton.engine.types import Observer
