@@ -74,10 +74,10 @@ class BlockMemory:
         """Blocks of a sequence."""
         return -(-num_tokens // self.block_size)
 
-    def has_room(self, num_blocks: int, num_slots: int = 0) -> bool:
-        """Whether so many more blocks, and states of so many more sequences, fit."""
-        states = -(-num_slots * self._slot_tokens // self.block_size)
-        return num_blocks + states <= self.pool.num_free
+    def has_room(self, num_blocks: int, num_slots: int) -> bool:
+        """Whether so many more blocks fit, with the states of so many sequences in all."""
+        new_states = max(0, num_slots - self._num_slots) * self._slot_tokens
+        return num_blocks * self.block_size + new_states <= self.pool.num_free * self.block_size
 
     def rest(self) -> None:
         """Give back the memory of all blocks that nobody holds and the prefix cache does not keep."""

@@ -62,14 +62,14 @@ class ContinuousBatchingEngine(EngineThread):
         config = config or EngineConfig()
         self.runner = ModelRunner(model, way, adapters, block_size=config.block_size)
         super().__init__(self.runner.device, eos_ids(model), on_fatal, observer, config)
-        self.memory = self._allocate(max_cache_tokens)
+        self.memory = self._allocate(max_cache_tokens, max_num_seqs)
         traits = ModelTraits(
             config.chunk_sizes or self.device_context.chunk_sizes,
             recompute_length=float("inf") if self.runner.switch_length is None else self.runner.switch_length + 1,
             recomputes=self.runner.recomputes,
             prefills_whole=way.prefills_whole,
             has_states=self.runner.cache.has_states,
-            caches_prefixes=enable_prefix_caching and not self.runner.cache.has_states,
+            caches_prefixes=enable_prefix_caching and not (way.prefills_whole or self.runner.cache.has_states),
         )
         numbers = itertools.count()
         self.scheduler = Scheduler(
@@ -85,16 +85,18 @@ class ContinuousBatchingEngine(EngineThread):
         self.recovery = Recovery(self.scheduler, self.memory)
         self.thread.start()
 
-    def _allocate(self, max_cache_tokens: int | None) -> BlockMemory:
-        """Size the KV cache; on a CPU its memory is touched when it is needed."""
+    def _allocate(self, max_cache_tokens: int | None, max_num_seqs: int) -> BlockMemory:
+        """Size the KV cache; on a CPU its memory is touched when it is needed, else states of all sequences fit too."""
         runner, config = self.runner, self.config
         if max_cache_tokens is not None and not runner.cache.has_keys:
             logger.warning("the setting max_cache_tokens does nothing for a model without keys and values")
             max_cache_tokens = None
         bytes_per_token, slot_tokens = runner.memory_per_token()
         budget = TokenBudget(bytes_per_token, max_cache_tokens)
-        num_blocks = max(1, budget.most // runner.block_size)
         is_fixed = runner.device.type != "cpu" or max_cache_tokens is not None
+        states = 0 if max_cache_tokens is not None else max_num_seqs * slot_tokens  # the setting limits keys and values
+        num_tokens = budget.most - min(states, budget.most // 2) if is_fixed else budget.most
+        num_blocks = max(1, num_tokens // runner.block_size)
         max_kept = num_blocks
         if runner.device.type == "cpu":
             kept_bytes = max(config.min_kept_bytes, runner.model.get_memory_footprint(return_buffers=False))
@@ -106,7 +108,7 @@ class ContinuousBatchingEngine(EngineThread):
             num_blocks,
             runner.block_size,
             max_kept=max_kept,
-            slot_tokens=slot_tokens if max_cache_tokens is None else 0,  # the setting limits keys and values
+            slot_tokens=0 if is_fixed else slot_tokens,
             is_fixed=is_fixed,
             give_back=runner.give_back,
         )
@@ -122,8 +124,10 @@ class ContinuousBatchingEngine(EngineThread):
             scheduled = self.scheduler.schedule()
             if scheduled.wait_s:
                 self.wait(scheduled.wait_s)
-            self.scheduler.update(self.executor.run(scheduled))
+            for output in self.executor.run(scheduled):
+                self.scheduler.update(output)
         except Exception as error:
+            self.executor.lose_inflight()
             self.recovery.recover(scheduled, error)
 
     def is_busy(self) -> bool:

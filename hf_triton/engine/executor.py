@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -47,20 +48,25 @@ class Executor:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.samplers: dict[int, SequenceSampler] = {}
-        """Of the admitted sequences, by id."""
+        self.samplers = WeakValueDictionary[int, SequenceSampler]()
+        """Of the admitted sequences, by id; they own them."""
         self._inflight: InflightStep | None = None
 
     @torch.inference_mode()
-    def run(self, step: Step) -> StepOutput:
-        """Run a step; returns its output, or that of the step in flight before."""
+    def run(self, step: Step) -> Iterator[StepOutput]:
+        """Run a step; the outputs of the step in flight before it, and its own unless it stays in flight."""
         pending, self._inflight = self._inflight, None
         launched = self._launch(step, pending) if step.ranges else None
-        if pending is None and launched and not step.stays_inflight:
-            return launched.read()
-        output = pending.read() if pending else StepOutput()
-        self._inflight = launched
-        return output
+        if step.stays_inflight:
+            self._inflight = launched
+        if pending:
+            yield pending.read()
+        if launched and not step.stays_inflight:
+            yield launched.read()
+
+    def lose_inflight(self) -> None:
+        """Forget the step in flight."""
+        self._inflight = None
 
     def _launch(self, step: Step, pending: InflightStep | None) -> InflightStep:
         logits = self._runner.run(step, pending.newest() if pending else None)

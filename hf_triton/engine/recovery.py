@@ -41,8 +41,7 @@ class Recovery:
         if is_fatal(error):
             raise error
         scheduler = self._scheduler
-        scheduler.lose_inflight()
-        suspects = scheduler.running_of(step.sequence_ids) or list(scheduler.running)
+        suspects = scheduler.lose_inflight(step)
         if not suspects:
             raise error
         groups = {id(sequence.group) for sequence in suspects}

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hf_triton.engine.block_memory import BlockMemory
-from hf_triton.engine.block_pool import next_digest
 from hf_triton.engine.config import EngineConfig, ModelTraits
+from hf_triton.engine.prefix_cache import PrefixCache
 from hf_triton.engine.sequence import Sequence, SequenceGroup
 from hf_triton.engine.types import EngineLoad, Observer
 from hf_triton.engine.waiting_queue import WaitingQueue
@@ -29,7 +29,7 @@ class StepOutput:
     """What a step has computed."""
 
     step: Step = field(default_factory=Step)
-    """Which; of one that stayed in flight, the output comes with the next."""
+    """Which."""
     tokens: dict[int, SampledToken] = field(default_factory=dict)
     """The next token of each sequence that samples, by its id."""
     prompt_scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
@@ -76,16 +76,18 @@ class Scheduler:
         self._config = config
         self._starting: deque[SequenceGroup] = deque()  # left the queue, no sequences yet
         self._sequences: dict[int, Sequence] = {}  # without an end, by id
-        self._computing: dict[bytes, int] = {}  # digests of blocks that a running sequence is going to publish
+        self._prefixes = PrefixCache(
+            memory.pool,
+            memory.block_size,
+            is_enabled=traits.caches_prefixes,
+            recompute_length=traits.recompute_length,
+        )
         self._free_slots = list(range(max_sequences)) if traits.has_states else []
         self._cuts_context = False  # whether the last step cut a context
-        self._begin_step()
-        self._begin_notes()
-
-    def _begin_step(self) -> None:
         self._ranges: dict[int, TokenRange] = {}  # of the step that is being scheduled, by sequence
         self._num_left = 0  # tokens of chunks that it may yet compute
         self._wait_s = 0.0
+        self._begin_notes()
 
     def _begin_notes(self) -> None:
         self._admitted: list[AdmittedSequence] = []  # since the last step, as what follows
@@ -108,7 +110,7 @@ class Scheduler:
         3. A context whose last token is in the step samples the token that follows. Sequences of one prompt wait for
            the first of them, and share its blocks then.
         """
-        self._begin_step()
+        self._ranges, self._wait_s = {}, 0.0
         self._drop_ended()
         self._admit_groups()
         self._memory.refresh(self._num_slots())
@@ -117,30 +119,35 @@ class Scheduler:
                 self._compute(sequence, 1)
         is_decoding = bool(self._ranges)
         self._num_left = self._traits.chunk_sizes.size(is_decoding=is_decoding)
-        short_first, self._cuts_context = self._cuts_context, False
+        short_first = self._cuts_context
         for sequence in self._contexts(short_first=short_first):
             num_tokens = self._chunk_size(sequence, is_decoding=is_decoding)
             if num_tokens and self._reserve(sequence, num_tokens):
                 self._compute(sequence, num_tokens)
+        self._cuts_context = not short_first and any(not part.samples for part in self._ranges.values())
         return self._step()
 
     def _contexts(self, *, short_first: bool) -> Iterator[Sequence]:
         """Running sequences whose context is not computed yet, and waiting ones as they are admitted."""
         begun = [sequence for sequence in self.running if sequence.num_missing and not sequence.is_decoding]
-        waiting = list(self.waiting)
         if short_first:
-            limit = self._traits.chunk_sizes.max_tokens
-            yield from self._admit([sequence for sequence in waiting if sequence.num_tokens <= limit])
-            waiting = [sequence for sequence in waiting if sequence.num_tokens > limit]
+            yield from self._admit([sequence for sequence in self.waiting if self._is_short(sequence)])
         yield from (sequence for sequence in begun if sequence in self.running)
-        yield from self._admit(waiting)
+        yield from self._admit(list(self.waiting))
+
+    def _is_short(self, sequence: Sequence) -> bool:
+        """Whether what is not cached of a waiting context takes one chunk at most."""
+        num_tokens = sequence.num_tokens
+        if num_tokens > self._traits.chunk_sizes.max_tokens:
+            num_tokens -= len(self._prefixes.find(sequence) or []) * self._memory.block_size
+        return num_tokens <= self._traits.chunk_sizes.max_tokens
 
     def _chunk_size(self, sequence: Sequence, *, is_decoding: bool) -> int:
         """Tokens of a context's next chunk; 0: its turn comes later."""
         traits, missing = self._traits, sequence.num_missing
         if traits.prefills_whole:
-            has_chunk = len(self._ranges) > sum(part.is_decode for part in self._ranges.values())
-            return 0 if has_chunk and missing > self._num_left else missing
+            is_first = self._num_left == traits.chunk_sizes.size(is_decoding=is_decoding)
+            return missing if is_first or missing <= self._num_left else 0
         share = traits.chunk_sizes.share(is_decoding=is_decoding, num_cached=sequence.num_computed)
         size = min(missing, int(self._num_left * share))
         if traits.has_states and size < missing:  # a chunk of one token would be taken for a decoding step
@@ -150,8 +157,6 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence blocks for its next tokens, at the cost of the youngest; whether it has them."""
-        if sequence not in self.running:
-            return False
         needed = self._memory.num_blocks(sequence.num_computed + num_tokens) - len(sequence.blocks)
         while needed > self._pool.num_free:
             youngest = max(self.running, key=lambda other: other.age)
@@ -187,14 +192,14 @@ class Scheduler:
         sequence.num_computed = end
         for each in sampling:
             each.num_inflight += 1
-        if not self._ranges[sequence.id].is_decode:
-            self._num_left = max(0, self._num_left - num_tokens)
-            self._cuts_context = self._cuts_context or not is_last
+        self._num_left = max(0, self._num_left - num_tokens)
 
     def _step(self) -> Step:
         """The step of the ranges, with what has happened since the last one."""
+        if not self._ranges:
+            return Step(wait_s=self._wait_s)
         ranges = sorted(self._ranges.values(), key=lambda part: (not part.is_decode, part.slot))
-        stays = bool(ranges) and self._traits.can_run_ahead() and self._can_run_ahead(ranges)
+        stays = self._traits.can_run_ahead() and self._can_run_ahead(ranges)
         step = Step(
             tuple(ranges),
             tuple(self._admitted),
@@ -202,7 +207,6 @@ class Scheduler:
             tuple(self._block_copies),
             tuple(self._slot_copies),
             stays,
-            self._wait_s,
         )
         self._ranges = {}
         self._begin_notes()
@@ -214,6 +218,9 @@ class Scheduler:
             return False
         sampling = [self._sequences[number] for part in ranges for number in part.samples]
         if any(sequence.sampler.needs_host for sequence in sampling):
+            return False
+        length = self._traits.recompute_length
+        if any(sequence.num_tokens + sequence.num_inflight == length for sequence in sampling):
             return False
         return any(sequence.num_left > sequence.num_inflight for sequence in sampling)
 
@@ -251,8 +258,10 @@ class Scheduler:
                 return
             if self.running and (sequence.is_suspect or not self._has_slots(sequence)):
                 return
-            cached = self._cached_blocks(sequence)
-            if cached is None or sequence.num_inflight:
+            if sequence.num_inflight:
+                continue  # its last token is not known yet
+            cached = self._prefixes.find(sequence)
+            if cached is None:
                 continue  # another one is computing its prefix
             if not self._fits(sequence, cached):
                 if not self.running:
@@ -269,14 +278,18 @@ class Scheduler:
         return sum(1 + len(sequence.siblings) for sequence in self.running)
 
     def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
-        """Whether the context fits; to its end, with all others, if the model cannot recompute a sequence."""
-        num_slots = 1 + len(sequence.siblings) if self._traits.has_states else 0
-        num_shared = sum(self._pool.is_held(block) for block in cached)
-        if self._traits.recomputes:
-            needed = self._memory.num_blocks(sequence.num_tokens + 1) - num_shared
-        else:
-            all_sequences = [each for other in (*self.running, sequence) for each in (other, *other.siblings)]
-            needed = sum(self._memory.num_blocks(each.max_tokens) - len(each.blocks) for each in all_sequences)
+        """Whether the contexts of the running sequences and this one fit, each with its next token.
+
+        If the model cannot recompute a sequence, all must fit to their ends.
+        """
+        num_slots = self._num_slots() + 1 + len(sequence.siblings)
+        contexts = [*self.running, sequence]
+        if not self._traits.recomputes:
+            contexts += [sibling for each in contexts for sibling in each.siblings]
+        needed = -sum(self._pool.is_held(block) for block in cached)
+        for each in contexts:
+            length = each.num_tokens + 1 if self._traits.recomputes else each.max_tokens
+            needed += self._memory.num_blocks(length) - len(each.blocks)
         return self._memory.has_room(needed, num_slots)
 
     def _take_blocks(self, sequence: Sequence, cached: list[int]) -> None:
@@ -287,64 +300,30 @@ class Scheduler:
         sequence.blocks = list(cached)
         sequence.num_computed = len(cached) * self._memory.block_size
         sequence.group.no_room_since_s = None
-        for digest in sequence.digests[len(cached) :]:
-            self._computing.setdefault(digest, sequence.id)
+        self._prefixes.begin(sequence)
         self._note_running(sequence)
-        self._admitted += [AdmittedSequence(sibling.id, _adapter_key(sibling)) for sibling in sequence.siblings]
         self._observer.on_prefix_hit(sequence.num_computed)
 
     def _note_running(self, sequence: Sequence) -> None:
         if self._traits.has_states:
             sequence.slot = heapq.heappop(self._free_slots)
         self.running.append(sequence)
-        self._admitted.append(AdmittedSequence(sequence.id, _adapter_key(sequence)))
+        self._admitted.append(AdmittedSequence(sequence.id, sequence.adapter_key))
 
     def _wait_for_memory(self, sequence: Sequence) -> None:
-        """Nothing runs and the next context does not fit: wait for others on the device to free memory, or refuse."""
+        """Nothing runs and the next context does not fit: split its group, wait for memory of others, or refuse it."""
+        if sequence.siblings:
+            at = self.waiting.index(sequence) + 1
+            for sibling in reversed(sequence.siblings):
+                self.waiting.insert(at, sibling)
+            sequence.siblings = []
+            return
         group, now_s = sequence.group, time.monotonic()
         group.no_room_since_s = now_s if group.no_room_since_s is None else group.no_room_since_s
         if now_s - group.no_room_since_s < self._config.max_memory_wait_s:
             self._wait_s = self._config.memory_poll_s
         else:
             group.finish(self._memory.no_memory_error(sequence.num_tokens))
-
-    # --- the prefix cache --------------------------------------------------------------------------------------------
-
-    def _cached_blocks(self, sequence: Sequence) -> list[int] | None:
-        """The cached blocks that a context begins with; None: a running sequence is computing the next one."""
-        if not self._traits.caches_prefixes:
-            return []
-        size = self._memory.block_size
-        self._add_digests(sequence, sequence.num_tokens)
-        if sequence.group.params.prompt_logprobs is not None and sequence.group.prompt_logprobs is None:
-            return []  # every token's logits are wanted
-        cached: list[int] = []
-        for digest in sequence.digests[: (sequence.num_tokens - 1) // size]:  # one token is left to compute
-            block = self._pool.find(digest)
-            if block is None:
-                return None if self._computing.get(digest, sequence.id) != sequence.id else cached
-            cached.append(block)
-        return cached
-
-    def _add_digests(self, sequence: Sequence, num_tokens: int) -> None:
-        """Compute the digests of a context's full blocks within its first tokens."""
-        size = self._memory.block_size
-        is_long = sequence.num_tokens >= self._traits.recompute_length
-        for start in range(len(sequence.digests) * size, num_tokens - size + 1, size):
-            parent = sequence.digests[-1] if sequence.digests else f"{_adapter_key(sequence)} {is_long}".encode()
-            sequence.digests.append(next_digest(parent, sequence.tokens(start, start + size)))
-
-    def _publish(self, sequence: Sequence, part: TokenRange) -> None:
-        """Make the blocks known that a range has filled with tokens that are certain."""
-        if not self._traits.caches_prefixes:
-            return
-        size = self._memory.block_size
-        end = part.end // size
-        if end > part.start // size:
-            self._add_digests(sequence, part.end)
-            for block, digest in list(zip(sequence.blocks, sequence.digests, strict=False))[part.start // size : end]:
-                self._pool.publish(block, digest)
-                self._computing.pop(digest, None)
 
     # --- update ------------------------------------------------------------------------------------------------------
 
@@ -355,22 +334,21 @@ class Scheduler:
             if sequence is None:
                 continue
             if sequence.blocks[: len(part.block_table)] == part.block_table:  # it has not been preempted since
-                self._publish(sequence, part)
+                self._prefixes.publish(sequence, part)
                 self._add_scores(sequence, part, output)
                 if len(part.samples) > 1:
-                    self._share_blocks(sequence)
-        for number, token in output.tokens.items():
-            self._append(number, token)
-        if output.tokens:
-            self._observer.on_step(len(output.tokens))
+                    self._share_blocks(sequence, part.end)
+        sampling = [(self._sequences.get(number), token) for number, token in output.tokens.items()]
+        known = [(sequence, token) for sequence, token in sampling if sequence and sequence.num_inflight]
+        for sequence, token in known:
+            self._append(sequence, token)
+        if known:
+            self._observer.on_step(len(known))
 
-    def _append(self, number: int, token: SampledToken) -> None:
-        sequence = self._sequences.get(number)
-        if sequence is None:
-            return
-        is_done = sequence.append(token)
-        sequence.num_inflight = max(0, sequence.num_inflight - 1)
-        if is_done:
+    def _append(self, sequence: Sequence, token: SampledToken) -> None:
+        """Give a sequence the token that was in flight."""
+        sequence.num_inflight -= 1
+        if sequence.append(token):
             self._end(sequence)
             self.slot_limit = min(self.slot_limit + 1, self._max_sequences)
         elif sequence.num_tokens == self._traits.recompute_length:
@@ -385,12 +363,16 @@ class Scheduler:
             if part.end >= len(group.prompt_ids):
                 group.prompt_logprobs = sequence.prompt_scores
 
-    def _share_blocks(self, first: Sequence) -> None:
-        """Let the sequences that waited for a prompt run on its blocks; the last, partial one is copied for each."""
+    def _share_blocks(self, first: Sequence, num_tokens: int) -> None:
+        """Let the sequences that waited for a prompt run on its blocks; the last, partial one is copied for each.
+
+        One without room waits, and samples its first token again.
+        """
         siblings, first.siblings = first.siblings, []
-        num_full, has_part = divmod(first.num_computed, self._memory.block_size)
+        num_full, has_part = divmod(num_tokens, self._memory.block_size)
         for sibling in reversed(siblings):
             if len(self.running) >= max(self.slot_limit, 1) or self._pool.num_free < bool(has_part):
+                sibling.num_inflight = 0
                 self.waiting.appendleft(sibling)
                 continue
             for block in first.blocks[:num_full]:
@@ -399,7 +381,7 @@ class Scheduler:
             if has_part:
                 sibling.blocks.append(self._pool.allocate())
                 self._block_copies.append((first.blocks[num_full], sibling.blocks[num_full]))
-            sibling.num_computed, sibling.digests = first.num_computed, list(first.digests)
+            sibling.num_computed, sibling.digests = num_tokens, list(first.digests)
             self._note_running(sibling)
             if self._traits.has_states:
                 self._slot_copies.append((first.slot, sibling.slot))
@@ -417,9 +399,10 @@ class Scheduler:
         self.running.remove(sequence)
         self._ranges.pop(sequence.id, None)
         self._pool.release(sequence.blocks)
-        for digest in [digest for digest in sequence.digests if self._computing.get(digest) == sequence.id]:
-            del self._computing[digest]
+        self._prefixes.end(sequence)
+        self._block_copies = [pair for pair in self._block_copies if pair[1] not in sequence.blocks]
         if sequence.slot >= 0:
+            self._slot_copies = [pair for pair in self._slot_copies if pair[1] != sequence.slot]
             heapq.heappush(self._free_slots, sequence.slot)
         sequence.blocks, sequence.num_computed, sequence.slot, sequence.prompt_scores = [], 0, -1, []
         self._finished.append(sequence.id)
@@ -456,10 +439,18 @@ class Scheduler:
             else:
                 self.waiting.appendleft(sequence)
 
-    def lose_inflight(self) -> None:
-        """Forget the step in flight: its tokens are sampled again."""
+    def lose_inflight(self, step: Step) -> list[Sequence]:
+        """Forget a failed step and the one in flight before it: their tokens are sampled again.
+
+        Returns:
+            The running sequences that were in them; all, if the step was not scheduled.
+        """
+        numbers = step.sequence_ids
+        lost = [sequence for sequence in self.running if sequence.num_inflight or sequence.id in numbers]
+        self._ranges = {}
         for sequence in self._sequences.values():
             sequence.num_inflight = 0
+        return lost if numbers else list(self.running)
 
     # --- what others ask ---------------------------------------------------------------------------------------------
 
@@ -467,10 +458,6 @@ class Scheduler:
     def is_busy(self) -> bool:
         """Whether there are admitted sequences."""
         return bool(self._sequences or self._starting)
-
-    def running_of(self, numbers: set[int]) -> list[Sequence]:
-        """The running sequences among these ids."""
-        return [sequence for sequence in self.running if sequence.id in numbers]
 
     def unfinished(self) -> list[SequenceGroup]:
         """Admitted groups without an outcome."""
@@ -492,8 +479,3 @@ class Scheduler:
     def reset_limits(self) -> None:
         """Allow as many sequences as at first."""
         self.slot_limit = self._max_sequences
-
-
-def _adapter_key(sequence: Sequence) -> str | None:
-    adapter = sequence.group.adapter
-    return adapter.key if adapter else None

@@ -131,8 +131,6 @@ class SequenceGroup:
     """Of admission; the higher, the younger."""
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
     """Known once the prompt has been prefilled."""
-    num_cached: int | None = field(default=None, init=False)
-    """Tokens of the prompt in the prefix cache when the scheduler looked it up; None: not yet."""
     no_room_since_s: float | None = field(default=None, init=False)
     """Since when it has waited for memory while nothing else runs; None: it does not."""
     is_finished: bool = field(default=False, init=False)
@@ -251,6 +249,11 @@ class Sequence:
         return self.finish_reason is not None or self.group.is_finished
 
     @property
+    def adapter_key(self) -> str | None:
+        """The key of its LoRA adapter."""
+        return self.group.adapter.key if self.group.adapter else None
+
+    @property
     def age(self) -> tuple[int, int]:
         """The higher, the younger."""
         return self.group.arrival_number, self.index
@@ -292,11 +295,6 @@ class Sequence:
     def num_left(self) -> int:
         """The most tokens that it may yet generate."""
         return self.group.params.max_new_tokens - len(self.token_ids)
-
-    def begins_with(self, head: list[int]) -> bool:
-        """Whether the context begins with these tokens."""
-        prompt = self.group.prompt_ids[: len(head)]
-        return prompt + self.token_ids[: len(head) - len(prompt)] == head
 
     def append(self, token: SampledToken) -> bool:
         """Append the next token; whether the sequence is done with it. The group finishes with its last sequence."""

@@ -1,71 +1,160 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheduler on a memory without tensors, whose steps give every sequence the same token. No model, no torch."""
+"""A scheduler on a device without tensors, which checks every token that a step reads. No model, and no torch."""
 
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from hf_triton.engine.plan import PrefillBatch, PrefillRequest, StepOutput
-
+from hf_triton.engine.block_memory import BlockMemory
 from hf_triton.engine.config import EngineConfig, ModelTraits
-from hf_triton.engine.scheduler import Scheduler
+from hf_triton.engine.recovery import Recovery
+from hf_triton.engine.scheduler import Scheduler, StepOutput
 from hf_triton.engine.sequence import Outcome, Sequence, SequenceGroup
 from hf_triton.engine.types import Observer
 from hf_triton.engine.waiting_queue import WaitingQueue
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.device import ChunkSizes
+from hf_triton.runner.step import Step, TokenRange
 from hf_triton.sampling.params import SamplingParams
+from hf_triton.sampling.sampler import SampledToken
 
 CHUNK_SIZES = ChunkSizes(16, 8, per_weights=4)
+VOCABULARY = 5
 
 
-class FakeMemory:
-    """A KV cache of so many tokens: the `Memory` of the scheduler."""
+def next_token(context: list[int], index: int) -> int:
+    """What follows a context in a group's sequence of this index."""
+    return zlib.crc32(array("q", [*context, index]).tobytes()) % VOCABULARY
 
-    is_corrupt = False
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.num_cached = 0
-        """Tokens of every prompt that the prefix cache has."""
-        self.running: list[Sequence] = []
-        self.prefills: list[PrefillBatch] = []
+class FakeBudget:
+    """So many tokens: the `TokenBudget` of a memory."""
 
-    def all_or_nothing(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def __init__(self, allowed: int) -> None:
+        self.allowed = self.most = allowed
 
-    def reserve(self, contexts: list[list[Sequence]]) -> bool:
-        sequences = itertools.chain(self.running, *(batch.sequences for batch in self.prefills), *contexts)
-        return sum(sequence.num_tokens + 1 for sequence in sequences) <= self.max_tokens
+    def tokens(self, held: int) -> int:
+        return self.allowed
 
-    def insert(self, sequence: Sequence, batch: PrefillBatch, at: int) -> None:
-        self.running.append(sequence)
-
-    def free(self, slot: int) -> None:
-        del self.running[slot]
-
-    def reset(self) -> None:
-        self.running = []
-
-    def prefill_request(self, sequences: list[Sequence]) -> PrefillRequest:
-        return PrefillRequest(sequences, sequences[0].context(), self.num_cached)
-
-    def store_prompt(self, batch: PrefillBatch, at: int, num_tokens: int) -> None: ...
-
-    def no_memory_error(self, num_tokens: int) -> HfTritonError:
-        return HfTritonError("out_of_memory", f"{num_tokens} tokens do not fit")
+    def words(self, tokens: int) -> str:
+        return f"{tokens} tokens"
 
 
 class FakeSampler:
-    needs_host = is_complete = False
+    is_complete = False
+
+    def __init__(self, *, needs_host: bool) -> None:
+        self.needs_host = needs_host
 
     def accept(self, token_id: int) -> None: ...
 
 
-class FakeToken:
-    token_id, logprobs = 7, None
+class FakeDevice:
+    """Runs steps: remembers which token was written to each place, and checks what every token attends to.
+
+    The next token is a function of the whole context. Beside the token, a place has the adapter and the rotary
+    frequencies that its keys were computed with.
+
+    Args:
+        block_size: Tokens of a block.
+        recompute_length: See `ModelTraits`.
+    """
+
+    def __init__(self, block_size: int, recompute_length: float) -> None:
+        self.fails: Callable[[Step], bool] = lambda _: False
+        """Whether a step fails after it has written its tokens."""
+        self.sequences: dict[int, Sequence] = {}
+        self.num_computed = Counter[SequenceGroup]()
+        """Tokens computed of each group, in the order of their first steps."""
+        self._block_size = block_size
+        self._recompute_length = recompute_length
+        self._contents: dict[int, dict[int, Any]] = {}  # by block and place
+        self._states: dict[int, list[int]] = {}  # by slot: the tokens that it has seen
+        self._generated: dict[int, list[int]] = {}  # by sequence, those in flight included
+        self._adapters: dict[int, str | None] = {}
+        self._inflight: StepOutput | None = None
+
+    def add(self, sequence: Sequence) -> None:
+        self.sequences[sequence.id], self._generated[sequence.id] = sequence, []
+
+    def give_back(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._contents.pop(block, None)
+
+    def run(self, step: Step) -> Iterator[StepOutput]:
+        """As the executor does."""
+        pending, self._inflight = self._inflight, None
+        launched = self._launch(step, pending) if step.ranges else None
+        if step.stays_inflight:
+            self._inflight = launched
+        if pending:
+            yield pending
+        if launched and not step.stays_inflight:
+            yield launched
+
+    def lose_inflight(self) -> None:
+        self._inflight = None
+
+    def _launch(self, step: Step, pending: StepOutput | None) -> StepOutput:
+        for number in step.finished:
+            self._adapters.pop(number, None)
+        self._adapters.update((new.sequence_id, new.adapter) for new in step.admitted)
+        read = [dict(self._contents[source]) for source, _ in step.block_copies]
+        targets = [target for _, target in step.block_copies]
+        assert len(set(targets)) == len(targets)
+        self._contents.update(zip(targets, read, strict=True))
+        for source, target in step.slot_copies:
+            self._states[target] = list(self._states[source])
+        for part in step.ranges:
+            self._write(part, pending)
+        if self.fails(step):
+            raise RuntimeError("boom")
+        tokens: dict[int, SampledToken] = {}
+        for part in step.ranges:
+            self._check(part)
+            for number in part.samples:
+                tokens[number] = self._sample(number, part.end)
+        scores: Any = {part.sequence_id: list(range(part.start, part.start + part.num_scored)) for part in step.ranges}
+        return StepOutput(step, tokens, scores)
+
+    def _context(self, number: int) -> list[int]:
+        return self.sequences[number].group.prompt_ids + self._generated[number]
+
+    def _kind(self, part: TokenRange) -> tuple[str | None, bool]:
+        return self._adapters[part.sequence_id], part.context_length >= self._recompute_length
+
+    def _write(self, part: TokenRange, pending: StepOutput | None) -> None:
+        assert len(part.block_table) == -(-part.end // self._block_size)
+        token_ids, kind = part.token_ids, self._kind(part)
+        if not token_ids:
+            assert pending is not None
+            token_ids = [pending.tokens[part.sequence_id].token_id]
+        assert len(token_ids) == part.num_tokens > 0
+        for position, token in enumerate(token_ids, part.start):
+            block, place = divmod(position, self._block_size)
+            self._contents.setdefault(part.block_table[block], {})[place] = token, kind
+        if part.slot >= 0:
+            before = self._states[part.slot] if part.start else []
+            self._states[part.slot] = before + token_ids
+        self.num_computed[self.sequences[part.sequence_id].group] += part.num_tokens
+
+    def _check(self, part: TokenRange) -> None:
+        """The whole sequence is in the blocks of its table, as this sequence would compute it."""
+        read = [self._contents[block].get(place) for block in part.block_table for place in range(self._block_size)]
+        expected = self._context(part.sequence_id)[: part.end]
+        assert read[: part.end] == [(token, self._kind(part)) for token in expected]
+        assert part.slot < 0 or self._states[part.slot] == expected
+
+    def _sample(self, number: int, end: int) -> SampledToken:
+        """A token that is sampled again after a failure is the same."""
+        sequence, context = self.sequences[number], self._context(number)[:end]
+        token = next_token(context, sequence.index)
+        self._generated[number][end - len(sequence.group.prompt_ids) :] = [token]
+        return SampledToken(token)
 
 
 class PreemptObserver(Observer):
@@ -79,13 +168,18 @@ class PreemptObserver(Observer):
 
 
 class Simulation:
-    """Requests, a scheduler, and steps that check that what is scheduled fits the memory.
+    """Requests, a scheduler, and steps after which every block is where it should be.
 
     Args:
         max_tokens: Of the memory.
-        max_sequences: Slots.
+        max_sequences: That run at a time.
+        block_size: Tokens of a block.
+        max_kept: Blocks, see `BlockPool`.
+        slot_tokens: See `BlockMemory`.
         refuses: Whether the engine refuses a group when it is admitted.
+        needs_host: Whether a group's tokens must be read before its next step.
         max_memory_wait_s: See `EngineConfig`.
+        eos_ids: The end-of-sequence tokens.
         traits: See `ModelTraits`.
     """
 
@@ -94,77 +188,124 @@ class Simulation:
         max_tokens: int = 1000,
         max_sequences: int = 4,
         *,
+        block_size: int = 1,
+        max_kept: int = 1000,
+        slot_tokens: int = 0,
         refuses: Callable[[SequenceGroup], bool] = lambda _: False,
+        needs_host: Callable[[SequenceGroup], bool] = lambda _: False,
         max_memory_wait_s: float = 0.0,
+        eos_ids: frozenset[int] = frozenset(),
         **traits: Any,
     ) -> None:
-        self.memory, self.queue, self.observer = FakeMemory(max_tokens), WaitingQueue(0.0), PreemptObserver()
+        self.budget, self.queue, self.observer = FakeBudget(max_tokens), WaitingQueue(0.0), PreemptObserver()
+        model = ModelTraits(traits.pop("chunk_sizes", CHUNK_SIZES), **traits)
+        self.device = FakeDevice(block_size, model.recompute_length)
+        budget: Any = self.budget
+        self.memory = BlockMemory(
+            budget,
+            max_tokens // block_size,
+            block_size,
+            max_kept=max_kept,
+            slot_tokens=slot_tokens,
+            give_back=self.device.give_back,
+        )
         self.outcomes: dict[SequenceGroup, Outcome] = {}
-        self.prefilled: list[list[SequenceGroup]] = []
-        """The groups of each prefill batch, in the order of their first chunks."""
         self.scheduler = Scheduler(
             self.memory,
             self.queue,
-            ModelTraits(CHUNK_SIZES, **traits),
+            model,
             max_sequences=max_sequences,
             start=self._start,
             observer=self.observer,
-            config=EngineConfig(max_memory_wait_s=max_memory_wait_s, max_arrival_delay_s=0.0),
+            config=EngineConfig(max_memory_wait_s=max_memory_wait_s),
         )
-        self._refuses = refuses
+        self.recovery = Recovery(self.scheduler, self.memory)
+        self.last = Step()
+        """The step before."""
+        self._max_sequences = max_sequences
+        self._refuses, self._needs_host, self._eos_ids = refuses, needs_host, eos_ids
         self._arrival_numbers = itertools.count(1)
 
     def _start(self, group: SequenceGroup) -> None:
         if self._refuses(group):
             group.finish(HfTritonError("invalid_parameter", "refused"))
             return
-        sampler: Any = FakeSampler()
-        group.start(lambda _: sampler, frozenset(), self.observer.on_admit(group), next(self._arrival_numbers))
+        sampler: Any = FakeSampler(needs_host=self._needs_host(group))
+        group.start(lambda _: sampler, self._eos_ids, self.observer.on_admit(group), next(self._arrival_numbers))
+        for sequence in group.sequences:
+            self.device.add(sequence)
 
-    def submit(self, *lengths: int, max_new_tokens: int = 20, priority: int = 0, **params: Any) -> list[SequenceGroup]:
-        """Queue one request with prompts of these lengths."""
+    def submit(
+        self,
+        *prompts: int | list[int],
+        max_new_tokens: int = 20,
+        priority: int = 0,
+        adapter: Any = None,
+        **params: Any,
+    ) -> list[SequenceGroup]:
+        """Queue one request with these prompts; a number stands for a prompt of that length, unlike any other."""
         sampling = SamplingParams(max_new_tokens, **params)
-        groups = [SequenceGroup([3] * length, sampling, lambda _: None, priority=priority) for length in lengths]
-        for group in groups:
-            group.on_finish = partial(self.outcomes.__setitem__, group)
+        groups = []
+        for prompt in prompts:
+            token_ids = [next(UNLIKE), *[3] * (prompt - 1)] if isinstance(prompt, int) else prompt
+            groups.append(SequenceGroup(token_ids, sampling, lambda _: None, priority=priority, adapter=adapter))
+            groups[-1].on_finish = partial(self.outcomes.__setitem__, groups[-1])
         self.queue.add(groups)
         return groups
 
-    def step(self) -> str:
-        """`prefill N` with the computed tokens of a context, or `decode N` with the number of sequences."""
-        step = self.scheduler.schedule()
-        assert self.memory.reserve([])
-        token: Any = FakeToken()
-        if step.prefill is None:
-            self.scheduler.update(StepOutput(dict.fromkeys(step.decode, token)))
-            return f"decode {len(step.decode)}"
-        batch = step.prefill
-        if batch.state is None:
-            batch.state = "begun"
-            self.prefilled.append([request.sequences[0].group for request in batch.requests])
-        start, batch.num_computed = batch.num_computed, step.chunk_end
-        tokens = dict.fromkeys(batch.sequences, token) if batch.is_complete else {}
-        self.scheduler.update(StepOutput(tokens, prefill=batch))
-        return f"prefill {step.chunk_end - start}"
+    def step(self) -> list[int]:
+        """The tokens of each range that a step computes; of decoding sequences first."""
+        self.last = self.scheduler.schedule()
+        try:
+            for output in self.device.run(self.last):
+                self.scheduler.update(output)
+        except RuntimeError as error:
+            self.device.lose_inflight()
+            self.recovery.recover(self.last, error)
+        self.check()
+        return [part.num_tokens for part in self.last.ranges]
 
-    def steps(self, count: int) -> list[str]:
+    def steps(self, count: int) -> list[list[int]]:
         return [self.step() for _ in range(count)]
 
-    def finish(self, max_steps: int = 2000) -> list[str]:
-        """Step until every group has its outcome."""
-        steps: list[str] = []
-        while len(self.queue) or self.scheduler.stages.is_busy:
+    def finish(self, max_steps: int = 2000) -> list[list[int]]:
+        """Step until every group has its outcome; no block is held then."""
+        steps: list[list[int]] = []
+        while len(self.queue) or self.scheduler.is_busy:
             steps.append(self.step())
             assert len(steps) <= max_steps, "groups without an outcome"
+        assert self.memory.pool.num_held == 0
         return steps
+
+    def check(self) -> None:
+        """A sequence holds the blocks of its tokens and no more; each block knows its holders."""
+        pool, scheduler = self.memory.pool, self.scheduler
+        assert pool._references == Counter(block for sequence in scheduler.running for block in sequence.blocks)
+        for sequence in scheduler.running:
+            assert len(sequence.blocks) == self.memory.num_blocks(sequence.num_computed)
+        assert not any(sequence.blocks for sequence in scheduler.waiting)
+        assert pool.num_touched == pool.num_held + pool.num_kept + len(pool._empty) <= pool.num_blocks
+        assert len(scheduler.running) <= self._max_sequences
+
+    @property
+    def computed(self) -> list[SequenceGroup]:
+        """Groups in the order of their first steps."""
+        return list(self.device.num_computed)
+
+    def token_ids(self, group: SequenceGroup) -> list[list[int]]:
+        """Of each completion."""
+        outcome = self.outcomes[group]
+        assert isinstance(outcome, list), outcome
+        return [completion.token_ids for completion in outcome]
 
     def lengths(self, group: SequenceGroup) -> list[int]:
         """Tokens of each completion."""
-        outcome = self.outcomes[group]
-        assert isinstance(outcome, list), outcome
-        return [len(completion.token_ids) for completion in outcome]
+        return [len(token_ids) for token_ids in self.token_ids(group)]
 
     def error_code(self, group: SequenceGroup) -> str:
         outcome = self.outcomes[group]
         assert isinstance(outcome, HfTritonError), outcome
         return outcome.code
+
+
+UNLIKE = itertools.count(VOCABULARY)

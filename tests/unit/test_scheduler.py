@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler without a model: what it admits, prefills, preempts and drops."""
+"""The scheduler without a model: what it admits, computes, preempts and drops. A block has one token here."""
 
-import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from hf_triton.engine.sequence import SequenceGroup
+from hf_triton.runner.device import ChunkSizes
 from tests.support.scheduling import Simulation
 
 # --- admission -------------------------------------------------------------------------------------------------------
@@ -15,33 +16,41 @@ from tests.support.scheduling import Simulation
 def test_admission_is_bounded_by_slots() -> None:
     simulation = Simulation(max_sequences=2)
     simulation.submit(3, 3, 3)
-    simulation.step()
-    assert len(simulation.memory.running) == 2
-    assert simulation.scheduler.load(0, 0).num_waiting == 1
+    assert simulation.step() == [3, 3]
+    assert simulation.scheduler.load().num_waiting == 1
 
 
 def test_a_prompt_that_does_not_fit_waits_until_another_finishes() -> None:
     simulation = Simulation(max_tokens=24)
     simulation.submit(12, 12, max_new_tokens=3)
-    assert simulation.finish() == ["prefill 12", "decode 1", "decode 1"] * 2
+    assert simulation.finish() == [[12], [1], [1]] * 2
+
+
+def test_a_prompt_waits_for_what_others_have_yet_to_compute() -> None:
+    simulation = Simulation(max_tokens=60)
+    long, other = simulation.submit(40, 30, max_new_tokens=3)
+    simulation.finish()
+    assert simulation.computed == [long, other]
+    assert simulation.observer.preempted == []
 
 
 def test_short_prompts_do_not_overtake_one_that_waits_for_memory() -> None:
     simulation = Simulation(max_tokens=40)
-    groups = simulation.submit(12, 12, 2, max_new_tokens=14)
+    groups = simulation.submit(12, 24, 2, max_new_tokens=14)
     simulation.finish()
-    large, small = (simulation.prefilled.index([group]) for group in groups[1:])
-    assert large < small
+    assert simulation.computed == groups
 
 
 def test_a_prompt_waits_for_memory_that_others_on_the_device_free() -> None:
-    simulation = Simulation(max_tokens=10, max_memory_wait_s=3600)
+    simulation = Simulation(max_tokens=20, max_memory_wait_s=3600)
+    simulation.budget.allowed = 10
     (group,) = simulation.submit(12, max_new_tokens=3)
-    steps = [simulation.scheduler.schedule() for _ in range(3)]
-    assert all(step.wait_s > 0 and step.prefill is None for step in steps)
+    for _ in range(3):
+        assert simulation.step() == []
+        assert simulation.last.wait_s > 0
     assert not simulation.outcomes
-    simulation.memory.max_tokens = 20
-    assert simulation.step() == "prefill 12"
+    simulation.budget.allowed = 20
+    assert simulation.step() == [12]
     simulation.finish()
     assert simulation.lengths(group) == [3]
 
@@ -50,8 +59,7 @@ def test_a_lowered_slot_limit_rises_with_every_finished_sequence() -> None:
     simulation = Simulation()
     simulation.submit(3, 3, 3, 3, 3, 3, max_new_tokens=2)
     simulation.scheduler.slot_limit = 1
-    decodes = [step for step in simulation.finish() if step.startswith("decode")]
-    assert decodes == ["decode 1", "decode 2", "decode 3"]
+    assert simulation.finish() == [[3], [1], [3, 3], [1, 1], [3, 3, 3], [1, 1, 1]]
 
 
 def test_reset_limits_allows_all_slots_again() -> None:
@@ -59,7 +67,7 @@ def test_reset_limits_allows_all_slots_again() -> None:
     simulation.submit(3, 3, 3, 3)
     simulation.scheduler.slot_limit = 1
     simulation.scheduler.reset_limits()
-    assert simulation.steps(2) == ["prefill 3", "decode 4"]
+    assert simulation.step() == [3, 3, 3, 3]
 
 
 def test_group_that_the_engine_refuses_takes_no_slot() -> None:
@@ -68,95 +76,110 @@ def test_group_that_the_engine_refuses_takes_no_slot() -> None:
     simulation.finish()
     assert simulation.error_code(refused) == "invalid_parameter"
     assert simulation.lengths(admitted) == [20]
-    assert simulation.prefilled == [[admitted]]
+    assert simulation.computed == [admitted]
 
 
 # --- sequence groups -------------------------------------------------------------------------------------------------
 
 
-def test_sequences_of_a_group_share_its_prefill() -> None:
-    simulation = Simulation()
-    (group,) = simulation.submit(5, num_return_sequences=3, max_new_tokens=2)
-    assert simulation.finish() == ["prefill 5", "decode 3"]
+def test_sequences_of_a_group_share_the_blocks_of_its_prompt() -> None:
+    simulation = Simulation(block_size=4)
+    (group,) = simulation.submit(10, num_return_sequences=3, max_new_tokens=2)
+    assert simulation.step() == [10]
+    assert simulation.memory.pool.num_held == 2 + 3  # the last block, with two tokens, is copied for each
+    assert simulation.finish() == [[1, 1, 1]]
+    assert len(simulation.last.block_copies) == 2
     assert simulation.lengths(group) == [2, 2, 2]
 
 
 @pytest.mark.parametrize("params", [{"num_return_sequences": 6}, {"num_return_sequences": 1, "best_of": 6}], ids=str)
-def test_a_group_with_more_sequences_than_slots_runs_alone(params: dict[str, int]) -> None:
+def test_a_group_with_more_sequences_than_slots_runs_in_parts(params: dict[str, int]) -> None:
     simulation = Simulation(max_sequences=4)
     (before,) = simulation.submit(3, max_new_tokens=2)
     (large,) = simulation.submit(3, max_new_tokens=2, **params)
     (after,) = simulation.submit(3, max_new_tokens=2)
-    steps = simulation.finish()
-    assert simulation.prefilled == [[before], [large], [after]]
-    assert steps == ["prefill 3", "decode 1", "prefill 3", "decode 6", "prefill 3", "decode 1"]
+    assert simulation.steps(4) == [[3], [1], [3], [1, 1, 1, 1]]
+    assert simulation.computed == [before, large]
+    assert simulation.finish() == [[3, 3, 3], [1, 1, 1]]
+    assert len(simulation.lengths(large)) == params["num_return_sequences"]
+    assert simulation.lengths(after) == [2]
 
 
-def test_a_group_that_does_not_fit_at_once_is_split() -> None:
-    simulation = Simulation(max_tokens=14)
-    (group,) = simulation.submit(5, num_return_sequences=4, max_new_tokens=2)
-    assert simulation.finish() == ["prefill 5", "decode 2"] * 2
+def test_sequences_of_a_group_for_which_no_block_is_left_start_later() -> None:
+    simulation = Simulation(max_tokens=16, block_size=4)
+    (group,) = simulation.submit(6, num_return_sequences=4, max_new_tokens=2)
+    assert simulation.finish() == [[6], [1, 1, 1], [6], [1]]
     assert simulation.lengths(group) == [2] * 4
 
 
-# --- prefill ---------------------------------------------------------------------------------------------------------
+def test_a_group_that_cannot_be_recomputed_is_split_to_fit_to_its_end() -> None:
+    simulation = Simulation(max_tokens=16, recomputes=False)
+    (group,) = simulation.submit(5, num_return_sequences=4, max_new_tokens=2)
+    assert simulation.finish() == [[], [5, 5], [1, 1], [5, 5], [1, 1]]
+    assert simulation.lengths(group) == [2] * 4
+    assert simulation.observer.preempted == []
 
 
-def test_similar_prompts_share_a_prefill_batch() -> None:
+# --- chunks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_computes_many_prompts_beside_every_decoding_sequence() -> None:
     simulation = Simulation()
     simulation.submit(5, 4)
-    assert simulation.steps(2) == ["prefill 5", "decode 2"]
+    assert simulation.step() == [5, 4]
+    simulation.submit(3, 20)
+    assert simulation.steps(3) == [[1, 1, 3, 5], [1, 1, 1, 8], [1, 1, 1, 7]]
 
 
-def test_short_prompts_overtake_a_long_one_after_each_chunk() -> None:
+def test_short_prompts_pass_between_the_chunks_of_a_long_one() -> None:
     simulation = Simulation()
-    simulation.submit(40, 5)
-    assert simulation.steps(4) == ["prefill 16", "decode 0", "prefill 5", "decode 1"]
-    assert simulation.steps(4) == ["prefill 8", "decode 1", "prefill 8", "decode 1"]
-
-
-def test_short_prompts_overtake_long_ones_that_wait() -> None:
-    simulation = Simulation()
-    simulation.submit(3)
-    simulation.step()
-    simulation.submit(32)
-    simulation.steps(2)
-    simulation.submit(20, 2)
+    long, short = simulation.submit(60, 5)
+    assert simulation.steps(4) == [[16], [5, 11], [1, 8], [1, 8]]
+    (later,) = simulation.submit(6)
+    assert simulation.steps(3) == [[1, 8], [1, 6, 2], [1, 1, 7]]
     simulation.finish()
-    assert [[len(group.prompt_ids) for group in batch] for batch in simulation.prefilled] == [[3], [32], [2], [20]]
+    assert simulation.computed == [long, short, later]
 
 
-def test_short_prompts_beside_running_sequences_take_turns_of_one_chunk() -> None:
-    simulation = Simulation()
+def test_a_stream_of_short_prompts_does_not_stop_a_long_one() -> None:
+    simulation = Simulation(max_sequences=3)
+    (long,) = simulation.submit(100, max_new_tokens=1)
+    for _ in range(40):
+        simulation.submit(15, max_new_tokens=1)
+        simulation.step()
+    assert long in simulation.outcomes
+
+
+def test_chunks_beside_decoding_sequences_shrink_with_the_context() -> None:
+    simulation = Simulation(chunk_sizes=ChunkSizes(16, 8, per_weights=4, long_context=16))
     simulation.submit(3)
     simulation.step()
-    simulation.submit(1, 7, 1)
-    assert simulation.steps(6) == ["decode 1", "prefill 1", "prefill 7", "decode 3", "prefill 1", "decode 4"]
+    simulation.submit(40)
+    assert simulation.steps(6) == [[1, 8], [1, 8], [1, 4], [1, 4], [1, 4], [1, 4]]
 
 
 def test_a_model_without_chunked_prefill_gets_whole_prompts() -> None:
     simulation = Simulation(prefills_whole=True)
     simulation.submit(3)
     simulation.step()
-    simulation.submit(40)
-    assert simulation.steps(3) == ["decode 1", "prefill 40", "decode 2"]
+    simulation.submit(40, 30, 4)
+    assert simulation.steps(4) == [[1, 40], [1, 1, 30], [1, 1, 1, 4], [1, 1, 1, 1]]
 
 
-def test_cached_tokens_are_not_prefilled() -> None:
-    simulation = Simulation()
-    simulation.submit(40)
-    simulation.memory.num_cached = 30
-    assert simulation.steps(2) == ["prefill 10", "decode 1"]
+def test_states_take_a_slot_each_and_no_chunk_of_one_token_behind_others() -> None:
+    simulation = Simulation(has_states=True)
+    groups = simulation.submit(17, 3, max_new_tokens=4)
+    assert simulation.steps(3) == [[15], [2, 3], [1, 1]]
+    (third,) = simulation.submit(9, num_return_sequences=2, max_new_tokens=4)
+    assert simulation.steps(2) == [[1, 1, 7], [1, 1, 2]]
+    simulation.finish()
+    assert [simulation.lengths(group) for group in (*groups, third)] == [[4], [4], [4, 4]]
 
 
-def test_a_long_prompt_with_a_cached_prefix_counts_as_short() -> None:
-    simulation = Simulation()
-    (long,) = simulation.submit(100)
-    simulation.steps(2)
-    simulation.memory.num_cached = 30
-    (cached,) = simulation.submit(40)
-    assert simulation.steps(2) == ["prefill 10", "decode 1"]
-    assert simulation.prefilled == [[long], [cached]]
+def test_states_count_as_memory() -> None:
+    simulation = Simulation(max_tokens=40, has_states=True, slot_tokens=15)
+    simulation.submit(3, 3, 3, max_new_tokens=2)
+    assert simulation.finish() == [[3, 3], [1, 1], [3], [1]]
 
 
 def test_a_suspect_sequence_runs_alone() -> None:
@@ -165,9 +188,70 @@ def test_a_suspect_sequence_runs_alone() -> None:
     simulation.steps(2)
     simulation.scheduler.preempt([suspect := groups[0].sequences[0], groups[1].sequences[0]])
     suspect.is_suspect = True
-    (later,) = simulation.submit(5, max_new_tokens=4)
-    assert simulation.finish() == ["prefill 5", "decode 1", "prefill 5", "decode 2", "decode 1", "decode 1"]
-    assert simulation.prefilled == [groups, groups[:1], [groups[1], later]]
+    simulation.submit(6, max_new_tokens=4)
+    assert simulation.finish() == [[5], [1], [5, 6], [1, 1], [1], [1]]
+
+
+# --- the prefix cache ------------------------------------------------------------------------------------------------
+
+PROMPT = [number % 5 for number in range(40)]
+
+
+def test_cached_tokens_are_not_computed() -> None:
+    simulation = Simulation(block_size=4, caches_prefixes=True)
+    simulation.submit(PROMPT, max_new_tokens=1)
+    simulation.finish()
+    simulation.submit([*PROMPT[:30], 9, 9], max_new_tokens=1)
+    assert simulation.finish() == [[4]]  # 28 tokens are full blocks
+    simulation.submit(PROMPT, max_new_tokens=1)
+    assert simulation.finish() == [[4]]  # one token at least is computed, and so its block
+
+
+def test_a_long_prompt_with_a_cached_prefix_counts_as_short() -> None:
+    simulation = Simulation(block_size=4, caches_prefixes=True)
+    simulation.submit(PROMPT, max_new_tokens=1)
+    simulation.finish()
+    simulation.submit(100)
+    simulation.step()
+    (cached,) = simulation.submit([*PROMPT, 9, 9])
+    assert simulation.step() == [2, 14]
+    assert simulation.computed[-1] is cached
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    simulation = Simulation(block_size=4, caches_prefixes=True)
+    simulation.submit(PROMPT, PROMPT, [*PROMPT[:20], 9], max_new_tokens=1)
+    simulation.finish()
+    assert sum(simulation.device.num_computed.values()) == 40 + 4 + 1
+
+
+def test_another_takes_over_the_prefix_of_a_cancelled_prompt() -> None:
+    simulation = Simulation(block_size=4, caches_prefixes=True)
+    first, second = simulation.submit(PROMPT, PROMPT, max_new_tokens=1)
+    simulation.step()
+    cancel(first)
+    assert simulation.step() == [16]
+    simulation.finish()
+    assert simulation.lengths(second) == [1]
+
+
+def test_prompts_with_logprobs_fill_the_prefix_cache_and_do_not_read_it() -> None:
+    simulation = Simulation(block_size=4, caches_prefixes=True)
+    for _ in range(2):
+        (scored,) = simulation.submit(PROMPT, max_new_tokens=1, prompt_logprobs=0)
+        assert simulation.finish() == [[16], [16], [8]]
+        outcome = simulation.outcomes[scored]
+        assert isinstance(outcome, list)
+        assert outcome[0].prompt_logprobs == list(range(39))
+    simulation.submit(PROMPT, max_new_tokens=1)
+    assert simulation.finish() == [[4]]
+
+
+def test_adapters_share_no_prefix() -> None:
+    simulation = Simulation(block_size=4, caches_prefixes=True)
+    for key in ("a", None, "b"):
+        simulation.submit(PROMPT, max_new_tokens=1, adapter=key and SimpleNamespace(key=key))
+        assert simulation.finish() == [[16], [16], [8]]
 
 
 # --- preemption ------------------------------------------------------------------------------------------------------
@@ -176,8 +260,8 @@ def test_a_suspect_sequence_runs_alone() -> None:
 def test_the_youngest_is_preempted_and_finishes_later() -> None:
     simulation = Simulation(max_tokens=30)
     old, young = simulation.submit(4, 4)
-    simulation.steps(12)
-    assert [sequence.group for sequence in simulation.memory.running] == [old]
+    simulation.steps(13)
+    assert [sequence.group for sequence in simulation.scheduler.running] == [old]
     simulation.finish()
     assert simulation.lengths(old) == simulation.lengths(young) == [20]
     assert list(simulation.outcomes) == [old, young]
@@ -190,9 +274,8 @@ def test_a_preempted_sequence_is_recomputed_with_its_tokens() -> None:
     while not simulation.observer.preempted:
         simulation.step()
     num_tokens = young.sequences[0].num_tokens
-    assert num_tokens == 4 + 11  # two of 15 tokens have no room for another one each
-    prefills = [step for step in simulation.finish() if step.startswith("prefill")]
-    assert prefills == [f"prefill {num_tokens}"]
+    assert num_tokens == 4 + 12  # two have 15 tokens in blocks, and no block is left
+    assert [num_tokens] in simulation.finish()
 
 
 def test_the_youngest_sequence_of_a_group_is_preempted_first() -> None:
@@ -200,7 +283,7 @@ def test_the_youngest_sequence_of_a_group_is_preempted_first() -> None:
     (group,) = simulation.submit(4, num_return_sequences=3, max_new_tokens=12)
     while not simulation.observer.preempted:
         simulation.step()
-    assert [sequence.index for sequence in simulation.memory.running] == [0, 1]
+    assert [sequence.index for sequence in simulation.scheduler.running] == [0, 1]
     simulation.finish()
     assert simulation.lengths(group) == [12] * 3
 
@@ -214,51 +297,107 @@ def test_a_sequence_that_outgrows_the_whole_memory_is_refused() -> None:
     assert simulation.lengths(other) == [3]
 
 
-def test_unrecomputable_sequences_with_tokens_are_refused_not_preempted() -> None:
-    simulation = Simulation(max_tokens=30, recomputes=False)
+def test_sequences_that_cannot_be_recomputed_are_admitted_only_if_they_fit_to_their_end() -> None:
+    simulation = Simulation(max_tokens=40, recomputes=False)
     old, young = simulation.submit(4, 4)
     simulation.finish()
-    assert simulation.lengths(old) == [20]
-    assert simulation.error_code(young) == "out_of_memory"
+    assert [simulation.lengths(group) for group in (old, young)] == [[20]] * 2
+    assert simulation.observer.preempted == []
 
 
-def test_unrecomputable_sequences_without_tokens_are_prefilled_again() -> None:
+def test_unrecomputable_sequences_with_tokens_are_refused_not_preempted() -> None:
     simulation = Simulation(recomputes=False)
     (started,) = simulation.submit(3)
     simulation.steps(2)
-    (prefilling,) = simulation.submit(40)
+    (computing,) = simulation.submit(40)
     simulation.step()
-    simulation.scheduler.preempt([started.sequences[0], prefilling.sequences[0]])
+    simulation.scheduler.preempt([started.sequences[0], computing.sequences[0]])
     simulation.finish()
     assert simulation.error_code(started) == "generation_failed"
-    assert simulation.lengths(prefilling) == [20]
+    assert simulation.lengths(computing) == [20]
 
 
 def test_a_sequence_is_recomputed_once_at_the_recompute_length() -> None:
-    simulation = Simulation(recompute_length=8)
+    simulation = Simulation(recompute_length=8, caches_prefixes=True)
     (group,) = simulation.submit(5, max_new_tokens=6)
-    assert simulation.finish() == ["prefill 5", "decode 1", "decode 1", "prefill 8", "decode 1", "decode 1"]
+    assert simulation.finish() == [[5], [1], [1], [8], [1], [1]]
     assert simulation.lengths(group) == [6]
 
 
-def test_corrupt_memory_is_reset_and_its_sequences_recomputed() -> None:
-    simulation = Simulation()
+def test_sequences_of_a_failed_step_are_recomputed() -> None:
+    simulation = Simulation(caches_prefixes=True)
     groups = simulation.submit(3, 3, max_new_tokens=4)
     simulation.steps(2)
-    simulation.memory.is_corrupt = True
-    simulation.scheduler.preempt(simulation.memory.running)
-    assert simulation.memory.running == []
-    simulation.memory.is_corrupt = False
-    assert simulation.finish() == ["prefill 5", "decode 2"]
+    simulation.device.fails = lambda _: True
+    simulation.step()
+    simulation.device.fails = lambda _: False
+    assert simulation.scheduler.running == []
+    assert simulation.finish() == [[5], [1], [5], [1]]  # both are suspects
     assert [simulation.lengths(group) for group in groups] == [[4], [4]]
+
+
+# --- one step ahead --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_scheduled_before_the_tokens_of_the_last_one_are_known() -> None:
+    simulation = Simulation(can_run_ahead=lambda: True)
+    (group,) = simulation.submit(3, max_new_tokens=4)
+    num_known = []
+    for _ in range(4):
+        simulation.step()
+        num_known.append(0 if group.is_finished else group.sequences[0].num_tokens - 3)
+    assert num_known == [0, 1, 2, 0]
+    assert simulation.lengths(group) == [4]
+
+
+def test_tokens_that_the_host_must_see_are_read_at_once() -> None:
+    simulation = Simulation(can_run_ahead=lambda: True, needs_host=lambda group: len(group.prompt_ids) == 4)
+    (ahead,) = simulation.submit(3, max_new_tokens=9)
+    simulation.steps(2)
+    assert simulation.last.stays_inflight
+    (behind,) = simulation.submit(4, max_new_tokens=3)
+    assert simulation.step() == [1, 4]
+    assert not simulation.last.stays_inflight
+    assert [group.sequences[0].num_tokens for group in (ahead, behind)] == [3 + 3, 4 + 1]
+    simulation.finish()
+    assert [simulation.lengths(group) for group in (ahead, behind)] == [[9], [3]]
+
+
+def test_a_group_is_shared_out_before_the_next_step() -> None:
+    simulation = Simulation(block_size=4, can_run_ahead=lambda: True)
+    simulation.submit(3)
+    simulation.steps(2)
+    (group,) = simulation.submit(6, num_return_sequences=3, max_new_tokens=5)
+    assert simulation.steps(2) == [[1, 6], [1, 1, 1, 1]]
+    simulation.finish()
+    assert simulation.lengths(group) == [5] * 3
+
+
+def test_no_step_runs_ahead_of_the_recompute_length() -> None:
+    simulation = Simulation(recompute_length=8, can_run_ahead=lambda: True)
+    (group,) = simulation.submit(5, max_new_tokens=6)
+    assert simulation.finish() == [[5], [1], [1], [8], [1], [1]]
+    assert simulation.lengths(group) == [6]
+
+
+def test_a_failure_loses_the_step_in_flight_too() -> None:
+    simulation = Simulation(can_run_ahead=lambda: True)
+    (last,) = simulation.submit(3, max_new_tokens=2)
+    (other,) = simulation.submit(3, max_new_tokens=3)
+    simulation.steps(2)
+    simulation.device.fails = lambda _: True
+    assert simulation.step() == [1]  # both had tokens in flight
+    simulation.device.fails = lambda _: False
+    simulation.finish()
+    assert [simulation.lengths(group) for group in (last, other)] == [[2], [3]]
 
 
 # --- fairness --------------------------------------------------------------------------------------------------------
 
 
-def prefill_order(simulation: Simulation, names: dict[SequenceGroup, str]) -> list[str]:
+def order_of(simulation: Simulation, names: dict[SequenceGroup, str]) -> list[str]:
     simulation.finish()
-    return [names[group] for batch in simulation.prefilled for group in batch]
+    return [names[group] for group in simulation.computed]
 
 
 def name_groups(**requests: list[SequenceGroup]) -> dict[SequenceGroup, str]:
@@ -268,7 +407,7 @@ def name_groups(**requests: list[SequenceGroup]) -> dict[SequenceGroup, str]:
 def test_requests_take_turns() -> None:
     simulation = Simulation(max_sequences=1)
     names = name_groups(a=simulation.submit(3, 3, 3, 3), b=simulation.submit(3, 3), c=simulation.submit(3))
-    assert prefill_order(simulation, names) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
+    assert order_of(simulation, names) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
 
 
 def test_later_requests_join_no_turn_that_has_begun() -> None:
@@ -276,14 +415,14 @@ def test_later_requests_join_no_turn_that_has_begun() -> None:
     first = simulation.submit(3, 3, 3)
     simulation.step()
     names = name_groups(a=first, b=simulation.submit(3, 3))
-    assert prefill_order(simulation, names) == ["a0", "a1", "b0", "a2", "b1"]
+    assert order_of(simulation, names) == ["a0", "a1", "b0", "a2", "b1"]
 
 
 def test_lower_priority_numbers_go_first() -> None:
     simulation = Simulation(max_sequences=1)
     low, high, urgent = (simulation.submit(3, 3, priority=priority) for priority in (5, 0, -1))
     names = name_groups(low=low, high=high, urgent=urgent)
-    assert prefill_order(simulation, names) == ["urgent0", "urgent1", "high0", "high1", "low0", "low1"]
+    assert order_of(simulation, names) == ["urgent0", "urgent1", "high0", "high1", "low0", "low1"]
 
 
 def test_priority_does_not_preempt_running_sequences() -> None:
@@ -325,10 +464,10 @@ End = Callable[[SequenceGroup], None]
     ("options", "length", "is_queued"),
     [
         ({"max_sequences": 1}, 3, True),
-        ({"max_tokens": 30}, 25, False),
-        ({}, 40, False),
+        ({"max_tokens": 30}, 29, False),
+        ({}, 60, False),
     ],
-    ids=["queued", "ready", "prefilling"],
+    ids=["queued", "waiting", "computing"],
 )
 def test_ended_groups_without_tokens_leave_and_others_continue(
     options: dict[str, int], length: int, is_queued: bool, end: End, code: str
@@ -340,9 +479,9 @@ def test_ended_groups_without_tokens_leave_and_others_continue(
     simulation.steps(2)
     assert (len(simulation.queue) == 1) == is_queued
     end(ended)
-    assert simulation.step() == "decode 1"
+    assert simulation.step() == [1]
     assert simulation.error_code(ended) == code
-    assert (len(simulation.queue), len(simulation.scheduler.stages.ready), simulation.memory.prefills) == (0, 0, [])
+    assert (len(simulation.queue), len(simulation.scheduler.waiting), len(simulation.scheduler.running)) == (0, 0, 1)
     simulation.finish()
     assert simulation.lengths(running) == [20]
 
@@ -358,25 +497,3 @@ def test_an_expired_running_group_finishes_with_its_tokens() -> None:
     assert [completion.finish_reason for completion in outcome] == ["deadline"]
     assert simulation.lengths(late) == [4]
     assert simulation.lengths(other) == [20]
-
-
-# --- any load --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_group_gets_its_completions_under_any_load(seed: int) -> None:
-    """The memory is small enough to preempt. `Simulation.step` checks that every step fits."""
-    source = random.Random(seed)
-    simulation = Simulation(source.randint(80, 160), max_sequences=source.randint(2, 6))
-    groups: dict[SequenceGroup, list[int]] = {}
-    for _ in range(30):
-        num_sequences, max_new_tokens = source.choice([1, 1, 1, 2]), source.randint(1, 25)
-        lengths = [source.choice([2, 5, 9, 40]) for _ in range(source.randint(1, 3))]
-        for group in simulation.submit(
-            *lengths, max_new_tokens=max_new_tokens, num_return_sequences=num_sequences, priority=source.choice([0, 1])
-        ):
-            groups[group] = [max_new_tokens] * num_sequences
-        simulation.steps(source.randint(0, 20))
-    simulation.finish(max_steps=20_000)
-    assert {group: simulation.lengths(group) for group in groups} == groups
-    assert simulation.memory.running == simulation.memory.prefills == []

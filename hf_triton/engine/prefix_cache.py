@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks a context begins with are known by their tokens; each prefix is computed by one sequence at a time."""
+
+from __future__ import annotations
+
+from hf_triton.engine.block_pool import BlockPool, next_digest
+from hf_triton.engine.sequence import Sequence
+from hf_triton.runner.step import TokenRange
+
+
+class PrefixCache:
+    """Finds and publishes full blocks of sequences by the digests of their tokens.
+
+    Args:
+        pool: Of the blocks.
+        block_size: Tokens of a block.
+        is_enabled: Whether blocks are published.
+        recompute_length: See `ModelTraits`.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, *, is_enabled: bool, recompute_length: float) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._is_enabled = is_enabled
+        self._recompute_length = recompute_length
+        self._computing: dict[bytes, int] = {}  # digests that a running sequence is going to publish, by its id
+
+    def find(self, sequence: Sequence) -> list[int] | None:
+        """The blocks that a waiting sequence begins with; None: a running one is computing the next of them."""
+        if not self._is_enabled:
+            return []
+        self._add_digests(sequence, sequence.num_tokens)
+        if sequence.group.params.prompt_logprobs is not None and sequence.group.prompt_logprobs is None:
+            return []  # every token's logits are wanted
+        cached: list[int] = []
+        for digest in sequence.digests[: (sequence.num_tokens - 1) // self._block_size]:  # one token is left to compute
+            block = self._pool.find(digest)
+            if block is None:
+                return None if digest in self._computing else cached
+            cached.append(block)
+        return cached
+
+    def begin(self, sequence: Sequence) -> None:
+        """A sequence is going to compute the blocks of its context behind those that it has."""
+        for digest in sequence.digests[len(sequence.blocks) :]:
+            self._computing.setdefault(digest, sequence.id)
+
+    def publish(self, sequence: Sequence, part: TokenRange) -> None:
+        """Make the blocks known that a range has filled with tokens that are certain."""
+        if not self._is_enabled:
+            return
+        first, end = part.start // self._block_size, part.end // self._block_size
+        if first < end:
+            self._add_digests(sequence, part.end)
+        for at in range(first, end):
+            self._pool.publish(sequence.blocks[at], sequence.digests[at])
+            self._computing.pop(sequence.digests[at], None)
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence gives its blocks back."""
+        for digest in sequence.digests:
+            if self._computing.get(digest) == sequence.id:
+                del self._computing[digest]
+
+    def _add_digests(self, sequence: Sequence, num_tokens: int) -> None:
+        """Compute the digests of a context's full blocks within its first tokens."""
+        size, digests = self._block_size, sequence.digests
+        for start in range(len(digests) * size, num_tokens - size + 1, size):
+            parent = digests[-1] if digests else self._salt(sequence)
+            digests.append(next_digest(parent, sequence.tokens(start, start + size)))
+
+    def _salt(self, sequence: Sequence) -> bytes:
+        """What keys and values depend on beside the tokens."""
+        return f"{sequence.adapter_key} {sequence.num_tokens >= self._recompute_length}".encode()
