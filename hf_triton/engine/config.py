@@ -32,6 +32,8 @@ class EngineConfig:
     """How often the queue is looked through for cancelled and expired groups."""
     prefix_cache_fraction: float = 0.25
     """Of the KV cache: the most that the prefix cache keeps on a CPU before released blocks are used again."""
+    runs_ahead: bool | None = None
+    """Whether a step may start before the tokens of the last one are read; None: on a GPU."""
 
 
 @dataclass(frozen=True)

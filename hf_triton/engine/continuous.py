@@ -63,6 +63,7 @@ class ContinuousBatchingEngine(EngineThread):
         self.runner = ModelRunner(model, way, adapters, block_size=config.block_size)
         super().__init__(self.runner.device, eos_ids(model), on_fatal, observer, config)
         self.memory = self._allocate(max_cache_tokens, max_num_seqs)
+        runs_ahead = self.runner.device.type == "cuda" if config.runs_ahead is None else config.runs_ahead
         traits = ModelTraits(
             config.chunk_sizes or self.device_context.chunk_sizes,
             recompute_length=float("inf") if self.runner.switch_length is None else self.runner.switch_length + 1,
@@ -70,6 +71,7 @@ class ContinuousBatchingEngine(EngineThread):
             prefills_whole=way.prefills_whole,
             has_states=self.runner.cache.has_states,
             caches_prefixes=enable_prefix_caching and not (way.prefills_whole or self.runner.cache.has_states),
+            can_run_ahead=lambda: runs_ahead,
         )
         numbers = itertools.count()
         self.scheduler = Scheduler(
@@ -140,6 +142,7 @@ class ContinuousBatchingEngine(EngineThread):
 
     def release(self) -> None:
         """Give back memory that the prefix cache does not keep, and allow as many sequences as at first."""
+        self.executor.lose_inflight()
         self.memory.rest()
         self.scheduler.reset_limits()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 from hf_triton.engine.block_memory import BlockMemory
@@ -17,7 +18,8 @@ logger = logging.getLogger(__name__)
 class Recovery:
     """Decides what a failure means for the sequences.
 
-    A failed step may have written some of its tokens and advanced some states, so its sequences are recomputed.
+    A failed step may have written some of its tokens and advanced some states, so its sequences are recomputed: half of
+    them in one trial, then the other half. A trial that fails is halved again, until one sequence fails alone.
 
     Args:
         scheduler: Preempts them.
@@ -27,6 +29,7 @@ class Recovery:
     def __init__(self, scheduler: Scheduler, memory: BlockMemory) -> None:
         self._scheduler = scheduler
         self._memory = memory
+        self._trials = itertools.count(1)
 
     def recover(self, step: Step, error: Exception) -> None:
         """Preempt the sequences of a failed step; refuse one if it must be the cause.
@@ -41,27 +44,43 @@ class Recovery:
         if is_fatal(error):
             raise error
         scheduler = self._scheduler
-        suspects = scheduler.lose_inflight(step)
+        suspects = scheduler.lose_inflight(step) or list(scheduler.waiting)[:1]
         if not suspects:
             raise error
-        groups = {id(sequence.group) for sequence in suspects}
-        is_alone = len(groups) == 1 and len(suspects) == len(scheduler.running)
-        if is_alone and not (is_memory(error) and (len(suspects) > 1 or self._memory.pool.num_kept)):
+        if self._is_guilty(suspects, step, error):
             suspects[0].group.finish(error_outcome(error))
         else:
             logger.warning("%d sequences failed together (%s); trying them again", len(suspects), kind(error))
         self._memory.pool.clear()
+        running = [sequence for sequence in suspects if sequence in scheduler.running]
         if is_memory(error):
-            self._make_room(suspects)
+            self._make_room(running)
         else:
-            for sequence in suspects:
-                sequence.is_suspect = True
-            scheduler.preempt(suspects)
+            self._halve(running)
+            scheduler.preempt(running)
+
+    def _is_guilty(self, suspects: list[Sequence], step: Step, error: Exception) -> bool:
+        """Whether nothing but the group of these sequences can have been the cause, or could give memory up."""
+        running = self._scheduler.running
+        if len({id(sequence.group) for sequence in (*suspects, *running)}) > 1:
+            return False
+        if is_memory(error):
+            return len(suspects) == 1 and len(running) <= 1 and not self._memory.pool.num_kept
+        # Scheduling may have failed on a waiting one: no other is looked at during a trial.
+        return bool(step.ranges or suspects[0].trial or not running)
+
+    def _halve(self, suspects: list[Sequence]) -> None:
+        """Begin two trials."""
+        half = (len(suspects) + 1) // 2
+        for part in (suspects[:half], suspects[half:]):
+            trial = next(self._trials)
+            for sequence in part:
+                sequence.trial = trial
 
     def _make_room(self, sequences: list[Sequence]) -> None:
         """Preempt all sequences of the step, and let half as many run."""
         scheduler = self._scheduler
         self._memory.rest()
         scheduler.slot_limit = max(1, len(scheduler.running) // 2)
-        longest = max(sequence.num_tokens for sequence in sequences)
+        longest = max((sequence.num_tokens for sequence in sequences), default=0)
         scheduler.preempt(sequences, self._memory.no_memory_error(longest))

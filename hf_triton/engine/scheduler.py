@@ -166,7 +166,8 @@ class Scheduler:
             self.preempt([youngest], error)
             if youngest is sequence:
                 return False
-        sequence.blocks += [self._pool.allocate() for _ in range(needed)]
+        for _ in range(needed):
+            sequence.blocks.append(self._pool.allocate())
         return True
 
     def _compute(self, sequence: Sequence, num_tokens: int) -> None:
@@ -252,11 +253,11 @@ class Scheduler:
             self.waiting.append(first)
 
     def _admit(self, waiting: list[Sequence]) -> Iterator[Sequence]:
-        """Admit waiting sequences in order while they fit; a suspect one runs alone."""
+        """Admit waiting sequences in order while they fit and are of the same trial."""
         for sequence in waiting:
-            if self._num_left <= 0 or any(other.is_suspect for other in self.running):
+            if self._num_left <= 0:
                 return
-            if self.running and (sequence.is_suspect or not self._has_slots(sequence)):
+            if self.running and (sequence.trial != self.running[0].trial or not self._has_slots(sequence)):
                 return
             if sequence.num_inflight:
                 continue  # its last token is not known yet
@@ -371,6 +372,7 @@ class Scheduler:
         siblings, first.siblings = first.siblings, []
         num_full, has_part = divmod(num_tokens, self._memory.block_size)
         for sibling in reversed(siblings):
+            sibling.trial = first.trial
             if len(self.running) >= max(self.slot_limit, 1) or self._pool.num_free < bool(has_part):
                 sibling.num_inflight = 0
                 self.waiting.appendleft(sibling)
@@ -448,8 +450,14 @@ class Scheduler:
         numbers = step.sequence_ids
         lost = [sequence for sequence in self.running if sequence.num_inflight or sequence.id in numbers]
         self._ranges = {}
+        placed = [*self.running, *self.waiting]
+        placed += [sibling for first in placed for sibling in first.siblings]
         for sequence in self._sequences.values():
             sequence.num_inflight = 0
+            if sequence not in placed:  # it was on its way
+                self._pool.release(sequence.blocks)
+                sequence.blocks, sequence.num_computed = [], 0
+                self.waiting.append(sequence)
         return lost if numbers else list(self.running)
 
     # --- what others ask ---------------------------------------------------------------------------------------------

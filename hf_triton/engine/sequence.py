@@ -224,8 +224,8 @@ class Sequence:
     """Without the prompt."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    is_suspect: bool = False
-    """It was in a batch that failed, and runs alone until it finishes."""
+    trial: int = 0
+    """After a failed step: only sequences of one trial run together, see `Recovery`; 0: it is under no suspicion."""
     id: int = field(default_factory=itertools.count(1).__next__)
     """By which a step names it."""
     num_computed: int = 0

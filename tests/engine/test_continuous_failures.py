@@ -3,29 +3,27 @@
 
 import random
 import threading
-import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from hf_triton.runner.kv_cache import KVCache
-from hf_triton.runner.kv_lanes import KVCacheLanes
 
-from hf_triton.engine import executor
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.executor import InflightStep
 from hf_triton.engine.sequence import Outcome, SequenceGroup
-from hf_triton.errors import GenerationError, HfTritonError, UnavailableError
+from hf_triton.errors import GenerationError, UnavailableError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.sampler import SampledTokens
-from tests.support.architectures import BASE, build
+from tests.support.architectures import STATES, build
 from tests.support.engine import (
     PROMPT,
     WAIT_S,
     Client,
     Faulty,
-    LoadModel,
+    Items,
     StartEngine,
     check,
     error_code,
@@ -35,115 +33,246 @@ from tests.support.engine import (
     token_ids,
 )
 
-POISON = 377
+POISON = 299
+NO_MEMORY, BOOM = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")
+SMALL = ChunkSizes(48, 24, per_weights=16)
+PLACES: dict[str, Callable[[ContinuousBatchingEngine], tuple[Any, str]]] = {
+    "schedule": lambda engine: (engine.scheduler, "_compute"),
+    "allocate": lambda engine: (engine.memory.pool, "allocate"),
+    "copy blocks": lambda engine: (engine.runner.cache, "copy_blocks"),
+    "forward": lambda engine: (engine.runner.cache.layers[1], "update"),
+    "sample": lambda engine: (engine.executor, "_launch"),
+    "read": lambda _: (InflightStep, "read"),
+    "update": lambda engine: (engine.scheduler, "_append"),
+    "fork": lambda engine: (engine.scheduler, "_share_blocks"),
+}
+"""The methods in which a step fails: most are called several times a step, so a part of the step is done."""
 
 
-def test_only_the_prompt_that_makes_the_model_raise_is_refused(model: Any, start: StartEngine) -> None:
-    engine = start()
-    faulty = Faulty(engine, lambda _, ids: POISON in ids, RuntimeError("boom"))
-    client = Client(engine)
-    clean = [[each for each in prompt if each != POISON] + [4] for prompt in prompts(12, seed=4)]
-    items = [(prompt, SamplingParams(1 + index)) for index, prompt in enumerate(clean)]
-    for index, (prompt, params) in enumerate(items):
-        client.submit([POISON, *prompt] if index == 6 else prompt, params)
-    outcomes = client.outcomes()
-    assert faulty.num_hits > 0
-    for index, (ids, outcome) in enumerate(zip(greedy_ids(model, items), outcomes, strict=True)):
-        if index == 6 or POISON in ids[:-1]:
-            assert isinstance(outcome, GenerationError)
-        else:
-            assert token_ids(outcome) == [ids]
+def mixed_items() -> Items:
+    """Greedy and drawn sequences, several of a prompt, and some that the host must see token by token."""
+    source = random.Random(13)
+    return [
+        (
+            prompt,
+            SamplingParams(
+                source.randrange(1, 25),
+                do_sample=index % 2 == 0,
+                seed=index,
+                num_return_sequences=1 + index % 3 if index % 2 == 0 else 1,
+                repetition_penalty=1.3 if index % 5 == 0 else 1.0,
+                prompt_logprobs=0 if index % 7 == 0 else None,
+            ),
+        )
+        for index, prompt in enumerate(prompts(24, seed=13))
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[list[list[int]]]:
+    """The tokens of `mixed_items`, each alone."""
+    engine = ContinuousBatchingEngine(model, max_num_seqs=6)
+    outputs = [token_ids(Client(engine).ask(prompt, params)) for prompt, params in mixed_items()]
+    engine.close()
+    return outputs
+
+
+@contextmanager
+def together(engine: ContinuousBatchingEngine) -> Iterator[Client]:
+    """What is submitted to this client is queued before the engine takes any of it."""
+    with engine.queue.changed:
+        yield Client(engine)
+
+
+class Failures:
+    """A method of the engine that fails now and then, but never while one prompt is alone."""
+
+    def __init__(
+        self, engine: ContinuousBatchingEngine, place: str, error: Exception, patch: pytest.MonkeyPatch
+    ) -> None:
+        owner, name = PLACES[place](engine)
+        self._engine, self._error, self._work = engine, error, getattr(owner, name)
+        self._source, self.num_hits = random.Random(place), 0
+        patch.setattr(owner, name, lambda *arguments, **options: self._call(*arguments, **options))
+        self._is_after = place == "sample"
+
+    def _call(self, *arguments: Any, **options: Any) -> Any:
+        fails = self._fails()
+        if not fails or self._is_after:
+            result = self._work(*arguments, **options)
+        if fails:
+            self.num_hits += 1
+            raise self._error
+        return result
+
+    def _fails(self) -> bool:
+        groups = {id(sequence.group) for sequence in self._engine.scheduler.running}
+        return len(groups) > 1 and self.num_hits < 6 and self._source.random() < 0.2
+
+
+def check_nothing_is_held(engine: ContinuousBatchingEngine) -> None:
     assert engine.is_healthy()
+    engine.close()
+    assert (engine.memory.pool.num_held, engine.scheduler.running, list(engine.scheduler.waiting)) == (0, [], [])
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["step by step", "ahead"])
+@pytest.mark.parametrize("error", [NO_MEMORY, BOOM], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failed_step_changes_no_output(
+    place: str,
+    error: Exception,
+    runs_ahead: bool,
+    expected: list[list[list[int]]],
+    start: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = start(config=EngineConfig(block_size=16, chunk_sizes=SMALL, runs_ahead=runs_ahead))
+    failures = Failures(engine, place, error, monkeypatch)
+    with together(engine) as client:
+        for item in mixed_items():
+            client.submit(*item)
+    assert [token_ids(outcome) for outcome in client.outcomes()] == expected
+    assert failures.num_hits > 0
+    check_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("error", [NO_MEMORY, BOOM], ids=str)
+@pytest.mark.parametrize("name", ["falcon-h1", "lfm2"])
+def test_a_failed_step_changes_no_states(
+    name: str, error: Exception, start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(*STATES[name])
+    engine = start(model, config=EngineConfig(block_size=16, chunk_sizes=SMALL))
+    failures = Failures(engine, "sample", error, monkeypatch)
+    items = [([token % 300 for token in prompt], params) for prompt, params in mixed_items()[:12]]
+    with together(engine) as client:
+        for item in items:
+            client.submit(*item)
+    outcomes = client.outcomes()
+    assert failures.num_hits > 0
+    calm = Client(start(model))
+    assert [token_ids(outcome) for outcome in outcomes] == [token_ids(calm.ask(*item)) for item in items]
+
+
+# --- the one at fault ------------------------------------------------------------------------------------------------
+
+
+def poisoned(count: int, at: int) -> Items:
+    """Prompts of which one has the token that makes the model fail."""
+    items = [
+        ([token % 290 + 3 for token in prompt] + [4], SamplingParams(3)) for prompt in prompts(count, 4, longest=9)
+    ]
+    items[at][0].insert(0, POISON)
+    return items
+
+
+@pytest.mark.parametrize("at", [0, 6, 15])
+def test_the_prompt_at_fault_is_found_by_halves(at: int, model: Any, start: StartEngine) -> None:
+    engine, items = start(max_num_seqs=16), poisoned(16, at)
+    faulty = Faulty(engine, lambda _, ids: POISON in ids, BOOM)
+    with together(engine) as client:
+        for item in items:
+            client.submit(*item)
+    outcomes = client.outcomes()
+    assert isinstance(outcomes.pop(at), GenerationError)
+    del items[at]
+    assert [token_ids(outcome) for outcome in outcomes] == [[ids] for ids in greedy_ids(model, items)]
+    assert faulty.num_hits == 5  # in companies of 16, 8, 4, 2, and alone
+    check_nothing_is_held(engine)
+
+
+def test_a_prompt_that_cannot_be_scheduled_is_refused_alone(
+    model: Any, start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, items = start(), poisoned(8, at=3)
+    work = engine.scheduler._take_blocks
+
+    def fail(sequence: Any, *arguments: Any) -> None:
+        if POISON in sequence.group.prompt_ids:
+            raise BOOM
+        work(sequence, *arguments)
+
+    monkeypatch.setattr(engine.scheduler, "_take_blocks", fail)
+    with together(engine) as client:
+        for item in items:
+            client.submit(*item)
+    outcomes = client.outcomes()
+    assert isinstance(outcomes.pop(3), GenerationError)
+    del items[3]
+    assert [token_ids(outcome) for outcome in outcomes] == [[ids] for ids in greedy_ids(model, items)]
+    check_nothing_is_held(engine)
+
+
+def test_sequences_that_cannot_be_recomputed_are_refused_if_they_had_tokens(start: StartEngine) -> None:
+    name, arguments = STATES["mamba2"]
+    model = build(name, {**arguments, "time_step_limit": (0.01, 0.1)})
+    engine = start(model)
+    faulty = Faulty(engine, lambda _, ids: POISON in ids and faulty.num_hits == 0, BOOM)
+    client = Client(engine)
+    late = [POISON, 5, 6], SamplingParams(8)
+
+    def join(index: int, token_id: int, _: Any) -> bool:
+        if client.num_submitted == 1:
+            client.submit(*late)
+        return False
+
+    client.submit([7, 8, 9], SamplingParams(100), on_token=join)
+    begun, waited = client.outcomes()[0], client.outcomes()[1]
+    assert error_code(begun) == "generation_failed"
+    assert token_ids(waited) == greedy_ids(model, [late])
+    assert faulty.num_hits == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon-h1"])
+def test_nan_stays_in_its_own_sequence(name: str, model: Any, start: StartEngine) -> None:
+    model = build(*STATES[name]) if name in STATES else model
+    engine = start(model, max_cache_tokens=16 * 16, config=EngineConfig(block_size=16))
+
+    def spoil(_: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.where(arguments[0][..., None] == POISON, float("nan"), output)
+
+    items = [([token % 290 + 3 for token in prompt], SamplingParams(9)) for prompt in prompts(30, seed=6)]
+    for prompt, _ in items[::5]:
+        prompt.insert(0, POISON)
+    healthy = [item for index, item in enumerate(items) if index % 5]
+    expected = greedy_ids(model, healthy)
+    hook = model.get_input_embeddings().register_forward_hook(spoil)
+    try:
+        with together(engine) as client:
+            for item in items:
+                client.submit(*item)
+        outcomes = client.outcomes()
+    finally:
+        hook.remove()
+    assert [token_ids(outcome) for index, outcome in enumerate(outcomes) if index % 5] == [[ids] for ids in expected]
+
+
+# --- out of memory ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_out_of_memory_changes_no_output(limit: int, model_of: LoadModel, start: StartEngine) -> None:
-    model = model_of("falcon", eos_token_id=None)
-    engine = start(model)
-    faulty = Faulty(engine, lambda num_rows, _: num_rows > limit, torch.OutOfMemoryError("CUDA out of memory"))
+def test_out_of_memory_lowers_the_number_that_run(limit: int, model: Any, start: StartEngine) -> None:
+    engine = start()
+    faulty = Faulty(engine, lambda num_ranges, _: num_ranges > limit, NO_MEMORY)
     items = [(prompt, SamplingParams(1 + index % 17)) for index, prompt in enumerate(prompts(20, seed=5))]
     check(model, Client(engine), items)
     assert faulty.num_hits > 0
 
 
-@pytest.mark.parametrize("method", ["add", "_lay_out"])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")], ids=str)
-def test_failure_while_sequences_get_slots_changes_no_output(
-    method: str, error: Exception, model: Any, start: StartEngine
-) -> None:
-    engine = start()
-    failures = [error] * 3
-
-    class Failing(KVCache):
-        """Fails now and then in the middle of its work, as an allocation does."""
-
-    def fail(self: KVCache, *arguments: Any) -> None:
-        if self.num_rows and failures:
-            self.is_corrupt = method == "_lay_out"
-            raise failures.pop()
-        getattr(KVCache, method)(self, *arguments)
-
-    setattr(Failing, method, fail)
-    engine.memory.lanes._lanes = [Failing(engine.forward.device)]
-    check(model, Client(engine), [(prompt, SamplingParams(5 + at)) for at, prompt in enumerate(prompts(20, seed=12))])
-    assert len(failures) < 3
-
-
-@pytest.mark.parametrize("chunk_size", [16, 512])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 6))])
-def test_random_failures_change_no_output(seed: int, chunk_size: int, model_of: LoadModel, start: StartEngine) -> None:
-    """Each of several sequences survives a failure of their batch; a sequence alone never fails here."""
-    config = EngineConfig(chunk_sizes=ChunkSizes(chunk_size, chunk_size // 2, per_weights=16))
-    model, source = model_of("falcon", eos_token_id=None), random.Random(seed)
-    engine = start(model, config=config)
-    error = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")][seed % 2]
-    faulty = Faulty(engine, lambda num_rows, _: num_rows > 1 and source.random() < 0.08, error)
-    client = Client(engine)
-    items = [
-        (
-            prompt,
-            SamplingParams(source.randrange(1, 25), do_sample=True, seed=index, num_return_sequences=1 + index % 3),
-        )
-        for index, prompt in enumerate(prompts(30, seed=13))
-    ]
-    for item in items:
-        client.submit(*item)
-        time.sleep(source.choice([0, 0.002]))
-    outcomes = client.outcomes()
-    assert faulty.num_hits > 0
-    calm = Client(start(model, config=config))
-    assert [token_ids(calm.ask(*item)) for item in items] == [token_ids(outcome) for outcome in outcomes]
-    assert engine.is_healthy()
-
-
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("boom")], ids=str)
-def test_failure_before_a_prefill_loses_no_request(
-    error: Exception, start: StartEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, engine = random.Random(3), start()
-    make, num_failed = executor.Prefill, 0
-
-    def make_or_fail(*arguments: Any, **options: Any) -> Any:
-        nonlocal num_failed
-        if source.random() < 0.2 and num_failed < 5:
-            num_failed += 1
-            raise error
-        return make(*arguments, **options)
-
-    monkeypatch.setattr(executor, "Prefill", make_or_fail)
-    client = Client(engine)
-    for prompt in prompts(12, seed=5):
-        client.submit(prompt, SamplingParams(4))
-    outcomes = client.outcomes()
-    assert num_failed > 0
-    assert engine.is_healthy()
-    assert all(isinstance(outcome, (list, HfTritonError)) for outcome in outcomes)
-    assert sum(isinstance(outcome, list) for outcome in outcomes) >= 12 - num_failed
+def test_a_step_that_ran_out_of_memory_is_not_tried_at_once_again(start: StartEngine) -> None:
+    engine = start(max_num_seqs=8)
+    faulty = Faulty(engine, lambda num_ranges, _: num_ranges > 4, NO_MEMORY)
+    with together(engine) as client:
+        for prompt in prompts(8, seed=24):
+            client.submit(prompt, SamplingParams(60))
+    assert all(isinstance(outcome, list) for outcome in client.outcomes())
+    assert faulty.num_hits <= 3
 
 
 def test_a_prompt_that_never_fits_is_refused_and_the_next_one_runs(model: Any, start: StartEngine) -> None:
     engine = start()
-    Faulty(engine, lambda _, ids: len(ids) > 50, torch.OutOfMemoryError("CUDA out of memory"))
+    Faulty(engine, lambda _, ids: len(ids) > 50, NO_MEMORY)
     client = Client(engine)
     refused = client.ask(list(range(3, 70)), SamplingParams(4))
     assert isinstance(refused, UnavailableError)
@@ -152,82 +281,31 @@ def test_a_prompt_that_never_fits_is_refused_and_the_next_one_runs(model: Any, s
     assert token_ids(client.ask(*item)) == greedy_ids(model, [item])
 
 
-def test_a_fatal_error_answers_all_requests(model: Any) -> None:
+# --- a lost device ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["step by step", "ahead"])
+@pytest.mark.parametrize("errors", [[], [BOOM]], ids=["at once", "after another failure"])
+def test_a_lost_device_answers_all_requests(errors: list[Exception], runs_ahead: bool, model: Any) -> None:
     ended = threading.Event()
-    engine = ContinuousBatchingEngine(model, max_num_seqs=3, on_fatal=ended.set)
-    Faulty(engine, lambda num_rows, _: num_rows == 3, RuntimeError("CUDA error: device-side assert triggered"))
-    client = Client(engine)
-    for prompt in prompts(9, seed=6):
-        client.submit(prompt, SamplingParams(30))
+    config = EngineConfig(runs_ahead=runs_ahead)
+    engine = ContinuousBatchingEngine(model, max_num_seqs=3, on_fatal=ended.set, config=config)
+    left, steps = [*errors, RuntimeError("CUDA error: device-side assert triggered")], iter(range(99))
+
+    def fail(*_: Any) -> bool:
+        if next(steps) >= 5 and left:
+            raise left.pop(0)
+        return False
+
+    Faulty(engine, fail, BOOM)
+    with together(engine) as client:
+        for prompt in prompts(9, seed=6):
+            client.submit(prompt, SamplingParams(30))
     assert {error_code(outcome) for outcome in client.outcomes()} == {"engine_failed"}
     assert ended.wait(WAIT_S)
     assert not engine.is_healthy()
     late = client.ask([5], SamplingParams(1))
     assert isinstance(late, UnavailableError)
-
-
-def test_preempted_sequences_are_answered_if_the_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, add, num_added = ContinuousBatchingEngine(build("LlamaConfig", BASE), max_num_seqs=4), KVCacheLanes.add, [0]
-
-    def fail_at_the_second(self: KVCacheLanes, *arguments: Any) -> int:
-        num_added[0] += 1
-        if num_added[0] == 2:
-            raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
-        return add(self, *arguments)
-
-    def fail(self: KVCacheLanes, row: int) -> int:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(KVCacheLanes, "add", fail_at_the_second)
-    monkeypatch.setattr(KVCacheLanes, "remove", fail)
-    client = Client(engine)
-    try:
-        with engine.queue.changed:
-            for _ in range(2):
-                client.submit([5] * 6, SamplingParams(30))
-        assert [error_code(outcome) for outcome in client.outcomes()] == ["engine_failed"] * 2
-    finally:
-        engine.close()
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("boom")])
-def test_failure_after_a_step_changes_no_output(
-    error: Exception, model: Any, start: StartEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures = [error] * 3
-
-    def fail(logits: torch.Tensor, rows: Any, num_ahead: int) -> Any:
-        if len(rows) > 1 and failures:
-            raise failures.pop()
-        return SampledTokens(logits, rows, num_ahead)
-
-    monkeypatch.setattr(executor, "SampledTokens", fail)
-    check(model, Client(start()), [(prompt, SamplingParams(12)) for prompt in prompts(14, seed=23)])
-    assert not failures
-
-
-def test_batch_that_ran_out_of_memory_is_not_tried_at_every_step(start: StartEngine) -> None:
-    engine = start(max_num_seqs=8)
-    faulty = Faulty(engine, lambda num_rows, _: num_rows > 4, torch.OutOfMemoryError("CUDA out of memory"))
-    client = Client(engine)
-    for prompt in prompts(8, seed=24):
-        client.submit(prompt, SamplingParams(60))
-    assert all(isinstance(outcome, list) for outcome in client.outcomes())
-    assert faulty.num_hits <= 3
-
-
-def test_corrupt_memory_refuses_no_sequence(model: Any, start: StartEngine) -> None:
-    engine = start()
-    remove, failures = engine.memory.lanes.remove, [RuntimeError("boom")]
-
-    def fail(row: int) -> int:
-        if failures:
-            raise failures.pop()
-        return remove(row)
-
-    engine.memory.lanes.remove = fail  # type: ignore[method-assign]
-    check(model, Client(engine), [(prompt, SamplingParams(5 + at)) for at, prompt in enumerate(prompts(8, seed=27))])
-    assert engine.is_healthy()
 
 
 # --- callbacks that raise --------------------------------------------------------------------------------------------

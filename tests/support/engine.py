@@ -35,13 +35,13 @@ class Client:
         self._engine = engine
         self._lock = threading.Condition()
         self._outcomes: dict[int, Outcome] = {}
-        self._count = 0
+        self.num_submitted = 0
 
     def submit(
         self, prompt: list[int], plan: SamplingParams, is_cancelled: Callable[[], bool] = lambda: False, **options: Any
     ) -> int:
-        number = self._count
-        self._count += 1
+        number = self.num_submitted
+        self.num_submitted += 1
 
         def finish(outcome: Outcome) -> None:
             with self._lock:
@@ -54,8 +54,9 @@ class Client:
 
     def outcomes(self) -> list[Outcome]:
         with self._lock:
-            assert self._lock.wait_for(lambda: len(self._outcomes) == self._count, WAIT_S), "a request was not answered"
-            return [self._outcomes[number] for number in range(self._count)]
+            is_answered = self._lock.wait_for(lambda: len(self._outcomes) == self.num_submitted, WAIT_S)
+            assert is_answered, "a request was not answered"
+            return [self._outcomes[number] for number in range(self.num_submitted)]
 
     def ask(self, prompt: list[int], plan: SamplingParams, **options: Any) -> Outcome:
         self.submit(prompt, plan, **options)
@@ -79,17 +80,18 @@ def token_ids(outcome: Outcome) -> list[list[int]]:
 
 
 class Faulty:
-    """The engine's model, which fails when `is_hit`, asked with the number of rows and the new tokens, says so."""
+    """The engine's model, which fails when `is_hit`, asked with the number of ranges and the new tokens, says so."""
 
     def __init__(
         self, engine: ContinuousBatchingEngine, is_hit: Callable[[int, list[int]], bool], error: Exception
     ) -> None:
-        self._model, self._is_hit, self._error = engine.runner.model, is_hit, error
+        self._runner, self._model = engine.runner, engine.runner.model
+        self._is_hit, self._error = is_hit, error
         self.num_hits = 0
         engine.runner.model = self
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
-        if self._is_hit(len(input_ids), input_ids.flatten().tolist()):
+        if self._is_hit(len(self._runner.cache.step.ranges), input_ids.flatten().tolist()):
             self.num_hits += 1
             raise self._error
         return self._model(input_ids=input_ids, **arguments)

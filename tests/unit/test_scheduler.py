@@ -182,12 +182,12 @@ def test_states_count_as_memory() -> None:
     assert simulation.finish() == [[3, 3], [1, 1], [3], [1]]
 
 
-def test_a_suspect_sequence_runs_alone() -> None:
+def test_only_sequences_of_one_trial_run_together() -> None:
     simulation = Simulation()
     groups = simulation.submit(3, 3, max_new_tokens=4)
     simulation.steps(2)
     simulation.scheduler.preempt([suspect := groups[0].sequences[0], groups[1].sequences[0]])
-    suspect.is_suspect = True
+    suspect.trial = 1
     simulation.submit(6, max_new_tokens=4)
     assert simulation.finish() == [[5], [1], [5, 6], [1, 1], [1], [1]]
 
