@@ -15,6 +15,7 @@ import torch
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion
 from hf_triton.runner.padding import pad
+from hf_triton.runner.way_probe import probe_ways
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.engine import Client, prompts
@@ -52,7 +53,9 @@ def run(model: Any, batch: list[list[int]]) -> list[Scored]:
 
 
 def generate_continuous(model: Any) -> list[Scored]:
-    engine = ContinuousBatchingEngine(model, max_num_seqs=8)
+    way = probe_ways(model)
+    assert way is not None
+    engine = ContinuousBatchingEngine(model, way=way, max_num_seqs=8)
     client = Client(engine)
     for prompt in ITEMS:
         client.submit(prompt, SamplingParams(NUM_NEW, logprobs=0))
