@@ -78,6 +78,15 @@ LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 WINDOWS: dict[str, Any] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+SHARED_KEYS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 300,
+}
+"""The last two layers attend to the keys of the two before them."""
 EYE: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -105,12 +114,20 @@ LONG_ROPE: dict[str, Any] = {
 
 CONTINUOUS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", BASE | HEADS),
+    "gemma2-window": ("Gemma2Config", BASE | HEADS | WINDOWS),
     "gemma3": ("Gemma3TextConfig", BASE | HEADS | WINDOWS),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        BASE
+        | HEADS
+        | SHARED_KEYS
+        | {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
+    ),
+    "gemma4": ("Gemma4TextConfig", BASE | HEADS | SHARED_KEYS | {"global_head_dim": 16}),
     "qwen2-moe": ("Qwen2MoeConfig", BASE | EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen3-moe": ("Qwen3MoeConfig", BASE | HEADS | EXPERTS),
     "mixtral": ("MixtralConfig", BASE | LOCAL_EXPERTS),
     "mistral-window": ("MistralConfig", BASE | {"sliding_window": 16}),
-    "gpt-neo": ("GPTNeoConfig", NEO),
     "codegen": ("CodeGenConfig", OLD | {"rotary_dim": 8}),
     "gpt-bigcode": ("GPTBigCodeConfig", OLD),
     "stablelm": ("StableLmConfig", BASE),
@@ -124,14 +141,29 @@ CONTINUOUS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-vl": ("Qwen3VLConfig", {"text_config": BASE | HEADS | SECTIONS, "vision_config": EYE}),
     "phi3": ("Phi3Config", BASE),
     "phi3-longrope": ("Phi3Config", BASE | LONG_ROPE),
-    "starcoder2": ("Starcoder2Config", BASE),
+    "starcoder2": ("Starcoder2Config", BASE | {"sliding_window": 16}),
     "olmo2": ("Olmo2Config", BASE),
     "cohere": ("CohereConfig", BASE),
-    "gpt-oss": ("GptOssConfig", BASE | HEADS | LOCAL_EXPERTS | {"sliding_window": 16}),
+    "cohere2": ("Cohere2Config", BASE | WINDOWS),
+    "gpt-oss": ("GptOssConfig", BASE | HEADS | LOCAL_EXPERTS | {"sliding_window": 5}),
+    "mimo-v2": ("MiMoV2FlashConfig", BASE | HEADS | EXPERTS),
     "deepseek-v3": ("DeepseekV3Config", BASE | LATENT),
+    "longcat": (
+        "LongcatFlashConfig",
+        BASE | LATENT | HEADS | {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "num_layers": 2},
+    ),
+    "jetmoe": ("JetMoeConfig", BASE | LOCAL_EXPERTS | {"kv_channels": 8}),
     "llama4": (
         "Llama4TextConfig",
-        BASE | HEADS | {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64},
+        BASE
+        | HEADS
+        | {
+            "num_hidden_layers": 4,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 64,
+            "attention_chunk_size": 16,
+        },
     ),
     "granite": ("GraniteConfig", BASE),
     "glm": ("GlmConfig", BASE | HEADS),
@@ -198,6 +230,18 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_mem_blocks": 1,
         },
     ),
+    "zamba": (
+        "ZambaConfig",
+        BASE
+        | {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "n_mamba_heads": 2,
+        },
+    ),
     "kimi-linear": (
         "KimiLinearConfig",
         BASE
@@ -239,6 +283,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Models whose scan restarts with every chunk: the continuous engine prefills their prompts at once."""
 BATCH: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-neo": ("GPTNeoConfig", NEO),
     "deepseek-v3.2": (
         "DeepseekV32Config",
         BASE | LATENT | {"hidden_size": 128, "index_topk": 24, "index_n_heads": 2, "index_head_dim": 16},
@@ -342,10 +387,12 @@ def load(name: str, folder: Path) -> Any:
 
 
 def requests(count: int, source: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of all lengths, some with a shared prefix; most outputs are short, because `generate` is slow."""
+    """Prompts of all lengths, some with a shared prefix, which may end as a block of 16 does; most outputs are short,
+    because `generate` is slow."""
     items: list[tuple[list[int], SamplingParams]] = []
     for _ in range(count):
-        start = source.choice(items)[0][: source.randrange(60)] if items and source.random() < 0.3 else []
+        end = source.choice([16, 32, 48, source.randrange(60)])
+        start = source.choice(items)[0][:end] if items and source.random() < 0.3 else []
         prompt = [*start, *(source.randrange(3, 300) for _ in range(source.randrange(1, 50)))]
         penalty = source.choice([1.0, 1.0, 1.0, 1.3])
         plan = SamplingParams(source.choice([1, 2, 3, 5, 8, 20]), repetition_penalty=penalty)

@@ -17,7 +17,7 @@ from hf_triton.errors import HfTritonError
 from hf_triton.sampling.params import SamplingParams
 from tests.support.reference import solo_ids
 
-NOT_CONTINUOUS = ("t5", "bart", "rwkv")
+NOT_CONTINUOUS = ("t5", "bart", "rwkv", "bloom", "mpt", "falcon-rw")
 WAIT_S = 60.0
 PROMPT = [5, 6, 7, 8]
 DRAWN = SamplingParams(12, do_sample=True, temperature=1.5, seed=1)
