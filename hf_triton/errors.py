@@ -43,7 +43,7 @@ CODES: dict[str, str] = {
     "unknown_parameter": "no parameter has this name",
     "context_exceeded": "the prompt, by its bytes or with `max_new_tokens`, does not fit the model's context",
     "memory_exceeded": "prompt and `max_new_tokens` need more KV cache than the model may use",
-    "out_of_memory": "the device has not enough memory for this request at the moment",
+    "out_of_memory": "the device has not enough memory for this request at the moment; or, at load, for the KV cache",
     "queue_full": "the queue has reached `max_waiting_prompts`; send the request again later",
     "deadline_exceeded": "the time limit (`max_time`, or the client's timeout) passed before there was output",
     "shutting_down": "the model is being unloaded, or the server is stopping",

@@ -217,19 +217,19 @@ class ModelSettings(BaseModel):
     unless the queue is empty."""
 
     max_cache_tokens: Annotated[int, annotated_types.Ge(256), annotated_types.Le(2**31 - 1)] | None = None
-    """KV cache size of the continuous engine in tokens, padding included. By default the cache grows with demand into
-    the device's free memory (on a CPU, into the cgroup's limit), and shrinks when the engine is idle, except for cached
-    prefixes. If the running sequences outgrow it, the youngest is preempted. A request that cannot fit is rejected:
-    prompt plus `max_new_tokens`, rounded up to a multiple of 128, must fit twice. Running states of hybrid models do
-    not count; cached ones do."""
+    """KV cache size of the continuous engine in tokens; it is used in blocks of 64 tokens, on a GPU of 16. By default,
+    on a CPU, the cache grows with demand into the free memory (into the cgroup's limit), and shrinks when the engine is
+    idle, except for cached prefixes. On a GPU it is allocated at load, and by default takes 0.9 of the free memory:
+    several models on one GPU must all set it. If the running sequences outgrow it, the youngest is preempted. A request
+    whose prompt and `max_new_tokens` can never fit is rejected. States of hybrid models do not count."""
 
     enable_prefix_caching: Annotated[bool, FormerName("share_prefixes")] = True
     """Whether the continuous engine reuses the KV cache of a prefix that prompts share, such as a system prompt or the
     earlier messages of a chat. Response times then reveal whether another request had the same prefix."""
 
     decoding: Literal["auto", "eager", "cuda_graphs"] = "auto"
-    """How the continuous engine runs a decode step. `auto` is `cuda_graphs` on a GPU if the model can be captured,
-    otherwise `eager`."""
+    """How the continuous engine runs a decode step. In this version always eagerly: no step is captured as a CUDA
+    graph. `cuda_graphs` is accepted on a GPU, and the log says so."""
 
     pack_weights: Literal["auto"] | bool = "auto"
     """Whether to repack the weights of linear layers for oneDNN on a CPU. `auto` times each shape of layer at load, for

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 EngineName = Literal["auto", "continuous", "batch"]
 DecodingMode = Literal["auto", "eager", "cuda_graphs"]
-"""`auto`: `cuda_graphs` on a CUDA device, else `eager`."""
+"""Steps run eagerly in every mode, see the setting."""
 
 GENERATE_ONLY: Final = (
     "encoder_no_repeat_ngram_size",
@@ -114,6 +114,8 @@ def build_engine(
     error = decoding_error(decoding, model.get_input_embeddings().weight.device)
     if error:
         raise CheckpointError("device_unavailable", error)
+    if decoding == "cuda_graphs":
+        logger.info("decoding cuda_graphs: steps run eagerly, as this version captures no graphs")
     details = ", each prompt prefilled whole" if way.prefills_whole else ""
     logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, details)
     return ContinuousBatchingEngine(

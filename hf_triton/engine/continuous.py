@@ -20,9 +20,10 @@ from hf_triton.engine.scheduler import Scheduler
 from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import EngineLoad, Observer, eos_ids
 from hf_triton.engine.worker import EngineThread
-from hf_triton.errors import HfTritonError, RequestError
+from hf_triton.errors import CheckpointError, HfTritonError, RequestError
 from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.budget import TokenBudget
+from hf_triton.runner.faults import is_memory
 from hf_triton.runner.model_runner import PACKED, ModelRunner, Way
 from hf_triton.runner.step import Step
 
@@ -88,7 +89,13 @@ class ContinuousBatchingEngine(EngineThread):
         self.thread.start()
 
     def _allocate(self, max_cache_tokens: int | None, max_num_seqs: int) -> BlockMemory:
-        """Size the KV cache; on a CPU its memory is touched when it is needed, else states of all sequences fit too."""
+        """Size the KV cache and allocate it; on a CPU its memory is touched when it is needed.
+
+        Elsewhere the states of all sequences fit too.
+
+        Raises:
+            CheckpointError: The device has not enough memory.
+        """
         runner, config = self.runner, self.config
         if max_cache_tokens is not None and not runner.cache.has_keys:
             logger.warning("the setting max_cache_tokens does nothing for a model without keys and values")
@@ -104,7 +111,17 @@ class ContinuousBatchingEngine(EngineThread):
             kept_bytes = max(config.min_kept_bytes, runner.model.get_memory_footprint(return_buffers=False))
             kept = kept_bytes // (sum(bytes_per_token.values()) * runner.block_size)
             max_kept = min(kept, int(num_blocks * config.prefix_cache_fraction))
-        runner.allocate(num_blocks)
+        try:
+            runner.allocate(num_blocks, max_num_seqs)
+        except Exception as error:
+            if not is_memory(error):
+                raise
+            size = budget.words(num_blocks * runner.block_size)
+            raise CheckpointError(
+                "out_of_memory",
+                f"{runner.device} has not enough memory for a KV cache of {size}: set max_cache_tokens to fewer, in "
+                "the folder of every model on this device",
+            ) from error
         return BlockMemory(
             budget,
             num_blocks,

@@ -12,6 +12,7 @@ import torch
 from hf_triton.engine.scheduler import StepOutput
 from hf_triton.runner.model_runner import ModelRunner
 from hf_triton.runner.step import Step, TokenRange
+from hf_triton.runner.step_tensors import InflightTokens
 from hf_triton.runner.transfer import to_index
 from hf_triton.sampling.logprobs import token_logprobs
 from hf_triton.sampling.sampler import SampledTokens
@@ -34,9 +35,11 @@ class InflightStep:
         tokens = self.sampled.read() if self.sampled else []
         return StepOutput(self.step, dict(zip(self.sequence_ids, tokens, strict=True)), self.prompt_scores)
 
-    def newest(self) -> dict[int, torch.Tensor]:
-        """The token of each sequence, on the device."""
-        return dict(zip(self.sequence_ids, self.sampled.tokens, strict=True)) if self.sampled else {}
+    def tokens(self) -> InflightTokens | None:
+        """The token of each sequence, on the device; None: it samples none."""
+        if self.sampled is None:
+            return None
+        return InflightTokens(self.sampled.tokens, {number: row for row, number in enumerate(self.sequence_ids)})
 
 
 class Executor:
@@ -69,7 +72,7 @@ class Executor:
         self._inflight = None
 
     def _launch(self, step: Step, pending: InflightStep | None) -> InflightStep:
-        logits = self._runner.run(step, pending.newest() if pending else None)
+        logits = self._runner.run(step, pending.tokens() if pending else None)
         rows: list[int] = []
         sequence_ids: list[int] = []
         scores: dict[int, list[TokenLogprobs]] = {}

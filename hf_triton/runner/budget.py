@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens the KV cache may hold: a fixed number, or a part of the free memory of its devices.
 
-Nothing is reserved in advance, so that several models on one device share its memory.
+On a CPU nothing is reserved in advance, so that several models share its memory. Elsewhere all is allocated at load.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hf_triton.runner.step_tensors import StepTensors
+from hf_triton.runner.transfer import to_index
 
 PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0) | getattr(mmap, "MAP_NORESERVE", 0x4000)
 
@@ -56,7 +57,7 @@ class KVBlocks:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, each from one to another; all are read before any is written."""
-        sources, targets = map(list, zip(*pairs, strict=True))
+        sources, targets = (to_index(numbers, self.device) for numbers in zip(*pairs, strict=True))
         self.keys[targets] = self.keys[sources]
         self.values[targets] = self.values[sources]
 

@@ -22,7 +22,8 @@ from hf_triton.runner.paged_attention import NAME, TorchAttention, attention_of,
 from hf_triton.runner.paged_cache import PagedCache
 from hf_triton.runner.state_slots import decodes_as_it_prefills
 from hf_triton.runner.step import Step, TokenRange
-from hf_triton.runner.step_tensors import StepTensors
+from hf_triton.runner.step_tensors import InflightTokens, StepTensors
+from hf_triton.runner.transfer import to_device, to_index
 
 BLOCK_SIZES: Final = {"cpu": 64}
 """Tokens of a block: a CPU's prefetching wants long runs, a GPU's memory short ones."""
@@ -66,6 +67,7 @@ class ModelRunner:
         """Whether a sequence can be recomputed: prefilling its tokens gives the KV that decoding gave."""
         self._adapters = adapters
         self._adapter_of: dict[int, str] = {}
+        self._is_split = len({parameter.device for parameter in model.parameters()}) > 1
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = cache_name(model)
         self._configs = _attention_configs(model)
@@ -82,31 +84,39 @@ class ModelRunner:
         config = self.model.config.get_text_config(decoder=True)
         return PagedCache(config, num_blocks, self.block_size, gathers=self.way.gathers)
 
-    def allocate(self, num_blocks: int) -> None:
-        """Use an empty cache of so many blocks; on a CPU, memory is touched when blocks are written."""
+    def allocate(self, num_blocks: int, num_slots: int = 1) -> None:
+        """Use an empty cache of so many blocks.
+
+        On a CPU its memory is touched when blocks are written. On any other device all is allocated here, states of
+        so many sequences too: layers allocate at their first token.
+        """
         self.cache = self._new_cache(num_blocks)
+        if self.device.type != "cpu":
+            self._run_token(num_slots - 1)
 
     def give_back(self, blocks: list[int]) -> None:
         """Free the memory of blocks that hold nothing."""
         for layer in self.cache.blocks():
             layer.give_back(blocks)
 
-    @torch.inference_mode()
     def memory_per_token(self) -> tuple[Mapping[torch.device, int], int]:
         """See `PagedCache.memory_per_token`; it runs one token through the model."""
-        self.allocate(1)
-        self.run(Step((TokenRange(0, 0, 1, [0], [0], 1, samples=(0,), slot=0),)))
+        self.cache = self._new_cache(1)
+        self._run_token(0)
         return self.cache.memory_per_token(self.device)
+
+    def _run_token(self, slot: int) -> None:
+        self.run(Step((TokenRange(0, 0, 1, [0], [0], 1, samples=(0,), slot=slot),)))
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, step: Step, newest: Mapping[int, torch.Tensor] | None = None) -> torch.Tensor:
+    def run(self, step: Step, inflight: InflightTokens | None = None) -> torch.Tensor:
         """Compute a step's ranges.
 
         Args:
             step: At least one range.
-            newest: Of each sequence whose token is in flight: the token, a scalar on the device.
+            inflight: The tokens of ranges without any, which the step before samples; None: there are none.
 
         Returns:
             `[logits, vocabulary]`: range by range, those of its first `num_scored` tokens, then that of its last token
@@ -119,7 +129,7 @@ class ModelRunner:
             self.cache.copy_blocks(step.block_copies)
         if step.slot_copies:
             self.cache.copy_slots(step.slot_copies)
-        logits = [self._forward(group, newest) for group in self._groups(step.ranges)]
+        logits = [self._forward(group, inflight) for group in self._groups(step.ranges)]
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _groups(self, ranges: tuple[TokenRange, ...]) -> Iterator[Sequence[TokenRange]]:
@@ -133,12 +143,8 @@ class ModelRunner:
         for part in ranges[num_decodes:]:
             yield (part,)
 
-    def _forward(self, ranges: Sequence[TokenRange], newest: Mapping[int, torch.Tensor] | None) -> torch.Tensor:
-        step = StepTensors(ranges, self.block_size, self.device)
-        for at, part in enumerate(ranges):
-            if not part.token_ids:
-                assert newest is not None
-                step.token_ids[step.bounds[at]] = newest[part.sequence_id]
+    def _forward(self, ranges: Sequence[TokenRange], inflight: InflightTokens | None) -> torch.Tensor:
+        step = StepTensors(ranges, self.block_size, self.device, inflight)
         indices = _logit_indices(ranges, step.bounds)
         num_wanted, indices = len(indices), indices or [0]  # kernels of linear layers need a row
         # Rows of one token keep that token's logits; other forwards those that are wanted.
@@ -146,16 +152,16 @@ class ModelRunner:
         arguments: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "attention_mask": None}
         if "position_ids" in self._accepts:
             arguments["position_ids"] = step.positions.view(shape)
-        keeps = "logits_to_keep" in self._accepts and shape[0] == 1
-        if keeps:
-            arguments["logits_to_keep"] = torch.tensor(indices, device=self.device)
+        keeps = "logits_to_keep" in self._accepts and shape[0] == 1 and len(indices) < step.num_tokens
+        if keeps:  # a list is an index on whichever device the last layer is; the host waits for it
+            arguments["logits_to_keep"] = indices if self._is_split else to_index(indices, self.device)
         self.cache.begin(step)
         with self._contexts(ranges, step, indices):
             output = self.model(input_ids=step.token_ids.view(shape), **arguments)
         self.cache.end()
         logits: torch.Tensor = output.logits.flatten(0, 1)
         if not keeps and len(indices) < len(logits):
-            logits = logits[torch.tensor(indices, device=logits.device)]
+            logits = logits[to_index(indices, logits.device)]
         return logits[:num_wanted]
 
     @contextmanager
@@ -197,7 +203,7 @@ class ModelRunner:
             return nullcontext()
         assert self.switch_length is not None
         is_long = [part.context_length > self.switch_length for part in ranges for _ in range(part.num_tokens)]
-        return self._long_rope.by_token(torch.tensor(is_long, device=self.device) if any(is_long) else None)
+        return self._long_rope.by_token(to_device(is_long, torch.bool, self.device) if any(is_long) else None)
 
 
 def _logit_indices(ranges: Sequence[TokenRange], bounds: list[int]) -> list[int]:

@@ -55,29 +55,24 @@ def attention_of(cache: PagedCache) -> Iterator[None]:
 
 
 class MaskRule(torch.Tensor):
-    """A tensor of one element in place of a mask. Moving it to a device keeps the rule, any other change loses it."""
+    """A tensor of one element in place of a mask, on the host. Moving it does nothing, any other change loses it."""
 
     rule: MaskFunction
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch in place of every function of such a tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.to and isinstance(args[0], MaskRule):
-            return _with_rule(result, args[0].rule)
-        return result
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
-def _with_rule(tensor: torch.Tensor, rule: MaskFunction) -> MaskRule:
-    mask = tensor.as_subclass(MaskRule)
-    mask.rule = rule
-    return mask
-
-
-def mask_of_rule(*args: Any, mask_function: MaskFunction, device: Any = None, **kwargs: Any) -> torch.Tensor:
+def mask_of_rule(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> torch.Tensor:
     """As transformers calls it to make a mask."""
-    return _with_rule(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), mask_function)
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).as_subclass(MaskRule)
+    mask.rule = mask_function
+    return mask
 
 
 # --- what a rule lets a token see ------------------------------------------------------------------------------------
@@ -126,17 +121,21 @@ def _evaluate(rule: MaskFunction, positions: torch.Tensor, columns: torch.Tensor
 
 def _mask(
     step: StepTensors, number: int, rule: MaskFunction | None, first: int, device: torch.device
-) -> tuple[torch.Tensor, bool]:
-    """Which of a sequence's tokens `[first:end]` the new ones of range `number` see, `[new, tokens]` bool."""
+) -> torch.Tensor | None:
+    """Which of a sequence's tokens `[first:end]` the new ones of range `number` see, `[new, tokens]` bool; None: all.
+
+    Whether it is all is told from positions: looking at the mask would make the host wait for the device.
+    """
+    part, window = step.ranges[number], window_of(rule)
+    if part.num_tokens == 1 and window is not None and (not window or part.end - first <= window):
+        return None
     key = number, first, device, None if rule is None else id(rule)
     if key not in step.masks:
-        part = step.ranges[number]
         positions = torch.arange(part.start, part.end, device=device)
         columns = torch.arange(first, part.end, device=device)
-        mask = columns[None] <= positions[:, None] if rule is None else _evaluate(rule, positions, columns)
-        step.masks[key] = mask, bool(mask.all())
-    found: tuple[torch.Tensor, bool] = step.masks[key]
-    return found
+        step.masks[key] = columns[None] <= positions[:, None] if rule is None else _evaluate(rule, positions, columns)
+    mask: torch.Tensor = step.masks[key]
+    return mask
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -214,8 +213,7 @@ def _attend_blocks(
         else:
             low = max(0, part.start + 1 - window) // step.block_size * step.block_size if window else 0
             keys, values = blocks.read(tables[number], part.end, low)
-            mask, sees_all = _mask(step, number, rule, low, device)
-            chunk = _masked(own, keys, values, None if sees_all else mask, scale, softcap, sinks)
+            chunk = _masked(own, keys, values, _mask(step, number, rule, low, device), scale, softcap, sinks)
         outputs.append(chunk.transpose(0, 1))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0].contiguous()
 
@@ -237,8 +235,8 @@ def _attend_gathered(
     for number, end in enumerate(step.ends):
         own = queries[step.bounds[number] : step.bounds[number + 1]].transpose(0, 1)
         keys, values = key[0, :, offset : offset + end], value[0, :, offset : offset + end]
-        mask, sees_all = _mask(step, number, rule, 0, queries.device)
-        outputs.append(_masked(own, keys, values, None if sees_all else mask, scale, softcap, sinks).transpose(0, 1))
+        mask = _mask(step, number, rule, 0, queries.device)
+        outputs.append(_masked(own, keys, values, mask, scale, softcap, sinks).transpose(0, 1))
         offset += end
     return torch.cat(outputs)
 

@@ -60,10 +60,9 @@ class PagedCache(Cache):
         """Prepare for a forward of this step."""
         self.step = step
         self.layer_of.clear()
-        slots = [part.slot for part in step.ranges]
         for layer in self.layers:
             if isinstance(layer, SlotStatesLayer):
-                layer.begin(slots, is_new=not step.ranges[0].start)
+                layer.begin(step)
 
     def end(self) -> None:
         """Keep the states that the forward has computed."""

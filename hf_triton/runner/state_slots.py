@@ -15,6 +15,8 @@ import torch
 from transformers import cache_utils
 from transformers.cache_utils import LinearAttentionLayer
 
+from hf_triton.runner.step_tensors import StepTensors
+
 EMPTY: Final[type] = getattr(cache_utils, "DummyLayer", type(None))
 """A layer that keeps nothing; 5.18 of transformers has none yet."""
 
@@ -25,6 +27,7 @@ class _Slots(dict[int, torch.Tensor | None]):
     def __init__(self, numbers: Sequence[int]) -> None:
         super().__init__(dict.fromkeys(numbers))
         self._slots: list[int] = []
+        self._step: StepTensors
         self._rows: dict[int, torch.Tensor | None] = {}
         self._is_copied = False
 
@@ -40,9 +43,9 @@ class _Slots(dict[int, torch.Tensor | None]):
     def buffers(self) -> list[torch.Tensor]:
         return [buffer for buffer in super().values() if buffer is not None]
 
-    def begin(self, slots: list[int], *, is_new: bool) -> None:
+    def begin(self, step: StepTensors, slots: list[int], *, is_new: bool) -> None:
         """Rows are views if the slots are consecutive, else copies that `end` writes back."""
-        self._slots = slots
+        self._step, self._slots = step, slots
         self._is_copied = slots != list(range(slots[0], slots[0] + len(slots)))
         self._grow(max(slots) + 1)
         for number, buffer in self.items():
@@ -68,14 +71,18 @@ class _Slots(dict[int, torch.Tensor | None]):
         if self._is_copied:
             for number, buffer in self.items():
                 if buffer is not None:
-                    buffer[self._slots] = self._rows[number]  # type: ignore[assignment]
+                    buffer[self._index(buffer)] = self._rows[number]  # type: ignore[assignment]
         self._rows = {}
 
     def _take_rows(self, number: int) -> None:
         buffer = super().__getitem__(number)
         assert buffer is not None
         slots = self._slots
-        self._rows[number] = buffer[slots] if self._is_copied else buffer[slots[0] : slots[0] + len(slots)]
+        copied = self._is_copied
+        self._rows[number] = buffer[self._index(buffer)] if copied else buffer[slots[0] : slots[0] + len(slots)]
+
+    def _index(self, buffer: torch.Tensor) -> torch.Tensor:
+        return self._step.on(buffer.device, "state_slots")
 
 
 class SlotStatesLayer(LinearAttentionLayer):
@@ -94,10 +101,11 @@ class SlotStatesLayer(LinearAttentionLayer):
         self.conv_states = _Slots(self._numbers)
         self.recurrent_states = _Slots(self._numbers)
 
-    def begin(self, slots: list[int], *, is_new: bool) -> None:
-        """Show a forward the states of these slots; new sequences begin without."""
-        self.conv_states.begin(slots, is_new=is_new)
-        self.recurrent_states.begin(slots, is_new=is_new)
+    def begin(self, step: StepTensors) -> None:
+        """Show a forward the states of its sequences; new ones begin without."""
+        slots, is_new = [part.slot for part in step.ranges], not step.ranges[0].start
+        self.conv_states.begin(step, slots, is_new=is_new)
+        self.recurrent_states.begin(step, slots, is_new=is_new)
         self.has_previous_state = dict.fromkeys(self._numbers, not is_new)
 
     def end(self) -> None:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -12,7 +13,17 @@ import numpy.typing as npt
 import torch
 
 from hf_triton.runner.step import TokenRange
-from hf_triton.runner.transfer import array_to_device
+from hf_triton.runner.transfer import array_to_device, to_index
+
+
+@dataclass(frozen=True)
+class InflightTokens:
+    """The tokens that the step in flight samples."""
+
+    token_ids: torch.Tensor
+    """`[sequences]` int64, on the device."""
+    row_of: Mapping[int, int]
+    """The place of a sequence's token, by the sequence's id."""
 
 
 class StepTensors:
@@ -22,9 +33,16 @@ class StepTensors:
         ranges: Those of the forward; decoding sequences first.
         block_size: Tokens of a block.
         device: Of the model's input embedding; layers elsewhere get copies, see `on`.
+        inflight: Tokens of ranges that have none; None: all ranges have theirs.
     """
 
-    def __init__(self, ranges: Sequence[TokenRange], block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        ranges: Sequence[TokenRange],
+        block_size: int,
+        device: torch.device,
+        inflight: InflightTokens | None = None,
+    ) -> None:
         self.ranges = ranges
         self.block_size = block_size
         self.device = device
@@ -38,7 +56,7 @@ class StepTensors:
         for row, part in enumerate(ranges):
             tables[row, : len(part.block_table)] = part.block_table
         positions = self._positions()
-        self.token_ids = self._to_device(self._token_ids())  # [tokens]
+        self.token_ids = self._token_ids(inflight)  # [tokens]
         self.positions = self._to_device(positions)  # [tokens]
         self.tables = torch.from_numpy(tables)
         """`[ranges, width]` int32 on the host: the blocks of each range's sequence."""
@@ -46,6 +64,8 @@ class StepTensors:
         """`[ranges]` int64 on the host: tokens of each sequence, the new ones included."""
         self.slots = self._slots(tables, positions)
         """`[tokens]` int64 on the host: block times block size plus the place in it, where each new token goes."""
+        self.state_slots = torch.tensor([part.slot for part in ranges])
+        """`[ranges]` int64 on the host: where each sequence has its states."""
         self._on: dict[tuple[torch.device, str], torch.Tensor] = {}
         self.masks: dict[Any, Any] = {}
         """Attention's own: masks of this forward."""
@@ -56,21 +76,29 @@ class StepTensors:
         return self.bounds[-1]
 
     def on(self, device: torch.device, name: str) -> torch.Tensor:
-        """One of `tables`, `lengths` and `slots` on a layer's device."""
+        """One of `tables`, `lengths`, `slots` and `state_slots` on a layer's device."""
         tensor: torch.Tensor = getattr(self, name)
         if device.type == "cpu":
             return tensor
         key = device, name
         if key not in self._on:
-            self._on[key] = tensor.to(device, non_blocking=True)
+            self._on[key] = array_to_device(tensor.numpy(), device)
         return self._on[key]
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array) if self.device.type == "cpu" else array_to_device(array, self.device)
 
-    def _token_ids(self) -> npt.NDArray[np.int64]:
-        """The tokens; 0 for one that the step in flight samples."""
-        return np.array([token for part in self.ranges for token in part.token_ids or (0,)], np.int64)
+    def _token_ids(self, inflight: InflightTokens | None) -> torch.Tensor:
+        """The tokens; those that the step in flight samples are never on the host."""
+        known = np.array([token for part in self.ranges for token in part.token_ids or (0,)], np.int64)
+        token_ids = self._to_device(known)
+        unknown = [at for at, part in enumerate(self.ranges) if not part.token_ids]
+        if unknown:
+            assert inflight is not None
+            rows = [inflight.row_of[self.ranges[at].sequence_id] for at in unknown]
+            newest = inflight.token_ids[to_index(rows, inflight.token_ids.device)]
+            token_ids[to_index([self.bounds[at] for at in unknown], self.device)] = newest.to(self.device)
+        return token_ids
 
     def _positions(self) -> npt.NDArray[np.int64]:
         if self.num_decodes == len(self.ranges):

@@ -1,220 +1,167 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode step on a CUDA device: CUDA graphs, eager steps and `generate` give the same output."""
+"""The continuous engine on CUDA devices: the output of `generate`, no waiting but for tokens, memory at load."""
 
 import copy
 import logging
+import random
+import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_triton.runner.decode import Decoder, DecodingMode
-from tests.support.running_sequences import RunningSequences, prompts, schedule
-from transformers import AutoModelForCausalLM
+from accelerate import dispatch_model
 
-from hf_triton.runner import decode
-from hf_triton.runner import kv_cache as cache
-from hf_triton.runner.calling import Forward
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.executor import Executor
+from hf_triton.engine.scheduler import StepOutput
+from hf_triton.errors import CheckpointError
+from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.sampler import SampledTokens
-from hf_triton.sampling.sequence_sampler import SequenceSampler
-from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from tests.support.architectures import CONTINUOUS, WHOLE, build
-from tests.support.engine import NOT_CONTINUOUS
-from tests.support.reference import solo_ids
+from tests.support.architectures import load, requests
+from tests.support.engine import Client, check, greedy_ids, start_engine, token_ids
 from tests.support.simulated_gpu import HAS_GPU, Device
 
 pytestmark = pytest.mark.full
-MODELS = ("llama", "falcon", "gemma3", "mistral-window", "phi3", "gpt-bigcode", "stablelm", "starcoder2")
-NOT_CAPTURED = (
-    "gpt-neo",  # its local layers take the newest column to be the last one
-    "mpt",  # compares the number of columns before the new one with others, in Python
+MODELS = (
+    *("llama", "falcon", "gpt-bigcode", "phi3-longrope", "mistral-window", "gemma2", "gemma3", "gpt-oss", "llama4"),
+    *("mixtral", "deepseek-v3", "granite4", "falcon-h1", "jamba"),
 )
-LLAMA: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+"""Of each way to run, each kind of mask and each kind of attention."""
+WAITLESS = ("llama", "falcon", "gemma3", "mixtral", "phi3-longrope", "deepseek-v3", "gpt-oss", "granite4")
+PLANS = {
+    "greedy": SamplingParams(24),
+    "drawn": SamplingParams(24, do_sample=True, temperature=0.8, top_k=20, top_p=0.9, seed=3),
+    "penalised": SamplingParams(24, repetition_penalty=1.2),
 }
-FALCON: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "multi_query": True,
-    "new_decoder_architecture": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-CONFIGS = CONTINUOUS | WHOLE | {"llama": ("LlamaConfig", LLAMA), "falcon": ("FalconConfig", FALCON)}
-SHIPPED = [name for name in ARCHITECTURES if name not in (*NOT_CONTINUOUS, *CONFIGS)]
 
 
-def load(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    return build(*CONFIGS[name]).to("cuda", dtype)
+def check_beside_generate(engine: Any, reference: Any, count: int) -> None:
+    items = requests(count, random.Random(5))
+    check(reference, Client(engine), items, expected=greedy_ids(reference, items))
 
 
-def on_host(name: str, folder: Path) -> Any:
-    if name in CONFIGS:
-        return build(*CONFIGS[name])
-    build_tiny_checkpoint(folder, name, eos_token_id=None)
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
-@pytest.fixture(autouse=True)
-def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make buffers grow, shift and change their buckets often."""
-    monkeypatch.setattr(cache, "COLUMN_STEP", 16)
-    monkeypatch.setattr(decode, "COLUMN_STEP", 16)
-    monkeypatch.setattr(cache, "CUDA_SHAPE", (2, 16))
-
-
-def run(running: RunningSequences, contexts: list[list[int]]) -> dict[int, list[int]]:
-    for verb, number in schedule(len(contexts), max_num_seqs=5):
-        if verb == "add":
-            running.add(number, contexts[number])
-        elif verb == "remove":
-            running.remove(number)
-        else:
-            running.step()
-    return running.tokens
-
-
-def check(name: str, mode: DecodingMode, folder: Path) -> Decoder:
-    """The completions are those of `generate`; a simulated device rounds as the host does."""
-    plain, contexts = on_host(name, folder), prompts(12 if HAS_GPU else 5)
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_output_equals_generate(name: str, tmp_path: Path) -> None:
+    plain = load(name, tmp_path)
     model = copy.deepcopy(plain).to("cuda")
-    running = RunningSequences(model, mode)
-    for number, written in run(running, contexts).items():
-        found = running.comparable(contexts[number], written)
-        assert found == solo_ids(model if HAS_GPU else plain, contexts[number], len(found))
-    return running.decoder
+    with closing(start_engine(model, max_num_seqs=5, context_length=128)) as engine:
+        assert isinstance(engine, ContinuousBatchingEngine)
+        check_beside_generate(engine, model if HAS_GPU else plain, 16)
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *SHIPPED])
-def test_greedy_output_of_graphs_equals_generate(name: str, tmp_path: Path) -> None:
-    assert check(name, "cuda_graphs", tmp_path).is_static is (name not in NOT_CAPTURED)
+@pytest.mark.parametrize("name", ["granite", "codegen", "deepseek-v3", "llama4", "phi3-longrope", "qwen3-next"])
+def test_a_model_on_several_devices(name: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one device")
+    plain = load(name, tmp_path)
+    model = copy.deepcopy(plain)
+    model = dispatch_model(model, in_two(model))
+    with closing(start_engine(model, max_num_seqs=5, context_length=128)) as engine:
+        assert isinstance(engine, ContinuousBatchingEngine)
+        assert {blocks.device.index for blocks in engine.runner.cache.blocks()} <= {0, 1}
+        check_beside_generate(engine, plain, 8)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_output_of_eager_steps_equals_generate(name: str, tmp_path: Path) -> None:
-    assert not check(name, "eager", tmp_path).is_static
+def in_two(model: torch.nn.Module) -> dict[str, str]:
+    """A device map: the first half of the layers and what is before them, and the rest."""
+    base = next(iter(model.named_children()))[0]
+    layers = [name for name, child in getattr(model, base).named_children() if isinstance(child, torch.nn.ModuleList)]
+    places = {}
+    for name, child in getattr(model, base).named_children():
+        if name in layers[:1]:
+            half = len(child) // 2
+            places |= {f"{base}.{name}.{index}": f"cuda:{int(index >= half)}" for index in range(len(child))}
+        else:
+            places[f"{base}.{name}"] = "cuda:1" if places and "emb" not in name else "cuda:0"
+    is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    return places | {name: "cuda:0" if is_tied else "cuda:1" for name, _ in model.named_children() if name != base}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_of_graphs_are_the_eager_ones(name: str, dtype: torch.dtype) -> None:
-    model, contexts = load(name, dtype), prompts(12 if HAS_GPU else 5)
-    eager, graphs = RunningSequences(model, "eager"), RunningSequences(model, "auto")
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
-    for verb, number in schedule(len(contexts), max_num_seqs=5):
-        for running in (eager, graphs):
-            if verb == "add":
-                running.add(number, contexts[number])
-            elif verb == "remove":
-                running.remove(number)
-        if verb == "step":
-            wanted, found = eager.step(), graphs.step()
-            assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
-            for (_, its), (_, others) in zip(graphs.slots, eager.slots, strict=True):
-                its[-1] = others[-1]  # two tokens may be as likely as each other in bfloat16
-    assert graphs.decoder.is_static
+# --- waiting ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["granite4", "falcon-h1"])
-def test_a_graph_that_cannot_be_had_leaves_the_states_to_an_eager_step(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captured, capture = [], Decoder._capture
-
-    def run_out(decoder: Decoder, *place: Any) -> Any:
-        graph = capture(decoder, *place)
-        captured.append(graph)
-        if not decoder._is_on_trial and len(captured) % 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return graph
-
-    monkeypatch.setattr(Decoder, "_capture", run_out)
-    assert check(name, "cuda_graphs", tmp_path).is_static
-    assert len(captured) > 5
-
-
-PLANS = (SamplingParams(9), SamplingParams(9, do_sample=True, top_p=0.9, top_k=5, temperature=0.7, seed=1))
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("plans", [PLANS[:1] * 3, PLANS[1:] * 3, [*PLANS, PLANS[0]]], ids=["greedy", "drawn", "mixed"])
-def test_step_never_synchronizes_with_the_device(plans: list[SamplingParams]) -> None:
-    samplers = [SequenceSampler(plan, 0, []) for plan in plans]
-    running = RunningSequences(load("llama"), "cuda_graphs")
-    for number, prompt in enumerate(prompts(3, longest=8)):
-        running.add(number, prompt)
-    running.step()
-    SampledTokens(running.step(), samplers).read()  # what is allocated at the first time
-    picks = SampledTokens(running.decoder.step(running.memory, running.newest()), samplers)
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        ahead = SampledTokens(running.decoder.step(running.memory, picks.tokens), samplers, 1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len(picks.read()) == len(ahead.read()) == 3
-
-
-@pytest.mark.skipif(HAS_GPU, reason="a real device does not say who waited for it")
-@pytest.mark.parametrize("name", ["llama", "falcon", "gemma3", "mixtral", "phi3", "deepseek-v3"])
-def test_no_layer_of_a_prompt_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[object] = []
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the host has waited for in an engine's thread, but for tokens that are on their way."""
+    if HAS_GPU:
+        pytest.skip("a real device does not say who waited for it")
+    noted: list[str] = []
     wait = Device.wait
 
     def note(device: Device, operation: object) -> None:
-        waits.append(operation)
         wait(device, operation)
+        if threading.current_thread().name == "hf_triton-engine":
+            noted.append(str(operation))
 
-    counts = []
-    for num_layers in (2, 4):
-        config, arguments = CONFIGS[name]
-        forward = Forward(build(config, arguments | {"num_hidden_layers": num_layers, "layer_types": None}).to("cuda"))
-        forward.prefill([5, 6, 7])  # what is kept on the device goes there
-        with monkeypatch.context() as patch:
-            patch.setattr(Device, "wait", note)
-            waits.clear()
-            forward.prefill([8, 9, 10, 11])
-        counts.append(len(waits))
-    assert counts[0] == counts[1] <= 5
+    monkeypatch.setattr(Device, "wait", note)
+    return noted
 
 
-def test_graphs_survive_when_all_sequences_finish() -> None:
-    running = RunningSequences(load("llama"), "cuda_graphs")
-    for number in range(2):
-        running.add(number, [5, 6, 7])
-        running.step()
-        before = dict(running.decoder._graphs)
-        running.remove(0)
-        assert number == 0 or running.decoder._graphs == before
-    assert len(running.decoder._graphs) == 1
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """The steps that have run."""
+    noted: list[Step] = []
+    run = Executor.run
+
+    def note(executor: Executor, step: Step) -> StepOutput:
+        noted.append(step)
+        return run(executor, step)
+
+    monkeypatch.setattr(Executor, "run", note)
+    return noted
 
 
-class Waiting(Forward):
-    """A model that looks at its own numbers, which no graph can hold."""
+def generate(name: str, plan: SamplingParams, folder: Path) -> list[list[int]]:
+    model = load(name, folder).to("cuda")
+    with closing(start_engine(model, max_num_seqs=4, context_length=128)) as engine:
+        client = Client(engine)
+        for prompt, _ in requests(8, random.Random(5)):
+            client.submit(prompt, plan)
+        return [ids for outcome in client.outcomes() for ids in token_ids(outcome)]
 
-    def __call__(self, *arguments: Any, **others: Any) -> torch.Tensor:
-        logits = super().__call__(*arguments, **others)
-        return logits if logits.sum().item() > 0 else logits + 0
+
+@pytest.mark.parametrize("name", WAITLESS)
+def test_no_step_waits_for_the_device(name: str, waits: list[str], tmp_path: Path) -> None:
+    assert generate(name, PLANS["greedy"], tmp_path)
+    assert waits == []
 
 
-def test_a_model_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    model = load("llama")
-    with caplog.at_level(logging.WARNING):
-        decoder = Decoder(Waiting(model), "auto")
-    assert not decoder.is_static
-    assert [record.name for record in caplog.records] == [decode.__name__]
-    running, contexts = RunningSequences(model, "eager"), prompts(12)
-    running.decoder = decoder
-    assert run(running, contexts) == run(RunningSequences(model, "eager"), contexts)
-    torch.cuda.empty_cache()  # raises where a capture has broken off
-    assert Decoder(Forward(model), "auto").is_static
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_sampling_waits_for_tokens_alone(
+    plan: SamplingParams, waits: list[str], steps: list[Step], tmp_path: Path
+) -> None:
+    assert all(len(ids) == plan.max_new_tokens for ids in generate("llama", plan, tmp_path))
+    assert waits == []
+    ahead = [step for step in steps if step.stays_inflight]
+    assert len(ahead) > len(steps) / 2 or plan is PLANS["penalised"], "the next step starts before tokens are read"
+
+
+# --- at load ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "granite4"])
+def test_all_memory_is_allocated_at_load(name: str, tmp_path: Path) -> None:
+    model = load(name, tmp_path).to("cuda")
+    with closing(start_engine(model, max_num_seqs=5, context_length=128, max_cache_tokens=4096)) as engine:
+        cache = engine.runner.cache
+        before = [blocks.keys for blocks in cache.blocks()]
+        assert {len(keys) * keys.shape[2] for keys in before} == {4096}
+        states = [buffer for layer in cache.layers if hasattr(layer, "states") for buffer in layer.states()]
+        assert {len(buffer) for buffer in states} == ({5} if name == "granite4" else set())
+        Client(engine).ask([5, 6, 7], SamplingParams(3))
+        assert all(blocks.keys is keys for blocks, keys in zip(cache.blocks(), before, strict=True))
+
+
+def test_a_cache_that_does_not_fit_is_refused_at_load(tmp_path: Path) -> None:
+    model = load("llama", tmp_path).to("cuda")
+    with pytest.raises(CheckpointError, match=r"out_of_memory: cuda:0 has not .* set max_cache_tokens to fewer"):
+        start_engine(model, max_num_seqs=5, context_length=128, max_cache_tokens=2**31 - 1)
+
+
+def test_cuda_graphs_are_accepted_and_the_log_says_what_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load("llama", tmp_path).to("cuda")
+    with caplog.at_level(logging.INFO):
+        start_engine(model, max_num_seqs=5, context_length=128, decoding="cuda_graphs").close()
+    assert "decoding cuda_graphs: steps run eagerly" in caplog.text

@@ -5,6 +5,7 @@ Tensors say that they are on `cuda:0`, and are computed on the CPU. What a devic
 wrong on one goes wrong here:
 
 - tensors of the host and of the device, or of two devices, in one operation;
+- a tensor that is larger than the free memory;
 - the host waiting for the device where `torch.cuda.set_sync_debug_mode("error")` forbids it, or while a graph is being
   captured;
 - a graph: nothing runs while it is captured; its replay is the same operations on the same addresses, with the host's
@@ -12,12 +13,13 @@ wrong on one goes wrong here:
 - a copy to the host that does not wait: garbage until an event behind it, or all, was waited for;
 - a copy to the device that does not wait: the host's memory must not change on its way.
 
-It says nothing of a device's rounding, speed, kernels, or how much memory something takes.
+It says nothing of a device's rounding, speed, kernels, or how much memory all tensors take.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +35,7 @@ aten = torch.ops.aten
 
 HAS_GPU: Final = torch.cuda.is_available()
 """Whether there is a real one."""
-GIB: Final = 2**30
+FREE_BYTES: Final = 2**31
 CUDA, META = 1, 14  # c10::DeviceType
 CAPTURE: Final = "capture"
 """What the host waits for before it captures a graph."""
@@ -45,6 +47,8 @@ WAITING: Final = frozenset(  # the host needs a number, or a shape that depends 
         *(aten.repeat_interleave.Tensor, aten.bincount.default),
     }
 )
+ALLOCATING: Final = {aten.empty.memory_format: 0, aten.new_empty.default: 1}
+"""Which argument is the shape."""
 COPYING: Final = frozenset({aten.copy_.default, aten._to_copy.default})
 INDEXING: Final = frozenset(  # takes indices from the host, and waits for them
     {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
@@ -197,6 +201,8 @@ class Operations(TorchDispatchMode):
             return self._on_host(func, args, kwargs)
         if func in COPYING and (place.type == "cpu" or len(given) < len(tensors)):
             return self._copy(func, args, kwargs, place)
+        if func in ALLOCATING and math.prod(args[ALLOCATING[func]]) > FREE_BYTES:  # at a byte a number
+            raise torch.OutOfMemoryError("CUDA out of memory")
         self._check(func, args, tensors)
         return self._run(func, args, kwargs, place)
 
@@ -237,8 +243,10 @@ class Operations(TorchDispatchMode):
     def _check(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
         if func in WAITING or (func in INDEXING and any(map(_is_waited_for, args[1]))):
             self._device.wait(func)
-        if func not in INDEXING | COPYING:
+        if func not in COPYING:
             places = {str(tensor.device) for tensor in tensors if tensor.ndim or isinstance(tensor, OnDevice)}
+            if func in INDEXING:  # indices may be the host's
+                places.discard("cpu")
             if len(places) > 1:
                 raise RuntimeError(f"Expected all tensors to be on the same device: {func} of {', '.join(places)}")
 
@@ -444,7 +452,7 @@ def simulated_gpus(num_devices: int = 1) -> Iterator[Device]:
         "set_device": set_device,
         "get_device_capability": lambda *_: (9, 0),
         "get_device_name": lambda *_: "simulated",
-        "mem_get_info": lambda *_: (60 * GIB, 80 * GIB),
+        "mem_get_info": lambda *_: (FREE_BYTES, 2 * FREE_BYTES),
         "memory_reserved": lambda *_: 0,
         "memory_allocated": lambda *_: 0,
         "empty_cache": lambda: None,

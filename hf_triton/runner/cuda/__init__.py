@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA inference: index constants during a forward, and graphs. The rest of the package imports this alone.
+"""CUDA inference: index constants during a forward. The rest of the package imports this alone.
 
 Importing it loads no torch.
 """
@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from hf_triton.runner.cuda.graphs import GraphCapture
-
-__all__ = ["forward_context", "graph_capture"]
+__all__ = ["forward_context"]
 
 
 def forward_context(device: torch.device) -> AbstractContextManager[None]:
@@ -28,10 +26,3 @@ def forward_context(device: torch.device) -> AbstractContextManager[None]:
     # torch 2.11 and later prefer cuDNN, which plans for each shape; the number of columns grows at every step.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return KeptIndexConstants()
-
-
-def graph_capture(device: torch.device) -> GraphCapture:
-    """Captures steps on a CUDA device as graphs."""
-    from hf_triton.runner.cuda.graphs import GraphCapture
-
-    return GraphCapture(device)
