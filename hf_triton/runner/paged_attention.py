@@ -84,17 +84,24 @@ def window_of(rule: MaskFunction | None) -> int | None:
     """0: all tokens before it. w: the last w tokens, itself included. None: something else (Llama 4's chunks)."""
     if rule is None:
         return 0
-    key = _signature(rule)
+    key = tuple(_parts(rule))
+    if any(isinstance(part, torch.Tensor) for part in key):
+        return None  # looking at it would make the host wait for the device
     if key not in _windows:
         _windows[key] = _find_window(rule)
     return _windows[key]
 
 
-def _signature(value: Any) -> Any:
+def _parts(value: Any) -> Iterator[Any]:
     """A function's code and what it closes over: transformers makes the same functions at each forward."""
-    if not hasattr(value, "__code__"):
-        return tuple(map(_signature, value)) if isinstance(value, (tuple, list)) else value
-    return value.__code__, *(_signature(cell.cell_contents) for cell in value.__closure__ or ())
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _parts(each)
+    elif hasattr(value, "__code__"):
+        yield value.__code__
+        yield from _parts([cell.cell_contents for cell in value.__closure__ or ()])
+    else:
+        yield value
 
 
 def _find_window(rule: MaskFunction) -> int | None:
@@ -114,7 +121,7 @@ def _find_window(rule: MaskFunction) -> int | None:
 
 def _evaluate(rule: MaskFunction, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """`[positions, columns]` bool."""
-    zero = torch.zeros((), dtype=torch.int64, device=positions.device)
+    zero = torch.zeros((1, 1), dtype=torch.int64, device=positions.device)
     seen: torch.Tensor = rule(zero, zero, positions[:, None], columns[None])
     return seen.expand(len(positions), len(columns))
 
@@ -129,13 +136,21 @@ def _mask(
     part, window = step.ranges[number], window_of(rule)
     if part.num_tokens == 1 and window is not None and (not window or part.end - first <= window):
         return None
-    key = number, first, device, None if rule is None else id(rule)
+    key = number, first, device, id(rule) if window is None else window
     if key not in step.masks:
-        positions = torch.arange(part.start, part.end, device=device)
-        columns = torch.arange(first, part.end, device=device)
-        step.masks[key] = columns[None] <= positions[:, None] if rule is None else _evaluate(rule, positions, columns)
-    mask: torch.Tensor = step.masks[key]
-    return mask
+        # Llama 4's rule has a tensor, on the device of the embedding.
+        owner = next((each.device for each in _parts(rule) if isinstance(each, torch.Tensor)), device)
+        positions = torch.arange(part.start, part.end, device=owner)
+        columns = torch.arange(first, part.end, device=owner)
+        if window is None:
+            assert rule is not None
+            mask = _evaluate(rule, positions, columns)
+        else:
+            mask = columns[None] <= positions[:, None]
+            mask &= columns[None] > positions[:, None] - (window or part.end)
+        step.masks[key] = mask.to(device)
+    found: torch.Tensor = step.masks[key]
+    return found
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
