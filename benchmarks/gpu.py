@@ -23,20 +23,24 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import click
 import torch
 import transformers
-from hf_triton.runner.decode import DecodingMode
 from transformers import AutoModelForCausalLM, FalconConfig, GenerationConfig, LlamaConfig, PretrainedConfig
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Outcome, SequenceGroup
+from hf_triton.runner.model_runner import BLOCK_SIZES
+from hf_triton.runner.step import Step
+from hf_triton.runner.way_probe import probe_ways
 from hf_triton.sampling.params import SamplingParams
 
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
 NUM_COPIES = 20
+LARGEST_BLOCK = max(BLOCK_SIZES.values())
+"""Tokens: a sequence may leave as many of its last block unused."""
 NO_END: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -121,38 +125,32 @@ def weight_bytes(model: Any) -> int:
 
 
 class Steps:
-    """Replaces the engine's decoder: records when full steps begin, and what they read of keys and values."""
+    """Stands before the engine's runner: notes when full steps begin, and what they read of keys and values."""
 
     def __init__(self, engine: ContinuousBatchingEngine) -> None:
-        self._decoder = engine.decoder
-        self.is_static = self._decoder.is_static
+        self._run = engine.runner.run
+        self._cache = engine.runner.cache
         self.full = 0
         """Sequences in a step that counts."""
         self.intervals_s: list[float] = []
         self.read_bytes: list[int] = []
         self._last_s: float | None = None
-        engine.executor._decoder = self  # type: ignore[assignment]
+        engine.runner.run = self.run  # type: ignore[method-assign]
 
-    def expect(self, num_rows: int) -> None:
-        self.full = num_rows
+    def expect(self, num_sequences: int) -> None:
+        self.full = num_sequences
         self.intervals_s, self.read_bytes, self._last_s = [], [], None
 
-    def step(self, memory: Any, newest: list[int], *adapters: Any) -> torch.Tensor:
+    def run(self, step: Step, *inflight: Any) -> torch.Tensor:
         now = time.perf_counter()
-        if len(newest) == self.full:
+        is_full = len(step.ranges) == self.full and all(part.is_decode for part in step.ranges)
+        if is_full:
             if self._last_s is not None:
                 self.intervals_s.append(now - self._last_s)
-            per_token = sum(
-                buffer[0, :, 0].numel() * buffer.element_size()
-                for layer in memory.cache.layers
-                for buffer in (layer.key_rows, layer.value_rows)
-            )
-            self.read_bytes.append(len(newest) * memory.width * per_token)
-        self._last_s = now if len(newest) == self.full else None
-        return self._decoder.step(memory, newest, *adapters)
-
-    def release(self) -> None:
-        self._decoder.release()
+            per_token = sum(blocks.bytes_per_token for blocks in self._cache.blocks())
+            self.read_bytes.append(per_token * sum(part.end for part in step.ranges))
+        self._last_s = now if is_full else None
+        return self._run(step, *inflight)
 
 
 def run_engine(engine: ContinuousBatchingEngine, prompts: list[list[int]], num_new: int) -> None:
@@ -190,13 +188,22 @@ def run_paged(model: Any, prompts: list[list[int]], num_new: int) -> None:
 
 
 def measure_engine(
-    model: Any, batches: dict[int, list[list[int]]], num_new: int, mode: DecodingMode, bandwidth: float
+    model: Any, batches: dict[int, list[list[int]]], num_new: int, bandwidth: float
 ) -> dict[int, dict[str, float]]:
     """`engine`, `decode` and `bound` of every batch."""
     rows: dict[int, dict[str, float]] = {}
-    engine = ContinuousBatchingEngine(model, max_num_seqs=max(batches), enable_prefix_caching=False, decoding=mode)
+    way = probe_ways(model)
+    if way is None:
+        raise RuntimeError("the continuous engine does not run this model")
+    num_sequences, longest = max(batches), max(len(prompt) for prompts in batches.values() for prompt in prompts)
+    engine = ContinuousBatchingEngine(
+        model,
+        way=way,
+        max_num_seqs=num_sequences,
+        max_cache_tokens=num_sequences * (longest + num_new + LARGEST_BLOCK),  # leaves memory to the other ways
+        enable_prefix_caching=False,
+    )
     steps, weights = Steps(engine), weight_bytes(model)
-    print(f"steps have {'static' if steps.is_static else 'eager'} shapes")
     try:
         for size, prompts in batches.items():
             steps.expect(size)
@@ -209,7 +216,7 @@ def measure_engine(
     return rows
 
 
-def measure(name: str, device: torch.device, sizes: list[int], lengths: tuple[int, int], mode: DecodingMode) -> Any:
+def measure(name: str, device: torch.device, sizes: list[int], lengths: tuple[int, int]) -> Any:
     """All figures of a model, by batch size, and why some are missing."""
     num_prompt, num_new = lengths
     bandwidth = bytes_per_s(device)
@@ -218,7 +225,7 @@ def measure(name: str, device: torch.device, sizes: list[int], lengths: tuple[in
         size: torch.randint(model.config.vocab_size, (size, num_prompt), generator=torch.Generator()).tolist()
         for size in sizes
     }
-    rows, missing = measure_engine(model, batches, num_new, mode, bandwidth), dict[str, str]()
+    rows, missing = measure_engine(model, batches, num_new, bandwidth), dict[str, str]()
     for way, run in (("generate", run_generate), ("paged", run_paged)):
         for size, prompts in batches.items():
             release(device)
@@ -267,7 +274,6 @@ def show(name: str, figures: Any) -> None:
 @click.option("--batch", "sizes", type=int, multiple=True, default=(1, 8, 32, 64, 128), show_default=True)
 @click.option("--prompt-tokens", default=128, show_default=True)
 @click.option("--new-tokens", default=128, show_default=True)
-@click.option("--decoding", type=click.Choice(["auto", "eager", "cuda_graphs", "static"]), default="auto")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for gpu.json.")
 def main(
     models: tuple[str, ...],
@@ -275,15 +281,14 @@ def main(
     sizes: tuple[int, ...],
     prompt_tokens: int,
     new_tokens: int,
-    decoding: str,
     out: Path | None,
 ) -> None:
     """Measure, and print a table for each model."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    where, mode, lengths = torch.device(device), cast(DecodingMode, decoding), (prompt_tokens, new_tokens)
+    where, lengths = torch.device(device), (prompt_tokens, new_tokens)
     found = {}
     for name in models:
-        found[name] = measure(name, where, sorted(sizes), lengths, mode)
+        found[name] = measure(name, where, sorted(sizes), lengths)
         show(name, found[name])
         release(where)
     if out is not None:

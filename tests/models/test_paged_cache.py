@@ -98,9 +98,14 @@ def test_parts_of_pages_are_kept() -> None:
 # --- states ----------------------------------------------------------------------------------------------------------
 
 
+def step_of(slots: list[int], *, is_new: bool) -> StepTensors:
+    parts = [tokens(0, 2, [0], slot) if is_new else tokens(2, 3, [0], slot) for slot in slots]
+    return StepTensors(parts, SIZE, CPU)
+
+
 def advance(layer: SlotStatesLayer, slots: list[int], *, is_new: bool = False) -> list[float]:
     """The states that a forward of these slots finds; it adds 1 to the first, 2 to the second, and so on."""
-    layer.begin(slots, is_new=is_new)
+    layer.begin(step_of(slots, is_new=is_new))
     if not layer.is_recurrent_states_initialized[0]:
         layer.lazy_initialization(recurrent_states=torch.ones(len(slots), 2))
     rows = layer.recurrent_states[0]
@@ -125,7 +130,7 @@ def test_a_forward_sees_and_changes_the_states_of_its_slots() -> None:
 def test_rows_of_consecutive_slots_are_no_copies(slots: list[int], is_view: bool) -> None:
     layer = SlotStatesLayer()
     advance(layer, [0, 1, 2, 3], is_new=True)
-    layer.begin(slots, is_new=False)
+    layer.begin(step_of(slots, is_new=False))
     is_shared = layer.recurrent_states[0].untyped_storage().data_ptr() == layer.states()[0].untyped_storage().data_ptr()
     assert is_shared is is_view
 
