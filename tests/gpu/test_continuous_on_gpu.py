@@ -5,6 +5,7 @@ import copy
 import logging
 import random
 import threading
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     noted: list[Step] = []
     run = Executor.run
 
-    def note(executor: Executor, step: Step) -> StepOutput:
+    def note(executor: Executor, step: Step) -> Iterator[StepOutput]:
         noted.append(step)
         return run(executor, step)
 
