@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.choose import build_engine
+from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.errors import CheckpointError
@@ -65,7 +66,7 @@ def load_model(checkpoint: Path) -> Any:
 class Started:
     """An engine with adapters."""
 
-    def __init__(self, model: Any, engine: Any = "auto", decoding: Any = "auto") -> None:
+    def __init__(self, model: Any, engine: Any = "auto", config: EngineConfig | None = None) -> None:
         accelerate(model, pack_weights="all")
         self.adapters = Adapters(model)
         self.engine = build_engine(
@@ -74,9 +75,10 @@ class Started:
             max_num_seqs=8,
             max_cache_tokens=None,
             enable_prefix_caching=True,
-            decoding=decoding,
+            decoding="auto",
             context_length=256,
             on_fatal=lambda: None,
+            config=config,
             adapters=self.adapters,
         )
 
@@ -152,8 +154,8 @@ def test_prefixes_of_one_adapter_are_not_reused_for_another(
         assert [started.run((prompt, adapter))[0] for adapter in (None, *adapters)] == expected
 
 
-def test_static_steps_with_adapters_equal_peft(checkpoint: Path, folders: dict[str, Path]) -> None:
-    started = Started(load_model(checkpoint), "continuous", "static")
+def test_steps_ahead_of_the_host_with_adapters_equal_peft(checkpoint: Path, folders: dict[str, Path]) -> None:
+    started = Started(load_model(checkpoint), "continuous", EngineConfig(runs_ahead=True))
     try:
         adapter = started.adapters.load(folders["all"])
         jobs = [(prompt, adapter if index % 2 else None) for index, prompt in enumerate(prompts(4))]

@@ -4,16 +4,18 @@
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.scheduler import StepOutput
 from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.engine.types import Observer
 from hf_triton.errors import HfTritonError
+from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams
 from tests.support.reference import solo_ids
 
@@ -95,6 +97,18 @@ class Faulty:
             self.num_hits += 1
             raise self._error
         return self._model(input_ids=input_ids, **arguments)
+
+
+class StepsAhead:
+    """Counts the steps that began before the tokens of the last one were read."""
+
+    def __init__(self, engine: ContinuousBatchingEngine) -> None:
+        self._run, self.count = engine.executor.run, 0
+        engine.executor.run = self._note  # type: ignore[method-assign]
+
+    def _note(self, step: Step) -> Iterator[StepOutput]:
+        self.count += step.stays_inflight
+        return self._run(step)
 
 
 def slow_down(engine: ContinuousBatchingEngine, pause_s: float = 0.005) -> None:
