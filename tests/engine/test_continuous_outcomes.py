@@ -213,29 +213,6 @@ def test_groups_are_admitted_by_priority_then_by_arrival(start: StartEngine) -> 
     assert [name for name in order if name != "first"] == list("abcdef")
 
 
-def test_requests_take_turns(start: StartEngine) -> None:
-    engine, order = start(max_num_seqs=1), list[str]()
-
-    def request(name: str, count: int, priority: int = 0) -> None:
-        def note(number: int) -> Callable[[Outcome], None]:
-            return lambda _: order.append(f"{name}{number}")
-
-        groups = [SequenceGroup(PROMPT, SamplingParams(1), note(number), priority=priority) for number in range(count)]
-        engine.submit(groups)
-
-    with engine.queue.changed:  # it admits none meanwhile
-        request("a", 4)
-        request("b", 2)
-        request("c", 1)
-        engine.scheduler._admit()  # a0 is admitted: its turn has begun
-        request("urgent", 2, priority=-1)
-        request("d", 2)
-    deadline_s = time.monotonic() + 60
-    while len(order) < 11 and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert order == ["a0", "urgent0", "urgent1", "b0", "c0", "a1", "b1", "d0", "a2", "d1", "a3"]
-
-
 @pytest.mark.parametrize("make", [ContinuousBatchingEngine, BatchEngine])
 def test_large_request_is_not_starved_by_later_requests(
     model: Any, make: Callable[..., ContinuousBatchingEngine | BatchEngine]

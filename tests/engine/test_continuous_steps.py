@@ -1,207 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill batches and decoding steps that run ahead in the continuous engine."""
+"""Steps of the continuous engine: what they compute, and those that run ahead of the host."""
 
-import math
 import random
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hf_triton.engine.plan import PrefillRequest, is_worth_one_batch
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import Observer
-from hf_triton.runner.device import CHUNK_SIZES, ChunkSizes, DeviceContext
+from hf_triton.runner.device import ChunkSizes, DeviceContext
+from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import BASE, build
-from tests.support.engine import PROMPT, Client, StartEngine, error_code, only, prompts, token_ids
+from tests.support.engine import DRAWN, PROMPT, Client, StartEngine, error_code, only, prompts, token_ids
 from tests.support.reference import solo_ids
 
-# --- prefill order ---------------------------------------------------------------------------------------------------
+# --- what a step computes --------------------------------------------------------------------------------------------
 
 
-class Forwards:
-    """The forwards of an engine: prefills, as contexts and columns, and `steps`."""
+class Steps:
+    """The engine's runner, which notes each step and asks `before` first."""
 
-    def __init__(self, engine: ContinuousBatchingEngine) -> None:
-        self._model, self.seen = engine.forward.model, list[Any]()
-        engine.forward.model = self
+    def __init__(self, engine: ContinuousBatchingEngine, before: Callable[[Step], None] = lambda _: None) -> None:
+        self._run, self._before = engine.runner.run, before
+        self.seen: list[Step] = []
+        engine.runner.run = self  # type: ignore[assignment]
 
-    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
-        rows, columns = input_ids.shape
-        if columns > 1 or self.seen[-1:] != ["steps"]:
-            self.seen.append((rows, columns) if columns > 1 else "steps")
-        return self._model(input_ids=input_ids, **arguments)
+    def __call__(self, step: Step, *arguments: Any) -> torch.Tensor:
+        self.seen.append(step)
+        self._before(step)
+        return self._run(step, *arguments)
 
     @property
-    def batch_sizes(self) -> list[int]:
-        """Contexts of each prefill."""
-        return [each[0] for each in self.seen if each != "steps"]
+    def sizes(self) -> list[list[int]]:
+        """The tokens of each range."""
+        return [[part.num_tokens for part in step.ranges] for step in self.seen]
 
 
-def test_later_prompts_do_not_delay_the_first(start: StartEngine) -> None:
+def test_a_step_has_chunks_of_prompts_beside_decoding_sequences(model: Any, start: StartEngine) -> None:
+    engine = start(config=EngineConfig(chunk_sizes=ChunkSizes(64, 32, per_weights=16)))
+    items = [prompt * 100 for prompt in prompts(3, seed=5, longest=2)]
+    lengths = (20, 100, 30)
+    client = Client(engine)
+    with engine.queue.changed:  # it admits none meanwhile
+        steps = Steps(engine)
+        for prompt, length in zip(items, lengths, strict=True):
+            client.submit(prompt[:length], SamplingParams(5))
+    for prompt, length, outcome in zip(items, lengths, client.outcomes(), strict=True):
+        assert only(outcome).token_ids == solo_ids(model, prompt[:length], 5)
+    assert steps.sizes == [[20, 44], [1, 30, 2], [1, 1, 32], [1, 1, 22], [1, 1, 1], [1, 1], [1], [1]]
+
+
+def test_running_sequences_get_a_token_with_every_step(start: StartEngine) -> None:
     engine = start(max_num_seqs=16)
-    client, forwards, params = Client(engine), Forwards(engine), SamplingParams(12)
-    call = forwards.__call__
+    client = Client(engine)
+    first: list[int] = []
 
-    def call_and_submit(*, input_ids: torch.Tensor, **arguments: Any) -> Any:
-        if input_ids.shape[1] > 1 and len(forwards.batch_sizes) < 10:
-            client.submit([5, 7, 11], params)
-        return call(input_ids=input_ids, **arguments)
+    def submit_more(step: Step) -> None:
+        if len(steps.seen) < 10:
+            client.submit([5, 7, 11] * 200, SamplingParams(2))
 
-    engine.forward.model = call_and_submit
-    client.submit([3, 5, 7], params)
-    while len(forwards.batch_sizes) < 10:
-        time.sleep(0.01)
+    steps = Steps(engine, submit_more)
+    client.submit([3, 5, 7], SamplingParams(12), on_token=lambda *_: bool(first.append(len(steps.seen))))
     client.outcomes()
-    assert forwards.seen.index("steps") <= 2
-
-
-def submit_lengths(engine: ContinuousBatchingEngine, lengths: list[int]) -> threading.Semaphore:
-    """Submit prompts at one moment; the semaphore is released for each outcome."""
-    answered = threading.Semaphore(0)
-    params = SamplingParams(12)
-    engine.submit(
-        [
-            SequenceGroup([3 + number] * length, params, lambda _: answered.release())
-            for number, length in enumerate(lengths)
-        ]
-    )
-    return answered
-
-
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        ([60, 44, 58], [(3, 60), "steps"]),
-        ([60, 20, 58, 21], [(1, 60), (1, 20), (1, 58), (1, 21), "steps"]),
-        ([60, 61, 20, 21], [(2, 61), (2, 21), "steps"]),
-        ([300, 20, 260], [(1, 300), (1, 20), "steps", (1, 256), "steps", (1, 4), "steps"]),
-        # Longer than a chunk without decoding: short prompts overtake it after each of its chunks.
-        ([900, 800, 20, 21], [(1, 512), (2, 21), "steps", (1, 256), "steps", (1, 132), "steps", (1, 256), "steps"]),
-        ([900, 20, 300], [(1, 512), (1, 20), (1, 300), "steps", (1, 256), "steps", (1, 132), "steps"]),
-        (
-            [900, 20, 500],
-            [(1, 512), (1, 20), "steps", (1, 256), "steps", (1, 256), "steps", (1, 244), "steps", (1, 132), "steps"],
-        ),
-    ],
-)
-def test_prompts_of_unlike_lengths_are_prefilled_one_after_another(
-    lengths: list[int], expected: list[Any], start: StartEngine
-) -> None:
-    engine = start()
-    forwards = Forwards(engine)
-    answered = submit_lengths(engine, lengths)
-    for _ in lengths:
-        assert answered.acquire(timeout=60)
-    assert forwards.seen[: len(expected)] == expected
-
-
-def test_short_prompts_overtake_long_ones_that_are_prefilled_whole(start: StartEngine) -> None:
-    engine = start(prefills_whole=True)
-    forwards = Forwards(engine)
-    answered = submit_lengths(engine, [900, 800, 20, 21])
-    for _ in range(4):
-        assert answered.acquire(timeout=60)
-    assert forwards.seen == [(1, 900), "steps", (2, 21), "steps", (1, 800), "steps"]
-
-
-def test_running_sequences_wait_for_one_chunk_at_most(start: StartEngine) -> None:
-    config = EngineConfig(chunk_sizes=ChunkSizes(512, 70, per_weights=16))
-    engine = start(config=config)
-    forwards, answered = Forwards(engine), list[threading.Semaphore]()
-
-    def on_token(*_: object) -> bool:
-        if not answered and "steps" in forwards.seen:
-            answered.append(submit_lengths(engine, [40, 20, 2, 60]))
-        return False
-
-    Client(engine).ask([5] * 9, SamplingParams(40), on_token=on_token)
-    for _ in range(4):
-        assert answered[0].acquire(timeout=60)
-    seen = forwards.seen[forwards.seen.index((1, 40)) :]
-    assert seen[:5] == [(1, 40), (1, 20), (1, 2), "steps", (1, 60)]
+    assert first == list(range(first[0], first[0] + 12))
 
 
 def test_chunks_beside_decoding_shrink_with_the_context_on_a_cpu() -> None:
     cpu, cuda, other = (DeviceContext(torch.device(name)).chunk_sizes for name in ("cpu", "cuda:1", "xpu"))
-    assert [cpu.size(is_decoding=True, num_cached=columns) for columns in (0, 2047, 2048, 8192)] == [256, 256, 128, 51]
-    assert cpu.size(is_decoding=False, num_cached=8192) == 512
-    assert cuda.size(is_decoding=True, num_cached=8192) == 512
+    shares = [cpu.share(is_decoding=True, num_cached=num_cached) for num_cached in (0, 2047, 2048, 8192)]
+    assert [cpu.size(is_decoding=True) * share for share in shares] == [256, 256, 128, 51.2]
+    assert cpu.size(is_decoding=False) * cpu.share(is_decoding=False, num_cached=8192) == 512
+    assert cuda.size(is_decoding=True) * cuda.share(is_decoding=True, num_cached=8192) == 512
     assert cuda.size(is_decoding=False) == 1024
     assert other == cuda
 
 
-def test_contexts_with_little_padding_share_a_batch() -> None:
-    cpu, cuda = CHUNK_SIZES["cpu"], CHUNK_SIZES["cuda"]
-
-    def is_worth(requests: list[PrefillRequest], sizes: ChunkSizes) -> bool:
-        return is_worth_one_batch(requests, sizes, math.inf)
-
-    requests = [PrefillRequest([], [0] * 100), PrefillRequest([], [0] * 84)]
-    assert is_worth(requests, cpu)
-    requests[1] = PrefillRequest([], [0] * 83)
-    assert not is_worth(requests, cpu)
-    assert is_worth(requests, cuda)
-    assert is_worth([replace(requests[0], num_cached=17), requests[1]], cpu)  # which leaves no padding
-    assert not is_worth([PrefillRequest([], [0] * 513)] * 2, cuda)
-
-
 # --- one step ahead --------------------------------------------------------------------------------------------------
+
+
+def run_ahead(engine: ContinuousBatchingEngine) -> ContinuousBatchingEngine:
+    """As on a GPU."""
+    engine.scheduler._traits = replace(engine.scheduler._traits, can_run_ahead=lambda: True)
+    return engine
 
 
 class Events:
     """The order in which steps begin and tokens go out."""
 
     def __init__(self, engine: ContinuousBatchingEngine) -> None:
-        self._step, self.seen = engine.decoder.step, list[str]()
-        engine.decoder.step = self.step  # type: ignore[method-assign]
-
-    def step(self, *arguments: Any) -> torch.Tensor:
-        self.seen.append("step")
-        return self._step(*arguments)
+        self.seen = list[str]()
+        Steps(engine, lambda _: self.seen.append("step"))
 
     def token(self, *_: object) -> bool:
         self.seen.append("token")
         return False
 
     def ask(self, client: Client, **settings: Any) -> list[str]:
-        self.seen.clear()
         only(client.ask(PROMPT, SamplingParams(5, **settings), on_token=self.token))
         return self.seen
 
 
-TOKEN_BY_TOKEN = ["token", *["step", "token"] * 4]  # the prefill gives the first one
-
-
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "seed": 3}], ids=str)
-def test_static_steps_run_ahead_of_the_host(
-    settings: dict[str, Any], start: StartEngine, request: pytest.FixtureRequest
-) -> None:
-    engine = start()
-    seen = Events(engine).ask(Client(engine), **settings)
-    if "static" in request.node.callspec.params.values():
-        assert seen == ["token", "step", "step", "token", "step", "token", "step", "token", "token"]
-    else:
-        assert seen == TOKEN_BY_TOKEN
+def test_a_step_begins_before_the_tokens_of_the_last_one_are_read(settings: dict[str, Any], start: StartEngine) -> None:
+    engine = run_ahead(start())
+    assert Events(engine).ask(Client(engine), **settings) == ["step", *["step", "token"] * 4, "token"]
 
 
 @pytest.mark.parametrize(
     "settings", [{"logprobs": 1}, {"repetition_penalty": 1.3}, {"logit_bias": ((7, 2.0),)}], ids=str
 )
 def test_sequences_that_need_the_host_are_decoded_token_by_token(settings: dict[str, Any], start: StartEngine) -> None:
-    engine = start()
-    assert Events(engine).ask(Client(engine), **settings) == TOKEN_BY_TOKEN
+    engine = run_ahead(start())
+    assert Events(engine).ask(Client(engine), **settings) == ["step", "token"] * 5
 
 
-def test_mixed_sequences_equal_each_alone(model: Any, start: StartEngine) -> None:
+def test_tokens_drawn_ahead_are_those_drawn_in_time(start: StartEngine) -> None:
+    params = replace(DRAWN, num_return_sequences=3)
+    expected = token_ids(Client(start()).ask(PROMPT, params))
+    assert token_ids(Client(run_ahead(start())).ask(PROMPT, params)) == expected
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_mixed_sequences_equal_each_alone(is_ahead: bool, model: Any, start: StartEngine) -> None:
     source, engine = random.Random(31), start(max_num_seqs=5)
-    client = Client(engine)
+    client = Client(run_ahead(engine) if is_ahead else engine)
     items = [
         (prompt, SamplingParams(source.randrange(1, 40), repetition_penalty=source.choice([1.0, 1.0, 1.4])))
         for prompt in prompts(40, seed=32)
@@ -214,21 +142,22 @@ def test_mixed_sequences_equal_each_alone(model: Any, start: StartEngine) -> Non
         assert only(outcome).token_ids == expected
 
 
+def fail_at(engine: ContinuousBatchingEngine, is_hit: Callable[[int], bool], error: Exception) -> Steps:
+    """Let the steps fail whose numbers are hit."""
+
+    def fail(_: Step) -> None:
+        if is_hit(len(steps.seen)):
+            raise error
+
+    steps = Steps(engine, fail)
+    return steps
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")], ids=repr)
 @pytest.mark.parametrize("failing", [2, 3, 9])
-def test_failed_step_ahead_changes_no_output(
-    error: Exception, failing: int, model: Any, start: StartEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, count = start(max_num_seqs=8), [0]
-    step = engine.decoder.step
-
-    def fail(*arguments: Any) -> torch.Tensor:
-        count[0] += 1
-        if count[0] == failing:
-            raise error
-        return step(*arguments)
-
-    monkeypatch.setattr(engine.decoder, "step", fail)
+def test_failed_step_ahead_changes_no_output(error: Exception, failing: int, model: Any, start: StartEngine) -> None:
+    engine = run_ahead(start(max_num_seqs=8))
+    steps = fail_at(engine, lambda number: number == failing, error)
     client = Client(engine)
     tokens: dict[int, list[int]] = {}
     items = prompts(6, seed=33)
@@ -239,10 +168,10 @@ def test_failed_step_ahead_changes_no_output(
         )
     for number, (prompt, outcome) in enumerate(zip(items, client.outcomes(), strict=True)):
         assert only(outcome).token_ids == solo_ids(model, prompt, 12) == tokens[number]
-    assert count[0] > failing
+    assert len(steps.seen) > failing
 
 
-class Steps(Observer):
+class StepSizes(Observer):
     """Notes the sequences of each step."""
 
     def __init__(self) -> None:
@@ -253,9 +182,8 @@ class Steps(Observer):
 
 
 def test_step_ahead_of_finished_sequences_is_not_counted(start: StartEngine) -> None:
-    observer = Steps()
-    engine = start(observer=observer)
-    client = Client(engine)
+    observer = StepSizes()
+    client = Client(run_ahead(start(observer=observer)))
     tokens: list[int] = []
 
     def listen(_: int, token_id: int, *__: object) -> bool:
@@ -264,24 +192,20 @@ def test_step_ahead_of_finished_sequences_is_not_counted(start: StartEngine) -> 
 
     client.ask(PROMPT, SamplingParams(20), on_token=listen)
     client.ask(PROMPT, SamplingParams(1))
-    assert observer.num_sequences == [1, 1, 1]  # the first token is the prefill's
+    assert observer.num_sequences == [1] * 5
 
 
-def test_failed_step_ahead_keeps_nothing_of_its_sequence(start: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, count = start(), [0]
-    step = engine.decoder.step
-
-    def fail(*arguments: Any) -> torch.Tensor:
-        count[0] += 1
-        if count[0] > 4:
-            raise RuntimeError("boom")
-        return step(*arguments)
-
-    monkeypatch.setattr(engine.decoder, "step", fail)
+def test_failed_step_ahead_keeps_nothing_of_its_sequence(start: StartEngine) -> None:
+    engine = run_ahead(start())
+    fail_at(engine, lambda number: number > 4, RuntimeError("boom"))
     outcome = Client(engine).ask(PROMPT, SamplingParams(20))
     assert error_code(outcome) == "generation_failed"
     engine.close()
-    assert engine.scheduler._inflight is None
+    assert engine.executor._inflight is None
+    assert not engine.executor.samplers
+
+
+# --- shared blocks ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -292,7 +216,7 @@ def test_nan_of_a_sequence_enters_no_shared_prefix(is_running: bool) -> None:
     expected = [solo_ids(model, prompt, 6) for prompt in prompts]
     with torch.no_grad():
         model.get_input_embeddings().weight[299] = torch.nan
-    engine = ContinuousBatchingEngine(model, max_num_seqs=4)
+    engine = ContinuousBatchingEngine(model, max_num_seqs=4, config=EngineConfig(block_size=8))
     client = Client(engine)
     try:
         client.submit([*beginning, 299, 7, 8], SamplingParams(60 if is_running else 3))
