@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -13,7 +14,7 @@ from hf_triton.engine.scheduler import StepOutput
 from hf_triton.runner.model_runner import ModelRunner
 from hf_triton.runner.step import Step, TokenRange
 from hf_triton.runner.step_tensors import InflightTokens
-from hf_triton.runner.transfer import to_index
+from hf_triton.runner.transfer import ToHost, to_index
 from hf_triton.sampling.logprobs import token_logprobs
 from hf_triton.sampling.sampler import SampledTokens
 from hf_triton.sampling.sequence_sampler import SequenceSampler
@@ -29,11 +30,19 @@ class InflightStep:
     """Those that sample, in the order of `sampled`."""
     sampled: SampledTokens | None
     prompt_scores: dict[int, list[TokenLogprobs]]
+    are_finite: ToHost | None
+    """Whether each of the step's full blocks is."""
 
     def read(self) -> StepOutput:
         """The output, once it is on the host."""
         tokens = self.sampled.read() if self.sampled else []
-        return StepOutput(self.step, dict(zip(self.sequence_ids, tokens, strict=True)), self.prompt_scores)
+        are_finite = self.are_finite.tolist() if self.are_finite else []
+        return StepOutput(
+            self.step,
+            dict(zip(self.sequence_ids, tokens, strict=True)),
+            self.prompt_scores,
+            frozenset(itertools.compress(self.step.full_blocks, are_finite)),
+        )
 
     def tokens(self) -> InflightTokens | None:
         """The token of each sequence, on the device; None: it samples none."""
@@ -73,6 +82,7 @@ class Executor:
 
     def _launch(self, step: Step, pending: InflightStep | None) -> InflightStep:
         logits = self._runner.run(step, pending.tokens() if pending else None)
+        are_finite = self._are_finite(step.full_blocks)
         rows: list[int] = []
         sequence_ids: list[int] = []
         scores: dict[int, list[TokenLogprobs]] = {}
@@ -83,13 +93,18 @@ class Executor:
             rows += [first + part.num_scored] * len(part.samples)
             sequence_ids += part.samples
         if not rows:
-            return InflightStep(step, (), None, scores)
+            return InflightStep(step, (), None, scores, are_finite)
         if rows != list(range(len(logits))):
             logits = logits[to_index(rows, logits.device)]
         samplers = [self.samplers[number] for number in sequence_ids]
         ahead = set(pending.sequence_ids) if pending else set()
         sampled = SampledTokens(logits, samplers, [int(number in ahead) for number in sequence_ids])
-        return InflightStep(step, tuple(sequence_ids), sampled, scores)
+        return InflightStep(step, tuple(sequence_ids), sampled, scores, are_finite)
+
+    def _are_finite(self, blocks: tuple[int, ...]) -> ToHost | None:
+        """By the last layer, to which NaN and infinity spread."""
+        layers = list(self._runner.cache.blocks())
+        return ToHost(layers[-1].are_finite(blocks)) if blocks and layers else None
 
     def _scored_tokens(self, part: TokenRange) -> list[int]:
         """The prompt tokens behind the first `num_scored` tokens of a range."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+
 from hf_triton.engine.block_pool import BlockPool, next_digest
 from hf_triton.engine.sequence import Sequence
 from hf_triton.runner.step import TokenRange
@@ -45,15 +47,27 @@ class PrefixCache:
         for digest in sequence.digests[len(sequence.blocks) :]:
             self._computing.setdefault(digest, sequence.id)
 
-    def publish(self, sequence: Sequence, part: TokenRange) -> None:
-        """Make the blocks known that a range has filled with tokens that are certain."""
+    def full_blocks(self, ranges: Iterable[TokenRange]) -> list[int]:
+        """The blocks that a step fills."""
+        size = self._block_size
+        if not self._is_enabled:
+            return []
+        return [block for part in ranges for block in part.block_table[part.start // size : part.end // size]]
+
+    def publish(self, sequence: Sequence, part: TokenRange, finite_blocks: Container[int]) -> None:
+        """Make the blocks known that a range has filled with tokens that are certain.
+
+        Not those with NaN or infinity: attention multiplies what a mask hides by zero, which makes NaN of them, so a
+        token may spoil those before it.
+        """
         if not self._is_enabled:
             return
         first, end = part.start // self._block_size, part.end // self._block_size
         if first < end:
             self._add_digests(sequence, part.end)
         for at in range(first, end):
-            self._pool.publish(sequence.blocks[at], sequence.digests[at])
+            if sequence.blocks[at] in finite_blocks:
+                self._pool.publish(sequence.blocks[at], sequence.digests[at])
             self._computing.pop(sequence.digests[at], None)
 
     def end(self, sequence: Sequence) -> None:

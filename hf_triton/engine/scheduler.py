@@ -34,6 +34,8 @@ class StepOutput:
     """The next token of each sequence that samples, by its id."""
     prompt_scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Of scored prompt tokens, by the sequence's id."""
+    finite_blocks: frozenset[int] = frozenset()
+    """Those of the step's full blocks that have neither NaN nor infinity."""
 
 
 class Scheduler:
@@ -206,6 +208,7 @@ class Scheduler:
             tuple(self._admitted),
             tuple(self._finished),
             tuple(self._block_copies),
+            tuple(self._prefixes.full_blocks(ranges)),
             tuple(self._slot_copies),
             stays,
         )
@@ -335,7 +338,7 @@ class Scheduler:
             if sequence is None:
                 continue
             if sequence.blocks[: len(part.block_table)] == part.block_table:  # it has not been preempted since
-                self._prefixes.publish(sequence, part)
+                self._prefixes.publish(sequence, part, output.finite_blocks)
                 self._add_scores(sequence, part, output)
                 if len(part.samples) > 1:
                     self._share_blocks(sequence, part.end)

@@ -61,6 +61,11 @@ class KVBlocks:
         self.keys[targets] = self.keys[sources]
         self.values[targets] = self.values[sources]
 
+    def are_finite(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Whether the keys and values of each block are neither NaN nor infinite, `[blocks]` bool."""
+        index = to_index(blocks, self.device)
+        return (self.keys[index].isfinite() & self.values[index].isfinite()).flatten(1).all(1)
+
     def give_back(self, blocks: Iterable[int]) -> None:
         """Free the memory of blocks whose contents nobody needs; only on a CPU, in whole pages."""
         runs = list(_runs(sorted(blocks)))

@@ -61,6 +61,8 @@ class Step:
     """Sequences that have left since the last step."""
     block_copies: tuple[tuple[int, int], ...] = ()
     """Blocks to copy first: from, to."""
+    full_blocks: tuple[int, ...] = ()
+    """Blocks that the step fills and that other sequences may share, if their numbers are finite."""
     slot_copies: tuple[tuple[int, int], ...] = ()
     """State slots to copy first: from, to."""
     stays_inflight: bool = False

@@ -140,6 +140,8 @@ def test_mixed_sequences_equal_each_alone(is_ahead: bool, model: Any, start: Sta
     for (prompt, params), outcome in zip(items, client.outcomes(), strict=True):
         expected = solo_ids(model, prompt, params.max_new_tokens, repetition_penalty=params.repetition_penalty)
         assert only(outcome).token_ids == expected
+    engine.close()
+    assert not engine.executor.samplers  # nothing is kept of sequences that have ended
 
 
 def fail_at(engine: ContinuousBatchingEngine, is_hit: Callable[[int], bool], error: Exception) -> Steps:
@@ -202,7 +204,6 @@ def test_failed_step_ahead_keeps_nothing_of_its_sequence(start: StartEngine) -> 
     assert error_code(outcome) == "generation_failed"
     engine.close()
     assert engine.executor._inflight is None
-    assert not engine.executor.samplers
 
 
 # --- shared blocks ---------------------------------------------------------------------------------------------------

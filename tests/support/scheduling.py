@@ -5,7 +5,7 @@ import itertools
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,8 @@ class FakeDevice:
     def __init__(self, block_size: int, recompute_length: float) -> None:
         self.fails: Callable[[Step], bool] = lambda _: False
         """Whether a step fails after it has written its tokens."""
+        self.is_nan: Callable[[Iterable[tuple[int, Any]]], bool] = lambda _: False
+        """Whether a full block, of which it is given the tokens and their kinds, has NaN."""
         self.sequences: dict[int, Sequence] = {}
         self.num_computed = Counter[SequenceGroup]()
         """Tokens computed of each group, in the order of their first steps."""
@@ -119,7 +121,8 @@ class FakeDevice:
             for number in part.samples:
                 tokens[number] = self._sample(number, part.end)
         scores: Any = {part.sequence_id: list(range(part.start, part.start + part.num_scored)) for part in step.ranges}
-        return StepOutput(step, tokens, scores)
+        finite = frozenset(block for block in step.full_blocks if not self.is_nan(self._contents[block].values()))
+        return StepOutput(step, tokens, scores, finite)
 
     def _context(self, number: int) -> list[int]:
         return self.sequences[number].group.prompt_ids + self._generated[number]
