@@ -38,6 +38,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.cpu import accelerate
 from hf_triton.runner.padding import pad
+from hf_triton.runner.step import Step
 
 VOCABULARY = 8192
 BARE_STEPS = 40
@@ -106,13 +107,15 @@ class Widths:
     def __init__(self, engine: ContinuousBatchingEngine) -> None:
         self.rows: list[int] = []
         self.columns: list[int] = []
-        self._step = engine.decoder.step
-        engine.decoder.step = self.step  # type: ignore[method-assign]
+        self._run = engine.runner.run
+        engine.runner.run = self.run  # type: ignore[method-assign]
 
-    def step(self, memory: Any, newest: torch.Tensor, *adapters: Any) -> torch.Tensor:
-        self.rows.append(memory.num_rows)
-        self.columns.append(memory.width)
-        return self._step(memory, newest, *adapters)
+    def run(self, step: Step, *newest: Any) -> torch.Tensor:
+        decodes = [part for part in step.ranges if part.is_decode]
+        if decodes:
+            self.rows.append(len(decodes))
+            self.columns.append(max(part.end for part in decodes))
+        return self._run(step, *newest)
 
 
 @torch.inference_mode()

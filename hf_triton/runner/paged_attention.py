@@ -206,18 +206,22 @@ def _attend_blocks(
     step, blocks, device = cache.step, layer.blocks, queries.device
     assert blocks is not None
     window, outputs, first = window_of(rule), [], 0
-    is_plain = softcap is None and sinks is None
-    if step.num_decodes and is_plain and window is not None:
+    # The kernel's softmax is in 32 bits; of scores with sinks, the model's is in their own type.
+    has_kernel = window is not None and (sinks is None or sinks.dtype == torch.float32)
+    kernel = layer.kernel_for(queries.shape[1]) if step.num_decodes and has_kernel else None
+    if kernel is not None:
         num = step.num_decodes
-        tables, lengths = step.on(device, "tables"), step.on(device, "lengths")
-        output: torch.Tensor | None = cache.kernels.attend_decode(
-            queries[:num], blocks.keys, blocks.values, tables[:num], lengths[:num], scale, window
-        )
+        new_tokens = (None, None) if layer.is_written else layer.new_tokens()
+        places = step.tables[:num], step.lengths[:num]
+        output: torch.Tensor | None = kernel(queries[:num], *new_tokens, *places, scale, window, softcap or 0.0, sinks)
         if output is not None:
-            if num == len(step.ranges):
-                return output
+            layer.is_written = True
             outputs.append(output)
             first = num
+    if first == len(step.ranges):
+        return outputs[0]
+    layer.write()
+    is_plain = softcap is None and sinks is None
     tables = step.on(device, "tables")
     for number in range(first, len(step.ranges)):
         part, start, end = step.ranges[number], step.bounds[number], step.bounds[number + 1]

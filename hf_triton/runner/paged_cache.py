@@ -131,10 +131,13 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def __init__(self, cache: PagedCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
+        self._kernel_of: dict[int, Any] = {}  # by number of heads: the CPU's for one token of every sequence, or None
         self.blocks: KVBlocks | None = None
         self.new_keys: torch.Tensor | None = None
         """`[1, key heads, tokens, size]` or `[rows, key heads, 1, size]`: of this forward."""
         self.new_values: torch.Tensor | None = None
+        self.is_written = True
+        """Whether they are in their blocks; else the kernel writes them."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -144,15 +147,38 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if self.blocks is None:
             self.blocks = KVBlocks(cache.num_blocks, cache.block_size, key_states, value_states)
             self.is_initialized = True
-        keys, values = key_states.transpose(1, 2).flatten(0, 1), value_states.transpose(1, 2).flatten(0, 1)
-        cache.kernels.write_tokens(
-            self.blocks.keys, self.blocks.values, keys, values, cache.step.on(keys.device, "slots")
-        )
-        if cache.gathers:
-            return self.blocks.gather(cache.step)
         self.new_keys, self.new_values = key_states, value_states
+        self.is_written = False
+        if cache.gathers:
+            self.write()
+            return self.blocks.gather(cache.step)
+        if not any(self._kernel_of.values()) or cache.step.num_decodes < len(cache.step.ranges):
+            self.write()
         cache.layer_of[id(key_states)] = self
         return key_states, value_states
+
+    def write(self) -> None:
+        """Write the new tokens to their blocks, once."""
+        if not self.is_written:
+            assert self.blocks is not None
+            keys, values = self.new_tokens()
+            slots = self._cache.step.on(keys.device, "slots")
+            self._cache.kernels.write_tokens(self.blocks.keys, self.blocks.values, keys, values, slots)
+            self.is_written = True
+
+    def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """This forward's keys and values, `[tokens, key heads, size]`."""
+        assert self.new_keys is not None
+        assert self.new_values is not None
+        return self.new_keys.transpose(1, 2).flatten(0, 1), self.new_values.transpose(1, 2).flatten(0, 1)
+
+    def kernel_for(self, num_heads: int) -> Any:
+        """The CPU's attention of one token of every sequence; None: there is none."""
+        if num_heads not in self._kernel_of:
+            assert self.blocks is not None
+            kernel = self._cache.kernels.kernel_for(num_heads, self.blocks.keys, self.blocks.values)
+            self._kernel_of[num_heads] = kernel
+        return self._kernel_of[num_heads]
 
     def forget(self) -> None:
         """Release this forward's keys and values."""
