@@ -87,7 +87,8 @@ class Scheduler:
         self._free_slots = list(range(max_sequences)) if traits.has_states else []
         self._cuts_context = False  # whether the last step cut a context
         self._ranges: dict[int, TokenRange] = {}  # of the step that is being scheduled, by sequence
-        self._num_left = 0  # tokens of chunks that it may yet compute
+        self._budget = 0  # tokens of chunks that it may compute
+        self._num_left = 0  # of these, how many it may yet
         self._wait_s = 0.0
         self._begin_notes()
 
@@ -119,11 +120,11 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.is_decoding and self._reserve(sequence, 1):
                 self._compute(sequence, 1)
-        is_decoding = bool(self._ranges)
-        self._num_left = self._traits.chunk_sizes.size(is_decoding=is_decoding)
+        num_decodes = len(self._ranges)
+        self._budget = self._num_left = self._traits.chunk_sizes.budget(num_decodes)
         short_first = self._cuts_context
         for sequence in self._contexts(short_first=short_first):
-            num_tokens = self._chunk_size(sequence, is_decoding=is_decoding)
+            num_tokens = self._chunk_size(sequence, is_decoding=num_decodes > 0)
             if num_tokens and self._reserve(sequence, num_tokens):
                 self._compute(sequence, num_tokens)
         self._cuts_context = not short_first and any(not part.samples for part in self._ranges.values())
@@ -148,8 +149,7 @@ class Scheduler:
         """Tokens of a context's next chunk; 0: its turn comes later."""
         traits, missing = self._traits, sequence.num_missing
         if traits.prefills_whole:
-            is_first = self._num_left == traits.chunk_sizes.size(is_decoding=is_decoding)
-            return missing if is_first or missing <= self._num_left else 0
+            return missing if missing <= self._num_left or self._num_left == self._budget else 0
         share = traits.chunk_sizes.share(is_decoding=is_decoding, num_cached=sequence.num_computed)
         size = min(missing, int(self._num_left * share))
         if traits.has_states and size < missing:  # a chunk of one token would be taken for a decoding step

@@ -26,16 +26,16 @@ class ChunkSizes:
     long_context: float = math.inf
     """Cached tokens whose attention takes about as long as the rest of a chunk; longer contexts get shorter chunks."""
 
-    def size(self, *, is_decoding: bool, num_cached: int = 0) -> int:
-        """Tokens of the next chunk.
+    def budget(self, num_decodes: int) -> int:
+        """Tokens of chunks in a step beside decoding sequences, whose tokens count; at least a quarter of a chunk.
 
         Args:
-            is_decoding: Whether sequences are decoding.
-            num_cached: Cached tokens that the chunk attends to.
+            num_decodes: Sequences that decode in the step.
         """
-        if not is_decoding:
+        if not num_decodes:
             return self.max_tokens
-        return int(min(self.max_tokens, self.max_tokens_decoding // (1 + num_cached // self.long_context)))
+        size = min(self.max_tokens, self.max_tokens_decoding)
+        return max(size - num_decodes, -(-size // 4))
 
     def share(self, *, is_decoding: bool, num_cached: int) -> float:
         """The part of a step's budget that a chunk behind cached tokens may take; above 0, at most 1.

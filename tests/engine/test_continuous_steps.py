@@ -53,7 +53,7 @@ def test_a_step_has_chunks_of_prompts_beside_decoding_sequences(model: Any, star
             client.submit(prompt[:length], SamplingParams(5))
     for prompt, length, outcome in zip(items, lengths, client.outcomes(), strict=True):
         assert only(outcome).token_ids == solo_ids(model, prompt[:length], 5)
-    assert steps.sizes == [[20, 44], [1, 30, 2], [1, 1, 32], [1, 1, 22], [1, 1, 1], [1, 1], [1], [1]]
+    assert steps.sizes == [[20, 44], [1, 1, 30], [1, 1, 30], [1, 1, 25], [1, 1, 1], [1, 1], [1], [1]]
 
 
 def test_running_sequences_get_a_token_with_every_step(start: StartEngine) -> None:
@@ -74,10 +74,11 @@ def test_running_sequences_get_a_token_with_every_step(start: StartEngine) -> No
 def test_chunks_beside_decoding_shrink_with_the_context_on_a_cpu() -> None:
     cpu, cuda, other = (DeviceContext(torch.device(name)).chunk_sizes for name in ("cpu", "cuda:1", "xpu"))
     shares = [cpu.share(is_decoding=True, num_cached=num_cached) for num_cached in (0, 2047, 2048, 8192)]
-    assert [cpu.size(is_decoding=True) * share for share in shares] == [256, 256, 128, 51.2]
-    assert cpu.size(is_decoding=False) * cpu.share(is_decoding=False, num_cached=8192) == 512
-    assert cuda.size(is_decoding=True) * cuda.share(is_decoding=True, num_cached=8192) == 512
-    assert cuda.size(is_decoding=False) == 1024
+    assert [cpu.budget(6) * share for share in shares] == [250, 250, 125, 50]
+    assert cpu.budget(0) * cpu.share(is_decoding=False, num_cached=8192) == 512
+    assert cpu.budget(1000) == 64
+    assert cuda.budget(12) * cuda.share(is_decoding=True, num_cached=8192) == 500
+    assert cuda.budget(0) == 1024
     assert other == cuda
 
 

@@ -128,15 +128,15 @@ def test_a_step_computes_many_prompts_beside_every_decoding_sequence() -> None:
     simulation.submit(5, 4)
     assert simulation.step() == [5, 4]
     simulation.submit(3, 20)
-    assert simulation.steps(3) == [[1, 1, 3, 5], [1, 1, 1, 8], [1, 1, 1, 7]]
+    assert simulation.steps(3) == [[1, 1, 3, 3], [1, 1, 1, 5], [1, 1, 1, 5]]
 
 
 def test_short_prompts_pass_between_the_chunks_of_a_long_one() -> None:
     simulation = Simulation()
     long, short = simulation.submit(60, 5)
-    assert simulation.steps(4) == [[16], [5, 11], [1, 8], [1, 8]]
+    assert simulation.steps(4) == [[16], [5, 11], [1, 7], [1, 7]]
     (later,) = simulation.submit(6)
-    assert simulation.steps(3) == [[1, 8], [1, 6, 2], [1, 1, 7]]
+    assert simulation.steps(3) == [[1, 7], [1, 1, 6], [1, 1, 6]]
     simulation.finish()
     assert simulation.computed == [long, short, later]
 
@@ -155,7 +155,7 @@ def test_chunks_beside_decoding_sequences_shrink_with_the_context() -> None:
     simulation.submit(3)
     simulation.step()
     simulation.submit(40)
-    assert simulation.steps(6) == [[1, 8], [1, 8], [1, 4], [1, 4], [1, 4], [1, 4]]
+    assert simulation.steps(6) == [[1, 7], [1, 7], [1, 7], [1, 3], [1, 3], [1, 3]]
 
 
 def test_a_model_without_chunked_prefill_gets_whole_prompts() -> None:
@@ -171,7 +171,7 @@ def test_states_take_a_slot_each_and_no_chunk_of_one_token_behind_others() -> No
     groups = simulation.submit(17, 3, max_new_tokens=4)
     assert simulation.steps(3) == [[15], [2, 3], [1, 1]]
     (third,) = simulation.submit(9, num_return_sequences=2, max_new_tokens=4)
-    assert simulation.steps(2) == [[1, 1, 7], [1, 1, 2]]
+    assert simulation.steps(2) == [[1, 1, 6], [1, 1, 3]]
     simulation.finish()
     assert [simulation.lengths(group) for group in (*groups, third)] == [[4], [4], [4, 4]]
 
