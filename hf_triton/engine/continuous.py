@@ -102,12 +102,13 @@ class ContinuousBatchingEngine(EngineThread):
             max_cache_tokens = None
         bytes_per_token, slot_tokens = runner.memory_per_token()
         budget = TokenBudget(bytes_per_token, max_cache_tokens)
-        is_fixed = runner.device.type != "cpu" or max_cache_tokens is not None
+        is_cpu = runner.device.type == "cpu"
+        is_fixed = not is_cpu or max_cache_tokens is not None
         states = 0 if max_cache_tokens is not None else max_num_seqs * slot_tokens  # the setting limits keys and values
         num_tokens = budget.most - min(states, budget.most // 2) if is_fixed else budget.most
         num_blocks = max(1, num_tokens // runner.block_size)
         max_kept = num_blocks
-        if runner.device.type == "cpu":
+        if is_cpu:
             kept_bytes = max(config.min_kept_bytes, runner.model.get_memory_footprint(return_buffers=False))
             kept = kept_bytes // (sum(bytes_per_token.values()) * runner.block_size)
             max_kept = min(kept, int(num_blocks * config.prefix_cache_fraction))
@@ -128,7 +129,7 @@ class ContinuousBatchingEngine(EngineThread):
             runner.block_size,
             max_kept=max_kept,
             slot_tokens=0 if is_fixed else slot_tokens,
-            is_fixed=is_fixed,
+            is_fixed=not is_cpu,
             give_back=runner.give_back,
         )
 

@@ -161,9 +161,10 @@ def test_steps_ahead_of_the_host_change_no_output(name: str, model: Any, start: 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_idle_engine_gives_back_memory_and_keeps_prefixes(start: StartEngine) -> None:
-    hits = PrefixHits()
-    engine = start(config=EngineConfig(block_size=64, idle_release_s=0.01), observer=hits)
+@pytest.mark.parametrize("max_cache_tokens", [None, 4096])
+def test_an_idle_engine_gives_back_memory_and_keeps_prefixes(max_cache_tokens: int | None, start: StartEngine) -> None:
+    hits, config = PrefixHits(), EngineConfig(block_size=64, idle_release_s=0.01)
+    engine = start(config=config, observer=hits, max_cache_tokens=max_cache_tokens)
     client, item = Client(engine), (list(range(3, 153)), SamplingParams(20))
     expected = token_ids(client.ask(*item))
     size = 64 * sum(layer.bytes_per_token for layer in engine.runner.cache.blocks())
@@ -173,6 +174,7 @@ def test_an_idle_engine_gives_back_memory_and_keeps_prefixes(start: StartEngine)
         time.sleep(0.01)
     assert token_ids(client.ask(*item)) == expected
     assert hits.counts == [0, 128]
+    assert engine.memory.pool._max_kept * size <= 64 << 20
 
 
 @pytest.mark.parametrize("num_requests", [600, pytest.param(20_000, marks=pytest.mark.full)])
