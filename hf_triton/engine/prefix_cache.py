@@ -32,7 +32,7 @@ class PrefixCache:
         if not self._is_enabled:
             return []
         self._add_digests(sequence, sequence.num_tokens)
-        if sequence.group.params.prompt_logprobs is not None and sequence.group.prompt_logprobs is None:
+        if sequence.wants_scores:
             return []  # every token's logits are wanted
         cached: list[int] = []
         for digest in sequence.digests[: (sequence.num_tokens - 1) // self._block_size]:  # one token is left to compute

@@ -177,7 +177,7 @@ class Scheduler:
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         group = sequence.group
         is_last = num_tokens == sequence.num_missing
-        num_top = group.params.prompt_logprobs if group.prompt_logprobs is None else None
+        num_top = group.params.prompt_logprobs if sequence.wants_scores else None
         num_scored = 0 if num_top is None else max(0, min(end, len(group.prompt_ids) - 1) - start)
         sampling = [sequence, *sequence.siblings] if is_last else []
         self._ranges[sequence.id] = TokenRange(
@@ -213,12 +213,13 @@ class Scheduler:
             stays,
         )
         self._ranges = {}
+        self._end_copies(self._block_copies)
         self._begin_notes()
         return step
 
     def _can_run_ahead(self, ranges: list[TokenRange]) -> bool:
         """Whether the host need not see this step's tokens before the next step, and there is a next one."""
-        if any(len(part.samples) > 1 or part.num_scored for part in ranges):
+        if any(len(part.samples) > 1 or self._sequences[part.sequence_id].wants_scores for part in ranges):
             return False
         sampling = [self._sequences[number] for part in ranges for number in part.samples]
         if any(sequence.sampler.needs_host for sequence in sampling):
@@ -362,7 +363,7 @@ class Scheduler:
     def _add_scores(self, sequence: Sequence, part: TokenRange, output: StepOutput) -> None:
         """Note the log probabilities of prompt tokens; the group has them when all are known."""
         group = sequence.group
-        if group.params.prompt_logprobs is not None and group.prompt_logprobs is None:
+        if sequence.wants_scores:
             sequence.prompt_scores += output.prompt_scores.get(sequence.id, [])
             if part.end >= len(group.prompt_ids):
                 group.prompt_logprobs = sequence.prompt_scores
@@ -385,11 +386,17 @@ class Scheduler:
             sibling.blocks = first.blocks[:num_full]
             if has_part:
                 sibling.blocks.append(self._pool.allocate())
+                self._pool.share(first.blocks[num_full])  # until it is copied
                 self._block_copies.append((first.blocks[num_full], sibling.blocks[num_full]))
             sibling.num_computed, sibling.digests = num_tokens, list(first.digests)
             self._note_running(sibling)
             if self._traits.has_states:
                 self._slot_copies.append((first.slot, sibling.slot))
+
+    def _end_copies(self, pairs: list[tuple[int, int]]) -> None:
+        """Release the blocks that a step copies, or that need not be copied any more."""
+        self._pool.release([source for source, _ in pairs])
+        self._block_copies = [pair for pair in self._block_copies if pair not in pairs]
 
     def _end(self, sequence: Sequence) -> None:
         """Forget a sequence that is done."""
@@ -401,11 +408,12 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence's blocks and slot."""
-        self.running.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
         self._ranges.pop(sequence.id, None)
         self._pool.release(sequence.blocks)
         self._prefixes.end(sequence)
-        self._block_copies = [pair for pair in self._block_copies if pair[1] not in sequence.blocks]
+        self._end_copies([pair for pair in self._block_copies if pair[1] in sequence.blocks])
         if sequence.slot >= 0:
             self._slot_copies = [pair for pair in self._slot_copies if pair[1] != sequence.slot]
             heapq.heappush(self._free_slots, sequence.slot)
@@ -458,8 +466,7 @@ class Scheduler:
         for sequence in self._sequences.values():
             sequence.num_inflight = 0
             if sequence not in placed:  # it was on its way
-                self._pool.release(sequence.blocks)
-                sequence.blocks, sequence.num_computed = [], 0
+                self._leave(sequence)
                 self.waiting.append(sequence)
         return lost if numbers else list(self.running)
 

@@ -254,6 +254,11 @@ class Sequence:
         return self.group.adapter.key if self.group.adapter else None
 
     @property
+    def wants_scores(self) -> bool:
+        """Whether the log probabilities of prompt tokens are asked for and not known yet."""
+        return self.group.params.prompt_logprobs is not None and self.group.prompt_logprobs is None
+
+    @property
     def age(self) -> tuple[int, int]:
         """The higher, the younger."""
         return self.group.arrival_number, self.index

@@ -19,7 +19,7 @@ class EngineLoad:
     num_running: int = 0
     """Sequences that are being prefilled or decoded."""
     num_used_tokens: int = 0
-    """Tokens of KV cache in use, padding counted; 0 if the engine does not manage it."""
+    """Tokens of KV cache in use, in whole blocks; 0 if the engine does not manage it."""
     max_used_tokens: int = 0
     """Tokens of KV cache that it may use now."""
     num_free_slots: int = 0
@@ -37,7 +37,7 @@ class Observer:
         """A context's first `num_tokens` tokens are in the prefix cache and are not computed."""
 
     def on_step(self, num_sequences: int) -> None:
-        """A decoding step has given `num_sequences` sequences their next token."""
+        """A step has given `num_sequences` sequences their next token."""
 
     def on_preempt(self, num_sequences: int) -> None:
         """`num_sequences` running sequences go back to the queue."""

@@ -283,7 +283,8 @@ class Simulation:
     def check(self) -> None:
         """A sequence holds the blocks of its tokens and no more; each block knows its holders."""
         pool, scheduler = self.memory.pool, self.scheduler
-        assert pool._references == Counter(block for sequence in scheduler.running for block in sequence.blocks)
+        held = [block for sequence in scheduler.running for block in sequence.blocks]
+        assert pool._references == Counter([*held, *(source for source, _ in scheduler._block_copies)])
         for sequence in scheduler.running:
             assert len(sequence.blocks) == self.memory.num_blocks(sequence.num_computed)
         assert not any(sequence.blocks for sequence in scheduler.waiting)
