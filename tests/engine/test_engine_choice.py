@@ -93,25 +93,6 @@ def test_a_model_whose_positions_depend_on_its_batch_runs_alone(tmp_path: Path) 
     engine.close()
 
 
-INKLING = (
-    BASE
-    | HEADS
-    | {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_hidden_layers": 4,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "sliding_window_size": 16,
-        "rel_extent": 32,
-        "d_rel": 4,
-        "log_scaling_n_floor": 32,
-    }
-)
 MOSHI = BASE | HEADS | {"ffn_dim": 64, "audio_vocab_size": 300}
 
 
@@ -121,14 +102,11 @@ MOSHI = BASE | HEADS | {"ffn_dim": 64, "audio_vocab_size": 300}
         (("Gemma3TextConfig", BASE | HEADS | WINDOWS | {"use_bidirectional_attention": True}), 256, False),
         (("Llama4TextConfig", LLAMA4 | {"floor_scale": 32}), 256, False),
         (("Llama4TextConfig", LLAMA4 | {"floor_scale": 32}), 31, True),
-        (("InklingTextConfig", INKLING), 33, False),
-        (("InklingTextConfig", INKLING), 32, True),
         (("MoshiConfig", MOSHI | {"sliding_window": 32}), 33, False),
         (("MoshiConfig", MOSHI | {"sliding_window": 32}), 32, True),
     ],
     ids=[
         *("bidirectional", "llama4 beyond its floor_scale", "llama4 below it"),
-        *("inkling beyond its floor", "inkling below it"),
         *("moshi beyond its window", "moshi within it"),
     ],
 )

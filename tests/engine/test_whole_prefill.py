@@ -11,10 +11,10 @@ import torch
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.runner import kv_cache as cache
-from hf_triton.runner.calling import Forward
 from hf_triton.runner.device import ChunkSizes
-from hf_triton.runner.probe import probe_continuous_batching
+from hf_triton.runner.model_runner import ModelRunner
+from hf_triton.runner.step import Step
+from hf_triton.runner.way_probe import probe_ways
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import BASE, CONTINUOUS, HEADS, WHOLE, build, requests
 from tests.support.engine import Client, PreemptCounter, PrefixHits, check, start_engine, token_ids
@@ -27,28 +27,32 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def prefills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Contexts and columns of every prefill."""
-    calls: list[tuple[int, int]] = []
-    call = Forward.__call__
+def prefills(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
+    """The chunks of contexts, by their first and last token."""
+    chunks: set[tuple[int, int]] = set()
+    run = ModelRunner.run
 
-    def noted(forward: Forward, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        if input_ids.shape[1] > 1:
-            calls.append((input_ids.shape[0], input_ids.shape[1]))
-        return call(forward, input_ids, *arguments, **options)
+    def noted(runner: ModelRunner, step: Step, *arguments: Any) -> torch.Tensor:
+        chunks.update((part.start, part.end) for part in step.ranges if not part.is_decode)
+        return run(runner, step, *arguments)
 
-    monkeypatch.setattr(Forward, "__call__", noted)
-    return calls
+    monkeypatch.setattr(ModelRunner, "run", noted)
+    return chunks
+
+
+def prefills_whole(model: Any) -> bool | None:
+    way = probe_ways(model)
+    return None if way is None else way.prefills_whole
 
 
 def test_the_probe_finds_whole_prefill(model: Any) -> None:
-    assert probe_continuous_batching(model) == "whole"
-    assert probe_continuous_batching(build(*CONTINUOUS["granite4"])) == "chunked"
+    assert prefills_whole(model) is True
+    assert prefills_whole(build(*CONTINUOUS["granite4"])) is False
 
 
 def test_bidirectional_attention_needs_the_batch_engine() -> None:
     model = build("Gemma3TextConfig", BASE | HEADS | {"use_bidirectional_attention": True})
-    assert probe_continuous_batching(model) is None
+    assert probe_ways(model) is None
     engine = start_engine(model, max_num_seqs=4, context_length=128)
     try:
         assert isinstance(engine, BatchEngine)
@@ -56,7 +60,7 @@ def test_bidirectional_attention_needs_the_batch_engine() -> None:
         engine.close()
 
 
-def test_a_long_prompt_is_prefilled_whole_beside_running_sequences(model: Any, prefills: list[tuple[int, int]]) -> None:
+def test_a_long_prompt_is_prefilled_whole_beside_running_sequences(model: Any, prefills: set[tuple[int, int]]) -> None:
     config = EngineConfig(chunk_sizes=ChunkSizes(16, 8, per_weights=4))
     source = random.Random(1)
     items = [
@@ -69,14 +73,15 @@ def test_a_long_prompt_is_prefilled_whole_beside_running_sequences(model: Any, p
         check(model, Client(engine), items)
     finally:
         engine.close()
-    assert {(1, 100), (1, 90)} <= set(prefills)
+    assert prefills == {(0, len(prompt)) for prompt, _ in items}
 
 
 def test_prefix_caching_is_off_and_logged(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     prompt, shares = list(range(3, 60)), PrefixHits()
     with caplog.at_level(logging.INFO, logger="hf_triton"):
         engine = start_engine(model, max_num_seqs=4, context_length=256, observer=shares)
-    assert "each prompt prefilled whole, no prefix caching" in caplog.text
+    assert "each prompt prefilled whole" in caplog.text
+    assert "no prefix caching" in caplog.text
     try:
         client = Client(engine)
         for _ in range(3):
@@ -86,11 +91,13 @@ def test_prefix_caching_is_off_and_logged(model: Any, caplog: pytest.LogCaptureF
     assert not any(shares.counts)
 
 
-def test_preempted_sequences_continue_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "COLUMN_STEP", 16)
+def test_preempted_sequences_continue_unchanged() -> None:
     model = build(*WHOLE["jamba"])
     source, preempted = random.Random(3), PreemptCounter()
-    engine = start_engine(model, max_num_seqs=6, context_length=256, max_cache_tokens=300, observer=preempted)
+    config = EngineConfig(block_size=16)
+    engine = start_engine(
+        model, max_num_seqs=6, context_length=256, max_cache_tokens=300, observer=preempted, config=config
+    )
     try:
         items = [(prompt[:40], SamplingParams(60)) for prompt, _ in requests(12, source)]
         check(model, Client(engine), items)
