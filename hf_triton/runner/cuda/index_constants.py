@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index lists in a model's forward, kept on the device.
 
-`x[..., [-1], :]`, as Falcon has it, copies the list to the device at each call: the host waits for it, which a CUDA
-graph that is being captured must not do.
+`x[..., [-1], :]`, as Falcon has it, copies the list to the device at each call, and the host waits for it.
 """
 
 from __future__ import annotations
