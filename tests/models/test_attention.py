@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_triton.runner.decode import DecodingMode
-from tests.support.running_sequences import RunningSequences, prompts
-from torch._C import _len_torch_function_stack
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_triton.runner.calling import Forward
 from hf_triton.runner.cpu import attention, decode_attention
 from hf_triton.runner.cpu.attention import FastAttention, FastTorch
 from hf_triton.sampling.params import SamplingParams
@@ -193,20 +189,6 @@ def test_prefill_in_16_bits_is_left_to_torch() -> None:
 # --- in models -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("architecture", ["persimmon", "llama", "falcon-40b"])
-@torch.inference_mode()
-def test_a_models_step_in_16_bits_does_not_call_torch(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    build_tiny_checkpoint(tmp_path, architecture, eos_token_id=None)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    running, calls = RunningSequences(model, "eager"), Calls()
-    running.add(0, prompts(1)[0])
-    with calls:
-        running.step()  # alone: llama shares keys, and has torch know it
-    assert not calls.heads
-
-
 @torch.inference_mode()
 def test_other_threads_have_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Size] = []
@@ -295,13 +277,11 @@ def test_batch_engine_has_fast_attention(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("architecture", ["bart", "llama"])
-def test_kernels_are_compiled_at_load(architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    build_tiny_checkpoint(tmp_path, architecture)
-    auto_class = AutoModelForSeq2SeqLM if architecture == "bart" else AutoModelForCausalLM
+def test_kernels_are_compiled_at_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, "bart")
     calls: list[torch.dtype] = []
     monkeypatch.setattr(decode_attention, "kernel_for", lambda dtype, *_: calls.append(dtype))
-    start_engine(auto_class.from_pretrained(tmp_path), max_num_seqs=2, context_length=64).close()
+    start_engine(AutoModelForSeq2SeqLM.from_pretrained(tmp_path), max_num_seqs=2, context_length=64).close()
     assert set(calls) == {torch.float32}
 
 
@@ -311,49 +291,3 @@ def test_attention_replaced_by_other_code_stays(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", other)
     FastAttention()
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is other
-
-
-@pytest.mark.parametrize("decoding", ["eager", "static"])
-@torch.inference_mode()
-def test_falcon_copies_no_keys_for_its_heads(decoding: DecodingMode, tmp_path: Path) -> None:
-    build_tiny_checkpoint(tmp_path, "falcon", eos_token_id=None)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    plain_calls, calls = Calls(), Calls()
-    with plain_calls:
-        model(input_ids=torch.ones(2, 3, dtype=torch.int64))
-    assert plain_calls.heads
-    assert all(queries > keys == 1 for queries, keys in plain_calls.heads)  # so it does by itself
-    running = RunningSequences(model, decoding)
-    with calls:
-        for number, context in enumerate(prompts(3)):
-            running.add(number, context)
-        running.step()
-    assert calls.heads
-    assert all(queries == keys for queries, keys in calls.heads)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "dtype", "depth"),
-    [("falcon", torch.float32, 1), ("falcon-rw", torch.float32, 0), ("falcon-rw", torch.bfloat16, 1)]
-    + [("llama", dtype, 0) for dtype in (torch.float32, torch.bfloat16)],
-)
-def test_mode_is_dropped_for_models_that_do_not_need_it(
-    architecture: str, dtype: torch.dtype, depth: int, tmp_path: Path
-) -> None:
-    build_tiny_checkpoint(tmp_path, architecture)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    forward, depths, plain = Forward(model), [], model.forward
-
-    def watched(**arguments: Any) -> Any:
-        depths.append(_len_torch_function_stack())
-        if len(depths) == 1:
-            raise MemoryError
-        return plain(**arguments)
-
-    model.forward = watched
-    with pytest.raises(MemoryError):
-        forward.prefill([1])  # which tells nothing
-    forward.prefill([1])
-    forward.prefill([1, 2])
-    assert depths == [1, 1, depth]
-    assert _len_torch_function_stack() == 0

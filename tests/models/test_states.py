@@ -100,10 +100,8 @@ class Breaking:
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")], ids=str)
 def test_a_step_that_fails_half_way_changes_no_output(error: Exception, model: Any) -> None:
     source = random.Random(3)
-    items = [
-        (prompt, SamplingParams(1 + index % 17, do_sample=True, seed=index, num_return_sequences=1 + index % 3))
-        for index, prompt in enumerate(prompts_of(30))
-    ]
+    all_params = [SamplingParams(1 + seed % 17, do_sample=True, seed=seed) for seed in range(30)]
+    items = list(zip(prompts_of(30), all_params, strict=True))
     with closing(ContinuousBatchingEngine(model, max_num_seqs=7, config=CONFIG)) as engine:
         calm, client = Client(engine), Client(engine)
         submit(calm, items)
@@ -189,7 +187,7 @@ def test_memory_of_states_is_counted(model: Any) -> None:
 
 def test_sequences_wait_for_memory_of_their_states(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, slot_tokens = ModelRunner(model, PACKED).memory_per_token()
-    room = 5 * (slot_tokens + 5 * BLOCK_SIZE)
+    room = 4 * (slot_tokens + 2 * BLOCK_SIZE)
     monkeypatch.setattr(TokenBudget, "tokens", lambda *_: room)
     monkeypatch.setattr(TokenBudget, "most", property(lambda _: room, lambda *_: None), raising=False)
     num_running, num_used = list[int](), list[int]()
@@ -205,7 +203,7 @@ def test_sequences_wait_for_memory_of_their_states(model: Any, monkeypatch: pyte
     with closing(ContinuousBatchingEngine(model, max_num_seqs=7, config=CONFIG)) as engine:
         check(model, Client(engine), items)
         refused = Client(engine).ask([5, 6], SamplingParams(room))
-    assert 3 < max(num_running) < 7
+    assert 1 < max(num_running) < 7
     assert max(num_used) <= room
     assert isinstance(refused, RequestError)
     assert refused.code == "memory_exceeded"
