@@ -47,7 +47,7 @@ class Figures:
     requests: str
     cpu_s: tuple[float, float]
     prompt_tokens: tuple[int, int]
-    """Computed prompt tokens, padding included."""
+    """Computed prompt tokens."""
     num_equal: int
     """Completions that are the same with both; float32 rounds by the shape of the batch."""
     num_completions: int

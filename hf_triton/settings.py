@@ -221,11 +221,13 @@ class ModelSettings(BaseModel):
     on a CPU, the cache grows with demand into the free memory (into the cgroup's limit), and shrinks when the engine is
     idle, except for cached prefixes. On a GPU it is allocated at load, and by default takes 0.9 of the free memory:
     several models on one GPU must all set it. If the running sequences outgrow it, the youngest is preempted. A request
-    whose prompt and `max_new_tokens` can never fit is rejected. States of hybrid models do not count."""
+    whose prompt and `max_new_tokens`, rounded up to whole blocks, can never fit is rejected. States of hybrid models do
+    not count."""
 
     enable_prefix_caching: Annotated[bool, FormerName("share_prefixes")] = True
     """Whether the continuous engine reuses the KV cache of a prefix that prompts share, such as a system prompt or the
-    earlier messages of a chat. Response times then reveal whether another request had the same prefix."""
+    earlier messages of a chat, in whole blocks of 64 tokens, on a GPU of 16. Models with states (hybrid, state space)
+    reuse none. Response times then reveal whether another request had the same prefix."""
 
     decoding: Literal["auto", "eager", "cuda_graphs"] = "auto"
     """How the continuous engine runs a decode step. In this version always eagerly: no step is captured as a CUDA

@@ -100,8 +100,8 @@ class GenerationParameters(BaseModel):
 
     seed: Annotated[int, annotated_types.Ge(0), annotated_types.Le(2**63 - 1)] | None = None
     """Seed of the random generator. The same prompt, parameters and seed give the same completion whatever else the
-    server runs, except for rounding, which depends on the batch's shape: in float32 none of 1,500 completions of 20
-    tokens changed; in bfloat16 and float16 some do."""
+    server runs, except for rounding, which depends on the batch's shape: in bfloat16 and float16 some completions
+    change, in float32 hardly any."""
 
     repetition_penalty: Annotated[float, annotated_types.Ge(0.01), annotated_types.Le(100)] | None = None
     """Penalizes tokens that occur in the prompt or the completion: positive logits are divided by this value, negative

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """Tokens of a prefill chunk on one kind of device, padding counted."""
+    """Tokens of a prefill chunk on one kind of device."""
 
     max_tokens: int
     """While no sequence is decoding."""

@@ -90,10 +90,12 @@ COMPLETIONS: Final = Metric(
     values=get_args(FinishReason),
 )
 STEPS: Final = Metric(
-    "hf_triton_steps_total", "counter", "Decoding steps; each computes one token of every running sequence."
+    "hf_triton_steps_total", "counter", "Steps that gave a sequence its next token, some beside chunks of prompts."
 )
 STEP_ROWS: Final = Metric(
-    "hf_triton_step_rows_total", "counter", "Sequences in decoding steps; divided by the steps, the mean batch size."
+    "hf_triton_step_rows_total",
+    "counter",
+    "Sequences that steps gave their next token; divided by the steps, the mean batch size.",
 )
 PREEMPTIONS: Final = Metric(
     "hf_triton_num_preemptions_total",
@@ -103,7 +105,8 @@ PREEMPTIONS: Final = Metric(
 USED_TOKENS: Final = Metric(
     "hf_triton_kv_cache_tokens",
     "gauge",
-    "KV cache tokens in use by the continuous engine, padding included; a hybrid model's states count by their size.",
+    "KV cache tokens in use by the continuous engine, in whole blocks: those of running sequences, and those that the "
+    "prefix cache keeps until they are needed. States count by their size on a CPU without max_cache_tokens.",
 )
 MAX_TOKENS: Final = Metric("hf_triton_kv_cache_max_tokens", "gauge", "Tokens that the KV cache may hold now.")
 KV_CACHE_USAGE: Final = Metric(

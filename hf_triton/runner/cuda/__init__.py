@@ -23,6 +23,6 @@ def forward_context(device: torch.device) -> AbstractContextManager[None]:
 
     from hf_triton.runner.cuda.index_constants import KeptIndexConstants
 
-    # torch 2.11 and later prefer cuDNN, which plans for each shape; the number of columns grows at every step.
+    # torch 2.11 and later prefer cuDNN, which plans for each shape; lengths grow at every step.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return KeptIndexConstants()
