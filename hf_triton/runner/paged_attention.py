@@ -26,6 +26,8 @@ from hf_triton.runner.paged_cache import PagedCache, PagedLayer
 from hf_triton.runner.step_tensors import StepTensors
 
 NAME: Final = "hf_triton_paged"
+WHOLE: Final = (slice(None), slice(None), slice(0, None), slice(None))
+"""Of a mask: Gemma 4 cuts the last 0 queries, which is all, if every token's logits are wanted."""
 FAR: Final = 1 << 20
 """A position beyond every window: what is visible from there tells a rule's kind."""
 
@@ -55,7 +57,10 @@ def attention_of(cache: PagedCache) -> Iterator[None]:
 
 
 class MaskRule(torch.Tensor):
-    """A tensor of one element in place of a mask, on the host. Moving it does nothing, any other change loses it."""
+    """A tensor of one element in place of a mask, on the host.
+
+    Moving it and taking all of it do nothing; any other change loses the rule.
+    """
 
     rule: MaskFunction
 
@@ -63,6 +68,8 @@ class MaskRule(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch in place of every function of such a tensor."""
         if func is torch.Tensor.to and isinstance(args[0], MaskRule):
+            return args[0]
+        if func is torch.Tensor.__getitem__ and args[1] == WHOLE:
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
