@@ -151,6 +151,7 @@ class FakeDevice:
         expected = self._context(part.sequence_id)[: part.end]
         assert read[: part.end] == [(token, self._kind(part)) for token in expected]
         assert part.slot < 0 or self._states[part.slot] == expected
+        assert not part.samples or self._kind(part)[1] == (part.end >= self._recompute_length)
 
     def _sample(self, number: int, end: int) -> SampledToken:
         """A token that is sampled again after a failure is the same."""
