@@ -88,6 +88,6 @@ def test_stop_strings_that_are_none_are_a_sentence(given: Any, tmp_path: Path) -
 
 
 def test_cache_smaller_than_max_output_length_is_refused(checkpoint: Path) -> None:
-    settings = ModelSettings(huggingface_model=str(checkpoint), max_cache_tokens=256, max_output_length=200)
+    settings = ModelSettings(huggingface_model=str(checkpoint), max_cache_tokens=192, max_output_length=200)
     with pytest.raises(SettingsError, match=r"could not be answered .*max_cache_tokens.* max_output_length"):
         start(checkpoint, settings)
