@@ -87,7 +87,8 @@ def test_stop_strings_that_are_none_are_a_sentence(given: Any, tmp_path: Path) -
         load_checkpoint(Hub(tmp_path, settings, {}), settings, Placement("CPU", 0))
 
 
-def test_cache_smaller_than_max_output_length_is_refused(checkpoint: Path) -> None:
-    settings = ModelSettings(huggingface_model=str(checkpoint), max_cache_tokens=192, max_output_length=200)
+def test_cache_smaller_than_max_output_length_is_refused(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, max_position_embeddings=512)
+    settings = ModelSettings(huggingface_model=str(tmp_path), max_cache_tokens=256, max_output_length=256)
     with pytest.raises(SettingsError, match=r"could not be answered .*max_cache_tokens.* max_output_length"):
-        start(checkpoint, settings)
+        start(tmp_path, settings)
