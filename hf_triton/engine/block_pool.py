@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 
 class BlockPool:
@@ -140,20 +140,6 @@ class BlockPool:
         if block in self._kept:
             del self._kept[block]
             del self._block_of[self._digest_of.pop(block)]
-
-
-def block_digests(token_ids: list[int], block_size: int, salt: bytes) -> Iterator[bytes]:
-    """The digests of a context's full blocks, each of all tokens up to the block's end (SHA-256).
-
-    Args:
-        token_ids: Of the context.
-        block_size: Tokens of a block.
-        salt: What else the keys and values depend on, such as the adapter.
-    """
-    digest = salt
-    for end in range(block_size, len(token_ids) + 1, block_size):
-        digest = next_digest(digest, token_ids[end - block_size : end])
-        yield digest
 
 
 def next_digest(parent: bytes, token_ids: list[int]) -> bytes:
