@@ -28,7 +28,7 @@ def has_bare_state(model: Any) -> bool:
 
 def attention_for_generate() -> AbstractContextManager[object]:
     """A context for `model.generate`, with the CPU's attention kernel."""
-    return fast_attention(patches_torch=False)
+    return fast_attention()
 
 
 def begin_anew(model: Any, num_rows: int, device: torch.device) -> None:

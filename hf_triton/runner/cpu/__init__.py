@@ -57,16 +57,11 @@ def accelerate_encoder(
         pack_encoder(model, compute, "auto" if pack_weights == "auto" else "all")
 
 
-def fast_attention(*, patches_torch: bool = True) -> AbstractContextManager[None]:
-    """A context for forwards in one thread at a time; it may be entered again and again.
-
-    Args:
-        patches_torch: Whether to serve models that call torch's attention themselves; `torch.compile` must not be
-            used inside then.
-    """
+def fast_attention() -> AbstractContextManager[None]:
+    """A context for `generate` in one thread at a time; it may be entered again and again."""
     from hf_triton.runner.cpu.attention import FastAttention
 
-    return FastAttention(patches_torch=patches_torch)
+    return FastAttention()
 
 
 def paged_kernels() -> ModuleType:
