@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention over blocks beside that over rectangles, on a CPU: `python benchmarks/paged_attention.py`.
 
-Milliseconds of one layer's attention, and how many times faster blocks are. Both go through as many layers as exceed
-the processor's caches, in turn; blocks are in random order, which is the worst. The minimum of each counts, because
-machines are shared; in one thread, of its own time.
+Milliseconds of one layer's attention: torch's and our kernel's over rectangles without padding, and our kernel's over
+blocks. Each goes through as many layers as exceed the processor's caches, in turn; blocks are in random order, which is
+the worst. The minimum of each counts, because machines are shared; in one thread, of its own time.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import click
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from hf_triton.runner.cpu.decode_attention import attend
 from hf_triton.runner.cpu.paged_attention import kernel_for
 
 LOADS = ((16, 256), (16, 1024), (16, 2048), (1, 1024))
 """Rows, and tokens of each."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHES_BYTES = 2**26
 
 Layer = tuple[torch.Tensor, torch.Tensor]
@@ -30,11 +33,14 @@ def layers_of(shape: tuple[int, ...], dtype: torch.dtype) -> list[Layer]:
     return [tuple(torch.randn(2, *shape).to(dtype)) for _ in range(-(-CACHES_BYTES // layer_bytes))]
 
 
-def rectangles(query: torch.Tensor, key_heads: int, tokens: int) -> list[Callable[[], object]]:
-    """Calls of the kernel over rectangles, a layer each."""
-    rows, _, size = query.shape
+def rectangles(
+    query: torch.Tensor, key_heads: int, tokens: int, attention: Callable[..., object]
+) -> list[Callable[[], object]]:
+    """Calls of an attention over rectangles, a layer each."""
+    rows, heads, size = query.shape
     layers = layers_of((rows, key_heads, tokens, size), query.dtype)
-    return [lambda keys=keys, values=values: attend(query[:, :, None], keys, values) for keys, values in layers]
+    options = {"enable_gqa": heads != key_heads} if attention is scaled_dot_product_attention else {}
+    return [partial(attention, query[:, :, None], *layer, **options) for layer in layers]
 
 
 def blocks(query: torch.Tensor, key_heads: int, tokens: int, block_size: int) -> list[Callable[[], object]]:
@@ -45,7 +51,7 @@ def blocks(query: torch.Tensor, key_heads: int, tokens: int, block_size: int) ->
     lengths = torch.full((rows,), tokens)
     layers = layers_of((rows * width, key_heads, block_size, size), query.dtype)
     kernels = [kernel_for(heads, *layer) for layer in layers]
-    return [lambda kernel=kernel: kernel(query, None, None, tables, lengths, size**-0.5) for kernel in kernels]
+    return [partial(kernel, query, None, None, tables, lengths, size**-0.5) for kernel in kernels if kernel]
 
 
 def fastest_ms(ways: list[list[Callable[[], object]]], repetitions: int) -> list[float]:
@@ -72,14 +78,16 @@ def fastest_ms(ways: list[list[Callable[[], object]]], repetitions: int) -> list
 def main(heads: int, key_heads: int, size: int, block_size: int, repetitions: int, threads: int) -> None:
     """Measure, and print a table."""
     torch.set_num_threads(threads)
-    print(f"{'':26}{'rectangles':>12}{'blocks':>10}{'ratio':>8}")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    print(f"{'':24}{'torch':>10}{'rectangles':>12}{'blocks':>10}{'ratio':>8}")
+    for dtype in DTYPES:
         for rows, tokens in LOADS:
             query = torch.randn(rows, heads, size).to(dtype)
-            ways = [rectangles(query, key_heads, tokens), blocks(query, key_heads, tokens, block_size)]
-            old_ms, new_ms = fastest_ms(ways, repetitions)
+            ways = [rectangles(query, key_heads, tokens, way) for way in (scaled_dot_product_attention, attend)]
+            ways.append(blocks(query, key_heads, tokens, block_size))
+            torch_ms, rectangles_ms, blocks_ms = fastest_ms(ways, repetitions)
             case = f"{str(dtype).removeprefix('torch.')} {rows} x {tokens}"
-            print(f"{case:26}{old_ms:>12.3f}{new_ms:>10.3f}{old_ms / new_ms:>8.2f}", flush=True)
+            ratio = rectangles_ms / blocks_ms
+            print(f"{case:24}{torch_ms:>10.3f}{rectangles_ms:>12.3f}{blocks_ms:>10.3f}{ratio:>8.2f}", flush=True)
 
 
 if __name__ == "__main__":

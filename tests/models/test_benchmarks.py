@@ -15,7 +15,6 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Observer
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.cpu import linear_kernel
-from hf_triton.runner.cpu.attention import FastAttention
 from hf_triton.runner.cpu.threads import available_cores
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -109,15 +108,12 @@ def test_the_benchmark_of_linear_layers_has_all_ways(benchmark: ModuleType, monk
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("benchmark", ["attention"], indirect=True)
-def test_the_attention_benchmark_has_both_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "ROWS", (2,))
-    monkeypatch.setattr(benchmark, "CASES", benchmark.CASES[1:2])
-    output = run(benchmark, "--layers 1 --columns 20 --steps 1")
-    assert output.splitlines()[1].startswith("falcon bfloat16 2 rows")
-    model = benchmark.build_model("falcon", 1, torch.float32)
-    ways = [benchmark.Steps(model, 2, 20, is_fast=is_fast) for is_fast in (False, True)]
-    assert [isinstance(way._decoder._forward._attention, FastAttention) for way in ways] == [False, True]
+@pytest.mark.parametrize("benchmark", ["paged_attention"], indirect=True)
+def test_the_attention_benchmark_has_all_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "LOADS", ((2, 70),))
+    monkeypatch.setattr(benchmark, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(benchmark, "CACHES_BYTES", 1)
+    assert re.search(r"float32 2 x 70( +[\d.]+){4}$", run(benchmark, "--repetitions 2"), re.MULTILINE)
 
 
 @pytest.mark.parametrize("benchmark", ["python_calls"], indirect=True)

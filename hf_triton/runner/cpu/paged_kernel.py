@@ -144,12 +144,11 @@ def compile_attention(dtype: torch.dtype, size: int, value_size: int, heads_toge
             newest, oldest = lengths[row] - 1, max(0, lengths[row] - task.window) if task.window else 0
             if task.has_tokens:
                 block, column = tables[row, newest // block_size], newest % block_size
-                start = row * task.key_row
-                _write(keys, start, task.key_head, task.key_number, key_blocks, block, first_key, last_key, column)
-                start = row * task.value_row
-                _write(
-                    values, start, task.value_head, task.value_number, value_blocks, block, first_key, last_key, column
-                )
+                for head in range(first_key, last_key + 1):
+                    key = row * task.key_row + head * task.key_head
+                    value = row * task.value_row + head * task.value_head
+                    _write(keys, key, task.key_number, key_blocks[block, head, column])
+                    _write(values, value, task.value_number, value_blocks[block, head, column])
             for head in range(first, last):
                 start = row * task.query_row + head * task.query_head
                 for index in range(size):
@@ -175,9 +174,8 @@ def compile_attention(dtype: torch.dtype, size: int, value_size: int, heads_toge
                     low = max(0, head * heads_per_key - first)
                     high = min(last, (head + 1) * heads_per_key) - first
                     further = value + value_run if head < last_key else following_key
-                    add_up(
-                        scores[low:high, begin:end], value_blocks[block, head, begin:end], sums[low:], value, further
-                    )
+                    weights, shown = scores[low:high, begin:end], value_blocks[block, head, begin:end]
+                    add_up(weights, shown, sums[low:], value, further)
                     value = further
             for head in range(first, last):
                 total = states[head - first, 1]  # zero where all scores are -inf; so are the sums then
@@ -194,7 +192,8 @@ def _score_function(widened: Any, size: int, num_bytes: int, heads_together: int
     def multiply(queries: Any, keys: Any, scores: Any, here: int, further: int) -> None:
         """Scores `[heads, columns]` of queries `[heads, size]` and keys `[columns, size]`, `COLUMNS` at a time.
 
-        The last ones may lie behind the keys, but in their block; nobody reads those scores.
+        The last ones may lie behind the keys, but in their block; nobody reads those scores. If the number of heads is
+        odd, the last one is its own `other`.
         """
         for column in range(0, len(keys), COLUMNS):
             _fetch_ahead(here, further, column, len(keys), num_bytes)
@@ -228,33 +227,21 @@ def _sum_function(widened: Any, value_size: int, num_bytes: int, heads_together:
     def add_up(weights: Any, values: Any, sums: Any, here: int, further: int) -> None:
         """Add values `[columns, value_size]`, weighted, to sums `[heads, value_size]`, `COLUMNS` at a time.
 
-        The last of all sums takes what is computed twice if the number of heads is odd.
+        The last of all sums takes what the last head's own `other` adds if the number of heads is odd.
         """
         heads, columns = weights.shape
         whole = columns - columns % COLUMNS
         for column in range(0, whole, COLUMNS):
             _fetch_ahead(here, further, column, columns, num_bytes)
-            value_0, value_1, value_2, value_3 = (
-                values[column],
-                values[column + 1],
-                values[column + 2],
-                values[column + 3],
-            )
+            value_0, value_1 = values[column], values[column + 1]
+            value_2, value_3 = values[column + 2], values[column + 3]
             for head in range(0, heads, heads_together):
                 other = head + 1 if heads_together > 1 and head + 1 < heads else head
                 sums_of_head, sums_of_other = sums[head], sums[other if other > head else len(sums) - 1]
-                a_0, a_1, a_2, a_3 = (
-                    weights[head, column],
-                    weights[head, column + 1],
-                    weights[head, column + 2],
-                    weights[head, column + 3],
-                )
-                b_0, b_1, b_2, b_3 = (
-                    weights[other, column],
-                    weights[other, column + 1],
-                    weights[other, column + 2],
-                    weights[other, column + 3],
-                )
+                a_0, a_1 = weights[head, column], weights[head, column + 1]
+                a_2, a_3 = weights[head, column + 2], weights[head, column + 3]
+                b_0, b_1 = weights[other, column], weights[other, column + 1]
+                b_2, b_3 = weights[other, column + 2], weights[other, column + 3]
                 for index in range(value_size):
                     number_0, number_1 = widened(value_0[index]), widened(value_1[index])
                     number_2, number_3 = widened(value_2[index]), widened(value_3[index])
@@ -270,13 +257,9 @@ def _sum_function(widened: Any, value_size: int, num_bytes: int, heads_together:
 
 
 @inlined
-def _write(
-    tokens: Any, start: int, head_stride: int, stride: int, blocks: Any, block: int, first: int, last: int, column: int
-) -> None:
-    """Copy a token's heads to a column of a block."""
-    for head in range(first, last + 1):
-        for index in range(blocks.shape[3]):
-            blocks[block, head, column, index] = tokens[start + head * head_stride + index * stride]
+def _write(numbers: Any, start: int, stride: int, target: Any) -> None:
+    for index in range(len(target)):
+        target[index] = numbers[start + index * stride]
 
 
 @inlined
