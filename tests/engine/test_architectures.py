@@ -82,14 +82,14 @@ def check_prompt_logprobs(model: Any, client: Client, prompt: list[int]) -> None
 def test_decode_attention_kernel_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "MIN_WIDTH", 0)
     was_used: list[bool] = []
-    attend = kernel.attend_decode
+    attend = kernel.PagedKernel.__call__
 
     def noted(*call: Any) -> torch.Tensor | None:
         result = attend(*call)
         was_used.append(result is not None)
         return result
 
-    monkeypatch.setattr(kernel, "attend_decode", noted)
+    monkeypatch.setattr(kernel.PagedKernel, "__call__", noted)
     model, items, expected = load_with_references(name, 32)
     with engine_of(model, ContinuousBatchingEngine, **small_pool(name)) as engine:
         check(model, Client(engine), items, expected=expected)
