@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention over blocks beside that over rectangles, on a CPU: `python benchmarks/paged_attention.py`.
+"""Decode attention over blocks beside torch's over rectangles, on a CPU: `python benchmarks/paged_attention.py`.
 
-Milliseconds of one layer's attention: torch's and our kernel's over rectangles without padding, and our kernel's over
-blocks. Each goes through as many layers as exceed the processor's caches, in turn; blocks are in random order, which is
+Milliseconds of one layer's attention: torch's over rectangles without padding, and our kernel's over blocks. Each goes through as many layers as exceed the processor's caches, in turn; blocks are in random order, which is
 the worst. The minimum of each counts, because machines are shared; in one thread, of its own time.
 """
 
@@ -16,7 +15,6 @@ import click
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_triton.runner.cpu.decode_attention import attend
 from hf_triton.runner.cpu.paged_attention import kernel_for
 
 LOADS = ((16, 256), (16, 1024), (16, 2048), (1, 1024))
@@ -33,14 +31,12 @@ def layers_of(shape: tuple[int, ...], dtype: torch.dtype) -> list[Layer]:
     return [tuple(torch.randn(2, *shape).to(dtype)) for _ in range(-(-CACHES_BYTES // layer_bytes))]
 
 
-def rectangles(
-    query: torch.Tensor, key_heads: int, tokens: int, attention: Callable[..., object]
-) -> list[Callable[[], object]]:
-    """Calls of an attention over rectangles, a layer each."""
+def rectangles(query: torch.Tensor, key_heads: int, tokens: int) -> list[Callable[[], object]]:
+    """Calls of torch's attention over rectangles, a layer each."""
     rows, heads, size = query.shape
     layers = layers_of((rows, key_heads, tokens, size), query.dtype)
-    options = {"enable_gqa": heads != key_heads} if attention is scaled_dot_product_attention else {}
-    return [partial(attention, query[:, :, None], *layer, **options) for layer in layers]
+    attend = partial(scaled_dot_product_attention, enable_gqa=heads != key_heads)
+    return [partial(attend, query[:, :, None], *layer) for layer in layers]
 
 
 def blocks(query: torch.Tensor, key_heads: int, tokens: int, block_size: int) -> list[Callable[[], object]]:
@@ -78,16 +74,14 @@ def fastest_ms(ways: list[list[Callable[[], object]]], repetitions: int) -> list
 def main(heads: int, key_heads: int, size: int, block_size: int, repetitions: int, threads: int) -> None:
     """Measure, and print a table."""
     torch.set_num_threads(threads)
-    print(f"{'':24}{'torch':>10}{'rectangles':>12}{'blocks':>10}{'ratio':>8}")
+    print(f"{'':24}{'torch':>10}{'blocks':>10}{'ratio':>8}")
     for dtype in DTYPES:
         for rows, tokens in LOADS:
             query = torch.randn(rows, heads, size).to(dtype)
-            ways = [rectangles(query, key_heads, tokens, way) for way in (scaled_dot_product_attention, attend)]
-            ways.append(blocks(query, key_heads, tokens, block_size))
-            torch_ms, rectangles_ms, blocks_ms = fastest_ms(ways, repetitions)
+            ways = [rectangles(query, key_heads, tokens), blocks(query, key_heads, tokens, block_size)]
+            torch_ms, blocks_ms = fastest_ms(ways, repetitions)
             case = f"{str(dtype).removeprefix('torch.')} {rows} x {tokens}"
-            ratio = rectangles_ms / blocks_ms
-            print(f"{case:24}{torch_ms:>10.3f}{rectangles_ms:>12.3f}{blocks_ms:>10.3f}{ratio:>8.2f}", flush=True)
+            print(f"{case:24}{torch_ms:>10.3f}{blocks_ms:>10.3f}{torch_ms / blocks_ms:>8.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from hf_triton.engine.types import EngineLoad, Observer, eos_ids
 from hf_triton.engine.worker import EngineThread
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.adapters import Adapters
-from hf_triton.runner.calling import attention_for_generate, begin_anew, has_bare_state
+from hf_triton.runner.calling import begin_anew, has_bare_state
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.padding import pad
 from hf_triton.runner.probe import Sharing, asks_for
@@ -82,7 +82,6 @@ class BatchEngine(EngineThread):
         self._is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self._asks = _Asks(model)
         self._pad_id = _pad_id(model)
-        self._attention = attention_for_generate()
         self._adapters = adapters
         self._groups: list[SequenceGroup] = []  # of the batch
         self.thread.start()
@@ -225,7 +224,7 @@ class BatchEngine(EngineThread):
         prompts = [sequence.group.prompt_ids for sequence in sequences]
         input_ids, attention_mask = pad(prompts, self._pad_id, self._device, at_left=not self._is_encoder_decoder)
         begin_anew(self._model, len(sequences) * first.params.num_beams, self._device)
-        with self._attention, self._adapter(first):
+        with self._adapter(first):
             return self._model.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,

@@ -47,8 +47,8 @@ class BlockMemory:
 
     @property
     def num_used_tokens(self) -> int:
-        """Tokens of the held and kept blocks, and of states."""
-        return (self.pool.num_held + self.pool.num_kept) * self.block_size + self._num_slots * self._slot_tokens
+        """Tokens of the held blocks, and of states."""
+        return self.pool.num_held * self.block_size + self._num_slots * self._slot_tokens
 
     @property
     def max_used_tokens(self) -> int:

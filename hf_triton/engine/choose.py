@@ -13,7 +13,6 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Engine, Observer
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapters
-from hf_triton.runner.calling import attention_for_generate
 from hf_triton.runner.faults import described
 from hf_triton.runner.long_rope import has_long_rope
 from hf_triton.runner.model_runner import Way
@@ -165,8 +164,7 @@ def _sharing(model: Any, context_length: int) -> Sharing:
         CheckpointError: `generate` fails even for one sequence.
     """
     try:
-        with attention_for_generate():  # the engine's; compiles kernels now
-            sharing = probe_batching(model)
+        sharing = probe_batching(model)
     except Exception as error:
         raise CheckpointError(
             "unsupported_model",

@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
-
-from hf_triton.runner.cpu import fast_attention
 
 CACHE_NAMES: Final = ("cache", "past_key_values", "cache_params")
 """Argument names of the cache: since transformers 5.24, before, and in models with states only."""
@@ -24,11 +21,6 @@ def cache_name(model: Any) -> str:
 def has_bare_state(model: Any) -> bool:
     """Whether a model's memory is a list of tensors (RWKV), whose rows beam search cannot reorder."""
     return "state" in inspect.signature(model.forward).parameters and not hasattr(model, "_reorder_cache")
-
-
-def attention_for_generate() -> AbstractContextManager[object]:
-    """A context for `model.generate`, with the CPU's attention kernel."""
-    return fast_attention()
 
 
 def begin_anew(model: Any, num_rows: int, device: torch.device) -> None:

@@ -21,8 +21,6 @@ class ChunkSizes:
     """While no sequence is decoding."""
     max_tokens_decoding: int
     """While sequences are decoding: their next step waits for the chunk."""
-    per_weights: int
-    """Tokens whose computation takes about as long as reading the weights and launching a forward's operations."""
     long_context: float = math.inf
     """Cached tokens whose attention takes about as long as the rest of a chunk; longer contexts get shorter chunks."""
 
@@ -48,8 +46,8 @@ class ChunkSizes:
 
 
 CHUNK_SIZES: Final = {
-    "cpu": ChunkSizes(512, 256, per_weights=16, long_context=2048),
-    "cuda": ChunkSizes(1024, 512, per_weights=512),  # 512 bounds the stalls: Sarathi-Serve (Agrawal 2024)
+    "cpu": ChunkSizes(512, 256, long_context=2048),
+    "cuda": ChunkSizes(1024, 512),  # 512 bounds the stalls: Sarathi-Serve (Agrawal 2024)
 }
 """By torch's device type; other accelerators take CUDA's."""
 

@@ -42,7 +42,7 @@ def engine_of(model: Any, kind: type, **options: Any) -> Iterator[Any]:
 
 def small_pool(seed: str) -> dict[str, Any]:
     """Options of an engine that preempts, shares blocks and cuts contexts."""
-    chunk_sizes = ChunkSizes(random.Random(seed).choice([7, 16, 40]), 24, per_weights=16)
+    chunk_sizes = ChunkSizes(random.Random(seed).choice([7, 16, 40]), 24)
     config = EngineConfig(block_size=BLOCK_SIZE, chunk_sizes=chunk_sizes)
     return {"max_num_seqs": 6, "max_cache_tokens": NUM_BLOCKS * BLOCK_SIZE, "config": config}
 

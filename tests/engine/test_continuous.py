@@ -61,7 +61,7 @@ def test_a_seed_gives_the_same_output_alone_and_in_a_batch(start: StartEngine) -
 
 
 def test_chunked_prefill_beside_running_sequences_changes_no_output(model: Any, start: StartEngine) -> None:
-    config = EngineConfig(chunk_sizes=ChunkSizes(16, 16, per_weights=16))
+    config = EngineConfig(chunk_sizes=ChunkSizes(16, 16))
     items = [(prompt, SamplingParams(20)) for prompt in prompts(20, seed=3, longest=100)]
     check(model, Client(start(config=config)), items)
 

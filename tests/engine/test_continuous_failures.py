@@ -36,7 +36,7 @@ from tests.support.engine import (
 
 POISON = 299
 NO_MEMORY, BOOM = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")
-SMALL = ChunkSizes(48, 24, per_weights=16)
+SMALL = ChunkSizes(48, 24)
 PLACES: dict[str, Callable[[ContinuousBatchingEngine], tuple[Any, str]]] = {
     "schedule": lambda engine: (engine.scheduler, "_compute"),
     "allocate": lambda engine: (engine.memory.pool, "allocate"),

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.full
 def test_small_kv_cache_is_never_exceeded_and_changes_no_output(
     max_tokens: int, chunk_size: int, model: Any, start: StartEngine
 ) -> None:
-    config = EngineConfig(chunk_sizes=ChunkSizes(chunk_size, chunk_size // 2, per_weights=16))
+    config = EngineConfig(chunk_sizes=ChunkSizes(chunk_size, chunk_size // 2))
     source = random.Random(max_tokens)
     engine = start(max_num_seqs=8, max_cache_tokens=max_tokens, config=config)
     most: list[int] = []

@@ -272,7 +272,7 @@ def test_best_of_returns_the_likeliest_sequences(start: StartEngine) -> None:
 
 @pytest.mark.parametrize("chunk_size", [16, 512])
 def test_logprobs_are_those_of_the_models_logits(chunk_size: int, model: Any, start: StartEngine) -> None:
-    config = EngineConfig(chunk_sizes=ChunkSizes(chunk_size, 256, per_weights=16))
+    config = EngineConfig(chunk_sizes=ChunkSizes(chunk_size, 256))
     client = Client(start(config=config))
     params = SamplingParams(9, logprobs=3, prompt_logprobs=2, repetition_penalty=1.4)
     items = prompts(12, seed=21, longest=50)

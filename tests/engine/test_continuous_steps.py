@@ -43,7 +43,7 @@ class Steps:
 
 
 def test_a_step_has_chunks_of_prompts_beside_decoding_sequences(model: Any, start: StartEngine) -> None:
-    engine = start(config=EngineConfig(chunk_sizes=ChunkSizes(64, 32, per_weights=16)))
+    engine = start(config=EngineConfig(chunk_sizes=ChunkSizes(64, 32)))
     items = [prompt * 100 for prompt in prompts(3, seed=5, longest=2)]
     lengths = (20, 100, 30)
     client = Client(engine)

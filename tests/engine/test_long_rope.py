@@ -128,7 +128,7 @@ def test_hooks_of_the_module_stay() -> None:
 
 
 def test_chunked_prefill_beside_running_sequences_equals_generate() -> None:
-    config = EngineConfig(block_size=16, chunk_sizes=ChunkSizes(16, 8, per_weights=16))
+    config = EngineConfig(block_size=16, chunk_sizes=ChunkSizes(16, 8))
     items = [(tokens_of(length, seed=length), SamplingParams(30)) for length in (12, 100, 30, 41, 70, 39, 40, 5, 120)]
     model = phi3()
     with closing(ContinuousBatchingEngine(model, max_num_seqs=4, config=config)) as engine:

@@ -61,7 +61,7 @@ def test_bidirectional_attention_needs_the_batch_engine() -> None:
 
 
 def test_a_long_prompt_is_prefilled_whole_beside_running_sequences(model: Any, prefills: set[tuple[int, int]]) -> None:
-    config = EngineConfig(chunk_sizes=ChunkSizes(16, 8, per_weights=4))
+    config = EngineConfig(chunk_sizes=ChunkSizes(16, 8))
     source = random.Random(1)
     items = [
         ([source.randrange(3, 300) for _ in range(length)], SamplingParams(num_new))

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from hf_triton.runner import cpu
 from hf_triton.runner.cpu import llvm, paged_attention, paged_kernel
-from hf_triton.runner.cpu.paged_attention import attend_decode, kernel_for, write_tokens
+from hf_triton.runner.cpu.paged_attention import kernel_for, write_tokens
 from hf_triton.runner.cpu.paged_kernel import WIDENED
 
 LENGTHS = [1, 15, 16, 17, 70]
@@ -100,7 +100,9 @@ class Rows:
 @torch.inference_mode()
 def test_rows_attend_to_their_own_tokens(layer: tuple[torch.dtype, int, int, int, int], block_size: int) -> None:
     rows = Rows([1, block_size - 1, block_size, block_size + 1, 2 * block_size + 7], *layer, block_size=block_size)
-    found = attend_decode(rows.query, rows.key_blocks, rows.value_blocks, rows.tables, rows.lengths, 0.25)
+    kernel = kernel_for(rows.query.shape[1], rows.key_blocks, rows.value_blocks)
+    assert kernel is not None
+    found = kernel(rows.query, None, None, rows.tables, rows.lengths, 0.25)
     torch.testing.assert_close(found, rows.exact())
 
 
@@ -263,8 +265,7 @@ def test_without_a_kernel_there_is_none(
     else:
         monkeypatch.setattr(cpu, name, module)
     for _ in range(2):
-        call = rows.query, rows.key_blocks, rows.value_blocks, rows.tables, rows.lengths, 0.25
-        assert attend_decode(*call) is None
+        assert kernel_for(rows.query.shape[1], rows.key_blocks, rows.value_blocks) is None
     (record,) = caplog.records
     assert says in record.getMessage()
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.full
 NAMES = ("granite4", "falcon-h1", "qwen3-next", "lfm2", "mamba2")
 """States beside attention in other layers, in the same; linear attention; convolutions alone; no attention at all."""
 BLOCK_SIZE = 16
-CONFIG = EngineConfig(block_size=BLOCK_SIZE, chunk_sizes=ChunkSizes(64, 16, per_weights=16))
+CONFIG = EngineConfig(block_size=BLOCK_SIZE, chunk_sizes=ChunkSizes(64, 16))
 
 
 @pytest.fixture(params=NAMES, scope="module")
@@ -62,7 +62,7 @@ def prompts_of(count: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["mamba2", "granite4"])
 def test_no_prompt_token_is_computed_as_a_decoding_step(name: str) -> None:
     """transformers applies `time_step_limit` in a prefill and not in a decoding step."""
-    config = EngineConfig(block_size=BLOCK_SIZE, chunk_sizes=ChunkSizes(16, 16, per_weights=8))
+    config = EngineConfig(block_size=BLOCK_SIZE, chunk_sizes=ChunkSizes(16, 16))
     config_name, arguments = STATES[name]
     model = build(config_name, arguments | {"time_step_limit": (0.0, 0.1)})
     items = [(random_tokens(length, length), SamplingParams(12)) for length in (1, 2, 16, 17, 18, 33, 49, 50)]
@@ -72,7 +72,7 @@ def test_no_prompt_token_is_computed_as_a_decoding_step(name: str) -> None:
 
 @pytest.mark.parametrize("chunk_size", [2, 3])
 def test_tiny_chunks_beside_running_sequences_equal_generate(chunk_size: int, model: Any) -> None:
-    config = EngineConfig(block_size=BLOCK_SIZE, chunk_sizes=ChunkSizes(64, chunk_size, per_weights=16))
+    config = EngineConfig(block_size=BLOCK_SIZE, chunk_sizes=ChunkSizes(64, chunk_size))
     items = [(prompt, SamplingParams(1 + index % 17)) for index, prompt in enumerate(prompts_of(20))]
     with closing(ContinuousBatchingEngine(model, max_num_seqs=7, config=config)) as engine:
         check(model, Client(engine), items)

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_triton.runner.cpu import availability, decode_attention, linear, paged_attention
+from hf_triton.runner.cpu import availability, linear, paged_attention
 
 
 @pytest.fixture
 def anew() -> Iterator[None]:
     """Forget which kernels were tried."""
     caches = (
-        decode_attention.kernel_for,
         paged_attention.compiled_for,
         linear.has_kernel,
         availability.runs_numba,

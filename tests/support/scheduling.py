@@ -22,7 +22,7 @@ from hf_triton.runner.step import Step, TokenRange
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledToken
 
-CHUNK_SIZES = ChunkSizes(16, 8, per_weights=4)
+CHUNK_SIZES = ChunkSizes(16, 8)
 VOCABULARY = 5
 
 

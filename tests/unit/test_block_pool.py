@@ -190,7 +190,7 @@ class RandomSchedule:
             slot_tokens=source.choice([0, 4]) if has_states else 0,
             needs_host=lambda _: source.random() < 0.2,
             eos_ids=frozenset(source.choice([[], [0]])),
-            chunk_sizes=ChunkSizes(source.randint(4, 20), source.randint(2, 8), per_weights=4),
+            chunk_sizes=ChunkSizes(source.randint(4, 20), source.randint(2, 8)),
             has_states=has_states,
             caches_prefixes=not has_states,
             can_run_ahead=lambda: runs_ahead,

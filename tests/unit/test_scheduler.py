@@ -151,7 +151,7 @@ def test_a_stream_of_short_prompts_does_not_stop_a_long_one() -> None:
 
 
 def test_chunks_beside_decoding_sequences_shrink_with_the_context() -> None:
-    simulation = Simulation(chunk_sizes=ChunkSizes(16, 8, per_weights=4, long_context=16))
+    simulation = Simulation(chunk_sizes=ChunkSizes(16, 8, long_context=16))
     simulation.submit(3)
     simulation.step()
     simulation.submit(40)

@@ -7,7 +7,6 @@ Importing it loads neither torch nor numba.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +15,7 @@ from hf_triton.runner.cpu.threads import SharedCores
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SharedCores", "accelerate", "accelerate_encoder", "fast_attention", "paged_kernels"]
+__all__ = ["SharedCores", "accelerate", "accelerate_encoder", "paged_kernels"]
 
 
 def accelerate(model: Any, *, pack_weights: Literal["auto"] | bool = "auto") -> None:
@@ -57,15 +56,8 @@ def accelerate_encoder(
         pack_encoder(model, compute, "auto" if pack_weights == "auto" else "all")
 
 
-def fast_attention() -> AbstractContextManager[None]:
-    """A context for `generate` in one thread at a time; it may be entered again and again."""
-    from hf_triton.runner.cpu.attention import FastAttention
-
-    return FastAttention()
-
-
 def paged_kernels() -> ModuleType:
-    """The module with `attend_decode` and `write_tokens`, for keys and values in blocks."""
+    """The module with `kernel_for` and `write_tokens`, for keys and values in blocks."""
     from hf_triton.runner.cpu import paged_attention as module
 
     return module

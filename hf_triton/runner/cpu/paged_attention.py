@@ -29,35 +29,6 @@ TASKS_PER_THREAD: Final = 4
 """Of rows of unequal lengths, if there are enough."""
 
 
-def attend_decode(
-    query: torch.Tensor,
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int = 0,
-) -> torch.Tensor | None:
-    """Attention of one token of every row to the row's tokens; None where there is no kernel.
-
-    Who calls it again and again for the same blocks keeps the `PagedKernel` of `kernel_for` instead.
-
-    Args:
-        query: `[rows, heads, size]`; heads that share keys are adjacent.
-        key_blocks: `[blocks, key_heads, block_size, size]`, contiguous.
-        value_blocks: `[blocks, key_heads, block_size, value_size]`, contiguous.
-        tables: int32 `[rows, width]`, contiguous: the blocks of each row in order; the rest is not read.
-        lengths: int64 `[rows]`, contiguous: tokens of each row, at least one.
-        scale: Factor of the products.
-        window: How many of its last tokens a row attends to; 0: all.
-
-    Returns:
-        `[rows, heads, value_size]` in the query's dtype; sums and softmax are in 32 bits.
-    """
-    kernel = kernel_for(query.shape[1], key_blocks, value_blocks)
-    return None if kernel is None else kernel(query, None, None, tables, lengths, scale, window)
-
-
 def write_tokens(
     key_blocks: torch.Tensor, value_blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
@@ -130,12 +101,15 @@ class PagedKernel:
             query: `[rows, heads, size]`.
             keys: `[rows, key_heads, size]`, to be written at `lengths - 1`; None: they are there already.
             values: `[rows, key_heads, value_size]`; None if the keys are.
-            tables: See `attend_decode`, as `lengths`, `scale`, `window` and the result.
-            lengths: int64 `[rows]`.
+            tables: int32 `[rows, width]`, contiguous: the blocks of each row in order; the rest is not read.
+            lengths: int64 `[rows]`, contiguous: tokens of each row, at least one.
             scale: Factor of the products.
             window: How many of its last tokens a row attends to; 0: all.
             softcap: Scores become `softcap * tanh(score / softcap)`; 0: they stay.
             sinks: float32 `[heads]`, contiguous: one more score of each head, with a value of zero.
+
+        Returns:
+            `[rows, heads, value_size]` in the query's dtype; sums and softmax are in 32 bits.
         """
         dtype, heads, key_heads, size = self._dtype, self._num_heads, self._key_heads, self._size
         value_size, block_size, (rows, width) = self._value_size, self._block_size, tables.shape
