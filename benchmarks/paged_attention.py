@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention over blocks beside torch's over rectangles, on a CPU: `python benchmarks/paged_attention.py`.
 
-Milliseconds of one layer's attention: torch's over rectangles without padding, and our kernel's over blocks. Each goes through as many layers as exceed the processor's caches, in turn; blocks are in random order, which is
-the worst. The minimum of each counts, because machines are shared; in one thread, of its own time.
+Milliseconds of one layer's attention: torch's over rectangles without padding, and our kernel's over blocks. Each goes
+through as many layers as exceed the processor's caches, in turn; blocks are in random order, which is the worst. The
+minimum of each counts, because machines are shared; in one thread, of its own time.
 """
 
 from __future__ import annotations
