@@ -47,7 +47,9 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
         if self.settings.engine == "batch":
             engine._generate = noted(engine._generate, lambda part: part)
         else:
-            engine.executor.run = noted(engine.executor.run, lambda step: step.sequences)
+            running = engine.scheduler.running
+            of_step = lambda step: [sequence for sequence in running if sequence.id in step.sequence_ids]
+            engine.executor.run = noted(engine.executor.run, of_step)
 
         def forward(module, inputs):
             if type(module).__name__ != "LlamaForCausalLM":
