@@ -48,8 +48,8 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
             engine._generate = noted(engine._generate, lambda part: part)
         else:
             running = engine.scheduler.running
-            of_step = lambda step: [sequence for sequence in running if sequence.id in step.sequence_ids]
-            engine.executor.run = noted(engine.executor.run, of_step)
+            of_step = lambda step, _: [sequence for sequence in running if sequence.id in step.sequence_ids]
+            engine.runner.run = noted(engine.runner.run, of_step)
 
         def forward(module, inputs):
             if type(module).__name__ != "LlamaForCausalLM":
