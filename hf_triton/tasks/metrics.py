@@ -105,8 +105,8 @@ PREEMPTIONS: Final = Metric(
 USED_TOKENS: Final = Metric(
     "hf_triton_kv_cache_tokens",
     "gauge",
-    "KV cache tokens in use by the continuous engine, in whole blocks: those of running sequences, and those that the "
-    "prefix cache keeps until they are needed. States count by their size on a CPU without max_cache_tokens.",
+    "KV cache tokens in use by the continuous engine, in whole blocks: those of running sequences, without those that "
+    "only the prefix cache keeps. States count by their size on a CPU without max_cache_tokens.",
 )
 MAX_TOKENS: Final = Metric("hf_triton_kv_cache_max_tokens", "gauge", "Tokens that the KV cache may hold now.")
 KV_CACHE_USAGE: Final = Metric(
