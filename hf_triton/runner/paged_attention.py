@@ -63,6 +63,8 @@ class MaskRule(torch.Tensor):
     """
 
     rule: MaskFunction
+    window: int | None
+    """See `window_of`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,7 +80,7 @@ class MaskRule(torch.Tensor):
 def mask_of_rule(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> torch.Tensor:
     """As transformers calls it to make a mask."""
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).as_subclass(MaskRule)
-    mask.rule = mask_function
+    mask.rule, mask.window = mask_function, window_of(mask_function)
     return mask
 
 
@@ -87,10 +89,8 @@ def mask_of_rule(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> torc
 _windows: dict[Any, int | None] = {}
 
 
-def window_of(rule: MaskFunction | None) -> int | None:
+def window_of(rule: MaskFunction) -> int | None:
     """0: all tokens before it. w: the last w tokens, itself included. None: something else (Llama 4's chunks)."""
-    if rule is None:
-        return 0
     key = tuple(_parts(rule))
     if any(isinstance(part, torch.Tensor) for part in key):
         return None  # looking at it would make the host wait for the device
@@ -134,13 +134,18 @@ def _evaluate(rule: MaskFunction, positions: torch.Tensor, columns: torch.Tensor
 
 
 def _mask(
-    step: StepTensors, number: int, rule: MaskFunction | None, first: int, device: torch.device
+    step: StepTensors,
+    number: int,
+    rule: MaskFunction | None,
+    window: int | None,
+    first: int,
+    device: torch.device,
 ) -> torch.Tensor | None:
     """Which of a sequence's tokens `[first:end]` the new ones of range `number` see, `[new, tokens]` bool; None: all.
 
     Whether it is all is told from positions: looking at the mask would make the host wait for the device.
     """
-    part, window = step.ranges[number], window_of(rule)
+    part = step.ranges[number]
     if part.num_tokens == 1 and window is not None and (not window or part.end - first <= window):
         return None
     key = number, first, device, id(rule) if window is None else window
@@ -183,21 +188,21 @@ def attend(
         raise NotPagedError("no step runs in this thread")
     if position_bias is not None:
         raise NotPagedError("attention has a bias by position")
-    rule = None
+    rule, window = None, 0
     if attention_mask is not None:
-        rule = getattr(attention_mask, "rule", None)
+        rule, window = getattr(attention_mask, "rule", None), getattr(attention_mask, "window", 0)
         if rule is None:
             raise NotPagedError("the mask is changed on its way to attention")
     rows, heads, new, size = query.shape
     queries = query.transpose(1, 2).flatten(0, 1)  # [tokens, heads, size]
     scale = size**-0.5 if scaling is None else scaling
     if cache.gathers:
-        output = _attend_gathered(cache.step, queries, key, value, scale, rule, softcap, s_aux)
+        output = _attend_gathered(cache.step, queries, key, value, scale, rule, window, softcap, s_aux)
     else:
         layer = cache.layer_of.get(id(key))
         if layer is None:
             raise NotPagedError("the keys are changed behind the cache")
-        output = _attend_blocks(cache, layer, queries, scale, rule, softcap, s_aux)
+        output = _attend_blocks(cache, layer, queries, scale, rule, window, softcap, s_aux)
     return output.view(rows, new, heads, -1), None
 
 
@@ -207,12 +212,14 @@ def _attend_blocks(
     queries: torch.Tensor,
     scale: float,
     rule: MaskFunction | None,
+    window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     step, blocks, device = cache.step, layer.blocks, queries.device
     assert blocks is not None
-    window, outputs, first = window_of(rule), [], 0
+    outputs: list[torch.Tensor] = []
+    first = 0
     # The kernel's softmax is in 32 bits; of scores with sinks, the model's is in their own type.
     has_kernel = window is not None and (sinks is None or sinks.dtype == torch.float32)
     kernel = layer.kernel_for(queries.shape[1]) if step.num_decodes and has_kernel else None
@@ -239,7 +246,7 @@ def _attend_blocks(
         else:
             low = max(0, part.start + 1 - window) // step.block_size * step.block_size if window else 0
             keys, values = blocks.read(tables[number], part.end, low)
-            chunk = _masked(own, keys, values, _mask(step, number, rule, low, device), scale, softcap, sinks)
+            chunk = _masked(own, keys, values, _mask(step, number, rule, window, low, device), scale, softcap, sinks)
         outputs.append(chunk.transpose(0, 1))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0].contiguous()
 
@@ -251,6 +258,7 @@ def _attend_gathered(
     value: torch.Tensor,
     scale: float,
     rule: MaskFunction | None,
+    window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -261,7 +269,7 @@ def _attend_gathered(
     for number, end in enumerate(step.ends):
         own = queries[step.bounds[number] : step.bounds[number + 1]].transpose(0, 1)
         keys, values = key[0, :, offset : offset + end], value[0, :, offset : offset + end]
-        mask = _mask(step, number, rule, 0, queries.device)
+        mask = _mask(step, number, rule, window, 0, queries.device)
         outputs.append(_masked(own, keys, values, mask, scale, softcap, sinks).transpose(0, 1))
         offset += end
     return torch.cat(outputs)

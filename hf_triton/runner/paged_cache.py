@@ -71,7 +71,7 @@ class PagedCache(Cache):
             if isinstance(layer, SlotStatesLayer):
                 layer.end()
             if isinstance(layer, PagedLayer):
-                layer.forget()
+                layer.new_keys = layer.new_values = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, each from one to another; all are read before any is written."""
@@ -179,10 +179,6 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             kernel = self._cache.kernels.kernel_for(num_heads, self.blocks.keys, self.blocks.values)
             self._kernel_of[num_heads] = kernel
         return self._kernel_of[num_heads]
-
-    def forget(self) -> None:
-        """Release this forward's keys and values."""
-        self.new_keys = self.new_values = None
 
     def get_seq_length(self) -> int:
         """0: positions are given, and masks need no length."""

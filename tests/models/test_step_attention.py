@@ -46,7 +46,6 @@ def skips_one(batch: Any, head: Any, query: Any, key: Any) -> Any:
 @pytest.mark.parametrize(
     ("rule", "window"),
     [
-        (None, 0),
         (causal_mask_function, 0),
         (sliding_window_causal_mask_function(1), 1),
         (sliding_window_causal_mask_function(5), 5),
@@ -58,7 +57,7 @@ def skips_one(batch: Any, head: Any, query: Any, key: Any) -> Any:
         (skips_one, None),
     ],
 )
-def test_a_rule_is_recognized_by_what_it_shows(rule: Rule | None, window: int | None) -> None:
+def test_a_rule_is_recognized_by_what_it_shows(rule: Rule, window: int | None) -> None:
     assert window_of(rule) == window
     assert window_of(rule) == window  # now from the cache
 
