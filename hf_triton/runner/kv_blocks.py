@@ -64,7 +64,8 @@ class KVBlocks:
     def are_finite(self, blocks: Sequence[int]) -> torch.Tensor:
         """Whether the keys and values of each block are neither NaN nor infinite, `[blocks]` bool."""
         index = to_index(blocks, self.device)
-        return (self.keys[index].isfinite() & self.values[index].isfinite()).flatten(1).all(1)
+        keys, values = (tensor[index].isfinite().flatten(1).all(1) for tensor in (self.keys, self.values))
+        return keys & values
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """Free the memory of blocks whose contents nobody needs; only on a CPU, in whole pages."""
