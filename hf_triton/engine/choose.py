@@ -115,7 +115,7 @@ def build_engine(
         raise CheckpointError("device_unavailable", error)
     if decoding == "cuda_graphs":
         logger.info("decoding cuda_graphs: steps run eagerly, as this version captures no graphs")
-    details = ", each prompt prefilled whole" if way.prefills_whole else ""
+    details = ", each prompt prefilled whole, no prefix caching" if way.prefills_whole else ""
     logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, details)
     return ContinuousBatchingEngine(
         model, way=way, max_cache_tokens=max_cache_tokens, enable_prefix_caching=enable_prefix_caching, **shared

@@ -11,6 +11,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion
 from hf_triton.errors import RequestError
 from hf_triton.runner.probe import Sharing, probe_batching
+from hf_triton.runner.way_probe import probe_ways
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs
 from tests.support.batch_engine import (
@@ -49,7 +50,9 @@ def test_both_engines_generate_the_same(architecture: str, model_of: LoadModel) 
     in_batch, continuous = sampled_submissions(), sampled_submissions()
     with FilledEngine(model) as filled:
         filled.run(in_batch)
-    engine = ContinuousBatchingEngine(model, max_num_seqs=8)
+    way = probe_ways(model)
+    assert way is not None
+    engine = ContinuousBatchingEngine(model, way=way, max_num_seqs=8)
     engine.submit([submission.group() for submission in continuous])
     assert [each.completions for each in in_batch] == [each.completions for each in continuous]
     engine.close()
