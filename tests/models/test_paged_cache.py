@@ -53,6 +53,12 @@ def test_a_sequence_is_read_from_its_blocks(first: int, length: int) -> None:
     assert values.squeeze(2).tolist() == [[-slot for slot in slots]] * 2
 
 
+def test_blocks_are_finite_by_keys_and_values_of_any_size() -> None:
+    blocks = KVBlocks(4, SIZE, torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 3))
+    blocks.keys[1, 0, 2, 7], blocks.values[2, 1, 0, 0] = torch.nan, torch.inf
+    assert blocks.are_finite([0, 1, 2, 3, 0]).tolist() == [True, False, False, True, True]
+
+
 def test_sequences_of_a_step_are_gathered_one_behind_the_other() -> None:
     keys, values = numbered().gather(StepTensors((tokens(4, 5, [5, 0]), tokens(0, 2, [3])), SIZE, CPU))
     assert keys.shape == values.shape == (1, 2, 7, 1)
