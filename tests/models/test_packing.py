@@ -24,7 +24,7 @@ from tests.support.engine import Client, check, start_engine
 from tests.support.reference import load_reference, solo_ids
 
 NUM_REQUESTS = 24
-READS_ITS_WEIGHTS = ("mamba", "falcon-mamba", "jamba", "reformer")
+READS_ITS_WEIGHTS = ("mamba", "falcon-mamba", "jamba", "longcat", "reformer")
 PROMPT = [7, 11, 13, 200, 5]
 
 
