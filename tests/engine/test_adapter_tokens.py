@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import pytest
 import torch
-from hf_triton.runner.forward import cache_name
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapter, Adapters
+from hf_triton.runner.calling import cache_name
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.adapters import save_adapter
 from tests.support.architectures import CONTINUOUS, build
