@@ -80,7 +80,7 @@ class BlockMemory:
         return num_blocks * self.block_size + new_states <= self.pool.num_free * self.block_size
 
     def rest(self) -> None:
-        """Give back the memory of all blocks that nobody holds and the prefix cache does not keep."""
+        """Give back the memory of all empty blocks."""
         if not self._is_fixed:
             self._give_back(self.pool.trim(self.pool.num_held + self.pool.num_kept))
 

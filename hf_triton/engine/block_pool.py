@@ -2,8 +2,8 @@
 """The blocks of a KV cache by number: who holds them, and which prefix each keeps. Knows no tensors, and no torch.
 
 A sequence's keys and values lie in blocks of a fixed number of tokens; its block table names them in order. Sequences
-that begin alike share full blocks. A block that nobody holds keeps its contents until it is taken again: that is the
-prefix cache.
+that begin alike share full blocks. A full block without a holder keeps its contents until it is taken again: that is
+the prefix cache.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class BlockPool:
             self._digest_of[block] = digest
 
     def is_held(self, block: int) -> bool:
-        """Whether somebody holds a block."""
+        """Whether a sequence holds a block."""
         return block in self._references
 
     def find(self, digest: bytes) -> int | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -263,10 +263,6 @@ class Sequence:
         """The higher, the younger."""
         return self.group.arrival_number, self.index
 
-    def context(self) -> list[int]:
-        """The tokens that its next token follows."""
-        return self.group.prompt_ids + self.token_ids
-
     def tokens(self, start: int, end: int) -> list[int]:
         """The tokens `[start:end]` of the context."""
         num_prompt = len(self.group.prompt_ids)
@@ -355,9 +351,3 @@ class Sequence:
         return Completion(
             self.token_ids, self.finish_reason, self.logprobs if wants_logprobs else None, self.group.prompt_logprobs
         )
-
-
-def adapters_of(sequences: Iterable[Sequence]) -> list[Adapter | None] | None:
-    """The LoRA adapter of each sequence; None: no sequence has one."""
-    adapters = [sequence.group.adapter for sequence in sequences]
-    return adapters if any(adapters) else None

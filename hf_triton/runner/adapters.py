@@ -32,8 +32,6 @@ from hf_triton.runner.numerics import agree
 NUM_TRIAL_TOKENS: Final = 5
 SPARE_BYTES: Final = 64 << 20
 """What an adapter's file may have beside twice the bytes of the model."""
-KEY_BITS: Final = 33
-"""Bits of a key in the prefix cache without an adapter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +45,6 @@ class Adapter:
     def key(self) -> str:
         """Its name in the model."""
         return f"adapter_{self.number}"
-
-    def cache_key(self, key: list[int]) -> list[int]:
-        """A sequence's key in the prefix cache, of what it is without an adapter."""
-        return [(self.number << KEY_BITS) + part for part in key]
 
 
 AdapterRows = Sequence[Adapter | None] | None

@@ -68,7 +68,7 @@ class KVBlocks:
         return keys & values
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """Free the memory of blocks whose contents nobody needs; only on a CPU, in whole pages."""
+        """Free the memory of blocks whose contents are not needed; only on a CPU, in whole pages."""
         runs = list(_runs(sorted(blocks)))
         for tensor, buffer in zip((self.keys, self.values), self._maps, strict=True):
             if buffer is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
@@ -67,32 +66,6 @@ def openmp_parallel() -> Any:
     return parallel
 
 
-def reader(kind: Any, num_bytes: int, result: Any, widened: Callable[[Any, Any], Any] | None = None) -> Any:
-    """An intrinsic that reads the element at `index` of an array, given its address."""
-
-    @intrinsic
-    def read(context: Any, address: Any, index: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            number = builder.load(pointer_to(builder, kind, *arguments), align=num_bytes)
-            return widened(builder, number) if widened else number
-
-        return result(types.int64, types.int64), generate
-
-    return read
-
-
-@intrinsic
-def write(context: Any, address: Any, index: Any, number: Any) -> Any:
-    """Write 32 bits to the element at `index` of an array, given its address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        *target, number = arguments
-        builder.store(number, pointer_to(builder, FLOAT, *target), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), generate
-
-
 @intrinsic
 def next_number(context: Any, address: Any) -> Any:
     """Fetch and increment the int64 at an address, atomically."""
@@ -127,7 +100,3 @@ def prefetch(builder: Any, address: Any) -> None:
 def pointer_to(builder: Any, kind: Any, address: Any, index: Any) -> Any:
     """Emit the IR of a pointer to the element at `index` of an array, given its address."""
     return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
-
-
-long = reader(LONG, 8, types.int64)
-read = reader(FLOAT, 4, types.float32)

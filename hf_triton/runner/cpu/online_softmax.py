@@ -15,7 +15,7 @@ LOG2_E, LN_2, LARGE = map(np.float32, (1.4426950408889634, 0.6931471805599453, 1
 E2, E3, E4, E5, E6 = map(np.float32, (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720))  # Taylor series of e ** y
 BIAS, MANTISSA_BITS = np.int32(127), np.int32(23)
 
-# Inlined, strides become constants: a tenth faster. Nobody calls these from Python: a quarter less to compile.
+# Inlined, strides become constants: a tenth faster. Kernels alone call these: a quarter less to compile.
 inlined: Any = njit(  # type: ignore[call-overload]
     fastmath=MATH, error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
 )
