@@ -80,9 +80,10 @@ class BlockMemory:
         return num_blocks * self.block_size + new_states <= self.pool.num_free * self.block_size
 
     def rest(self) -> None:
-        """Give back the memory of all empty blocks."""
+        """Give back the memory of empty blocks, and of kept ones beyond `max_kept`, which a peak leaves."""
         if not self._is_fixed:
-            self._give_back(self.pool.trim(self.pool.num_held + self.pool.num_kept))
+            num_kept = min(self.pool.num_kept, self.pool.max_kept)
+            self._give_back(self.pool.trim(self.pool.num_held + num_kept))
 
     def admission_error(self, num_prompt: int, num_new: int) -> RequestError | None:
         """The error of a prompt that can never run in this memory; None: it can."""

@@ -30,7 +30,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.max_touched = num_blocks
         """The most blocks whose memory may be touched now; less than `num_blocks` if others use the device."""
-        self._max_kept = max_kept
+        self.max_kept = max_kept
         self._references: dict[int, int] = {}  # of held blocks
         self._kept: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._empty: list[int] = []
@@ -69,7 +69,7 @@ class BlockPool:
             raise IndexError("no block is free")
         if self._empty:
             block = self._empty.pop()
-        elif self.num_touched < min(self.num_blocks, self.max_touched) and len(self._kept) < self._max_kept:
+        elif self.num_touched < min(self.num_blocks, self.max_touched) and len(self._kept) < self.max_kept:
             block = self._take_fresh()
         elif self._kept:
             block = next(iter(self._kept))

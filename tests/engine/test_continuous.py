@@ -174,7 +174,7 @@ def test_an_idle_engine_gives_back_memory_and_keeps_prefixes(max_cache_tokens: i
         time.sleep(0.01)
     assert token_ids(client.ask(*item)) == expected
     assert hits.counts == [0, 128]
-    assert engine.memory.pool._max_kept * size <= 64 << 20
+    assert engine.memory.pool.max_kept * size <= 64 << 20
 
 
 @pytest.mark.parametrize("num_requests", [600, pytest.param(20_000, marks=pytest.mark.full)])
@@ -199,10 +199,10 @@ def test_distinct_prompts_do_not_grow_memory(num_requests: int, start: StartEngi
         "SIZES",
         [size >> 20 for size in sizes[:: max(1, len(sizes) // 10)]],
         most_held,
-        pool._max_kept,
+        pool.max_kept,
         pool.num_touched,
     )
-    most_touched = most_held + pool._max_kept
+    most_touched = most_held + pool.max_kept
     assert pool.num_touched <= most_touched < 2 * num_requests  # each has two full blocks
     size = 16 * sum(layer.bytes_per_token for layer in engine.runner.cache.blocks())
     assert resident_cache_bytes(engine) <= most_touched * size + 8 * mmap.PAGESIZE

@@ -160,6 +160,15 @@ def test_a_fixed_memory_keeps_its_blocks() -> None:
     assert (memory.pool.num_free, given_back) == (10, [])
 
 
+def test_an_idle_engine_keeps_no_more_prefixes_than_its_share() -> None:
+    memory, _, given_back = memory_of(40)
+    kept = keep(memory.pool, "old", "new", "newest")
+    memory.pool.max_kept = 2
+    memory.rest()
+    assert given_back == kept[:1]
+    assert (memory.pool.num_kept, memory.pool.num_touched) == (2, 2)
+
+
 def test_an_idle_engine_keeps_prefixes_alone() -> None:
     memory, _, given_back = memory_of(40)
     [kept] = keep(memory.pool, "kept")
