@@ -50,7 +50,7 @@ class Layers:
 
         def by_kernel() -> None:
             for kernel in self.kernels:
-                kernel.multiply(x, None)
+                kernel(x, None)
 
         def read() -> None:
             for layer in self.plain:

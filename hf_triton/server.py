@@ -351,6 +351,9 @@ class TritonServer:
     def wait_until_started(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until each folder is loaded or has failed, which is when the HTTP port opens.
 
+        Triton aborts if a model's process does not run for a second (server issue 5949), as on a busy machine; one that
+        does so while starting is started once more.
+
         Args:
             check: Called meanwhile; what it raises ends the wait.
 
@@ -358,7 +361,12 @@ class TritonServer:
             ServerError: The process ended, or `ready_timeout_s` passed; the message has the log's tail.
         """
         deadline = time.monotonic() + self._ready_timeout_s
+        was_repeated = False
         while time.monotonic() < deadline:
+            if not was_repeated and self.process and self.process.poll() == -signal.SIGABRT:
+                was_repeated = True
+                self._clean_up()
+                self.start()
             if not self.is_running():
                 raise ServerError("server_failed", f"tritonserver exited while starting{self.describe_log()}")
             if self.is_live():

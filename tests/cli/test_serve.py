@@ -160,6 +160,19 @@ def test_server_that_cannot_start_is_an_error(tmp_path: Path, make_folder: Calla
     assert "server_failed: tritonserver exited while starting: its log above says why" in result.stderr
 
 
+def test_server_that_aborts_while_starting_is_started_once_more(
+    tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    make_folder(tmp_path / "repository", "mine", huggingface_model="./x")
+    binary, runs = tmp_path / "tritonserver", tmp_path / "runs"
+    binary.write_text(f"#!/bin/sh\necho run >> {runs}\nkill -ABRT $$\n")
+    binary.chmod(0o755)
+    result = serve_until_exit(tmp_path / "repository", PATH=f"{tmp_path}:/bin")
+    assert result.returncode == 1
+    assert "server_failed: tritonserver exited while starting" in result.stderr
+    assert runs.read_text() == "run\n" * 2
+
+
 REASONS = {
     "a&b": "its name has a space or a special character of the shell that Triton starts it with: rename it",
     "bare": "it has no 1/model.py: copy one from a model folder",

@@ -32,7 +32,9 @@ def packed(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return LinearKernel(weight).multiply(x, bias)
+    found = LinearKernel(weight)(x, bias)
+    assert found is not None
+    return found
 
 
 @pytest.fixture
@@ -111,24 +113,24 @@ def test_nan_and_inf_stay_in_their_row() -> None:
 def test_rows_of_any_memory_layout(wide_layer: PackedLinear) -> None:
     weight = wide_layer.weight.to_dense()
     for x in (torch.randn(2, 3, 256), torch.randn(3, 256, 2).mT, torch.randn(256, 5).T, torch.randn(4, 1024)[:, ::4]):
-        assert wide_layer.kernel.accepts(x, wide_layer.weight)
+        assert wide_layer.kernel(x, None) is not None
         wanted = functional.linear(x, weight, wide_layer.bias)
         torch.testing.assert_close(wide_layer(x), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_other_inputs_are_left_to_onednn(wide_layer: PackedLinear, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LinearKernel, "multiply", lambda *_: pytest.fail("asked"))
     torch.manual_seed(0)
     weight = wide_layer.weight.to_dense()
-    x = torch.randn(3, 256)
+    kernel, x = wide_layer.kernel, torch.randn(3, 256)
+    assert kernel(x, None) is None
     torch.testing.assert_close(wide_layer(x), functional.linear(x, weight, wide_layer.bias))  # may be for training
     with torch.inference_mode():
         for other in (torch.randn(MAX_ROWS + 1, 256), torch.randn(0, 256), torch._neg_view(x)):
+            assert kernel(other, None) is None
             wanted = functional.linear(other, weight, wide_layer.bias)
             torch.testing.assert_close(wide_layer(other), wanted, atol=1e-5, rtol=1e-5)
-        kernel = wide_layer.kernel
         others = x.double(), x.to("meta"), nn.Parameter(x, requires_grad=False), torch._efficientzerotensor((3, 256))
-        assert not any(kernel.accepts(other, wide_layer.weight) for other in others)
+        assert all(kernel(other, None) is None for other in others)
         for shape in ((3, 255), (3, 512), (1, 2560)):
             with pytest.raises(RuntimeError):
                 wide_layer(torch.randn(shape))
@@ -207,12 +209,12 @@ def test_no_kernel_if_numba_is_configured_for_less(variable: str) -> None:
 def test_another_weight_layout_is_noticed(inputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     _, weight = packed(64, inputs, dtype)
     assert LinearKernel.build(weight, None)
-    plain = LinearKernel.multiply
+    plain = LinearKernel.__call__
 
-    def swapped(self: LinearKernel, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def swapped(self: LinearKernel, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         return plain(self, x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), bias)
 
-    monkeypatch.setattr(LinearKernel, "multiply", swapped)
+    monkeypatch.setattr(LinearKernel, "__call__", swapped)
     assert LinearKernel.build(weight, None) is None
     assert not linear.is_right(dtype)
 
@@ -220,12 +222,13 @@ def test_another_weight_layout_is_noticed(inputs: int, dtype: torch.dtype, monke
 @pytest.mark.usefixtures("anew")
 @torch.inference_mode()
 def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    plain = linear_kernel.run_linear
+    plain = LinearKernel.__call__
 
-    def wrong(dtype: torch.dtype, task: linear_kernel.LinearTask, num_threads: int) -> None:
-        plain(dtype, task._replace(num_rows=max(1, task.num_rows - 1)), num_threads)
+    def wrong(self: LinearKernel, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        result = plain(self, x, bias)
+        return None if result is None else torch.cat([result[:1], torch.zeros_like(result[1:])])
 
-    monkeypatch.setattr(linear_kernel, "run_linear", wrong)
+    monkeypatch.setattr(LinearKernel, "__call__", wrong)
     _, weight = packed(64, 256, torch.float32)
     assert LinearKernel.build(weight, None) is None
     (record,) = caplog.records

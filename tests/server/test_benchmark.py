@@ -53,9 +53,9 @@ def test_lost_answer_gives_no_figure(benchmark: ModuleType, tmp_path: Path) -> N
             with contextlib.closing(benchmark.LeanClient(server.http_url)) as client:
                 client.post("/v2/models/plain/generate", [{"text_input": "w1"}, body], 1)
 
-        inside = {"requests": [([3] * 200, 32)], "width": 1}
+        inside = {"requests": [([3] * 300, 32)], "width": 1}
         for body in (
-            {"text_input": "w1 " * 200, "max_new_tokens": 32},
+            {"text_input": "w1 " * 300, "max_new_tokens": 32},
             {"text_input": json.dumps(inside), "id": "inside"},
         ):
             with pytest.raises(benchmark.LostAnswerError, match="memory_exceeded"):

@@ -76,8 +76,8 @@ class _Sample:
             self._layer(x)
         elif way == "onednn":
             onednn_linear(x, self._packed, self._layer.bias)
-        elif self._kernel is not None and self._kernel.accepts(x, self._packed):
-            self._kernel.multiply(x, self._layer.bias)
+        elif self._kernel is not None:
+            self._kernel(x, self._layer.bias)
 
 
 @torch.inference_mode()

@@ -18,6 +18,8 @@ from hf_triton.runner.numerics import agree
 MAX_ROWS: Final = 64
 """Rows beyond which oneDNN is as fast."""
 ALL_ROWS: Final = frozenset(range(1, MAX_ROWS + 1))
+MIN_PARALLEL_PRODUCTS: Final = 2**17
+"""Multiplications from which on waking other threads pays."""
 MIN_INPUTS: Final = 256
 """Inputs of a layer from which on a kernel is compiled; the demo model has fewer."""
 
@@ -36,14 +38,16 @@ class LinearKernel:
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        from hf_triton.runner.cpu import linear_kernel
+        from hf_triton.runner.cpu.linear_kernel import BLOCK, WORD_BYTES, compile_linear
+        from hf_triton.runner.cpu.llvm import openmp_parallel
 
-        self._kernel = linear_kernel
-        self._weight, self._dtype = weight, weight.dtype
+        self.weight, self._dtype = weight, weight.dtype
         self._address = torch.ops.mkldnn.data_ptr(weight)
         self._outputs, self._inputs = weight.shape
-        self._blocks = self._outputs // linear_kernel.BLOCK
-        self._words = self._inputs * weight.itemsize // linear_kernel.WORD_BYTES
+        self._blocks = self._outputs // BLOCK
+        self._words = self._inputs * weight.itemsize // WORD_BYTES
+        self._compiled, self._parallel = compile_linear(weight.dtype), openmp_parallel()
+        self._run, self._entry = self._compiled.ctypes, self._compiled.address
         self.rows = ALL_ROWS
         """Numbers of rows for which the kernel computes; of 1 to `MAX_ROWS`."""
 
@@ -60,47 +64,48 @@ class LinearKernel:
         kernel = cls(weight)
         with torch.inference_mode():
             x = _noise(1, weight.shape[1], weight.dtype)
-            is_right = agree(onednn_linear(x, weight, bias), kernel.multiply(x, bias), weight.dtype)
+            result = kernel(x, bias)
+            is_right = result is not None and agree(onednn_linear(x, weight, bias), result, weight.dtype)
         return kernel if is_right else None
 
-    def accepts(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether the kernel computes this input: a plain tensor of few rows, in inference.
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """`x @ weight.T + bias`, summed in 32 bits; a row's result is independent of the other rows.
+
+        A decoding step calls it for every layer: it calls torch alone.
 
         Args:
             x: `[..., in_features]`.
-            weight: The layer's present weights.
-        """
-        if weight is not self._weight or x.dtype is not self._dtype or x.shape[-1] != self._inputs:
-            return False
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return False
-        is_plain = type(x) is torch.Tensor and x.is_cpu and not x.is_neg() and not x._is_zerotensor()
-        return is_plain and x.numel() // self._inputs in self.rows
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x @ weight.T + bias`, summed in 32 bits; a row's result is independent of the other rows.
-
-        Args:
-            x: `[..., in_features]` for which `accepts` is true.
             bias: `[out_features]`.
+
+        Returns:
+            None if the input is not a plain tensor of few rows, in inference: oneDNN must compute it.
         """
+        inputs, outputs, dtype = self._inputs, self._outputs, self._dtype
+        if type(x) is not torch.Tensor or x.dtype is not dtype or not x.is_cpu or x.shape[-1] != inputs:
+            return None
+        num_rows = x.numel() // inputs
+        if num_rows not in self.rows or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        if x.is_neg() or x._is_zerotensor():
+            return None
         x = x.contiguous()
-        num_rows = x.numel() // self._inputs
-        shape = *x.shape[:-1], self._outputs
         if bias is None:
-            result = torch.zeros(shape, dtype=torch.float32, device="cpu")
+            result = torch.zeros(*x.shape[:-1], outputs, dtype=torch.float32, device="cpu")
         else:
             result = bias.float().repeat(*x.shape[:-1], 1)
-        is_parallel = num_rows * self._inputs * self._outputs >= 2**17  # else waking other threads does not pay
-        num_threads = torch.get_num_threads() if is_parallel else 1
+        is_parallel = num_rows * inputs * outputs >= MIN_PARALLEL_PRODUCTS
+        num_threads = torch.get_num_threads() if is_parallel and self._parallel else 1
         # Two tasks for each thread, because threads are not equally fast.
         blocks_per_task = self._blocks if num_threads == 1 else -(-self._blocks // (2 * num_threads))
-        progress = array("q", (0,))
-        address, _ = progress.buffer_info()
-        sizes = num_rows, self._words, self._outputs, blocks_per_task
-        task = self._kernel.LinearTask(address, x.data_ptr(), self._address, result.data_ptr(), *sizes)
-        self._kernel.run_linear(self._dtype, task, num_threads)
-        return result if self._dtype is torch.float32 else result.to(self._dtype)
+        addresses = x.data_ptr(), self._address, result.data_ptr()
+        task = array("q", (0, *addresses, num_rows, self._words, outputs, blocks_per_task, 0))
+        address, _ = task.buffer_info()  # of a `LinearTask`
+        task[0] = address + 8 * (len(task) - 1)
+        if num_threads == 1:
+            self._run(address)
+        else:
+            self._parallel(self._entry, address, num_threads, 0)
+        return result if dtype is torch.float32 else result.to(dtype)
 
 
 def _noise(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -143,6 +148,7 @@ def is_right(dtype: torch.dtype) -> bool:
         return False
     for num_rows in range(1, (MAX_PASSES + 1) * ROWS_PER_TILE):
         x = _noise(num_rows, inputs, dtype)
-        if not agree((x.float() @ plain.float().T).to(dtype), LinearKernel(weight).multiply(x, None), dtype):
+        result = LinearKernel(weight)(x, None)
+        if result is None or not agree((x.float() @ plain.float().T).to(dtype), result, dtype):
             return False
     return True

@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from llvmlite import ir
-from numba import carray, types  # type: ignore[attr-defined]
+from numba import carray, cfunc, types  # type: ignore[attr-defined]
 
 from hf_triton.runner.cpu import llvm
-from hf_triton.runner.cpu.llvm import FLOAT, LINE, LONG, WORD, compiled, intrinsic
+from hf_triton.runner.cpu.llvm import FLOAT, LINE, LONG, MATH, WORD, compiled, intrinsic, next_number
 
 BLOCK: Final = 64
 """Outputs whose weights are adjacent in memory: all weights of one input word, then those of the next."""
@@ -39,8 +39,8 @@ FEATURES: Final = {torch.float32: ("avx512f", "fma"), torch.bfloat16: ("avx512bf
 class LinearTask(NamedTuple):
     """Arguments of the kernel: sizes and addresses."""
 
-    progress: int
-    """Address of an int64, zero at first: tasks taken so far."""
+    counter: int
+    """Address of `next_task`."""
     rows: int
     """Address of `[num_rows, words]`."""
     weights: int
@@ -52,6 +52,8 @@ class LinearTask(NamedTuple):
     """A multiple of `STEP`."""
     outputs: int
     blocks_per_task: int
+    next_task: int
+    """Zero at first: tasks taken so far."""
 
 
 def can_run(dtype: torch.dtype) -> bool:
@@ -59,11 +61,6 @@ def can_run(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16 and llvm.has("amx-bf16"):
         return False
     return any(map(llvm.has, FEATURES.get(dtype, ())))
-
-
-def run_linear(dtype: torch.dtype, task: LinearTask, num_threads: int) -> None:
-    """Run the kernel for a dtype for which `can_run` is true; the task's addresses must be valid."""
-    llvm.run(compile_linear(dtype), task, num_threads)
 
 
 @cache
@@ -86,7 +83,10 @@ def compile_linear(dtype: torch.dtype) -> Any:
         else:
             six(tile)
 
-    @llvm.kernel_of(LinearTask)
+    record = types.Record.make_c_struct([(name, types.int64) for name in LinearTask._fields])
+    pointer = types.CPointer(record)  # type: ignore[no-untyped-call]
+
+    @cfunc(types.void(pointer), fastmath=MATH, error_model="numpy")
     def multiply(address: Any) -> None:
         task = carray(address, 1)[0]
         passes = (task.num_rows + ROWS_PER_TILE - 1) // ROWS_PER_TILE
@@ -95,7 +95,7 @@ def compile_linear(dtype: torch.dtype) -> Any:
         prefetching = min(passes, MAX_PASSES)
         block_bytes, row_bytes, result_bytes = WORD_BYTES * BLOCK, WORD_BYTES * task.words, 4 * task.outputs
         blocks = task.outputs // BLOCK
-        item = llvm.next_number(task.progress)
+        item = next_number(task.counter)
         while item * task.blocks_per_task < blocks:
             for block in range(item * task.blocks_per_task, min(blocks, (item + 1) * task.blocks_per_task)):
                 for word in range(0, task.words, CHUNK * prefetching):
@@ -110,7 +110,7 @@ def compile_linear(dtype: torch.dtype) -> Any:
                         tile = first_row, row_bytes, weights, words, result, result_bytes, ahead, prefetching
                         add_products(number, tile)
                         done += number
-            item = llvm.next_number(task.progress)
+            item = next_number(task.counter)
 
     return multiply
 

@@ -7,13 +7,12 @@ Kernels run in torch's own thread pool: a second pool would compete for the same
 from __future__ import annotations
 
 import ctypes
-from array import array
 from functools import cache
 from typing import Any, Final
 
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
-from numba import cfunc, extending, njit, types
+from numba import extending, njit, types
 from numba.core import config
 
 MATH: Final = {"reassoc", "contract", "nsz", "arcp"}
@@ -37,24 +36,6 @@ def has(feature: str) -> bool:
     Check it before compiling: LLVM aborts the process if it has no instruction for an operation.
     """
     return is_for_host() and bool(get_host_cpu_features().get(feature, False))
-
-
-def kernel_of(task: Any) -> Any:
-    """Decorate a function of a pointer to a task as a kernel; `task` is a named tuple type of integers."""
-    record = types.Record.make_c_struct([(name, types.int64) for name in task._fields])
-    pointer = types.CPointer(record)  # type: ignore[no-untyped-call]
-    return cfunc(types.void(pointer), fastmath=MATH, error_model="numpy")
-
-
-def run(kernel: Any, task: tuple[int, ...], num_threads: int) -> None:
-    """Run a kernel of `kernel_of` in at most `num_threads` threads; the task's addresses must be valid."""
-    parallel = openmp_parallel()
-    numbers = array("q", task)
-    address, _ = numbers.buffer_info()
-    if num_threads == 1 or parallel is None:
-        kernel.ctypes(address)
-    else:
-        parallel(kernel.address, address, num_threads, 0)
 
 
 @cache

@@ -57,8 +57,8 @@ class PackedLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         kernel = self.kernel
-        if kernel is not None and kernel.accepts(x, self.weight):
-            return kernel.multiply(x, self.bias)
+        if kernel is not None and kernel.weight is self.weight and (product := kernel(x, self.bias)) is not None:
+            return product
         if x.numel() // x.shape[-1] in SIZES:
             return onednn_linear(x, self.weight, self.bias)
         products = []
