@@ -217,17 +217,20 @@ def _attend_blocks(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     step, blocks, device = cache.step, layer.blocks, queries.device
+    new_keys, new_values = layer.new_keys, layer.new_values
     assert blocks is not None
+    assert new_keys is not None
+    assert new_values is not None
     outputs: list[torch.Tensor] = []
     first = 0
     # The kernel's softmax is in 32 bits; of scores with sinks, the model's is in their own type.
     has_kernel = window is not None and (sinks is None or sinks.dtype == torch.float32)
-    kernel = layer.kernel_for(queries.shape[1]) if step.num_decodes and has_kernel else None
+    kernel = layer.kernel_of[queries.shape[1]] if step.num_decodes and has_kernel else None
     if kernel is not None:
         num = step.num_decodes
-        new_tokens = (None, None) if layer.is_written else layer.new_tokens()
+        new = (None, None) if layer.is_written else (new_keys, new_values)
         places = step.tables[:num], step.lengths[:num]
-        output: torch.Tensor | None = kernel(queries[:num], *new_tokens, *places, scale, window, softcap or 0.0, sinks)
+        output: torch.Tensor | None = kernel(queries[:num], *new, *places, scale, window, softcap or 0.0, sinks)
         if output is not None:
             layer.is_written = True
             outputs.append(output)
@@ -241,7 +244,7 @@ def _attend_blocks(
         part, start, end = step.ranges[number], step.bounds[number], step.bounds[number + 1]
         own = queries[start:end].transpose(0, 1)  # [heads, new, size]
         if not part.start and is_plain and (window == 0 or (window is not None and part.end <= window)):
-            keys, values = _own(layer.new_keys, start, end, number), _own(layer.new_values, start, end, number)
+            keys, values = new_keys[start:end].transpose(0, 1), new_values[start:end].transpose(0, 1)
             chunk = _causal(own, keys, values, scale)
         else:
             low = max(0, part.start + 1 - window) // step.block_size * step.block_size if window else 0
@@ -273,12 +276,6 @@ def _attend_gathered(
         outputs.append(_masked(own, keys, values, mask, scale, softcap, sinks).transpose(0, 1))
         offset += end
     return torch.cat(outputs)
-
-
-def _own(states: torch.Tensor | None, start: int, end: int, number: int) -> torch.Tensor:
-    """The new keys or values of one range, `[key heads, new, size]`."""
-    assert states is not None
-    return states[0, :, start:end] if len(states) == 1 else states[number]
 
 
 def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:

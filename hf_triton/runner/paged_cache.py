@@ -125,16 +125,31 @@ def _layers(config: Any) -> list[Any]:
         return []
 
 
+class _KernelOf(dict[int, Any]):
+    """By number of heads: a layer's attention of one token of every sequence on a CPU; None: there is none."""
+
+    def __init__(self, cache: PagedCache, layer: PagedLayer) -> None:
+        super().__init__()
+        self._kernels, self._layer = cache.kernels, layer
+
+    def __missing__(self, num_heads: int) -> Any:
+        """Found once, as a layer asks at every step."""
+        blocks = self._layer.blocks
+        assert blocks is not None
+        self[num_heads] = self._kernels.kernel_for(num_heads, blocks.keys, blocks.values)
+        return self[num_heads]
+
+
 class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Keys and values of one layer, in blocks."""
 
     def __init__(self, cache: PagedCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
-        self._kernel_of: dict[int, Any] = {}  # by number of heads: the CPU's for one token of every sequence, or None
+        self.kernel_of = _KernelOf(cache, self)
         self.blocks: KVBlocks | None = None
         self.new_keys: torch.Tensor | None = None
-        """`[1, key heads, tokens, size]` or `[rows, key heads, 1, size]`: of this forward."""
+        """`[tokens, key heads, size]`: of this forward."""
         self.new_values: torch.Tensor | None = None
         self.is_written = True
         """Whether they are in their blocks; else the kernel writes them."""
@@ -142,17 +157,25 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new tokens to their blocks; returns them as they came, or gathered (`PagedCache.gathers`)."""
+        """Write the new tokens to their blocks; returns them as they came, or gathered (`PagedCache.gathers`).
+
+        Args:
+            key_states: `[1, key heads, tokens, size]` or `[rows, key heads, 1, size]`.
+            value_states: The same.
+            args: Not read.
+            kwargs: Not read.
+        """
         cache = self._cache
         if self.blocks is None:
             self.blocks = KVBlocks(cache.num_blocks, cache.block_size, key_states, value_states)
             self.is_initialized = True
-        self.new_keys, self.new_values = key_states, value_states
+        self.new_keys = key_states.transpose(1, 2).flatten(0, 1)
+        self.new_values = value_states.transpose(1, 2).flatten(0, 1)
         self.is_written = False
         if cache.gathers:
             self.write()
             return self.blocks.gather(cache.step)
-        if not any(self._kernel_of.values()) or cache.step.num_decodes < len(cache.step.ranges):
+        if not any(self.kernel_of.values()) or cache.step.num_decodes < len(cache.step.ranges):
             self.write()
         cache.layer_of[id(key_states)] = self
         return key_states, value_states
@@ -160,25 +183,13 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def write(self) -> None:
         """Write the new tokens to their blocks, once."""
         if not self.is_written:
-            assert self.blocks is not None
-            keys, values = self.new_tokens()
+            keys, values, blocks = self.new_keys, self.new_values, self.blocks
+            assert keys is not None
+            assert values is not None
+            assert blocks is not None
             slots = self._cache.step.on(keys.device, "slots")
-            self._cache.kernels.write_tokens(self.blocks.keys, self.blocks.values, keys, values, slots)
+            self._cache.kernels.write_tokens(blocks.keys, blocks.values, keys, values, slots)
             self.is_written = True
-
-    def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This forward's keys and values, `[tokens, key heads, size]`."""
-        assert self.new_keys is not None
-        assert self.new_values is not None
-        return self.new_keys.transpose(1, 2).flatten(0, 1), self.new_values.transpose(1, 2).flatten(0, 1)
-
-    def kernel_for(self, num_heads: int) -> Any:
-        """The CPU's attention of one token of every sequence; None: there is none."""
-        if num_heads not in self._kernel_of:
-            assert self.blocks is not None
-            kernel = self._cache.kernels.kernel_for(num_heads, self.blocks.keys, self.blocks.values)
-            self._kernel_of[num_heads] = kernel
-        return self._kernel_of[num_heads]
 
     def get_seq_length(self) -> int:
         """0: positions are given, and masks need no length."""
