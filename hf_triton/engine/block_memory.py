@@ -21,7 +21,7 @@ class BlockMemory:
         num_blocks: Blocks of the KV cache.
         block_size: Tokens of a block.
         max_kept: See `BlockPool`.
-        slot_tokens: Tokens that take as much memory as the states of a sequence; 0: the model has none.
+        slot_tokens: Tokens that take as much memory as the states of a sequence; 0: none, or they are not counted.
         is_fixed: Whether all memory is allocated at load; else it is shared with others on the device.
         give_back: Frees the memory of blocks.
     """

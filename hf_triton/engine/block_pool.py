@@ -17,7 +17,7 @@ from collections.abc import Iterable
 class BlockPool:
     """Allocates blocks, counts who holds them, and finds full blocks by the digest of their tokens.
 
-    A block is *fresh* (its memory has never been touched), *held*, *kept* (released, its contents are known by a
+    A block is *fresh* (its memory is untouched, or given back), *held*, *kept* (released, its contents are known by a
     digest) or *empty* (released without one). Allocation takes empty blocks first, then fresh ones while fewer than
     `max_kept` blocks are kept, then the least recently used of the kept ones.
 

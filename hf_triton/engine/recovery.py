@@ -9,6 +9,7 @@ import logging
 from hf_triton.engine.block_memory import BlockMemory
 from hf_triton.engine.scheduler import Scheduler
 from hf_triton.engine.sequence import Sequence
+from hf_triton.errors import where
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 from hf_triton.runner.step import Step
 
@@ -19,7 +20,8 @@ class Recovery:
     """Decides what a failure means for the sequences.
 
     A failed step may have written some of its tokens and advanced some states, so its sequences are recomputed: half of
-    them in one trial, then the other half. A trial that fails is halved again, until one sequence fails alone.
+    them in one trial, until all have passed where they failed, then the other half. A trial that fails is halved again,
+    until the sequences of one group fail alone.
 
     Args:
         scheduler: Preempts them.
@@ -44,7 +46,11 @@ class Recovery:
         if is_fatal(error):
             raise error
         scheduler = self._scheduler
-        suspects = scheduler.lose_inflight(step) or list(scheduler.waiting)[:1]
+        suspects = scheduler.lose_inflight(step)
+        if not suspects and step.ranges:  # all have ended meanwhile
+            logger.error("an output could not be taken (%s): %s", kind(error), where(error))
+            return
+        suspects = suspects or list(scheduler.waiting)[:1]
         if not suspects:
             raise error
         if self._is_guilty(suspects, step, error):
@@ -66,7 +72,7 @@ class Recovery:
             return False
         if is_memory(error):
             return len(suspects) == 1 and len(running) <= 1 and not self._memory.pool.num_kept
-        # Scheduling may have failed on a waiting one: no other is looked at during a trial.
+        # Scheduling may have failed on a waiting one; but during a trial it looks at those of the trial alone.
         return bool(step.ranges or suspects[0].trial or not running)
 
     def _halve(self, suspects: list[Sequence]) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hf_triton.engine.block_memory import BlockMemory
 from hf_triton.engine.config import EngineConfig, ModelTraits
@@ -22,6 +22,9 @@ from hf_triton.sampling.types import TokenLogprobs
 
 if TYPE_CHECKING:
     from hf_triton.sampling.sampler import SampledToken
+
+MIN_CHUNK: Final = 3
+"""Tokens of a chunk, if as many are missing: with states, neither it nor what it leaves may be one token."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Scheduler:
         self._budget = 0  # tokens of chunks that it may compute
         self._num_left = 0  # of these, how many it may yet
         self._wait_s = 0.0
+        self._unread: list[Step] = []  # whose output has not been taken
         self._begin_notes()
 
     def _begin_notes(self) -> None:
@@ -117,6 +121,7 @@ class Scheduler:
         self._drop_ended()
         self._admit_groups()
         self._memory.refresh(self._num_slots())
+        self._make_way_for_trials()
         for sequence in list(self.running):
             if sequence.is_decoding and self._reserve(sequence, 1):
                 self._compute(sequence, 1)
@@ -151,7 +156,7 @@ class Scheduler:
         if traits.prefills_whole:
             return missing if missing <= self._num_left or self._num_left == self._budget else 0
         share = traits.chunk_sizes.share(is_decoding=is_decoding, num_cached=sequence.num_computed)
-        size = min(missing, int(self._num_left * share))
+        size = min(missing, self._num_left, max(MIN_CHUNK, int(self._num_left * share)))
         if traits.has_states and size < missing:  # a chunk of one token would be taken for a decoding step
             size -= missing - size == 1
             size = size if size > 1 else 0
@@ -162,10 +167,7 @@ class Scheduler:
         needed = self._memory.num_blocks(sequence.num_computed + num_tokens) - len(sequence.blocks)
         while needed > self._pool.num_free:
             youngest = max(self.running, key=lambda other: other.age)
-            error = self._memory.no_memory_error(youngest.num_tokens + 1)
-            if youngest is sequence and len(self.running) == 1:
-                sequence.group.finish(error)
-            self.preempt([youngest], error)
+            self.preempt([youngest], self._memory.no_memory_error(youngest.num_tokens + 1))
             if youngest is sequence:
                 return False
         for _ in range(needed):
@@ -213,6 +215,7 @@ class Scheduler:
             stays,
         )
         self._ranges = {}
+        self._unread.append(step)
         self._end_copies(self._block_copies)
         self._begin_notes()
         return step
@@ -261,7 +264,7 @@ class Scheduler:
         for sequence in waiting:
             if self._num_left <= 0:
                 return
-            if self.running and (sequence.trial != self.running[0].trial or not self._has_slots(sequence)):
+            if self.running and (sequence.trial != self._trial() or not self._has_slots(sequence)):
                 return
             if sequence.num_inflight:
                 continue  # its last token is not known yet
@@ -274,6 +277,17 @@ class Scheduler:
                 return
             self._take_blocks(sequence, cached)
             yield sequence
+
+    def _trial(self) -> int:
+        """The trial of the running sequences; 0: all have passed where they failed."""
+        return max(sequence.trial for sequence in self.running)
+
+    def _make_way_for_trials(self) -> None:
+        """Once a trial is over, the sequences of the next one take the place of those that have passed."""
+        is_next = self.running and not self._trial() and any(sequence.trial for sequence in self.waiting)
+        if is_next and self._traits.recomputes:
+            self.preempt(list(self.running))
+            self.waiting = deque(sorted(self.waiting, key=lambda sequence: not sequence.trial))
 
     def _has_slots(self, sequence: Sequence) -> bool:
         return self._num_slots() + 1 + len(sequence.siblings) <= self.slot_limit
@@ -334,6 +348,7 @@ class Scheduler:
 
     def update(self, output: StepOutput) -> None:
         """Take the output of a step: publish blocks, append tokens; finished sequences leave."""
+        self._unread = [step for step in self._unread if step is not output.step]
         for part in output.step.ranges:
             sequence = self._sequences.get(part.sequence_id)
             if sequence is None:
@@ -353,7 +368,10 @@ class Scheduler:
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
         """Give a sequence the token that was in flight."""
         sequence.num_inflight -= 1
-        if sequence.append(token):
+        is_done = sequence.append(token)
+        if sequence.num_tokens > sequence.failed_length:
+            sequence.trial = 0
+        if is_done:
             self._end(sequence)
             self.slot_limit = min(self.slot_limit + 1, self._max_sequences)
         elif sequence.num_tokens == self._traits.recompute_length:
@@ -418,6 +436,7 @@ class Scheduler:
             self._slot_copies = [pair for pair in self._slot_copies if pair[1] != sequence.slot]
             heapq.heappush(self._free_slots, sequence.slot)
         sequence.blocks, sequence.num_computed, sequence.slot, sequence.prompt_scores = [], 0, -1, []
+        self._admitted = [each for each in self._admitted if each.sequence_id != sequence.id]
         self._finished.append(sequence.id)
 
     # --- preempt -----------------------------------------------------------------------------------------------------
@@ -458,17 +477,18 @@ class Scheduler:
         Returns:
             The running sequences that were in them; all, if the step was not scheduled.
         """
-        numbers = step.sequence_ids
-        lost = [sequence for sequence in self.running if sequence.num_inflight or sequence.id in numbers]
-        self._ranges = {}
+        numbers = {number for lost in (*self._unread, step) for number in lost.sequence_ids}
+        lost = [sequence for sequence in self.running if sequence.id in numbers]
+        self._ranges, self._unread = {}, []
         placed = [*self.running, *self.waiting]
         placed += [sibling for first in placed for sibling in first.siblings]
         for sequence in self._sequences.values():
+            sequence.failed_length = sequence.num_tokens + max(0, sequence.num_inflight - 1)
             sequence.num_inflight = 0
             if sequence not in placed:  # it was on its way
                 self._leave(sequence)
                 self.waiting.append(sequence)
-        return lost if numbers else list(self.running)
+        return lost if step.ranges else list(self.running)
 
     # --- what others ask ---------------------------------------------------------------------------------------------
 
@@ -491,7 +511,7 @@ class Scheduler:
             num_running,
             self._memory.num_used_tokens,
             self._memory.max_used_tokens,
-            max(0, self._max_sequences - num_running - num_ready),
+            max(0, self._max_sequences - len(self._sequences) - len(self._starting)),
         )
 
     def reset_limits(self) -> None:

@@ -188,6 +188,7 @@ class SequenceGroup:
         """Finish the sequences with the tokens that they have."""
         if not any(sequence.token_ids for sequence in self.sequences):
             self.finish(DeadlineExceededError())
+            return
         for sequence in self.sequences:
             sequence.expire()
         self.finish_if_complete()
@@ -226,12 +227,14 @@ class Sequence:
     finish_reason: FinishReason | None = None
     trial: int = 0
     """After a failed step: only sequences of one trial run together, see `Recovery`; 0: it is under no suspicion."""
+    failed_length: int = 0
+    """Tokens of its context in the step that failed; one that has more has passed its trial."""
     id: int = field(default_factory=itertools.count(1).__next__)
     """By which a step names it."""
     num_computed: int = 0
     """Tokens of the context whose keys and values are in its blocks, or will be after the step in flight."""
     num_inflight: int = 0
-    """Tokens that the step in flight samples for it."""
+    """Tokens that are being sampled for it, by steps whose output is not taken yet."""
     blocks: list[int] = field(default_factory=list)
     """Its block table."""
     digests: list[bytes] = field(default_factory=list)

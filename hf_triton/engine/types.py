@@ -15,7 +15,7 @@ class EngineLoad:
     """What an engine holds at a moment."""
 
     num_waiting: int = 0
-    """Prompts in the queue, and preempted sequences."""
+    """Prompts in the queue and others without memory yet, preempted sequences among them."""
     num_running: int = 0
     """Sequences that are being prefilled or decoded."""
     num_used_tokens: int = 0

@@ -86,7 +86,10 @@ class KVBlocks:
         buffer = None
         if states.device.type == "cpu" and hasattr(mmap, "MADV_DONTNEED"):
             num_bytes = num_blocks * heads * self.block_size * size * states.element_size()
-            buffer = mmap.mmap(-1, max(1, num_bytes), flags=PRIVATE)
+            try:
+                buffer = mmap.mmap(-1, max(1, num_bytes), flags=PRIVATE)
+            except OSError as error:  # the process may not have so many addresses
+                raise MemoryError(f"no room for a KV cache of {num_bytes:,} bytes in a layer") from error
             tensor = torch.frombuffer(buffer, dtype=states.dtype, count=num_bytes // states.element_size()).view(shape)
         else:
             tensor = states.new_empty(shape)

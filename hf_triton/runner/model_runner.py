@@ -120,7 +120,7 @@ class ModelRunner:
 
         Returns:
             `[logits, vocabulary]`: range by range, those of its first `num_scored` tokens, then that of its last token
-            if it samples. Valid until the next step.
+            if it samples.
         """
         for sequence in step.finished:
             self._adapter_of.pop(sequence, None)
@@ -194,8 +194,10 @@ class ModelRunner:
         if not any(keys):
             return self._adapters.choose(None)
         of_token = [key for key, part in zip(keys, ranges, strict=True) for _ in range(part.num_tokens)]
-        gathered = [key for key, end in zip(keys, step.ends, strict=True) for _ in range(end)]
         wanted = [of_token[index] for index in indices]
+        gathered = None
+        if self.way.gathers:
+            gathered = [key for key, end in zip(keys, step.ends, strict=True) for _ in range(end)]
         return self._adapters.choose_tokens(of_token, wanted, gathered)
 
     def _choose_frequencies(self, ranges: Sequence[TokenRange]) -> AbstractContextManager[None]:

@@ -30,6 +30,8 @@ WHOLE: Final = (slice(None), slice(None), slice(0, None), slice(None))
 """Of a mask: Gemma 4 cuts the last 0 queries, which is all, if every token's logits are wanted."""
 FAR: Final = 1 << 20
 """A position beyond every window: what is visible from there tells a rule's kind."""
+MAX_RULES: Final = 256
+"""Rules whose windows are remembered."""
 
 MaskFunction = Callable[..., Any]
 """transformers' rule of a mask: whether a token sees another, given batch, head and both positions."""
@@ -95,6 +97,8 @@ def window_of(rule: MaskFunction) -> int | None:
     if any(isinstance(part, torch.Tensor) for part in key):
         return None  # looking at it would make the host wait for the device
     if key not in _windows:
+        if len(_windows) >= MAX_RULES:  # some rule is another one at each forward
+            _windows.clear()
         _windows[key] = _find_window(rule)
     return _windows[key]
 
@@ -148,7 +152,7 @@ def _mask(
     part = step.ranges[number]
     if part.num_tokens == 1 and window is not None and (not window or part.end - first <= window):
         return None
-    key = number, first, device, id(rule) if window is None else window
+    key = number, first, device, rule if window is None else window
     if key not in step.masks:
         # Llama 4's rule has a tensor, on the device of the embedding.
         owner = next((each.device for each in _parts(rule) if isinstance(each, torch.Tensor)), device)

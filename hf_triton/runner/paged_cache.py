@@ -71,7 +71,7 @@ class PagedCache(Cache):
             if isinstance(layer, SlotStatesLayer):
                 layer.end()
             if isinstance(layer, PagedLayer):
-                layer.new_keys = layer.new_values = None
+                layer.new_keys = layer.new_values = layer.returned_keys = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, each from one to another; all are read before any is written."""
@@ -151,13 +151,18 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.new_keys: torch.Tensor | None = None
         """`[tokens, key heads, size]`: of this forward."""
         self.new_values: torch.Tensor | None = None
+        self.returned_keys: torch.Tensor | None = None
+        """What `update` has returned: while it is kept, no other tensor has its identity."""
         self.is_written = True
         """Whether they are in their blocks; else the kernel writes them."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new tokens to their blocks; returns them as they came, or gathered (`PagedCache.gathers`).
+        """Write the new tokens to their blocks, or leave it to the kernel that attends to them.
+
+        Returns:
+            Keys and values as they came, or gathered (`PagedCache.gathers`).
 
         Args:
             key_states: `[1, key heads, tokens, size]` or `[rows, key heads, 1, size]`.
@@ -177,7 +182,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             return self.blocks.gather(cache.step)
         if not any(self.kernel_of.values()) or cache.step.num_decodes < len(cache.step.ranges):
             self.write()
-        cache.layer_of[id(key_states)] = self
+        cache.layer_of[id(key_states)], self.returned_keys = self, key_states
         return key_states, value_states
 
     def write(self) -> None:

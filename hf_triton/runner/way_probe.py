@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -48,7 +49,7 @@ def probe_ways(model: Any) -> Way | None:
                 context = short + expected_short[:-1, 0].argmax(-1).tolist()
                 recomputed = _logits_of_chunks(model, way, context, (0, len(context)))
                 if same_logits(model, expected_short[-1:], recomputed):
-                    return Way(way.gathers, way.calls_torch, prefills_whole=True)
+                    return replace(way, prefills_whole=True)
         except Exception as error:  # a model may do anything in its forward
             logger.debug("the model does not run as %s (%s)", way, described(error))
     return None

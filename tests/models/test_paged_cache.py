@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values in blocks, states in slots, and the cache that has both."""
 
+import errno
 import mmap
+import weakref
 from pathlib import Path
 
 import pytest
@@ -180,6 +182,28 @@ def test_a_layer_writes_new_tokens_and_returns_them() -> None:
     assert not cache.layer_of
     cache.copy_blocks([(0, 1)])
     assert torch.equal(blocks.values[1, :, :2], values[0, :, 1:])
+
+
+def test_no_other_tensor_gets_the_identity_of_keys_that_a_model_drops() -> None:
+    """Attention finds its layer by it."""
+    cache = PagedCache(LlamaConfig(num_hidden_layers=1), 3, SIZE)
+    cache.begin(StepTensors((tokens(0, 3, [2]),), SIZE, CPU))
+    keys, _ = cache.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), 0)
+    kept = weakref.ref(keys)
+    del keys
+    assert kept() is not None
+    cache.end()
+    assert kept() is None
+
+
+def test_blocks_for_which_there_are_no_addresses_are_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    first = torch.zeros(1, 2, 1, 1)
+    with pytest.raises(MemoryError):
+        KVBlocks(6, SIZE, first, first)
 
 
 def test_a_gathering_cache_returns_the_tokens_of_whole_sequences() -> None:

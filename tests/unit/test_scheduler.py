@@ -187,9 +187,89 @@ def test_only_sequences_of_one_trial_run_together() -> None:
     groups = simulation.submit(3, 3, max_new_tokens=4)
     simulation.steps(2)
     simulation.scheduler.preempt([suspect := groups[0].sequences[0], groups[1].sequences[0]])
-    suspect.trial = 1
+    suspect.trial, suspect.failed_length = 1, 99
     simulation.submit(6, max_new_tokens=4)
     assert simulation.finish() == [[5], [1], [5, 6], [1, 1], [1], [1]]
+
+
+def test_after_a_trial_the_next_one_has_its_turn_and_then_all_run_together() -> None:
+    simulation = Simulation()
+    groups = simulation.submit(3, 3, 3, max_new_tokens=20)
+    simulation.steps(2)
+    suspects = [group.sequences[0] for group in groups]
+    simulation.scheduler.preempt(suspects)
+    for trial, sequence in zip((1, 1, 2), suspects, strict=True):
+        sequence.trial, sequence.failed_length = trial, 5
+    simulation.submit(3)
+    assert simulation.steps(3) == [[5, 5], [5], [1, 6, 1]]  # as many as the step's budget has room for
+    simulation.steps(2)
+    assert len(simulation.scheduler.running) == 4
+    simulation.finish()
+    assert [simulation.lengths(group) for group in groups] == [[20]] * 3
+
+
+def test_the_oldest_waits_for_memory_too_when_others_take_it() -> None:
+    simulation = Simulation(max_tokens=20, max_memory_wait_s=3600)
+    older, younger = simulation.submit(5, 5, max_new_tokens=5)
+    simulation.step()
+    simulation.budget.allowed = 4
+    for _ in range(3):
+        assert simulation.step() == []
+    assert not simulation.outcomes
+    simulation.budget.allowed = 20
+    simulation.finish()
+    assert simulation.lengths(older) == simulation.lengths(younger) == [5]
+
+
+def test_a_sequence_that_ends_with_its_first_token_leaves_nothing_behind() -> None:
+    simulation = Simulation()
+    simulation.submit(3, num_return_sequences=3, max_new_tokens=1)
+    simulation.finish()
+    simulation.submit(3, max_new_tokens=3)
+    simulation.step()
+    assert set(simulation.device._adapters) == {sequence.id for sequence in simulation.scheduler.running}
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_chunk_behind_a_very_long_prefix_is_computed_beside_decoding(has_states: bool) -> None:
+    simulation = Simulation(max_tokens=2000, chunk_sizes=ChunkSizes(16, 8, long_context=10), has_states=has_states)
+    simulation.submit(3, max_new_tokens=200)
+    simulation.step()
+    (long,) = simulation.submit(400, max_new_tokens=1)
+    while long not in simulation.outcomes:
+        simulation.step()
+    assert simulation.scheduler.running
+
+
+def test_a_group_that_waits_counts_with_all_its_sequences() -> None:
+    simulation = Simulation(max_sequences=4)
+    simulation.submit(3, num_return_sequences=3)
+    simulation.step()
+    simulation.submit(3)
+    simulation.scheduler._admit_groups()
+    assert simulation.scheduler.load().num_free_slots == 0
+
+
+def test_a_prefix_in_a_lost_step_ahead_is_computed_by_another() -> None:
+    """The failed step has no tokens of the sequence whose block is lost with the step before."""
+    simulation = Simulation(
+        block_size=4, caches_prefixes=True, can_run_ahead=lambda: True, chunk_sizes=ChunkSizes(16, 8, long_context=4)
+    )
+    decoding = simulation.submit(3, max_new_tokens=60)
+    simulation.step()
+    (long,) = simulation.submit([*PROMPT, 8], max_new_tokens=60)
+    simulation.step()
+    simulation.submit(7, max_new_tokens=1)
+    simulation.device.fails = lambda _: True
+    assert simulation.step() == [1, 7]
+    simulation.device.fails = lambda _: False
+    (again,) = simulation.submit([*PROMPT, 7], max_new_tokens=1)
+    while again not in simulation.outcomes:
+        simulation.step()
+    assert long not in simulation.outcomes
+    simulation.finish()
+    assert [simulation.lengths(group) for group in (*decoding, long, again)] == [[60], [60], [1]]
+    assert not simulation.scheduler._prefixes._computing
 
 
 # --- the prefix cache ------------------------------------------------------------------------------------------------
@@ -341,7 +421,7 @@ def test_sequences_of_a_failed_step_are_recomputed() -> None:
     simulation.step()
     simulation.device.fails = lambda _: False
     assert simulation.scheduler.running == []
-    assert simulation.finish() == [[5], [1], [5], [1]]  # both are suspects
+    assert simulation.finish() == [[5], [5], [1, 1]]  # both are suspects, until each has passed
     assert [simulation.lengths(group) for group in groups] == [[4], [4]]
 
 

@@ -57,7 +57,7 @@ def kernel_for(num_heads: int, key_blocks: torch.Tensor, value_blocks: torch.Ten
 
 
 def is_supported(num_heads: int, key_blocks: torch.Tensor, value_blocks: torch.Tensor) -> bool:
-    """Whether the kernel computes with such blocks: contiguous ones on a CPU."""
+    """Whether the kernel computes with such blocks: contiguous ones on a CPU, of heads that are worth compiling it."""
     pair = key_blocks, value_blocks
     if any(type(blocks) is not torch.Tensor or blocks.ndim != 4 or not blocks.numel() for blocks in pair):
         return False
@@ -131,7 +131,8 @@ class PagedKernel:
             heads_per_task *= max(1, min(key_heads, rows * key_heads // (num_threads * TASKS_PER_THREAD)))
         result = torch.empty(rows, heads, value_size, dtype=torch.float32)
         floats = num_threads * heads_per_task
-        memory = torch.empty(floats * (size + block_size + value_size + 2) + num_threads * value_size)
+        num_floats = floats * (size + block_size + value_size + 2) + num_threads * value_size
+        memory = torch.empty(num_floats, dtype=torch.float32)
         queries = memory.data_ptr()
         scores = queries + 4 * floats * size
         sums = scores + 4 * floats * block_size
