@@ -348,7 +348,6 @@ class Scheduler:
 
     def update(self, output: StepOutput) -> None:
         """Take the output of a step: publish blocks, append tokens; finished sequences leave."""
-        self._unread = [step for step in self._unread if step is not output.step]
         for part in output.step.ranges:
             sequence = self._sequences.get(part.sequence_id)
             if sequence is None:
@@ -364,6 +363,7 @@ class Scheduler:
             self._append(sequence, token)
         if known:
             self._observer.on_step(len(known))
+        self._unread = [step for step in self._unread if step is not output.step]  # if nothing failed
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
         """Give a sequence the token that was in flight."""

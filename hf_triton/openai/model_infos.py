@@ -86,7 +86,8 @@ class ModelInfos:
                 await stream.write(request)
                 await stream.done_writing()
                 streamed = await stream.read()
-                stream.cancel()
+                while await stream.read() is not grpc.aio.EOF:  # if it is cancelled, Triton may keep the model for good
+                    pass
                 answer = streamed.infer_response
             else:
                 answer = await self._stub.ModelInfer(request, **call)

@@ -7,10 +7,10 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -52,7 +52,7 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # how long an attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 20_000),  # Triton drops a connection at the third ping without data
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -162,18 +162,19 @@ class TritonModels:
         await asyncio.shield(self._list())
         if name not in self._models:
             error = await self.missing(name)
-            raise self._unknown(name) if error.status_code == 404 else error
+            if error.code == "wrong_task":  # or it has become ready since the list
+                await asyncio.shield(self._list())
+            if name not in self._models:
+                raise self._unknown(name) if error.status_code == 404 else error
         return self._models[name]
 
     async def missing(self, name: str) -> ApiError:
         """Why a model is not served: it has a task without an endpoint, is not loaded, or does not exist."""
         try:
-            index = await self._stub.RepositoryIndex(
-                service_pb2.RepositoryIndexRequest(), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
-            )
+            entries = await self._index()
         except grpc.aio.AioRpcError as error:
             return self._error(error)
-        for entry in index.models:
+        for entry in entries:
             if entry.name != name or entry.reason == "unloaded":
                 continue
             if entry.state == "READY" and not name.endswith(DOOR_SUFFIX):
@@ -183,6 +184,30 @@ class TritonModels:
             if reason:
                 return ApiError(503, f"the model {clip(name)} is not ready: {reason}", param="model", code="not_loaded")
         return model_not_found(name)
+
+    async def _index(self, *, is_ready: bool = False) -> Sequence[Any]:
+        """Triton's index: every folder with its state, or those that are ready."""
+        request = service_pb2.RepositoryIndexRequest(ready=is_ready)
+        answer = await self._stub.RepositoryIndex(request, timeout=CONTROL_TIMEOUT_S, metadata=self._headers)
+        return list(answer.models)
+
+    async def _without_stream(self, name: str) -> ApiError:
+        """Why a model does not stream: its door is not ready, or there is none."""
+        door = f"{name}{DOOR_SUFFIX}"
+        try:
+            has_door = any(entry.name == door for entry in await self._index())
+        except grpc.aio.AioRpcError as error:
+            return self._error(error)
+        if has_door:
+            message = f"the model '{name}' streams through '{door}', which is not ready: load it, or send again later"
+            return ApiError(503, message, param="stream", code="not_loaded")
+        return ApiError(
+            400,
+            f"the model '{name}' does not stream: copy the folder `stream_door/` into the model repository as "
+            f"`{door}`, or start Triton with `hf-triton serve`, which adds it",
+            param="stream",
+            code="stream_not_available",
+        )
 
     def _unknown(self, name: str) -> ApiError:
         """Triton does not know a request's model; with loading on demand the folder exists, and others unloaded it."""
@@ -212,13 +237,7 @@ class TritonModels:
             await asyncio.shield(self._list())  # it may have come meanwhile
             model = await self._model(name)
         if model.door is None:
-            raise ApiError(
-                400,
-                f"the model '{model.name}' does not stream: copy the folder `stream_door/` into the model repository "
-                f"as `{model.name}{DOOR_SUFFIX}`, or start Triton with `hf-triton serve`, which adds it",
-                param="stream",
-                code="stream_not_available",
-            )
+            raise await self._without_stream(model.name)
         return model.door
 
     @contextlib.asynccontextmanager
@@ -253,10 +272,8 @@ class TritonModels:
 
     async def _read_models(self) -> None:
         try:
-            index = await self._stub.RepositoryIndex(
-                service_pb2.RepositoryIndexRequest(ready=True), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
-            )
-            folders = await asyncio.gather(*map(self._read_folder, sorted({entry.name for entry in index.models})))
+            names = {entry.name for entry in await self._index(is_ready=True)}
+            folders = await asyncio.gather(*map(self._read_folder, sorted(names)))
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         by_name = {folder.name: folder for folder in folders if folder is not None}
@@ -346,11 +363,14 @@ class TritonModels:
         try:
             await call.write(message)
             await call.done_writing()
-            while (response := await call.read()) is not grpc.aio.EOF:
+            failure = None
+            while (response := await call.read()) is not grpc.aio.EOF:  # cancelling a stream may keep the model loaded
                 if response.error_message:
-                    raise self._triton_error(response.error_message, 500, generation)
-                if response.infer_response.outputs:
+                    failure = self._triton_error(response.error_message, 500, generation)
+                elif response.infer_response.outputs:
                     yield read_outputs(response.infer_response)
+            if failure is not None:
+                raise failure
             if await call.code() is not grpc.StatusCode.OK:
                 raise self._status_error(await call.code(), await call.details(), generation)
         except grpc.aio.AioRpcError as error:

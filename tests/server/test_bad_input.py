@@ -357,7 +357,7 @@ def test_a_prompt_may_fill_the_context_but_for_one_token(server: TritonServer) -
     assert len(reply.json()["text_output"]) > len(longest)
     sentence = (
         "context_exceeded: text_input row 1 has 256 tokens, and the context of 256 must hold the prompt and at least "
-        "one new token"
+        "one new token: shorten it, or set truncate_prompt_tokens"
     )
     answer = to_infer_inputs(tensor(shape=[2], data=["x", longest + "x"]))(server)
     assert_refused(answer, BAD_REQUEST, sentence, server)

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from hf_triton.engine.sequence import SequenceGroup
+from hf_triton.engine.sequence import Sequence, SequenceGroup
 from hf_triton.runner.device import ChunkSizes
 from tests.support.scheduling import Simulation
 
@@ -303,6 +304,26 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     simulation.submit(PROMPT, PROMPT, [*PROMPT[:20], 9], max_new_tokens=1)
     simulation.finish()
     assert sum(simulation.device.num_computed.values()) == 40 + 4 + 1
+
+
+@pytest.mark.parametrize("place", ["_append", "_add_scores"])
+def test_a_sequence_whose_last_token_is_lost_with_an_output_is_computed_again(place: str) -> None:
+    """It is in the step before the one that runs ahead, and in that one no more."""
+    simulation = Simulation(can_run_ahead=lambda: True)
+    (last,) = simulation.submit(3, max_new_tokens=1)
+    (other,) = simulation.submit(4, max_new_tokens=5)
+    take, failures = getattr(simulation.scheduler, place), [True]
+
+    def fail_once(sequence: Sequence, *arguments: object) -> None:
+        if sequence.group is last and failures:
+            failures.clear()
+            raise torch.OutOfMemoryError("out of memory")
+        take(sequence, *arguments)
+
+    setattr(simulation.scheduler, place, fail_once)
+    simulation.finish(max_steps=100)
+    assert [simulation.lengths(group) for group in (last, other)] == [[1], [5]]
+    assert not failures
 
 
 def test_another_takes_over_the_prefix_of_a_cancelled_prompt() -> None:

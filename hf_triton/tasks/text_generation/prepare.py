@@ -253,7 +253,7 @@ class PromptPreparer:
             raise RequestError(
                 "context_exceeded",
                 f"{name} has {num_prompt_tokens} tokens, and the context of {self._context_length} must "
-                "hold the prompt and at least one new token",
+                "hold the prompt and at least one new token: shorten it, or set truncate_prompt_tokens",
             )
         for parameter in ("max_new_tokens", "min_new_tokens"):
             asked = getattr(parameters, parameter)
