@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -113,7 +113,8 @@ class Scheduler:
         1. Each decoding sequence gets its token. If no block is free, the youngest sequence is preempted: it gives its
            blocks back, waits, and is computed again, in part from the prefix cache.
         2. The step's budget of tokens goes to chunks of contexts, first of running sequences, then of waiting ones,
-           which are admitted if their whole context fits. After a step that cut a context, short ones pass.
+           which are admitted if their whole context fits. Short ones that wait behind a step that cut a context
+           pass in a step of their own.
         3. A context whose last token is in the step samples the token that follows. Sequences of one prompt wait for
            the first of them, and share its blocks then.
         """
@@ -127,21 +128,27 @@ class Scheduler:
                 self._compute(sequence, 1)
         num_decodes = len(self._ranges)
         self._budget = self._num_left = self._traits.chunk_sizes.budget(num_decodes)
-        short_first = self._cuts_context
-        for sequence in self._contexts(short_first=short_first):
-            num_tokens = self._chunk_size(sequence, is_decoding=num_decodes > 0)
-            if num_tokens and self._reserve(sequence, num_tokens):
-                self._compute(sequence, num_tokens)
-        self._cuts_context = not short_first and any(not part.samples for part in self._ranges.values())
+        short = [sequence for sequence in self.waiting if self._is_short(sequence)] if self._cuts_context else []
+        has_passed = self._compute_chunks(self._admit(short), is_decoding=num_decodes > 0)
+        if not has_passed:
+            self._compute_chunks(self._contexts(), is_decoding=num_decodes > 0)
+        self._cuts_context = not has_passed and any(not part.samples for part in self._ranges.values())
         return self._step()
 
-    def _contexts(self, *, short_first: bool) -> Iterator[Sequence]:
+    def _contexts(self) -> Iterator[Sequence]:
         """Running sequences whose context is not computed yet, and waiting ones as they are admitted."""
         begun = [sequence for sequence in self.running if sequence.num_missing and not sequence.is_decoding]
-        if short_first:
-            yield from self._admit([sequence for sequence in self.waiting if self._is_short(sequence)])
         yield from (sequence for sequence in begun if sequence in self.running)
         yield from self._admit(list(self.waiting))
+
+    def _compute_chunks(self, contexts: Iterable[Sequence], *, is_decoding: bool) -> bool:
+        """Add the next chunks of contexts to the step; whether there are any."""
+        num_ranges = len(self._ranges)
+        for sequence in contexts:
+            num_tokens = self._chunk_size(sequence, is_decoding=is_decoding)
+            if num_tokens and self._reserve(sequence, num_tokens):
+                self._compute(sequence, num_tokens)
+        return len(self._ranges) > num_ranges
 
     def _is_short(self, sequence: Sequence) -> bool:
         """Whether what is not cached of a waiting context takes one chunk at most."""
