@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,5 +52,5 @@ class ModelTraits:
     """Whether some layers keep states, which take a slot for each sequence."""
     caches_prefixes: bool = False
     """Whether full blocks are published."""
-    can_run_ahead: Callable[[], bool] = lambda: False
+    runs_ahead: bool = False
     """Whether a decoding step may start before the tokens of the last one are read."""

@@ -64,7 +64,6 @@ class ContinuousBatchingEngine(EngineThread):
         self.runner = ModelRunner(model, way, adapters, block_size=config.block_size)
         super().__init__(self.runner.device, eos_ids(model), on_fatal, observer, config)
         self.memory = self._allocate(max_cache_tokens, max_num_seqs)
-        runs_ahead = self.runner.device.type == "cuda" if config.runs_ahead is None else config.runs_ahead
         traits = ModelTraits(
             config.chunk_sizes or self.device_context.chunk_sizes,
             recompute_length=float("inf") if self.runner.switch_length is None else self.runner.switch_length + 1,
@@ -72,7 +71,7 @@ class ContinuousBatchingEngine(EngineThread):
             prefills_whole=way.prefills_whole,
             has_states=self.runner.cache.has_states,
             caches_prefixes=enable_prefix_caching and not (way.prefills_whole or self.runner.cache.has_states),
-            can_run_ahead=lambda: runs_ahead,
+            runs_ahead=self.runner.device.type == "cuda" if config.runs_ahead is None else config.runs_ahead,
         )
         numbers = itertools.count()
         self.scheduler = Scheduler(
@@ -103,9 +102,9 @@ class ContinuousBatchingEngine(EngineThread):
         bytes_per_token, slot_tokens = runner.memory_per_token()
         budget = TokenBudget(bytes_per_token, max_cache_tokens)
         is_cpu = runner.device.type == "cpu"
-        is_fixed = not is_cpu or max_cache_tokens is not None
-        states = 0 if max_cache_tokens is not None else max_num_seqs * slot_tokens  # the setting limits keys and values
-        num_tokens = budget.most - min(states, budget.most // 2) if is_fixed else budget.most
+        num_tokens = budget.most
+        if not is_cpu and max_cache_tokens is None:  # the setting limits keys and values alone
+            num_tokens -= min(max_num_seqs * slot_tokens, budget.most // 2)
         num_blocks = max(1, num_tokens // runner.block_size)
         max_kept = num_blocks
         if is_cpu:
@@ -128,7 +127,7 @@ class ContinuousBatchingEngine(EngineThread):
             num_blocks,
             runner.block_size,
             max_kept=max_kept,
-            slot_tokens=0 if is_fixed else slot_tokens,
+            slot_tokens=slot_tokens if is_cpu and max_cache_tokens is None else 0,
             is_fixed=not is_cpu,
             give_back=runner.give_back,
         )

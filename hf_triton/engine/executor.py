@@ -103,8 +103,8 @@ class Executor:
 
     def _are_finite(self, blocks: tuple[int, ...]) -> ToHost | None:
         """By the last layer, to which NaN and infinity spread."""
-        layers = list(self._runner.cache.blocks())
-        return ToHost(layers[-1].are_finite(blocks)) if blocks and layers else None
+        layers = list(self._runner.cache.blocks()) if blocks else []
+        return ToHost(layers[-1].are_finite(blocks)) if layers else None
 
     def _scored_tokens(self, part: TokenRange) -> list[int]:
         """The prompt tokens behind the first `num_scored` tokens of a range."""

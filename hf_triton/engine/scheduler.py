@@ -137,7 +137,7 @@ class Scheduler:
 
     def _contexts(self) -> Iterator[Sequence]:
         """Running sequences whose context is not computed yet, and waiting ones as they are admitted."""
-        begun = [sequence for sequence in self.running if sequence.num_missing and not sequence.is_decoding]
+        begun = [sequence for sequence in self.running if sequence.id not in self._ranges and sequence.num_missing]
         yield from (sequence for sequence in begun if sequence in self.running)
         yield from self._admit(list(self.waiting))
 
@@ -211,7 +211,7 @@ class Scheduler:
         if not self._ranges:
             return Step(wait_s=self._wait_s)
         ranges = sorted(self._ranges.values(), key=lambda part: (not part.is_decode, part.slot))
-        stays = self._traits.can_run_ahead() and self._can_run_ahead(ranges)
+        stays = self._traits.runs_ahead and self._can_run_ahead(ranges)
         step = Step(
             tuple(ranges),
             tuple(self._admitted),
@@ -223,7 +223,8 @@ class Scheduler:
         )
         self._ranges = {}
         self._unread.append(step)
-        self._end_copies(self._block_copies)
+        if self._block_copies:
+            self._end_copies(self._block_copies)
         self._begin_notes()
         return step
 

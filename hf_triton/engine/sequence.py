@@ -276,9 +276,10 @@ class Sequence:
     @property
     def num_missing(self) -> int:
         """Tokens of the context, one in flight included, that are not computed yet; 0 if no token may follow them."""
-        if self.num_left <= self.num_inflight:
+        num_tokens = len(self.token_ids) + self.num_inflight
+        if num_tokens >= self.group.params.max_new_tokens:
             return 0
-        return len(self.group.prompt_ids) + len(self.token_ids) + self.num_inflight - self.num_computed
+        return len(self.group.prompt_ids) + num_tokens - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
@@ -335,9 +336,11 @@ class Sequence:
 
     def _is_stopped(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         listener = self.group.on_token
+        if listener is None:
+            return False
         try:
             with panics_as_errors():
-                return listener is not None and listener(self.index, token_id, logprobs)
+                return listener(self.index, token_id, logprobs)
         except Exception as error:  # one listener's mistake must not end the loop
             logger.error("delivering a token failed: %s", where(error))
             self.group.finish(HfTritonError("internal", "the text could not be delivered; the server's log says why"))

@@ -157,9 +157,10 @@ class EngineThread:
     def _wait_for_work(self) -> bool:
         changed = self.queue.changed
         with changed:
-            if not self._has_work():
+            has_work = self._has_work()
+            if not has_work:
                 self.device_context.idle()
-            has_work = changed.wait_for(self._has_work, self.config.idle_release_s)
+                has_work = changed.wait_for(self._has_work, self.config.idle_release_s)
         if not has_work:
             self.release()  # without the lock: `submit` does not wait for it
             with changed:

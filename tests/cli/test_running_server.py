@@ -13,6 +13,7 @@ from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer
 from tests.support.chat import build_chat_checkpoint
 from tests.support.commands import Terminal, hf_triton
+from tests.support.delay import DelayingProxy
 from tests.support.gateway import add_demo, num_running, wait_until
 from tests.support.serving import COMMAND
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL
@@ -83,6 +84,13 @@ def test_status_shows_server_and_figures(server: TritonServer) -> None:
     assert (model["engine"], model["running"], model["waiting"]) == ("continuous", 0, 0)
     assert 0 <= model["kv_use"] <= 1
     assert model["generated_tokens"] >= 4
+
+
+def test_a_distant_triton_is_reached(server: TritonServer) -> None:
+    with DelayingProxy(server.grpc_port, delay_s=0.1) as address:
+        done = hf_triton("list", "--json", f"--triton={address}")
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
 
 
 def test_status_without_metrics_says_so(server: TritonServer) -> None:

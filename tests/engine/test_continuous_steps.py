@@ -87,7 +87,7 @@ def test_chunks_beside_decoding_shrink_with_the_context_on_a_cpu() -> None:
 
 def run_ahead(engine: ContinuousBatchingEngine) -> ContinuousBatchingEngine:
     """As on a GPU."""
-    engine.scheduler._traits = replace(engine.scheduler._traits, can_run_ahead=lambda: True)
+    engine.scheduler._traits = replace(engine.scheduler._traits, runs_ahead=True)
     return engine
 
 

@@ -202,7 +202,7 @@ class RandomSchedule:
             chunk_sizes=ChunkSizes(source.randint(4, 20), source.randint(2, 8)),
             has_states=has_states,
             caches_prefixes=not has_states,
-            can_run_ahead=lambda: runs_ahead,
+            runs_ahead=runs_ahead,
             **source.choice([{}, {}, {"recomputes": False}, {"recompute_length": 12}]),
         )
         self.simulation.device.fails = lambda _: self._fails()

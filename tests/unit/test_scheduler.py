@@ -254,7 +254,7 @@ def test_a_group_that_waits_counts_with_all_its_sequences() -> None:
 def test_a_prefix_in_a_lost_step_ahead_is_computed_by_another() -> None:
     """The failed step has no tokens of the sequence whose block is lost with the step before."""
     simulation = Simulation(
-        block_size=4, caches_prefixes=True, can_run_ahead=lambda: True, chunk_sizes=ChunkSizes(16, 8, long_context=4)
+        block_size=4, caches_prefixes=True, runs_ahead=True, chunk_sizes=ChunkSizes(16, 8, long_context=4)
     )
     decoding = simulation.submit(3, max_new_tokens=60)
     simulation.step()
@@ -309,7 +309,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
 @pytest.mark.parametrize("place", ["_append", "_add_scores"])
 def test_a_sequence_whose_last_token_is_lost_with_an_output_is_computed_again(place: str) -> None:
     """It is in the step before the one that runs ahead, and in that one no more."""
-    simulation = Simulation(can_run_ahead=lambda: True)
+    simulation = Simulation(runs_ahead=True)
     (last,) = simulation.submit(3, max_new_tokens=1)
     (other,) = simulation.submit(4, max_new_tokens=5)
     take, failures = getattr(simulation.scheduler, place), [True]
@@ -450,7 +450,7 @@ def test_sequences_of_a_failed_step_are_recomputed() -> None:
 
 
 def test_a_step_is_scheduled_before_the_tokens_of_the_last_one_are_known() -> None:
-    simulation = Simulation(can_run_ahead=lambda: True)
+    simulation = Simulation(runs_ahead=True)
     (group,) = simulation.submit(3, max_new_tokens=4)
     num_known = []
     for _ in range(4):
@@ -461,7 +461,7 @@ def test_a_step_is_scheduled_before_the_tokens_of_the_last_one_are_known() -> No
 
 
 def test_tokens_that_the_host_must_see_are_read_at_once() -> None:
-    simulation = Simulation(can_run_ahead=lambda: True, needs_host=lambda group: len(group.prompt_ids) == 4)
+    simulation = Simulation(runs_ahead=True, needs_host=lambda group: len(group.prompt_ids) == 4)
     (ahead,) = simulation.submit(3, max_new_tokens=9)
     simulation.steps(2)
     assert simulation.last.stays_inflight
@@ -474,7 +474,7 @@ def test_tokens_that_the_host_must_see_are_read_at_once() -> None:
 
 
 def test_a_group_is_shared_out_before_the_next_step() -> None:
-    simulation = Simulation(block_size=4, can_run_ahead=lambda: True)
+    simulation = Simulation(block_size=4, runs_ahead=True)
     simulation.submit(3)
     simulation.steps(2)
     (group,) = simulation.submit(6, num_return_sequences=3, max_new_tokens=5)
@@ -484,14 +484,14 @@ def test_a_group_is_shared_out_before_the_next_step() -> None:
 
 
 def test_no_step_runs_ahead_of_the_recompute_length() -> None:
-    simulation = Simulation(recompute_length=8, can_run_ahead=lambda: True)
+    simulation = Simulation(recompute_length=8, runs_ahead=True)
     (group,) = simulation.submit(5, max_new_tokens=6)
     assert simulation.finish() == [[5], [1], [1], [8], [1], [1]]
     assert simulation.lengths(group) == [6]
 
 
 def test_a_failure_loses_the_step_in_flight_too() -> None:
-    simulation = Simulation(can_run_ahead=lambda: True)
+    simulation = Simulation(runs_ahead=True)
     (last,) = simulation.submit(3, max_new_tokens=2)
     (other,) = simulation.submit(3, max_new_tokens=3)
     simulation.steps(2)
