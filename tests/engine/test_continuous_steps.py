@@ -53,7 +53,7 @@ def test_a_step_has_chunks_of_prompts_beside_decoding_sequences(model: Any, star
             client.submit(prompt[:length], SamplingParams(5))
     for prompt, length, outcome in zip(items, lengths, client.outcomes(), strict=True):
         assert only(outcome).token_ids == solo_ids(model, prompt[:length], 5)
-    assert steps.sizes == [[20, 44], [1, 1, 30], [1, 1, 30], [1, 1, 25], [1, 1, 1], [1, 1], [1], [1]]
+    assert steps.sizes == [[20, 44], [1, 30], [1, 1, 30], [1, 1, 26], [1, 1, 1], [1, 1], [1], [1]]
 
 
 def test_running_sequences_get_a_token_with_every_step(start: StartEngine) -> None:
