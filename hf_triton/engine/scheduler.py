@@ -371,7 +371,8 @@ class Scheduler:
             self._append(sequence, token)
         if known:
             self._observer.on_step(len(known))
-        self._unread = [step for step in self._unread if step is not output.step]  # if nothing failed
+        while self._unread and self._unread.pop(0) is not output.step:
+            pass  # an earlier output was lost, as no sequence was left that it is for
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
         """Give a sequence the token that was in flight."""

@@ -161,14 +161,14 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new tokens to their blocks, or leave it to the kernel that attends to them.
 
-        Returns:
-            Keys and values as they came, or gathered (`PagedCache.gathers`).
-
         Args:
             key_states: `[1, key heads, tokens, size]` or `[rows, key heads, 1, size]`.
             value_states: The same.
             args: Not read.
             kwargs: Not read.
+
+        Returns:
+            Keys and values as they came, or gathered (`PagedCache.gathers`).
         """
         cache = self._cache
         if self.blocks is None:

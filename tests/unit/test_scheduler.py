@@ -9,7 +9,7 @@ import torch
 
 from hf_triton.engine.sequence import Sequence, SequenceGroup
 from hf_triton.runner.device import ChunkSizes
-from tests.support.scheduling import Simulation
+from tests.support.scheduling import VOCABULARY, Simulation
 
 # --- admission -------------------------------------------------------------------------------------------------------
 
@@ -324,6 +324,15 @@ def test_a_sequence_whose_last_token_is_lost_with_an_output_is_computed_again(pl
     simulation.finish(max_steps=100)
     assert [simulation.lengths(group) for group in (last, other)] == [[1], [5]]
     assert not failures
+
+
+def test_steps_whose_outputs_are_lost_at_rest_do_not_pile_up() -> None:
+    simulation = Simulation(runs_ahead=True, eos_ids=frozenset(range(VOCABULARY)))
+    for _ in range(5):
+        simulation.submit(3)
+        simulation.finish()
+        simulation.device.lose_inflight()
+    assert len(simulation.scheduler._unread) <= 1
 
 
 def test_another_takes_over_the_prefix_of_a_cancelled_prompt() -> None:
