@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import random
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -69,11 +69,11 @@ def serve(tree: Path) -> None:
     pack(model, "all")
 
     def run_together(engine: Any, requests: list[tuple[list[int], int]]) -> None:
-        done = threading.Semaphore(0)
-        groups = [SequenceGroup(prompt, SamplingParams(count), lambda _: done.release()) for prompt, count in requests]
-        engine.submit(groups)
-        for _ in groups:
-            done.acquire()
+        outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        engine.submit([SequenceGroup(prompt, SamplingParams(count), outcomes.put) for prompt, count in requests])
+        for _ in requests:
+            if not isinstance(outcome := outcomes.get(), list):
+                raise outcome
 
     print("ready", flush=True)
     for line in sys.stdin:
