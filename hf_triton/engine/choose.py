@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.continuous import ContinuousBatchingEngine, DecodingMode
 from hf_triton.engine.types import Engine, Observer
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapters
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EngineName = Literal["auto", "continuous", "batch"]
-DecodingMode = Literal["auto", "eager", "cuda_graphs"]
-"""Steps run eagerly in every mode, see the setting."""
 
 GENERATE_ONLY: Final = (
     "encoder_no_repeat_ngram_size",
@@ -113,12 +111,15 @@ def build_engine(
     error = decoding_error(decoding, model.get_input_embeddings().weight.device)
     if error:
         raise CheckpointError("device_unavailable", error)
-    if decoding == "cuda_graphs":
-        logger.info("decoding cuda_graphs: steps run eagerly, as this version captures no graphs")
     details = ", each prompt prefilled whole, no prefix caching" if way.prefills_whole else ""
     logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, details)
     return ContinuousBatchingEngine(
-        model, way=way, max_cache_tokens=max_cache_tokens, enable_prefix_caching=enable_prefix_caching, **shared
+        model,
+        way=way,
+        max_cache_tokens=max_cache_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+        decoding=decoding,
+        **shared,
     )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from hf_triton.engine.block_memory import BlockMemory
 from hf_triton.engine.config import EngineConfig, ModelTraits
@@ -27,6 +28,8 @@ from hf_triton.runner.faults import is_memory
 from hf_triton.runner.model_runner import PACKED, ModelRunner, Way
 from hf_triton.runner.step import Step
 
+DecodingMode = Literal["auto", "eager", "cuda_graphs"]
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +42,7 @@ class ContinuousBatchingEngine(EngineThread):
         max_num_seqs: The most sequences that run at a time.
         max_cache_tokens: Tokens of KV cache memory; None: what the device has free.
         enable_prefix_caching: Whether a prompt reuses the blocks of an earlier one that begins like it.
+        decoding: Whether a GPU's small steps are captured as graphs; `cuda_graphs` requires it.
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered every group.
         observer: Observes the engine.
         config: The engine's constants.
@@ -55,6 +59,7 @@ class ContinuousBatchingEngine(EngineThread):
         way: Way = PACKED,
         max_cache_tokens: int | None = None,
         enable_prefix_caching: bool = True,
+        decoding: DecodingMode = "auto",
         on_fatal: Callable[[], None] = lambda: None,
         observer: Observer | None = None,
         config: EngineConfig | None = None,
@@ -64,6 +69,8 @@ class ContinuousBatchingEngine(EngineThread):
         self.runner = ModelRunner(model, way, adapters, block_size=config.block_size)
         super().__init__(self.runner.device, eos_ids(model), on_fatal, observer, config)
         self.memory = self._allocate(max_cache_tokens, max_num_seqs)
+        if self.runner.device.type == "cuda" and decoding != "eager":
+            self._capture(max_num_seqs, is_required=decoding == "cuda_graphs")
         traits = ModelTraits(
             config.chunk_sizes or self.device_context.chunk_sizes,
             recompute_length=float("inf") if self.runner.switch_length is None else self.runner.switch_length + 1,
@@ -131,6 +138,18 @@ class ContinuousBatchingEngine(EngineThread):
             is_fixed=not is_cpu,
             give_back=runner.give_back,
         )
+
+    def _capture(self, max_num_seqs: int, *, is_required: bool) -> None:
+        started_s = time.monotonic()
+        reason = self.runner.capture(max_num_seqs)
+        if reason is None:
+            logger.info("CUDA graphs captured for small steps in %.1f s", time.monotonic() - started_s)
+        elif is_required:
+            raise CheckpointError(
+                "unsupported_model", f"decoding cuda_graphs cannot run this model ({reason}): set decoding to auto"
+            )
+        else:
+            logger.warning("no CUDA graphs, so steps run eagerly, which is slower: %s", reason)
 
     def _start(self, group: SequenceGroup, number: int) -> None:
         self.start(group, arrival_number=number)

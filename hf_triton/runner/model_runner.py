@@ -10,14 +10,17 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.calling import cache_name
-from hf_triton.runner.cuda import forward_context
+from hf_triton.runner.cuda import capture_graphs, forward_context
+from hf_triton.runner.device_step import DeviceStep
+from hf_triton.runner.faults import described
 from hf_triton.runner.long_rope import LongRope, has_long_rope
+from hf_triton.runner.numerics import agree
 from hf_triton.runner.paged_attention import NAME, TorchAttention, attention_of, register
 from hf_triton.runner.paged_cache import PagedCache
 from hf_triton.runner.state_slots import decodes_as_it_prefills
@@ -25,6 +28,11 @@ from hf_triton.runner.step import Step, TokenRange
 from hf_triton.runner.step_tensors import InflightTokens, StepTensors
 from hf_triton.runner.transfer import to_device, to_index
 
+if TYPE_CHECKING:
+    from hf_triton.runner.cuda.graphs import StepGraph, StepGraphs
+
+MAX_SHARING: Final = 2
+"""A step whose block tables hold the blocks of the cache more often than that runs eagerly."""
 BLOCK_SIZES: Final = {"cpu": 64}
 """Tokens of a block: a CPU's prefetching wants long runs, a GPU's memory short ones."""
 GPU_BLOCK_SIZE: Final = 16
@@ -77,6 +85,7 @@ class ModelRunner:
         self.switch_length = self._long_rope.switch_length if self._long_rope else None
         """The most tokens of a sequence with LongRoPE's first set of frequencies; None: the model has one set."""
         self.cache = self._new_cache(1)
+        self._graphs: StepGraphs | None = None
         self.is_packed = not self.cache.has_states
         """Whether the ranges of a step are one row; else each chunk is a forward, and one token of every sequence."""
 
@@ -107,6 +116,58 @@ class ModelRunner:
 
     def _run_token(self, slot: int) -> None:
         self.run(Step((TokenRange(0, 0, 1, [0], [0], 1, samples=(0,), slot=slot),)))
+
+    @torch.inference_mode()
+    def capture(self, max_sequences: int) -> str | None:
+        """Capture the forwards of small steps, which then take a GPU's time and not Python's; see `StepGraphs`.
+
+        Args:
+            max_sequences: The most that a step has.
+
+        Returns:
+            Why all steps run eagerly; None: small ones are captured.
+        """
+        reason = self._why_eager()
+        if reason is not None:
+            return reason
+        trial = [_trial_step(0, 3), _trial_step(3, 4)]
+        expected = [self.run(step).float().cpu() for step in trial]
+        try:
+            self._graphs = capture_graphs(
+                self._forward_on_device,
+                self.device,
+                max_sequences=max_sequences,
+                num_tables=MAX_SHARING * self.cache.num_blocks,
+            )
+            found = [self.run(step).float().cpu() for step in trial]
+        except Exception as error:  # a model may do anything in its forward
+            self._graphs = None
+            return described(error)
+        if all(agree(*pair, self.model.dtype) for pair in zip(expected, found, strict=True)):
+            return None
+        self._graphs = None
+        return "captured logits differ from eager ones"
+
+    def _why_eager(self) -> str | None:
+        """Why no step of this model can be captured; None: it can be tried."""
+        if self.device.type != "cuda":
+            return f"the model is on {self.device}"
+        if self._is_split:
+            return "the model is on several devices"
+        if not self.is_packed or self.way.gathers or self.way.prefills_whole:
+            return "the model does not run as one packed row"
+        if not all(layer.operation for layer in self.cache.paged_layers() if layer.blocks is not None):
+            return "the device has no attention kernel for it"
+        return None
+
+    @torch.inference_mode()
+    def _forward_on_device(self, numbers: DeviceStep) -> torch.Tensor:
+        """The logits of a step of which the host knows the size alone."""
+        step = StepTensors((), self.block_size, self.device, numbers)
+        no_adapters = nullcontext() if self._adapters is None else self._adapters.choose(None)
+        no_long = nullcontext() if self._long_rope is None else self._long_rope.by_token(None)
+        with no_adapters, no_long:
+            return self._run_model(step, numbers.token_ids[None], numbers.positions[None], numbers.rows)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -144,35 +205,54 @@ class ModelRunner:
             yield (part,)
 
     def _forward(self, ranges: Sequence[TokenRange], inflight: InflightTokens | None) -> torch.Tensor:
-        step = StepTensors(ranges, self.block_size, self.device, inflight)
-        indices = _logit_indices(ranges, step.bounds)
-        num_wanted, indices = len(indices), indices or [0]  # kernels of linear layers need a row
+        step = StepTensors(ranges, self.block_size, self.device)
+        rows = _logit_rows(ranges, step.bounds)
+        graph = self._find_graph(step, len(rows))
+        if graph is not None:
+            assert self._graphs is not None
+            self._graphs.load(step.numbers(graph.size, rows))
+            step.put_inflight(graph.step.token_ids, inflight)
+            graph.graph.replay()
+            return self._graphs.logits[: len(rows)]
+        num_wanted, rows = len(rows), rows or [0]  # kernels of linear layers need a row
+        if self.device.type == "cuda":
+            on_device = step.device_step(self.device, rows)
+            token_ids, positions, index = on_device.token_ids, on_device.positions, on_device.rows
+        else:
+            token_ids, positions = step.token_ids().to(self.device), step.positions().to(self.device)
+            index = to_index(rows, self.device)
+        step.put_inflight(token_ids, inflight)
         # Rows of one token keep that token's logits; other forwards those that are wanted.
         shape = (1, -1) if self.is_packed or len(ranges) == 1 else (-1, 1)
-        arguments: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "attention_mask": None}
-        if "position_ids" in self._accepts:
-            arguments["position_ids"] = step.positions.view(shape)
-        keeps = "logits_to_keep" in self._accepts and shape[0] == 1 and len(indices) < step.num_tokens
-        if keeps:  # a list is an index on whichever device the last layer is; the host waits for it
-            arguments["logits_to_keep"] = indices if self._is_split else to_index(indices, self.device)
-        self.cache.begin(step)
-        with self._contexts(ranges, step, indices):
-            output = self.model(input_ids=step.token_ids.view(shape), **arguments)
-        self.cache.end()
-        logits: torch.Tensor = output.logits.flatten(0, 1)
-        if not keeps and len(indices) < len(logits):
-            logits = logits[to_index(indices, logits.device)]
+        keeps = shape[0] == 1 and len(rows) < step.num_tokens
+        with self._choose_adapters(ranges, step, rows), self._choose_frequencies(ranges):
+            logits = self._run_model(step, token_ids.view(shape), positions.view(shape), index if keeps else None)
+        if not keeps and len(rows) < len(logits):
+            logits = logits[index.to(logits.device)]
         return logits[:num_wanted]
 
+    def _run_model(
+        self, step: StepTensors, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits of the wanted rows, `[rows, vocabulary]`; None: of all tokens."""
+        arguments: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "attention_mask": None}
+        if "position_ids" in self._accepts:
+            arguments["position_ids"] = positions
+        keeps = rows is not None and "logits_to_keep" in self._accepts
+        if (
+            rows is not None and keeps
+        ):  # a list is an index on whichever device the last layer is; the host waits for it
+            arguments["logits_to_keep"] = rows.tolist() if self._is_split else rows
+        self.cache.begin(step)
+        with self._contexts():
+            output = self.model(input_ids=token_ids, **arguments)
+        self.cache.end()
+        logits: torch.Tensor = output.logits.flatten(0, 1)
+        return logits if keeps or rows is None else logits[rows.to(logits.device)]
+
     @contextmanager
-    def _contexts(self, ranges: Sequence[TokenRange], step: StepTensors, indices: list[int]) -> Iterator[None]:
-        with (
-            self._choose_adapters(ranges, step, indices),
-            self._choose_frequencies(ranges),
-            self._device_context,
-            attention_of(self.cache),
-            self._torch_attention,
-        ):
+    def _contexts(self) -> Iterator[None]:
+        with self._device_context, attention_of(self.cache), self._torch_attention:
             if self.way.calls_torch:
                 yield
                 return
@@ -184,6 +264,15 @@ class ModelRunner:
             finally:
                 for config, name in zip(self._configs, before, strict=True):
                     config._attn_implementation_internal = name
+
+    def _find_graph(self, step: StepTensors, num_rows: int) -> StepGraph | None:
+        """The graph of a step; None: it runs eagerly."""
+        if self._graphs is None or any(part.sequence_id in self._adapter_of for part in step.ranges):
+            return None
+        if self.switch_length is not None and any(part.context_length > self.switch_length for part in step.ranges):
+            return None
+        num_tables = sum(len(part.block_table) for part in step.ranges)
+        return self._graphs.find(step.num_tokens, len(step.ranges), num_rows, num_tables)
 
     def _choose_adapters(
         self, ranges: Sequence[TokenRange], step: StepTensors, indices: list[int]
@@ -208,7 +297,12 @@ class ModelRunner:
         return self._long_rope.by_token(to_device(is_long, torch.bool, self.device) if any(is_long) else None)
 
 
-def _logit_indices(ranges: Sequence[TokenRange], bounds: list[int]) -> list[int]:
+def _trial_step(start: int, end: int) -> Step:
+    """Tokens of a sequence in the first block."""
+    return Step((TokenRange(0, start, end, list(range(start, end)), [0], end, samples=(0,)),))
+
+
+def _logit_rows(ranges: Sequence[TokenRange], bounds: list[int]) -> list[int]:
     """The tokens of a forward whose logits are wanted, see `ModelRunner.run`."""
     indices: list[int] = []
     for part, start, end in zip(ranges, bounds, bounds[1:], strict=False):

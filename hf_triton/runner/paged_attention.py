@@ -225,6 +225,13 @@ def _attend_blocks(
     assert blocks is not None
     assert new_keys is not None
     assert new_values is not None
+    if layer.operation is not None and window is not None:
+        new = (None, None) if layer.is_written else (new_keys, new_values)
+        layer.is_written = True
+        at = step.device_step(device).places()
+        return layer.operation(queries, *new, blocks.keys, blocks.values, *at, sinks, scale, window, softcap or 0.0)
+    if not step.ranges:
+        raise NotPagedError("its attention reads more of a step than the device has")
     outputs: list[torch.Tensor] = []
     first = 0
     # The kernel's softmax is in 32 bits; of scores with sinks, the model's is in their own type.

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from hf_triton.runner.cpu import paged_kernels
+from hf_triton.runner.cuda import attention_for
 from hf_triton.runner.kv_blocks import KVBlocks
 from hf_triton.runner.state_slots import EMPTY, SlotStatesLayer
 from hf_triton.runner.step_tensors import StepTensors
@@ -86,7 +87,11 @@ class PagedCache(Cache):
 
     def blocks(self) -> Iterable[KVBlocks]:
         """The blocks of every layer that has written some."""
-        return [layer.blocks for layer in self.layers if isinstance(layer, PagedLayer) and layer.blocks is not None]
+        return [layer.blocks for layer in self.paged_layers() if layer.blocks is not None]
+
+    def paged_layers(self) -> list[PagedLayer]:
+        """The layers that keep keys and values of every token."""
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     def memory_per_token(self, device: torch.device) -> tuple[Mapping[torch.device, int], int]:
         """Bytes of one token's keys and values on each device, and how many tokens take as much as the states.
@@ -147,6 +152,8 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self.kernel_of = _KernelOf(cache, self)
+        self.operation: Callable[..., torch.Tensor] | None = None
+        """A GPU's attention, which writes the new tokens too; None: there is none."""
         self.blocks: KVBlocks | None = None
         self.new_keys: torch.Tensor | None = None
         """`[tokens, key heads, size]`: of this forward."""
@@ -174,13 +181,15 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if self.blocks is None:
             self.blocks = KVBlocks(cache.num_blocks, cache.block_size, key_states, value_states)
             self.is_initialized = True
+            self.operation = attention_for(self.blocks.keys)
         self.new_keys = key_states.transpose(1, 2).flatten(0, 1)
         self.new_values = value_states.transpose(1, 2).flatten(0, 1)
         self.is_written = False
         if cache.gathers:
             self.write()
             return self.blocks.gather(cache.step)
-        if not any(self.kernel_of.values()) or cache.step.num_decodes < len(cache.step.ranges):
+        has_chunks = cache.step.num_decodes < len(cache.step.ranges)
+        if self.operation is None and (has_chunks or not any(self.kernel_of.values())):
             self.write()
         cache.layer_of[id(key_states)], self.returned_keys = self, key_states
         return key_states, value_states

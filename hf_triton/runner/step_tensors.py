@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hf_triton.runner.device_step import DeviceStep, StepSize
 from hf_triton.runner.step import TokenRange
 from hf_triton.runner.transfer import array_to_device, to_index
 
@@ -33,7 +35,7 @@ class StepTensors:
         ranges: Those of the forward; decoding sequences first.
         block_size: Tokens of a block.
         device: Of the model's input embedding; layers elsewhere get copies, see `on`.
-        inflight: Tokens of ranges that have none; None: all ranges have theirs.
+        device_step: Its numbers on the device, for a forward that reads no others; None: none are there yet.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class StepTensors:
         ranges: Sequence[TokenRange],
         block_size: int,
         device: torch.device,
-        inflight: InflightTokens | None = None,
+        device_step: DeviceStep | None = None,
     ) -> None:
         self.ranges = ranges
         self.block_size = block_size
@@ -51,21 +53,7 @@ class StepTensors:
         self.ends = [part.end for part in ranges]
         self.bounds = [0, *accumulate(part.num_tokens for part in ranges)]
         """Range `i` has the tokens `[bounds[i]:bounds[i + 1]]` of the forward."""
-        width = max(len(part.block_table) for part in ranges)
-        tables = np.zeros((len(ranges), width), np.int32)
-        for row, part in enumerate(ranges):
-            tables[row, : len(part.block_table)] = part.block_table
-        positions = self._positions()
-        self.token_ids = self._token_ids(inflight)  # [tokens]
-        self.positions = self._to_device(positions)  # [tokens]
-        self.tables = torch.from_numpy(tables)
-        """`[ranges, width]` int32 on the host: the blocks of each range's sequence."""
-        self.lengths = torch.tensor(self.ends)
-        """`[ranges]` int64 on the host: tokens of each sequence, the new ones included."""
-        self.slots = self._slots(tables, positions)
-        """`[tokens]` int64 on the host: block times block size plus the place in it, where each new token goes."""
-        self.state_slots = torch.tensor([part.slot for part in ranges])
-        """`[ranges]` int64 on the host: where each sequence has its states."""
+        self._device_steps = {} if device_step is None else {device: device_step}
         self._on: dict[tuple[torch.device, str], torch.Tensor] = {}
         self.masks: dict[Any, Any] = {}
         """Attention's own: masks of this forward."""
@@ -74,6 +62,31 @@ class StepTensors:
     def num_tokens(self) -> int:
         """Tokens to compute."""
         return self.bounds[-1]
+
+    @cached_property
+    def tables(self) -> torch.Tensor:
+        """`[ranges, width]` int32 on the host: the blocks of each range's sequence."""
+        tables = np.zeros((len(self.ranges), max(len(part.block_table) for part in self.ranges)), np.int32)
+        for row, part in enumerate(self.ranges):
+            tables[row, : len(part.block_table)] = part.block_table
+        return torch.from_numpy(tables)
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """`[ranges]` int64 on the host: tokens of each sequence, the new ones included."""
+        return torch.tensor(self.ends)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """`[tokens]` int64 on the host: block times block size plus the place in it, where each new token goes."""
+        blocks, places = np.divmod(self._positions, self.block_size)
+        rows = np.repeat(np.arange(len(self.ranges)), np.diff(self.bounds))
+        return torch.from_numpy(self.tables.numpy()[rows, blocks].astype(np.int64) * self.block_size + places)
+
+    @cached_property
+    def state_slots(self) -> torch.Tensor:
+        """`[ranges]` int64 on the host: where each sequence has its states."""
+        return torch.tensor([part.slot for part in self.ranges])
 
     def on(self, device: torch.device, name: str) -> torch.Tensor:
         """One of `tables`, `lengths`, `slots` and `state_slots` on a layer's device."""
@@ -85,27 +98,41 @@ class StepTensors:
             self._on[key] = array_to_device(tensor.numpy(), device)
         return self._on[key]
 
-    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array) if self.device.type == "cpu" else array_to_device(array, self.device)
+    def numbers(self, size: StepSize, rows: Sequence[int] = ()) -> npt.NDArray[np.int64]:
+        """What a GPU reads of this step; see `StepSize.fill`."""
+        return size.fill(self.ranges, self._positions, rows)
 
-    def _token_ids(self, inflight: InflightTokens | None) -> torch.Tensor:
-        """The tokens; those that the step in flight samples are never on the host."""
-        known = np.array([token for part in self.ranges for token in part.token_ids or (0,)], np.int64)
-        token_ids = self._to_device(known)
+    def device_step(self, device: torch.device, rows: Sequence[int] = ()) -> DeviceStep:
+        """The numbers of this step on a GPU; `rows` are wanted from the first call."""
+        if device not in self._device_steps:
+            size = StepSize(self.num_tokens, len(self.ranges), len(rows))
+            self._device_steps[device] = size.split(array_to_device(self.numbers(size, rows), device))
+        return self._device_steps[device]
+
+    def positions(self) -> torch.Tensor:
+        """`[tokens]` int64 on the device."""
+        return torch.from_numpy(self._positions)
+
+    def token_ids(self) -> torch.Tensor:
+        """`[tokens]` int64 on the host; 0 for those that the step in flight samples."""
+        return torch.tensor([token for part in self.ranges for token in part.token_ids or (0,)])
+
+    def put_inflight(self, token_ids: torch.Tensor, inflight: InflightTokens | None) -> None:
+        """Put the tokens that the step in flight samples, which are never on the host, among a forward's.
+
+        Args:
+            token_ids: `[at least tokens]` int64, on the device.
+            inflight: None: all ranges have their tokens.
+        """
         unknown = [at for at, part in enumerate(self.ranges) if not part.token_ids]
         if unknown:
             assert inflight is not None
             rows = [inflight.row_of[self.ranges[at].sequence_id] for at in unknown]
             newest = inflight.token_ids[to_index(rows, inflight.token_ids.device)]
             token_ids[to_index([self.bounds[at] for at in unknown], self.device)] = newest.to(self.device)
-        return token_ids
 
+    @cached_property
     def _positions(self) -> npt.NDArray[np.int64]:
         if self.num_decodes == len(self.ranges):
             return np.array(self.ends, np.int64) - 1
         return np.concatenate([np.arange(part.start, part.end) for part in self.ranges])
-
-    def _slots(self, tables: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> torch.Tensor:
-        blocks, places = np.divmod(positions, self.block_size)
-        rows = np.repeat(np.arange(len(self.ranges)), np.diff(self.bounds))
-        return torch.from_numpy(tables[rows, blocks].astype(np.int64) * self.block_size + places)

@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 HAS_GPU: Final = torch.cuda.is_available()
 """Whether there is a real one."""
-FREE_BYTES: Final = 2**31
+FREE_BYTES: Final = 2**27
 CUDA, META = 1, 14  # c10::DeviceType
 CAPTURE: Final = "capture"
 """What the host waits for before it captures a graph."""
@@ -332,6 +332,7 @@ class Graph:
         """Nothing has run."""
         for storage, before in self._before.values():
             storage.copy_(before)
+        self._before.clear()
         for tensor in self._fresh.values():
             spoil(tensor)
         self._is_whole = True

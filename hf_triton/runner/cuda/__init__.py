@@ -1,18 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA inference: index constants during a forward. The rest of the package imports this alone.
+"""CUDA inference: attention, graphs of forwards, index constants. The rest of the package imports this alone.
 
 Importing it loads no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["forward_context"]
+    from hf_triton.runner.cuda.graphs import StepGraphs
+    from hf_triton.runner.device_step import DeviceStep
+
+__all__ = ["NO_SEQUENCE", "attention_for", "capture_graphs", "forward_context"]
+
+NO_SEQUENCE: Final = -1
+"""The sequence of a token that is padding."""
+
+
+def attention_for(blocks: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """The operation that attends to such blocks, `attention.attend`; None: there is none on their device."""
+    if blocks.device.type != "cuda":
+        return None
+    from hf_triton.runner.cuda.attention import MAX_SIZE, attend, is_usable
+
+    return attend if blocks.shape[-1] <= MAX_SIZE and is_usable(blocks.device, blocks.dtype) else None
+
+
+def capture_graphs(
+    forward: Callable[[DeviceStep], torch.Tensor], device: torch.device, *, max_sequences: int, num_tables: int
+) -> StepGraphs:
+    """Captured forwards, see `StepGraphs`."""
+    from hf_triton.runner.cuda.graphs import StepGraphs
+
+    return StepGraphs(forward, device, max_sequences=max_sequences, num_tables=num_tables)
 
 
 def forward_context(device: torch.device) -> AbstractContextManager[None]:

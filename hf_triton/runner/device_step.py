@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of a step that a GPU reads, as views of one tensor: one copy brings them all to the device.
+
+Their places depend on the most tokens, sequences and rows alone. What a step does not use of them is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hf_triton.runner.cuda import NO_SEQUENCE
+from hf_triton.runner.step import TokenRange
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What the numbers of a step have room for."""
+
+    num_tokens: int
+    num_sequences: int
+    num_rows: int
+    """Rows of logits."""
+
+    @property
+    def num_fixed(self) -> int:
+        """Numbers before the block tables."""
+        return sum(self._counts())
+
+    def _counts(self) -> tuple[int, ...]:
+        tokens, sequences = self.num_tokens, self.num_sequences
+        return tokens, tokens, tokens, sequences + 1, sequences, sequences, self.num_rows
+
+    def split(self, numbers: torch.Tensor) -> DeviceStep:
+        """Views of the numbers of a step of this size."""
+        return DeviceStep(*numbers.split([*self._counts(), len(numbers) - self.num_fixed]))
+
+    def fill(
+        self, ranges: Sequence[TokenRange], positions: npt.NDArray[np.int64], rows: Sequence[int]
+    ) -> npt.NDArray[np.int64]:
+        """The numbers of a step, `[num_fixed + blocks of all ranges]`.
+
+        Args:
+            ranges: At most `num_sequences`, of at most `num_tokens`.
+            positions: Of all tokens.
+            rows: The tokens whose logits are wanted, at most `num_rows`.
+        """
+        tables = [part.block_table for part in ranges]
+        lengths = [part.end for part in ranges]
+        counts = [part.num_tokens for part in ranges]
+        starts = np.cumsum([0, *map(len, tables)][:-1])
+        columns = (
+            [token for part in ranges for token in part.token_ids or (0,)],
+            positions,
+            np.repeat(np.arange(len(ranges)), counts),
+            np.cumsum([0, *counts]),
+            lengths,
+            starts,
+            rows,
+        )
+        paddings = 0, 0, NO_SEQUENCE, sum(counts), 0, 0, 0
+        numbers = np.empty(self.num_fixed + sum(map(len, tables)), np.int64)
+        at = 0
+        for column, count, padding in zip(columns, self._counts(), paddings, strict=True):
+            numbers[at : at + len(column)] = column
+            numbers[at + len(column) : at + count] = padding
+            at += count
+        for table in tables:
+            numbers[at : at + len(table)] = table
+            at += len(table)
+        return numbers
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step's numbers on the device, int64; see `hf_triton.runner.cuda.attention.attend` for the last five."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    sequences: torch.Tensor
+    bounds: torch.Tensor
+    lengths: torch.Tensor
+    starts: torch.Tensor
+    rows: torch.Tensor
+    """The tokens whose logits are wanted."""
+    tables: torch.Tensor
+
+    def places(self) -> Iterator[torch.Tensor]:
+        """What `attend` needs to find every token's place."""
+        yield from (self.sequences, self.bounds, self.lengths, self.starts, self.tables)
