@@ -2,7 +2,6 @@
 """The continuous engine on CUDA devices: the output of `generate`, no waiting but for tokens, memory at load."""
 
 import copy
-import logging
 import random
 import threading
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs: captured at load, by numbers of tokens and rows alone; what has none runs eagerly, and the log says why."""
+"""CUDA graphs: captured at load, by numbers of tokens and rows alone; the log says why a model runs eagerly."""
 
 import copy
 import inspect
