@@ -11,7 +11,6 @@ name are of other splits and tiles than the kernel chooses.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -119,11 +118,11 @@ def torch_ways(case: Case, load: tuple[int, int, int]) -> dict[str, Callable[[],
 
 def sweep(figures: Figures, shape: tuple[int, int, int], device: torch.device) -> None:
     """Times of other splits and tiles."""
-    try:
-        launch = importlib.import_module("hf_triton.runner.cuda.attention_launch")
-    except ImportError as error:
-        figures.add(name="sweep", skipped=str(error))
+    if device.type != "cuda":
+        figures.add(name="sweep", skipped="splits and tiles are those of a CUDA device")
         return
+    from hf_triton.runner.cuda import attention_launch as launch
+
     choices = [("choose_splits", splits) for splits in SPLITS]
     choices += [("choose_tile", launch.Tile(*tile)) for tile in TILES]
     for load, (function, choice) in itertools.product(SWEPT, choices):

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from figures import Figures, copy_bytes_per_s, matmul_flops, read_options, release
 from loads import Meter, Request, decoding, mixed_requests, random_prompts, run_requests
-from models import MODELS, build_decoder, weight_bytes
+from models import CONFIGS, build_decoder, weight_bytes
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.runner.cuda.graphs import step_sizes
@@ -124,7 +124,8 @@ class Run:
                 run_requests(self.engine, [Request(each, SamplingParams(1))], 1)["ttft_p50_ms"] for each in prompts
             ]
             took_s = statistics.median(times[1:]) / 1000
-            operations = weight_bytes(self.model) * num_tokens  # two for a weight of two bytes
+            head = self.model.get_output_embeddings().weight  # computed for the last token alone
+            operations = (weight_bytes(self.model) - head.numel() * 2) * num_tokens  # two for a weight of two bytes
             self.figures.add(
                 model=self.name,
                 name="prompt",
@@ -235,7 +236,7 @@ def started(
 
 
 def main() -> None:
-    options = read_options(__doc__, MODELS)
+    options = read_options(__doc__, tuple(CONFIGS))
     figures, device, plan = Figures("engine", options.out), options.device, SMALL if options.small else Plan()
     began_s = time.perf_counter()
     model = build_decoder(options.model, device)
@@ -265,17 +266,17 @@ def measure(run: Run, greedy: SamplingParams) -> None:
     for count, num_tokens in plan.decodes:
         run.decode(count, num_tokens, greedy)
 
-    def mixed(count: int, **kinds: Any) -> list[Request]:
-        return mixed_requests(count, vocabulary, max_tokens=plan.max_mixed_tokens, **kinds)
+    def mixed(count: int, seed: int, **kinds: Any) -> list[Request]:
+        return mixed_requests(count, vocabulary, seed, max_tokens=plan.max_mixed_tokens, **kinds)
 
     for width, count in plan.mixes:
-        run.mix("mix", width, mixed(count))
+        run.mix("mix", width, mixed(count, width))
     run.prompt(plan.prompt_tokens)
     drawn = SamplingParams(plan.max_new_tokens, do_sample=True, temperature=0.8, top_p=0.9, seed=0)
     run.decode(*plan.drawn, drawn, "decode, drawn")
     width, count = plan.mixes[0]
-    run.mix("mix, grammar", width, mixed(count, constrained=0.1))
-    run.mix("mix, prefixes", width, mixed(count, prefixes=run.prompts(4, plan.prefix_tokens)))
+    run.mix("mix, grammar", width, mixed(count, 1, constrained=0.1))
+    run.mix("mix, prefixes", width, mixed(count, 2, prefixes=run.prompts(4, plan.prefix_tokens)))
     num_requests, num_prompt, num_new = plan.equal
     equal = [Request(prompt, SamplingParams(num_new)) for prompt in run.prompts(num_requests, num_prompt)]
     run.mix("equal", num_requests, equal, f"{num_requests} x ({num_prompt} + {num_new})")

@@ -47,18 +47,25 @@ def random_prompts(count: int, num_tokens: int, vocabulary: int, seed: int = 0) 
 
 
 def mixed_requests(
-    count: int, vocabulary: int, *, max_tokens: int = 2048, constrained: float = 0.0, prefixes: Sequence[list[int]] = ()
+    count: int,
+    vocabulary: int,
+    seed: int,
+    *,
+    max_tokens: int,
+    constrained: float = 0.0,
+    prefixes: Sequence[list[int]] = (),
 ) -> list[Request]:
-    """Prompts and completions of log-normal lengths, always the same.
+    """Prompts and completions of log-normal lengths.
 
     Args:
         count: How many.
         vocabulary: Token ids are below.
+        seed: The same gives the same, so a second load of an engine needs another, or finds its prompts in the cache.
         max_tokens: Of a prompt or a completion.
         constrained: The part whose tokens a constraint restricts.
         prefixes: Every prompt begins with one of them.
     """
-    source = random.Random(0)
+    source = random.Random(seed)
 
     def length(mean: int) -> int:
         return max(1, min(max_tokens, round(source.lognormvariate(math.log(mean) - DEVIATION**2 / 2, DEVIATION))))

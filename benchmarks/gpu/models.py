@@ -16,59 +16,25 @@ from transformers import (
     Qwen3Config,
 )
 
-NO_END: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-"""Completions have the lengths that are asked for."""
-MODELS = ("llama-3-8b", "falcon-7b", "qwen3-0.6b", "tiny")
+FALCON = {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False, "alibi": False, "bias": False}
+CONFIGS: dict[str, tuple[type[PretrainedConfig], tuple[int, ...], dict[str, Any]]] = {
+    "llama-3-8b": (LlamaConfig, (128256, 4096, 14336, 32, 32, 8), {"max_position_embeddings": 8192}),
+    "falcon-7b": (FalconConfig, (65024, 4544, 18176, 32, 71, 1), FALCON),
+    "qwen3-0.6b": (Qwen3Config, (151936, 1024, 3072, 28, 16, 8), {"head_dim": 128, "tie_word_embeddings": True}),
+    "tiny": (LlamaConfig, (512, 64, 128, 2, 4, 2), {}),
+}
+"""Their `SIZES`, and what else their `config.json` says."""
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
 
 
 def decoder_config(name: str) -> PretrainedConfig:
-    """Of one of `MODELS`, as in its `config.json`."""
-    if name == "llama-3-8b":
-        return LlamaConfig(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            max_position_embeddings=8192,
-            **NO_END,
-        )
-    if name == "falcon-7b":
-        return FalconConfig(
-            vocab_size=65024,
-            hidden_size=4544,
-            num_hidden_layers=32,
-            num_attention_heads=71,
-            multi_query=True,
-            parallel_attn=True,
-            new_decoder_architecture=False,
-            alibi=False,
-            bias=False,
-            **NO_END,
-        )
-    if name == "qwen3-0.6b":
-        return Qwen3Config(
-            vocab_size=151936,
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            tie_word_embeddings=True,
-            max_position_embeddings=40960,
-            **NO_END,
-        )
-    return LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **NO_END,
-    )
+    """Of one of `CONFIGS`, without an end token: completions have the lengths that are asked for."""
+    config, sizes, others = CONFIGS[name]
+    no_end = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return config(**dict(zip(SIZES, sizes, strict=True)), **others, **no_end)
 
 
 def build_decoder(name: str, device: torch.device) -> Any:

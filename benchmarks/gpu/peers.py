@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from figures import Figures, read_options, wall_s
 from loads import random_prompts
-from models import MODELS, build_decoder
+from models import CONFIGS, build_decoder
 from transformers import GenerationConfig
 
 DECODES = ((1, 512), (64, 1024), (16, 1024), (256, 512))
@@ -91,7 +91,7 @@ class Peers:
 
 
 def main() -> None:
-    options = read_options(__doc__, MODELS)
+    options = read_options(__doc__, tuple(CONFIGS))
     figures = Figures("peers", options.out)
     peers = Peers(figures, build_decoder(options.model, options.device), options.model)
     decodes = SMALL_DECODES if options.small else DECODES

@@ -22,21 +22,21 @@ RECORDS = (
 )
 
 
-def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OUT": str(out), "PYTHON": sys.executable}
-    return subprocess.run([RUN, *arguments], env=environment, capture_output=True, text=True, check=False)
+def run(out: Path, *stages: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OUT": str(out), "PYTHON": python}
+    return subprocess.run([RUN, "--small", *stages], env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.full
 def test_every_part_runs_and_says_what_a_cpu_leaves_out(tmp_path: Path) -> None:
-    found = run(tmp_path, "--small")
+    found = run(tmp_path)
     assert found.returncode == 0, found.stdout[-3000:]
     records = read(tmp_path / "figures.jsonl")
     assert [each for each in records if "failed" in each] == []
     assert {each["part"] for each in records} == {"machine", "attention", "equality", "engine", "encoder", "peers"}
     assert all(each["equal"] == each["of"] for each in records if "equal" in each and each["load"] == "float32")
     skipped = {(each["part"], each["name"]) for each in records if "skipped" in each}
-    assert {("engine", "profile"), ("peers", "paged"), ("peers", "compiled")} <= skipped
+    assert {("attention", "sweep"), ("engine", "profile"), ("peers", "paged"), ("peers", "compiled")} <= skipped
     mixes = {each["name"]: each for each in records if each["part"] == "engine" and "held_over_live" in each}
     assert set(mixes) == {"mix", "mix, grammar", "mix, prefixes", "equal"}
     assert mixes["mix, prefixes"]["reused_tokens"] > 0
@@ -44,10 +44,7 @@ def test_every_part_runs_and_says_what_a_cpu_leaves_out(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_fails_is_a_figure_and_stops_no_other(tmp_path: Path) -> None:
-    environment = os.environ | {"OUT": str(tmp_path), "PYTHON": "false"}
-    command = [RUN, "--small", "machine", "peers"]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 1
+    assert run(tmp_path, "machine", "peers", python="false").returncode == 1
     assert [each["name"] for each in read(tmp_path / "figures.jsonl")] == ["machine", "peers"]
 
 
