@@ -2,9 +2,9 @@
 """A kernel in Triton's language that draws a token of each row of scores: one program a row.
 
 The program reads its row again and again, from the GPU's cache after the first time: for the highest and the lowest
-score, for each step of the searches for the lowest score that top_k and top_p keep, and for the draw. A search halves
-the range of scores, and moves its bounds to scores that the row has: it ends after about as many steps as the number
-of scores near the result has bits, and always.
+score, for each step of the searches for the lowest score that top_k and top_p keep, and for the draw. A step of a
+search halves the range of scores and moves its bounds to scores that the row has. So each step leaves fewer, the search
+ends for any row, and a vocabulary of 128,256 random scores takes 5 to 22 steps.
 
 Importing it imports Triton.
 """
@@ -37,7 +37,19 @@ def draw(
     min_p: torch.Tensor,
     keys: torch.Tensor,
 ) -> torch.Tensor:
-    """Launch the kernel; see `hf_triton.sampling.draw`, whose operation this is on a CUDA device."""
+    """`hf_triton.sampling.draw.draw` on a device.
+
+    Args:
+        scores: `[rows, vocabulary]`, any float dtype and strides.
+        temperature: `[rows]` float64, as top_p and min_p.
+        top_k: `[rows]` int64.
+        top_p: 1 keeps all tokens.
+        min_p: 0 keeps all tokens.
+        keys: `[rows]` int64, the bits of the draws' keys.
+
+    Returns:
+        `[rows]` int64.
+    """
     num_rows, size = scores.shape
     if scores.stride(1) != 1:
         scores = scores.contiguous()
