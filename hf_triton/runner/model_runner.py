@@ -101,7 +101,7 @@ class ModelRunner:
         """
         self.cache = self._new_cache(num_blocks)
         if self.device.type != "cpu":
-            self._run_token(num_slots - 1)
+            self.run_token(num_slots - 1)
 
     def give_back(self, blocks: list[int]) -> None:
         """Free the memory of blocks that hold nothing."""
@@ -111,11 +111,12 @@ class ModelRunner:
     def memory_per_token(self) -> tuple[Mapping[torch.device, int], int]:
         """See `PagedCache.memory_per_token`; it runs one token through the model."""
         self.cache = self._new_cache(1)
-        self._run_token(0)
+        self.run_token()
         return self.cache.memory_per_token(self.device)
 
-    def _run_token(self, slot: int) -> None:
-        self.run(Step((TokenRange(0, 0, 1, [0], [0], 1, samples=(0,), slot=slot),)))
+    def run_token(self, slot: int = 0) -> torch.Tensor:
+        """Logits of a token of a sequence in the first block, `[1, vocabulary]`; for trials while nothing else runs."""
+        return self.run(Step((TokenRange(0, 0, 1, [0], [0], 1, samples=(0,), slot=slot),)))
 
     @torch.inference_mode()
     def capture(self, max_sequences: int) -> str | None:

@@ -33,6 +33,7 @@ PLANS = {
     "greedy": SamplingParams(24),
     "drawn": SamplingParams(24, do_sample=True, temperature=0.8, top_k=20, top_p=0.9, seed=3),
     "penalised": SamplingParams(24, repetition_penalty=1.2),
+    "scored": SamplingParams(24, logprobs=1, prompt_logprobs=2),
 }
 
 
@@ -123,7 +124,7 @@ def test_steps_start_before_the_tokens_of_the_last_are_read(
     assert {len(ids) for ids in outputs} == {plan.max_new_tokens}
     assert waits == []
     num_ahead = sum(step.stays_inflight for step in steps)
-    assert num_ahead == 0 if plan is PLANS["penalised"] else num_ahead > len(steps) / 2
+    assert num_ahead == 0 if plan in (PLANS["penalised"], PLANS["scored"]) else num_ahead > len(steps) / 2
 
 
 # --- at load ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA inference: attention, graphs of forwards, index constants. The rest of the package imports this alone.
+"""CUDA inference: attention, graphs of forwards, index constants, draws. The rest of the package imports this alone.
 
 Importing it loads no torch.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hf_triton.runner.cuda.graphs import StepGraphs
     from hf_triton.runner.device_step import DeviceStep
 
-__all__ = ["NO_SEQUENCE", "attention_for", "capture_graphs", "forward_context"]
+__all__ = ["NO_SEQUENCE", "attention_for", "capture_graphs", "draw", "forward_context"]
 
 NO_SEQUENCE: Final = -1
 """The sequence of a token that is padding."""
@@ -38,6 +38,13 @@ def capture_graphs(
     from hf_triton.runner.cuda.graphs import StepGraphs
 
     return StepGraphs(forward, device, max_sequences=max_sequences, num_tables=num_tables)
+
+
+def draw(scores: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+    """Draw a token of each row by a kernel, see `draw_kernel.draw`; raises where Triton is missing."""
+    from hf_triton.runner.cuda.draw_kernel import draw
+
+    return draw(scores, *params)
 
 
 def forward_context(device: torch.device) -> AbstractContextManager[None]:
