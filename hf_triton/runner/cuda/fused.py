@@ -35,7 +35,9 @@ ROTARY: Final = "apply_rotary_pos_emb"
 GATES: Final = (silu_mul, functional.silu), (gelu_mul, partial(functional.gelu, approximate="tanh"))
 """Operations, and their activations."""
 SCALES: Final = 1.0, 30.0, 1e-3
-"""Of random rows; the mean square of the last is about as large as the eps of a norm."""
+"""Of a norm's random rows; the mean square of the last is about as large as its eps."""
+LARGE: Final = 50.0
+"""A gate that a trial reaches, beyond the limits that some models set."""
 
 
 @torch.no_grad()
@@ -50,9 +52,10 @@ def fuse_modules(model: Any) -> None:
             continue
         if replaced:
             counts[replaced] += 1
-    for module_name in sorted({type(module).__module__ for module in model.modules()}):
-        counts["rotary embeddings"] += _replace_rotary(module_name, model)
-    logger.info("fused kernels: %s", ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
+    for module_name in {type(module).__module__ for module in model.modules()}:
+        if _replace_rotary(module_name, model):
+            counts["rotary embeddings"] += 1
+    logger.info("fused kernels: %s", ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none")
 
 
 def _replace_forward(module: nn.Module, dtype: torch.dtype) -> str | None:
@@ -73,11 +76,10 @@ def _replace_forward(module: nn.Module, dtype: torch.dtype) -> str | None:
 
 
 def _is_same(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    """Whether outputs differ by no more than rounding: parts of the largest number."""
+    """Whether outputs differ by no more than rounding: parts of the largest number of each row."""
     tolerance = max(4 * torch.finfo(expected.dtype).eps, 1e-5)
-    return expected.dtype == found.dtype and bool(
-        (expected.float() - found.float()).abs().max() <= tolerance * expected.float().abs().max()
-    )
+    difference, largest = (each.float().abs().amax(-1) for each in (expected - found, expected))
+    return expected.dtype == found.dtype and bool((difference <= tolerance * largest).all())
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -150,13 +152,14 @@ class FusedGate:
 
 
 def _build_gate(module: Any, dtype: torch.dtype, _: Forward) -> tuple[FusedGate, torch.Tensor] | None:
-    """The replacement and states to compare it with."""
+    """The replacement and states to compare it with, of usual size and large."""
     first = module.gate_up_proj if hasattr(module, "gate_up_proj") else module.gate_proj
     device = next(chain(first.parameters(), first.buffers())).device
     multiply = _multiply_of(module)
     if multiply is None or device.type != "cuda" or not is_usable(device, dtype):
         return None
-    return FusedGate(module, multiply), _random(3, first.in_features, dtype=dtype, device=device)
+    states = _random(3, first.in_features, dtype=dtype, device=device)
+    return FusedGate(module, multiply), torch.cat([states, states * (LARGE / first(states).abs().max())])
 
 
 def _multiply_of(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
@@ -182,7 +185,7 @@ class FusedRotary:
         self.compared: set[tuple[torch.device, torch.dtype]] = set()
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if not options and len(arguments) == 4 and self._takes(*arguments):
+        if options in ({}, {"unsqueeze_dim": 1}) and len(arguments) == 4 and self._takes(*arguments):
             return rotary(*arguments)
         return self.original(*arguments, **options)
 
@@ -201,28 +204,27 @@ class FusedRotary:
 
 def _replace_rotary(module_name: str, model: Any) -> bool:
     """Replace the function of a modeling module for the devices of a model; other models use the same function."""
-    module = sys.modules[module_name]
+    module = sys.modules.get(module_name)
     function = getattr(module, ROTARY, None)
     if function is None:
         return False
     fused = function if isinstance(function, FusedRotary) else FusedRotary(function)
-    devices = {each.device for each in model.parameters() if each.device.type == "cuda"}
-    fused.compared |= {(device, model.dtype) for device in devices if _rotates_halves(fused, device, model)}
+    for device in {each.device for each in model.parameters() if each.device.type == "cuda"}:
+        try:
+            if is_usable(device, model.dtype) and _rotates_halves(fused.original, device, model):
+                fused.compared.add((device, model.dtype))
+        except Exception as error:  # a function of the same name that takes other arguments
+            logger.debug("%s of %s is not fused (%s)", ROTARY, module_name, described(error))
     if fused.compared:
         setattr(module, ROTARY, fused)
     return bool(fused.compared)
 
 
-def _rotates_halves(fused: FusedRotary, device: torch.device, model: Any) -> bool:
+def _rotates_halves(function: Callable[..., Any], device: torch.device, model: Any) -> bool:
+    """Whether a function rotates number `i` of a head with number `i + size / 2`."""
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    place = {"dtype": model.dtype, "device": device}
-    numbers = _random(1, 5, 8, size, **place)
+    numbers = _random(1, 5, 8, size, dtype=model.dtype, device=device)
     query, key = numbers[:, :, :4].transpose(1, 2), numbers[:, :, 4:6].transpose(1, 2)
     arguments = query, key, numbers[:, :, 6], numbers[:, :, 7]
-    try:
-        expected = fused.original(*arguments)
-        return is_usable(device, model.dtype) and all(map(_is_same, expected, rotary(*arguments)))
-    except Exception as error:  # a function of the same name that takes other arguments
-        logger.debug("%s of %s is not fused (%s)", ROTARY, type(model).__name__, described(error))
-        return False
+    return all(map(_is_same, function(*arguments), rotary(*arguments)))

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 logger = logging.getLogger(__name__)
 
-LIBRARY: Any = torch.library.Library("hf_triton", "FRAGMENT")
+LIBRARY: Any = torch.library.Library("hf_triton", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define("rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)")
 LIBRARY.define("silu_mul(Tensor gate, Tensor up) -> Tensor")
 LIBRARY.define("gelu_mul(Tensor gate, Tensor up) -> Tensor")
