@@ -17,6 +17,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.executor import Executor
 from hf_triton.engine.scheduler import StepOutput
 from hf_triton.errors import CheckpointError
+from hf_triton.runner.cuda import fuse
 from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import load, requests
@@ -61,6 +62,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_greedy_output_equals_generate_and_no_step_waits(name: str, waits: list[str], tmp_path: Path) -> None:
     plain = load(name, tmp_path)
     model = copy.deepcopy(plain).to("cuda")
+    fuse(model)
     with closing(start_engine(model, max_num_seqs=5, context_length=128)) as engine:
         assert isinstance(engine, ContinuousBatchingEngine)
         check_beside_generate(engine, model if HAS_GPU else plain, 16)
