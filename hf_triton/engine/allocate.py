@@ -51,7 +51,7 @@ def allocate_cache(
     num_blocks = max(1, max_cache_tokens // runner.block_size)
     budget = TokenBudget(bytes_per_token, num_blocks * runner.block_size)
     size = f"a KV cache of {budget.words(budget.most)}"
-    logger.info("%s, %s", size, memory.describe())
+    logger.info("%s: %s", size, memory.describe())
     try:
         runner.allocate(num_blocks, max_num_seqs)
     except Exception as error:

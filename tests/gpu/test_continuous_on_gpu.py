@@ -145,7 +145,7 @@ def test_all_memory_is_allocated_at_load(name: str, tmp_path: Path) -> None:
 
 def test_a_cache_that_does_not_fit_is_refused_at_load(tmp_path: Path) -> None:
     model = load("llama", tmp_path).to("cuda")
-    with pytest.raises(CheckpointError, match=r"out_of_memory: cuda:0 has not .* set max_cache_tokens to fewer"):
+    with pytest.raises(CheckpointError, match=r"out_of_memory: .* cuda:0 has .* max_cache_tokens"):
         start_engine(model, max_num_seqs=5, context_length=128, max_cache_tokens=2**31 - 1)
 
 
