@@ -149,6 +149,15 @@ def test_a_cache_that_does_not_fit_is_refused_at_load(tmp_path: Path) -> None:
         start_engine(model, max_num_seqs=5, context_length=128, max_cache_tokens=2**31 - 1)
 
 
+@pytest.mark.parametrize("max_cache_tokens", [None, 1024])
+def test_states_of_many_sequences_that_do_not_fit_are_refused_at_load(
+    max_cache_tokens: int | None, tmp_path: Path
+) -> None:
+    model = load("granite4", tmp_path).to("cuda")
+    with pytest.raises(CheckpointError, match=r"out_of_memory: .* states of .* for max_num_seqs sequences: cuda:0 has"):
+        start_engine(model, max_num_seqs=10**8, context_length=128, max_cache_tokens=max_cache_tokens)
+
+
 def test_cuda_graphs_are_accepted_and_the_log_says_what_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load("llama", tmp_path).to("cuda")
     with caplog.at_level(logging.INFO):

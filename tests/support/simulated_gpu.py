@@ -51,7 +51,7 @@ WAITING: Final = frozenset(  # the host needs a number, or a shape that depends 
         *(aten.repeat_interleave.Tensor, aten.bincount.default),
     }
 )
-ALLOCATING: Final = {aten.empty.memory_format: 0, aten.new_empty.default: 1}
+ALLOCATING: Final = {aten.empty.memory_format: 0, aten.new_empty.default: 1, aten.new_zeros.default: 1}
 """Which argument is the shape."""
 SMALL: Final = 2**12
 """Numbers of a tensor for which there is always room."""
@@ -224,7 +224,9 @@ class Operations(TorchDispatchMode):
         return self._run(func, args, kwargs, place)
 
     def _check_memory(self, func: Any, args: Any, kwargs: Any, place: torch.device) -> None:
-        dtype = kwargs.get("dtype") or (args[0].dtype if func is aten.new_empty.default else torch.get_default_dtype())
+        dtype = kwargs.get("dtype") or (
+            args[0].dtype if isinstance(args[0], torch.Tensor) else torch.get_default_dtype()
+        )
         gc.collect()
         if math.prod(args[ALLOCATING[func]]) * dtype.itemsize > TOTAL_BYTES - allocated_bytes(place):
             raise torch.OutOfMemoryError("CUDA out of memory")
