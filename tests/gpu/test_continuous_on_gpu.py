@@ -147,5 +147,14 @@ def test_all_memory_is_allocated_at_load(name: str, tmp_path: Path) -> None:
 
 def test_a_cache_that_does_not_fit_is_refused_at_load(tmp_path: Path) -> None:
     model = load("llama", tmp_path).to("cuda")
-    with pytest.raises(CheckpointError, match=r"out_of_memory: cuda:0 has not .* set max_cache_tokens to fewer"):
+    with pytest.raises(CheckpointError, match=r"out_of_memory: .* cuda:0 has .* max_cache_tokens"):
         start_engine(model, max_num_seqs=5, context_length=128, max_cache_tokens=2**31 - 1)
+
+
+@pytest.mark.parametrize("max_cache_tokens", [None, 1024])
+def test_states_of_many_sequences_that_do_not_fit_are_refused_at_load(
+    max_cache_tokens: int | None, tmp_path: Path
+) -> None:
+    model = load("granite4", tmp_path).to("cuda")
+    with pytest.raises(CheckpointError, match=r"out_of_memory: .* states of .* for max_num_seqs sequences: cuda:0 has"):
+        start_engine(model, max_num_seqs=10**8, context_length=128, max_cache_tokens=max_cache_tokens)

@@ -25,6 +25,7 @@ from hf_triton.protocol.requests import (
     with_default_outputs,
     with_named_outputs,
 )
+from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.admission import AdmissionGate, request_limits
 from hf_triton.tasks.checked_hooks import CheckedHooks
@@ -213,6 +214,7 @@ def build_text_generation(
     observer: Observer,
     returns_timings: bool,
     response_template: Spec | str | None = None,
+    gpu_part: GpuPart = WHOLE_GPU,
 ) -> TextGeneration:
     """The task of a loaded checkpoint, its engine running.
 
@@ -226,6 +228,7 @@ def build_text_generation(
         observer: Observes the engine.
         returns_timings: Whether the server's responses can have parameters.
         response_template: The folder's own, see `load_response_template`.
+        gpu_part: What the model may take of a GPU.
 
     Raises:
         LoadError: No engine can run the model, or the folder's defaults contradict it.
@@ -248,6 +251,7 @@ def build_text_generation(
             settings.engine,
             max_num_seqs=settings.max_num_seqs,
             max_cache_tokens=settings.max_cache_tokens,
+            gpu_part=gpu_part,
             enable_prefix_caching=settings.enable_prefix_caching,
             decoding=settings.decoding,
             context_length=checkpoint.context_length,
