@@ -71,7 +71,7 @@ class PackedLinear(nn.Linear):
         outputs, inputs = weight.shape
         layer = cls(inputs, outputs, bias=False, device="meta")
         layer.weight = nn.Parameter(weight, requires_grad=False)
-        layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        layer.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
         return layer
 
     def use_kernel(self, rows: frozenset[int] = ALL_ROWS) -> None:
