@@ -94,12 +94,13 @@ _windows: dict[Any, int | None] = {}
 def window_of(rule: MaskFunction) -> int | None:
     """0: all tokens before it. w: the last w tokens, itself included. None: something else (Llama 4's chunks)."""
     key = tuple(_parts(rule))
+    if key in _windows:
+        return _windows[key]
     if any(isinstance(part, torch.Tensor) for part in key):
         return None  # looking at it would make the host wait for the device
-    if key not in _windows:
-        if len(_windows) >= MAX_RULES:  # some rule is another one at each forward
-            _windows.clear()
-        _windows[key] = _find_window(rule)
+    if len(_windows) >= MAX_RULES:  # some rule is another one at each forward
+        _windows.clear()
+    _windows[key] = _find_window(rule)
     return _windows[key]
 
 
