@@ -95,6 +95,7 @@ class Scheduler:
         self._num_left = 0  # of these, how many it may yet
         self._wait_s = 0.0
         self._unread: list[Step] = []  # whose output has not been taken
+        self._awaiting: set[int] = set()  # sequences that sit out the next step
         self._begin_notes()
 
     def _begin_notes(self) -> None:
@@ -127,7 +128,7 @@ class Scheduler:
         self._memory.refresh(self._num_slots())
         self._make_way_for_trials()
         for sequence in list(self.running):
-            if sequence.is_decoding and not self._awaits_token(sequence) and self._reserve(sequence, 1):
+            if sequence.is_decoding and sequence.id not in self._awaiting and self._reserve(sequence, 1):
                 self._compute(sequence, 1)
         num_decodes = len(self._ranges)
         self._budget = self._num_left = self._traits.chunk_sizes.budget(num_decodes)
@@ -141,7 +142,7 @@ class Scheduler:
     def _contexts(self) -> Iterator[Sequence]:
         """Running sequences whose context is not computed yet, and waiting ones as they are admitted."""
         begun = [sequence for sequence in self.running if sequence.id not in self._ranges and sequence.num_missing]
-        yield from (each for each in begun if each in self.running and not self._awaits_token(each))
+        yield from (each for each in begun if each in self.running and each.id not in self._awaiting)
         yield from self._admit(list(self.waiting))
 
     def _compute_chunks(self, contexts: Iterable[Sequence], *, is_decoding: bool) -> bool:
@@ -212,6 +213,7 @@ class Scheduler:
 
     def _step(self) -> Step:
         """The step of the ranges, with what has happened since the last one."""
+        self._awaiting = set()
         if not self._ranges:
             return Step(wait_s=self._wait_s)
         ranges = sorted(self._ranges.values(), key=lambda part: (not part.is_decode, part.slot))
@@ -231,24 +233,26 @@ class Scheduler:
         self._begin_notes()
         return step
 
-    def _awaits_token(self, sequence: Sequence) -> bool:
-        """Whether the host must see a sequence's token in flight before the sequence takes part in a step."""
-        if not sequence.num_inflight:
-            return False
-        num_tokens = sequence.num_tokens + sequence.num_inflight
-        return sequence.sampler.needs_host or num_tokens == self._traits.recompute_length
-
     def _can_run_ahead(self, ranges: list[TokenRange]) -> bool:
-        """Whether the next step is scheduled before the tokens of these ranges are read.
+        """Whether the next step is scheduled before the tokens of these ranges are read; decides who sits it out.
 
-        That hides the host's work, but a sequence that awaits its token loses a step: half of the sampling ones may.
+        That hides the host's work, but a sequence that sits out loses a step: half of those that sample may.
         """
         sequences = [self._sequences[part.sequence_id] for part in ranges]
         if any(each.wants_scores or (each.siblings and each.num_inflight) for each in sequences):
             return False
         going_on = [sequence for sequence in sequences if sequence.num_missing]
         sampling = [sequence for sequence in going_on if sequence.num_inflight]
-        return bool(going_on) and 2 * sum(map(self._awaits_token, sampling)) <= len(sampling)
+        awaiting = {sequence.id for sequence in sampling if self._must_be_read(sequence)}
+        if not going_on or 2 * len(awaiting) > len(sampling):
+            return False
+        self._awaiting = awaiting
+        return True
+
+    def _must_be_read(self, sequence: Sequence) -> bool:
+        """Whether the host must see a sequence's tokens in flight before the next one is computed."""
+        num_tokens = sequence.num_tokens + sequence.num_inflight
+        return sequence.sampler.needs_host or num_tokens == self._traits.recompute_length
 
     # --- admit -------------------------------------------------------------------------------------------------------
 
