@@ -209,8 +209,11 @@ class ModelSettings(BaseModel):
     max_prompts: Count = 1024
     """Maximum number of prompts in one request."""
 
-    max_num_seqs: Annotated[int, annotated_types.Ge(1), annotated_types.Le(4096), FormerName("max_batch_rows")] = 32
-    """Maximum number of sequences decoded concurrently; further ones are queued."""
+    max_num_seqs: Annotated[
+        Annotated[int, annotated_types.Ge(1), annotated_types.Le(4096)] | None, FormerName("max_batch_rows")
+    ] = None
+    """Maximum number of sequences decoded concurrently; further ones are queued. By default 32, and 256 on a CUDA
+    GPU."""
 
     max_waiting_prompts: Count = 4096
     """Maximum number of queued prompts. A request that exceeds it is rejected at once (`queue_full`, status 503),

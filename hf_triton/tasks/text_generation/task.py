@@ -241,7 +241,8 @@ def build_text_generation(
 
     limits = request_limits(settings, checkpoint.context_length)
     text_to_text = build_text_to_text(settings.task, checkpoint)
-    with DeviceContext(checkpoint.model.device):
+    with DeviceContext(checkpoint.model.device) as device:
+        max_num_seqs = device.max_num_seqs if settings.max_num_seqs is None else settings.max_num_seqs
         accelerate(checkpoint.model, pack_weights=settings.pack_weights)
         fuse(checkpoint.model)
         adapters = Adapters(checkpoint.model)
@@ -249,7 +250,7 @@ def build_text_generation(
         engine = build_engine(
             checkpoint.model,
             settings.engine,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_cache_tokens=settings.max_cache_tokens,
             gpu_part=gpu_part,
             enable_prefix_caching=settings.enable_prefix_caching,
@@ -260,7 +261,15 @@ def build_text_generation(
             adapters=adapters,
         )
     preparer = _build_preparer(
-        checkpoint, settings, hooks, store, chat_template, response_template, text_to_text, limits.max_prompt_bytes
+        checkpoint,
+        settings,
+        hooks,
+        store,
+        chat_template,
+        response_template,
+        text_to_text,
+        max_prompt_bytes=limits.max_prompt_bytes,
+        max_num_seqs=max_num_seqs,
     )
     task = TextGeneration(
         engine,
@@ -292,7 +301,9 @@ def _build_preparer(
     chat_template: str | None,
     response_template: Spec | str | None,
     text_to_text: TextToText | None,
+    *,
     max_prompt_bytes: int,
+    max_num_seqs: int,
 ) -> PromptPreparer:
     codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
     max_output_length = settings.max_output_length
@@ -313,7 +324,7 @@ def _build_preparer(
             checkpoint.generation_defaults(with_beams=text_to_text is not None),
         ),
         max_output_length=max_output_length,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         excludes_prompt=settings.exclude_input_in_output,
         text_to_text=text_to_text,
     )
