@@ -37,7 +37,8 @@ class StepSize:
 
     def split(self, numbers: torch.Tensor) -> DeviceStep:
         """Views of the numbers of a step of this size."""
-        return DeviceStep(*numbers.split([*self._counts(), len(numbers) - self.num_fixed]))
+        counts = [*self._counts(), len(numbers) - self.num_fixed]
+        return DeviceStep(*torch.split(numbers, counts))
 
     def fill(
         self, ranges: Sequence[TokenRange], positions: npt.NDArray[np.int64], rows: Sequence[int]
@@ -53,7 +54,7 @@ class StepSize:
         lengths = [part.end for part in ranges]
         counts = [part.num_tokens for part in ranges]
         starts = np.cumsum([0, *map(len, tables)][:-1])
-        columns = (
+        columns: tuple[Sequence[int] | npt.NDArray[np.int64], ...] = (
             [token for part in ranges for token in part.token_ids or (0,)],
             positions,
             np.repeat(np.arange(len(ranges)), counts),

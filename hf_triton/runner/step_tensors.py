@@ -15,7 +15,7 @@ import torch
 
 from hf_triton.runner.device_step import DeviceStep, StepSize
 from hf_triton.runner.step import TokenRange
-from hf_triton.runner.transfer import array_to_device, to_index
+from hf_triton.runner.transfer import array_to_device
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,9 @@ class StepTensors:
         if unknown:
             assert inflight is not None
             rows = [inflight.row_of[self.ranges[at].sequence_id] for at in unknown]
-            newest = inflight.token_ids[to_index(rows, inflight.token_ids.device)]
-            token_ids[to_index([self.bounds[at] for at in unknown], self.device)] = newest.to(self.device)
+            places = np.array([rows, [self.bounds[at] for at in unknown]])
+            sources, targets = array_to_device(places, self.device)
+            token_ids[targets] = inflight.token_ids.to(self.device)[sources]
 
     @cached_property
     def _positions(self) -> npt.NDArray[np.int64]:

@@ -32,6 +32,13 @@ def array_to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tens
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def copy_to_device(array: npt.NDArray[Any], target: torch.Tensor) -> None:
+    """Overwrite a tensor with an array of its shape; the host does not wait for the device."""
+    source = torch.from_numpy(array)
+    is_cuda = target.device.type == "cuda"
+    target.copy_(source.pin_memory() if is_cuda else source, non_blocking=is_cuda)
+
+
 class ToHost:
     """A copy of a tensor to the host, queued after the device's present work.
 

@@ -2,7 +2,6 @@
 """The continuous engine on CUDA devices: the output of `generate`, no waiting but for tokens, memory at load."""
 
 import copy
-import logging
 import random
 import threading
 from collections.abc import Iterator
@@ -147,10 +146,3 @@ def test_a_cache_that_does_not_fit_is_refused_at_load(tmp_path: Path) -> None:
     model = load("llama", tmp_path).to("cuda")
     with pytest.raises(CheckpointError, match=r"out_of_memory: cuda:0 has not .* set max_cache_tokens to fewer"):
         start_engine(model, max_num_seqs=5, context_length=128, max_cache_tokens=2**31 - 1)
-
-
-def test_cuda_graphs_are_accepted_and_the_log_says_what_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = load("llama", tmp_path).to("cuda")
-    with caplog.at_level(logging.INFO):
-        start_engine(model, max_num_seqs=5, context_length=128, decoding="cuda_graphs").close()
-    assert "decoding cuda_graphs: steps run eagerly" in caplog.text

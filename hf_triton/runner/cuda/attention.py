@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 MAX_SIZE: Final = 256
 """Numbers of a head."""
 
-LIBRARY = torch.library.Library("hf_triton", "DEF")
+LIBRARY: Any = torch.library.Library("hf_triton", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(
     "attend(Tensor query, Tensor? keys, Tensor? values, Tensor(a!) key_blocks, Tensor(b!) value_blocks, "
     "Tensor sequences, Tensor bounds, Tensor lengths, Tensor starts, Tensor tables, Tensor? sinks, "

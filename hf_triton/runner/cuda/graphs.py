@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from hf_triton.runner.device_step import DeviceStep, StepSize
-from hf_triton.runner.transfer import array_to_device
+from hf_triton.runner.transfer import copy_to_device
 
 NUM_TOKENS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32), *range(320, 513, 64))
 """Of the graphs; larger steps keep the device busy for longer than Python needs."""
@@ -53,7 +53,6 @@ class StepGraphs:
         max_sequences: int,
         num_tables: int,
     ) -> None:
-        self._device = device
         self._num_tables = num_tables
         sizes = list(step_sizes(max_sequences))
         self._numbers = torch.zeros(sizes[-1].num_fixed + num_tables, dtype=torch.int64, device=device)
@@ -84,7 +83,7 @@ class StepGraphs:
 
     def load(self, numbers: npt.NDArray[np.int64]) -> None:
         """Bring a step's numbers to where its graph reads them."""
-        self._numbers[: len(numbers)].copy_(array_to_device(numbers, self._device))
+        copy_to_device(numbers, self._numbers[: len(numbers)])
 
 
 def step_sizes(max_sequences: int) -> list[StepSize]:

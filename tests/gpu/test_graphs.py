@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs: captured at load, by numbers of tokens and rows alone; the log says why a model runs eagerly."""
+
+import copy
+import inspect
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.errors import CheckpointError
+from hf_triton.runner.cuda.graphs import StepGraph, StepGraphs, step_sizes
+from hf_triton.runner.device_step import StepSize
+from hf_triton.runner.model_runner import ModelRunner
+from hf_triton.sampling.params import SamplingParams
+from tests.support.architectures import load, requests
+from tests.support.engine import Client, check, greedy_ids, start_engine, token_ids
+from tests.support.simulated_gpu import HAS_GPU
+
+pytestmark = pytest.mark.full
+PROMPT = [5, 6, 7, 8]
+
+
+class Replays:
+    """The graphs that steps have replayed, and how many steps had none."""
+
+    def __init__(self) -> None:
+        self.sizes: list[StepSize] = []
+        self.num_eager = 0
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
+    noted = Replays()
+    find = StepGraphs.find
+
+    def note(captured: StepGraphs, *sizes: int) -> StepGraph | None:
+        graph = find(captured, *sizes)
+        if graph is None:
+            noted.num_eager += 1
+        else:
+            noted.sizes.append(graph.size)
+        return graph
+
+    monkeypatch.setattr(StepGraphs, "find", note)
+    return noted
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Iterator[tuple[ContinuousBatchingEngine, Any]]:
+    """An engine and a copy of its model on the CPU."""
+    plain = load("llama", tmp_path)
+    model = copy.deepcopy(plain).to("cuda")
+    with closing(start_engine(model, max_num_seqs=6, context_length=1024, decoding="cuda_graphs")) as engine:
+        yield engine, model if HAS_GPU else plain
+
+
+def test_steps_with_and_without_chunks_replay_the_same_graphs(
+    llama: tuple[ContinuousBatchingEngine, Any], replays: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, reference = llama
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", None)  # none is captured after the load
+    items = requests(24, random.Random(5))
+    check(reference, Client(engine), items, expected=greedy_ids(reference, items))
+    assert replays.num_eager == 0
+    assert len({size.num_tokens for size in replays.sizes}) > 4, "of a token for each sequence, and of chunks"
+
+
+def test_a_step_of_more_tokens_than_any_graph_runs_eagerly(
+    llama: tuple[ContinuousBatchingEngine, Any], replays: Replays
+) -> None:
+    engine, reference = llama
+    source = random.Random(3)
+    items = [([source.randrange(3, 380) for _ in range(600)], SamplingParams(6)), (PROMPT, SamplingParams(6))]
+    check(reference, Client(engine), items, expected=greedy_ids(reference, items))
+    assert replays.num_eager == 1
+    assert replays.sizes
+
+
+def test_a_step_of_more_blocks_than_its_graphs_have_room_for_runs_eagerly(
+    llama: tuple[ContinuousBatchingEngine, Any], replays: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, reference = llama
+    assert engine.runner._graphs is not None
+    monkeypatch.setattr(engine.runner._graphs, "_num_tables", 2)
+    items = [([7] * 30, SamplingParams(8))]
+    check(reference, Client(engine), items, expected=greedy_ids(reference, items))
+    assert replays.num_eager > 1, "those with three blocks"
+    assert replays.sizes, "those with two"
+
+
+def test_scored_prompts_have_a_row_for_each_token(
+    llama: tuple[ContinuousBatchingEngine, Any], replays: Replays
+) -> None:
+    engine, reference = llama
+    outcome = Client(engine).ask(PROMPT * 5, SamplingParams(2, prompt_logprobs=1))
+    assert replays.num_eager == 1, "20 rows, and no graph has more than the six of its sequences"
+    logprobs = reference(torch.tensor([PROMPT * 5], device=reference.device)).logits[0].log_softmax(-1).tolist()
+    assert isinstance(outcome, list)
+    scores = outcome[0].prompt_logprobs
+    assert scores is not None
+    expected = [row[token] for row, token in zip(logprobs, (PROMPT * 5)[1:], strict=False)]
+    assert [score.logprob for score in scores] == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_sequence_beyond_the_switch_of_long_rope_runs_eagerly(replays: Replays, tmp_path: Path) -> None:
+    plain = load("phi3-longrope", tmp_path)
+    model = copy.deepcopy(plain).to("cuda")
+    with closing(start_engine(model, max_num_seqs=5, context_length=128, decoding="cuda_graphs")) as engine:
+        switch = engine.runner.switch_length
+        items = [([9] * (switch - 4), SamplingParams(12)), (PROMPT, SamplingParams(4))]
+        check(plain, Client(engine), items, expected=greedy_ids(plain, items))
+    assert replays.sizes, "before the switch"
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_sequences", "count"), [(1, 23), (5, 23), (64, 23), (256, 35)])
+def test_about_two_dozen_sizes(max_sequences: int, count: int) -> None:
+    sizes = step_sizes(max_sequences)
+    assert len(sizes) == count
+    assert [size.num_tokens for size in sizes] == sorted(size.num_tokens for size in sizes)
+    for num_tokens in range(1, 513):
+        most = min(num_tokens, max_sequences)
+        fit = [size for size in sizes if size.num_tokens >= num_tokens and size.num_rows >= most <= size.num_sequences]
+        assert fit[0].num_tokens < num_tokens + 64, "little is padded"
+
+
+# --- falling back ----------------------------------------------------------------------------------------------------
+
+
+def wait_in_forward(model: Any) -> None:
+    """Have a model's forward wait for the device."""
+    forward = model.forward
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits.sum().item()
+        return output
+
+    waiting.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    model.forward = waiting
+
+
+def test_a_model_that_cannot_be_captured_runs_eagerly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = load("llama", tmp_path)
+    model = copy.deepcopy(plain).to("cuda")
+    wait_in_forward(model)
+    with closing(start_engine(model, max_num_seqs=5, context_length=128)) as engine:
+        items = requests(6, random.Random(5))
+        check(plain, Client(engine), items, expected=greedy_ids(plain, items))
+    assert "no CUDA graphs, so steps run eagerly, which is slower: " in caplog.text
+    assert "not permitted when stream is capturing" in caplog.text
+
+
+def test_a_model_whose_replay_is_wrong_runs_eagerly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = load("llama", tmp_path)
+    monkeypatch.setattr(StepGraphs, "load", lambda *_: None)
+    with closing(start_engine(copy.deepcopy(plain).to("cuda"), max_num_seqs=5, context_length=128)) as engine:
+        assert engine.runner._graphs is None
+        outcome = Client(engine).ask(PROMPT, SamplingParams(5))
+    assert token_ids(outcome) == [greedy_ids(plain, [(PROMPT, SamplingParams(5))])[0]]
+    assert "captured logits differ from eager ones" in caplog.text
+
+
+def test_graphs_that_are_required_and_cannot_be_had_are_an_error(tmp_path: Path) -> None:
+    model = load("granite4", tmp_path).to("cuda")
+    with pytest.raises(CheckpointError, match=r"decoding cuda_graphs .*one packed row.*set decoding to auto"):
+        start_engine(model, max_num_seqs=5, context_length=128, decoding="cuda_graphs")
+
+
+def test_eager_decoding_captures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRunner, "capture", None)
+    model = load("llama", tmp_path).to("cuda")
+    start_engine(model, max_num_seqs=5, context_length=128, decoding="eager").close()
+
+
+def test_without_a_kernel_attention_copies_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_triton.runner.cuda import attention
+
+    def fail(*_: Any) -> torch.Tensor:
+        raise ImportError("No module named 'triton'")
+
+    attention.is_usable.cache_clear()
+    monkeypatch.setattr(attention, "attend", fail)
+    plain = load("gemma2", tmp_path)
+    with closing(start_engine(copy.deepcopy(plain).to("cuda"), max_num_seqs=5, context_length=128)) as engine:
+        items = requests(8, random.Random(5))
+        check(plain, Client(engine), items, expected=greedy_ids(plain, items))
+    attention.is_usable.cache_clear()
+    assert "no attention kernel on cuda:0 (ImportError: No module named 'triton')" in caplog.text
+    assert "no CUDA graphs, so steps run eagerly, which is slower: the device has no attention kernel" in caplog.text
