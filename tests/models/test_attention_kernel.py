@@ -39,7 +39,8 @@ class Row:
     is_causal: bool = True
 
 
-LONG = Row(tokens=(1, 3, 1), lengths=(700, 131, 20), heads=(2, 1), splits=4)
+LONG = Row(tokens=(20, 20, 1), lengths=(700, 143, 20), heads=(2, 1), splits=4)
+"""Splits begin within a tile, where its first tokens see none of their keys."""
 ROWS = {
     "MHA in bfloat16": Row(heads=(3, 3), dtype=torch.bfloat16),
     "GQA in float16": Row(heads=(8, 2), dtype=torch.float16),
@@ -47,7 +48,7 @@ ROWS = {
     "a group that does not divide the tile, padding": Row(heads=(6, 2), padding=3),
     "splits, of which short sequences use one": LONG,
     "splits, padding, small heads, in bfloat16": replace(LONG, padding=2, sizes=(16, 16), dtype=torch.bfloat16),
-    "splits of a window": replace(LONG, window=300),
+    "splits of a window": replace(LONG, window=250),
     "splits with sinks": replace(LONG, has_sinks=True),
     "a window that ends within a tile": Row(window=7),
     "softcap": Row(softcap=2.0, window=9),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import subprocess
-from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
@@ -157,17 +156,17 @@ def is_usable(name: str, device: torch.device, dtype: torch.dtype, size: int) ->
 
 
 def _find_fault(name: str, device: torch.device, dtype: torch.dtype, size: int) -> str | None:
-    operation: Callable[..., torch.Tensor] = {"attend": attend, "attend_packed": attend_packed}[name]
     arguments = (_paged_trial if name == "attend" else _packed_trial)(device, dtype, size)
     expected = getattr(attention_reference, name)(*(_on_host(each) for each in arguments))
-    return None if agree(expected, operation(*arguments).cpu(), dtype) else "it is wrong"
+    found = attend(*arguments) if name == "attend" else attend_packed(*arguments)
+    return None if agree(expected, found.cpu(), dtype) else "it is wrong"
 
 
 def _paged_trial(device: torch.device, dtype: torch.dtype, size: int) -> tuple[Any, ...]:
-    """Arguments of `attend`: a decoding sequence and a chunk, whose blocks are out of order."""
-    blocks = 4, 2, 16, size
+    """Arguments of `attend`: a long sequence that decodes and a chunk, whose blocks are out of order."""
+    blocks = 15, 2, 16, size
     states = _random_states(((6, 4, size), (6, 2, size), (6, 2, size), blocks, blocks), device, dtype)
-    numbers = [0, 1, 1, 1, 1, NO_SEQUENCE], [0, 1, 5], [20, 19], [0, 2], [3, 0, 2, 1]
+    numbers = [0, 1, 1, 1, 1, NO_SEQUENCE], [0, 1, 5], [200, 19], [0, 13], list(reversed(range(15)))
     return *states, *(torch.tensor(each).to(device) for each in numbers), None, 0.125, 0, 0.0
 
 

@@ -145,13 +145,12 @@ def attend(
         sums = sums * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         maximum = new_maximum
 
-    sees_some = total > 0  # a window may end before the split begins
-    sums /= tl.where(sees_some, total, 1.0)[:, None]
+    sums /= tl.where(total > 0, total, 1.0)[:, None]  # a token may see none of a split's keys
     mask = is_row[:, None] & has_value
     if parts is not None and high - low > per_split:
         part = place * tl.num_programs(2) + split
         tl.store(parts + part[:, None] * value_size + value_dim, sums, mask=mask)
-        tl.store(logarithms + part, tl.where(sees_some, maximum + tl.log(total), NO_SCORE), mask=is_row)
+        tl.store(logarithms + part, maximum + tl.log(total), mask=is_row)
         return
     tl.store(output_at, sums.to(output.dtype.element_ty), mask=mask)
 
