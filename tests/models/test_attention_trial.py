@@ -76,3 +76,12 @@ def test_kernels_are_kept_in_a_writable_folder(
     assert Path(knobs.cache.dir).is_dir()
     assert (knobs.cache.dir == folder) == is_writable
     assert is_writable or f"{folder} is not writable" in caplog.text
+
+
+def test_torch_compile_sees_one_operation() -> None:
+    def doubled(*arguments: object) -> torch.Tensor:
+        return 2 * attention.attend(*arguments)  # type: ignore[arg-type]
+
+    arguments = attention._paged_trial(CPU, torch.float32, 64)
+    compiled = torch.compile(doubled, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(*arguments), doubled(*arguments))

@@ -59,6 +59,9 @@ def capture_graphs(
 
 def draw(scores: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
     """Draw a token of each row by a kernel, see `draw_kernel.draw`; raises where Triton is missing."""
+    from hf_triton.runner.cuda.kernel_cache import have_kernel_cache
+
+    have_kernel_cache()
     from hf_triton.runner.cuda.draw_kernel import draw
 
     return draw(scores, *params)

@@ -134,7 +134,15 @@ def _attend_packed_on_device(query: torch.Tensor, *others: Any) -> Any:
         return _kernels().attend_packed(query, *others)
 
 
+def _shape_on_meta(
+    query: torch.Tensor, keys: Any, values: Any, key_blocks: Any, value_blocks: torch.Tensor, *others: Any
+) -> torch.Tensor:
+    """What torch.compile needs to know."""
+    return query.new_empty(*query.shape[:2], value_blocks.shape[3])
+
+
 LIBRARY.impl("attend", attention_reference.attend, "CPU")
+LIBRARY.impl("attend", _shape_on_meta, "Meta")
 LIBRARY.impl("attend", _attend_on_device, "CUDA")
 LIBRARY.impl("attend_packed", attention_reference.attend_packed, "CPU")
 LIBRARY.impl("attend_packed", _attend_packed_on_device, "CUDA")
