@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from hf_triton.runner import cuda
+from hf_triton.runner.faults import described
 from hf_triton.runner.transfer import array_to_device
 from hf_triton.sampling.row_params import Ids, RowParams
 from hf_triton.sampling.warp import warp_scores
@@ -118,7 +119,7 @@ def is_usable(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     try:
         reason = None if torch.equal(draw(scores.to(device), params).cpu(), draw(scores, params)) else "it is wrong"
     except Exception as error:  # no Triton, no C compiler, a device that Triton does not know
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = described(error)
     if reason is None:
         return True
     logger.warning("no sampling kernel for %s on %s (%s): torch draws tokens, slower", dtype, device, reason)

@@ -63,6 +63,22 @@ def test_a_wrong_kernel_and_large_heads_are_not_used(
     assert "(it has 256 numbers of a head at most)" in caplog.messages[1]
 
 
+@pytest.mark.parametrize("name", ["attend", "attend_packed"])
+def test_a_kernel_whose_large_tiles_do_not_fit_the_device_is_not_used(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = getattr(attention, name)
+
+    def limited(query: torch.Tensor, *others: object) -> torch.Tensor:
+        if len(query) > 512:
+            raise RuntimeError("out of resource: shared memory")
+        return right(query, *others)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(attention, name, limited)
+    assert not attention.is_usable(name, CPU, torch.float16, 64)
+    assert "(RuntimeError: out of resource: shared memory)" in caplog.text
+
+
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_kernels_are_kept_in_a_writable_folder(
     is_writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -82,6 +98,6 @@ def test_torch_compile_sees_one_operation() -> None:
     def doubled(*arguments: object) -> torch.Tensor:
         return 2 * attention.attend(*arguments)  # type: ignore[arg-type]
 
-    arguments = attention._paged_trial(CPU, torch.float32, 64)
+    arguments = attention._paged_trial(CPU, torch.float32, 64, 20)
     compiled = torch.compile(doubled, backend="eager", fullgraph=True)
     assert torch.equal(compiled(*arguments), doubled(*arguments))

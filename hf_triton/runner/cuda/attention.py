@@ -18,12 +18,15 @@ import torch
 
 from hf_triton.runner.cuda import NO_SEQUENCE, attention_reference
 from hf_triton.runner.cuda.kernel_cache import have_kernel_cache
+from hf_triton.runner.faults import described
 from hf_triton.runner.numerics import agree
 
 logger = logging.getLogger(__name__)
 
 MAX_SIZE: Final = 256
 """Numbers of a head."""
+TRIAL_TOKENS: Final = 20, 600
+"""Of the rows that are tried: many have large tiles, which not every device has the shared memory for."""
 
 LIBRARY: Any = torch.library.Library("hf_triton", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(
@@ -156,7 +159,7 @@ def is_usable(name: str, device: torch.device, dtype: torch.dtype, size: int) ->
     except subprocess.CalledProcessError as error:
         reason = f"{error.cmd[0]} failed: the headers of C or of Python, Python.h, may be missing"
     except Exception as error:  # no Triton, no C compiler, a device that Triton does not know
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = described(error)
     if reason is None:
         return True
     logger.warning("no attention kernel on %s (%s): attention of heads of %d is torch's, slower", device, reason, size)
@@ -164,24 +167,31 @@ def is_usable(name: str, device: torch.device, dtype: torch.dtype, size: int) ->
 
 
 def _find_fault(name: str, device: torch.device, dtype: torch.dtype, size: int) -> str | None:
-    arguments = (_paged_trial if name == "attend" else _packed_trial)(device, dtype, size)
-    expected = getattr(attention_reference, name)(*(_on_host(each) for each in arguments))
-    found = attend(*arguments) if name == "attend" else attend_packed(*arguments)
-    return None if agree(expected, found.cpu(), dtype) else "it is wrong"
+    operation, trial = (attend, _paged_trial) if name == "attend" else (attend_packed, _packed_trial)
+    for num_tokens in TRIAL_TOKENS:
+        arguments = trial(device, dtype, size, num_tokens)
+        expected = getattr(attention_reference, name)(*(_on_host(each) for each in arguments))
+        if not agree(expected, operation(*arguments).cpu(), dtype):
+            return "it is wrong"
+    return None
 
 
-def _paged_trial(device: torch.device, dtype: torch.dtype, size: int) -> tuple[Any, ...]:
-    """Arguments of `attend`: a long sequence that decodes and a chunk, whose blocks are out of order."""
-    blocks = 15, 2, 16, size
-    states = _random_states(((6, 4, size), (6, 2, size), (6, 2, size), blocks, blocks), device, dtype)
-    numbers = [0, 1, 1, 1, 1, NO_SEQUENCE], [0, 1, 5], [200, 19], [0, 13], list(reversed(range(15)))
+def _paged_trial(device: torch.device, dtype: torch.dtype, size: int, num_tokens: int) -> tuple[Any, ...]:
+    """Arguments of `attend`: a long sequence that decodes and a chunk, whose blocks are out of order, and padding."""
+    chunk = num_tokens - 2
+    num_blocks = 13 + -(-(15 + chunk) // 16)
+    blocks = num_blocks, 2, 16, size
+    rows = (num_tokens, 4, size), (num_tokens, 2, size), (num_tokens, 2, size)
+    states = _random_states((*rows, blocks, blocks), device, dtype)
+    numbers = [0, *[1] * chunk, NO_SEQUENCE], [0, 1, 1 + chunk], [200, 15 + chunk], [0, 13], range(num_blocks)[::-1]
     return *states, *(torch.tensor(each).to(device) for each in numbers), None, 0.125, 0, 0.0
 
 
-def _packed_trial(device: torch.device, dtype: torch.dtype, size: int) -> tuple[Any, ...]:
+def _packed_trial(device: torch.device, dtype: torch.dtype, size: int, num_tokens: int) -> tuple[Any, ...]:
     """Arguments of `attend_packed`: two sequences with windows."""
-    states = _random_states(((20, 4, size), (20, 2, size), (20, 2, size)), device, dtype)
-    numbers = [0] * 3 + [1] * 17, [0, 3, 20]
+    rows = (num_tokens, 4, size), (num_tokens, 2, size), (num_tokens, 2, size)
+    states = _random_states(rows, device, dtype)
+    numbers = [0] * 3 + [1] * (num_tokens - 3), [0, 3, num_tokens]
     return *states, *(torch.tensor(each).to(device) for each in numbers), 0.125, 9, False
 
 

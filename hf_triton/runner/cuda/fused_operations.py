@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from hf_triton.runner.cuda.kernel_cache import have_kernel_cache
+from hf_triton.runner.faults import described
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,6 @@ def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
         gelu_mul(states, states)
         rms_norm(states, torch.ones(8, device=device), 1e-6)
     except Exception as error:  # no Triton, no C compiler, a device that Triton does not know
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        logger.warning("no fused kernels on %s (%s): models run torch's, more of them", device, reason)
+        logger.warning("no fused kernels on %s (%s): models run torch's, more of them", device, described(error))
         return False
     return True
