@@ -12,14 +12,13 @@ tokens are the same up to rounding.
 from __future__ import annotations
 
 import logging
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import numpy as np
 import torch
 
 from hf_triton.runner import cuda
-from hf_triton.runner.faults import described
 from hf_triton.runner.transfer import array_to_device
 from hf_triton.sampling.row_params import Ids, RowParams
 from hf_triton.sampling.warp import warp_scores
@@ -113,14 +112,15 @@ def is_usable(device: torch.device, dtype: torch.dtype, size: int) -> bool:
         dtype: Of the scores.
         size: The vocabulary.
     """
-    scores = (3 * torch.randn(4, size, generator=torch.Generator().manual_seed(0))).to(dtype)
-    columns = [0.7, 1.0, 1.3, 1.0], [0, 50, 0, 20], [1.0, 1.0, 0.8, 0.9], [0.0, 0.0, 0.0, 0.1], [1.0] * 4
-    params = RowParams._make(map(np.array, (*columns, np.arange(4) << 40)))
-    try:
-        reason = None if torch.equal(draw(scores.to(device), params).cpu(), draw(scores, params)) else "it is wrong"
-    except Exception as error:  # no Triton, no C compiler, a device that Triton does not know
-        reason = described(error)
+    reason = cuda.why_no_kernel(partial(_is_right, device, dtype, size))
     if reason is None:
         return True
     logger.warning("no sampling kernel for %s on %s (%s): torch draws tokens, slower", dtype, device, reason)
     return False
+
+
+def _is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    scores = (3 * torch.randn(4, size, generator=torch.Generator().manual_seed(0))).to(dtype)
+    columns = [0.7, 1.0, 1.3, 1.0], [0, 50, 0, 20], [1.0, 1.0, 0.8, 0.9], [0.0, 0.0, 0.0, 0.1], [1.0] * 4
+    params = RowParams._make(map(np.array, (*columns, np.arange(4) << 40)))
+    return torch.equal(draw(scores.to(device), params).cpu(), draw(scores, params))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a device has the attention kernels: the log says why not."""
+"""Whether a device has the kernels in Triton's language: the log says why not."""
 
 import subprocess
 import sys
@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_triton.runner.cuda import attention, kernel_cache
+from hf_triton.runner.cuda import attention, fused_operations, kernel_cache
+from hf_triton.sampling import draw
 
 CPU = torch.device("cpu")
 
@@ -77,6 +78,20 @@ def test_a_kernel_whose_large_tiles_do_not_fit_the_device_is_not_used(
     monkeypatch.setattr(attention, name, limited)
     assert not attention.is_usable(name, CPU, torch.float16, 64)
     assert "(RuntimeError: out of resource: shared memory)" in caplog.text
+
+
+def test_the_other_kernels_say_what_is_missing_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"])
+
+    monkeypatch.setattr(fused_operations, "rotary", fail)
+    monkeypatch.setattr(draw, "draw", fail)
+    assert not fused_operations.is_usable(CPU, torch.float64)
+    assert not draw.is_usable(CPU, torch.float64, 7)
+    assert all("(/usr/bin/gcc failed: the headers of C or of Python" in message for message in caplog.messages)
+    assert len(caplog.messages) == 2
 
 
 @pytest.mark.parametrize("is_writable", [True, False])

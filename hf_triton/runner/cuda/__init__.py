@@ -6,9 +6,12 @@ Importing it loads no torch.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
+
+from hf_triton.runner.faults import described
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +27,7 @@ __all__ = [
     "forward_context",
     "fuse",
     "packed_attention_for",
+    "why_no_kernel",
 ]
 
 NO_SEQUENCE: Final = -1
@@ -46,6 +50,20 @@ def packed_attention_for(query: torch.Tensor) -> Callable[..., torch.Tensor] | N
     from hf_triton.runner.cuda.attention import attend_packed, is_usable
 
     return attend_packed if is_usable("attend_packed", query.device, query.dtype, query.shape[-1]) else None
+
+
+def why_no_kernel(is_right: Callable[[], bool]) -> str | None:
+    """Why a kernel is not used; None: it is right.
+
+    Args:
+        is_right: Compiles it, runs it, and compares what it has computed.
+    """
+    try:
+        return None if is_right() else "it is wrong"
+    except subprocess.CalledProcessError as error:
+        return f"{error.cmd[0]} failed: the headers of C or of Python, Python.h, may be missing"
+    except Exception as error:  # no Triton, no C compiler, a device that Triton does not know
+        return described(error)
 
 
 def capture_graphs(

@@ -10,15 +10,13 @@ tokens alone.
 from __future__ import annotations
 
 import logging
-import subprocess
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 
-from hf_triton.runner.cuda import NO_SEQUENCE, attention_reference
+from hf_triton.runner.cuda import NO_SEQUENCE, attention_reference, why_no_kernel
 from hf_triton.runner.cuda.kernel_cache import have_kernel_cache
-from hf_triton.runner.faults import described
 from hf_triton.runner.numerics import agree
 
 logger = logging.getLogger(__name__)
@@ -154,26 +152,24 @@ LIBRARY.impl("attend_packed", _attend_packed_on_device, "CUDA")
 @cache
 def is_usable(name: str, device: torch.device, dtype: torch.dtype, size: int) -> bool:
     """Whether an operation is right for heads of a size on a device, which is tried once; if not, the log says why."""
-    try:
-        reason = _find_fault(name, device, dtype, size) if size <= MAX_SIZE else "it has 256 numbers of a head at most"
-    except subprocess.CalledProcessError as error:
-        reason = f"{error.cmd[0]} failed: the headers of C or of Python, Python.h, may be missing"
-    except Exception as error:  # no Triton, no C compiler, a device that Triton does not know
-        reason = described(error)
+    if size > MAX_SIZE:
+        reason: str | None = f"it has {MAX_SIZE} numbers of a head at most"
+    else:
+        reason = why_no_kernel(partial(_is_right, name, device, dtype, size))
     if reason is None:
         return True
     logger.warning("no attention kernel on %s (%s): attention of heads of %d is torch's, slower", device, reason, size)
     return False
 
 
-def _find_fault(name: str, device: torch.device, dtype: torch.dtype, size: int) -> str | None:
+def _is_right(name: str, device: torch.device, dtype: torch.dtype, size: int) -> bool:
     operation, trial = (attend, _paged_trial) if name == "attend" else (attend_packed, _packed_trial)
     for num_tokens in TRIAL_TOKENS:
         arguments = trial(device, dtype, size, num_tokens)
         expected = getattr(attention_reference, name)(*(_on_host(each) for each in arguments))
         if not agree(expected, operation(*arguments).cpu(), dtype):
-            return "it is wrong"
-    return None
+            return False
+    return True
 
 
 def _paged_trial(device: torch.device, dtype: torch.dtype, size: int, num_tokens: int) -> tuple[Any, ...]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from hf_triton.runner.cuda import why_no_kernel
 from hf_triton.runner.cuda.kernel_cache import have_kernel_cache
-from hf_triton.runner.faults import described
 
 logger = logging.getLogger(__name__)
 
@@ -139,13 +139,18 @@ LIBRARY.impl("rms_norm", _rms_norm_on_cuda, "CUDA")
 @cache
 def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a device can run the kernels, which is tried once; if not, the log says why."""
+    reason = why_no_kernel(partial(_run, device, dtype))
+    if reason is None:
+        return True
+    logger.warning("no fused kernels on %s (%s): models run torch's, more of them", device, reason)
+    return False
+
+
+def _run(device: torch.device, dtype: torch.dtype) -> bool:
+    """Run each once; what they compute is compared in each module that they may replace."""
     states = torch.ones(1, 2, 3, 8, dtype=dtype, device=device)
-    try:
-        rotary(states, states, states[:, 0], states[:, 0])
-        silu_mul(states, states)
-        gelu_mul(states, states)
-        rms_norm(states, torch.ones(8, device=device), 1e-6)
-    except Exception as error:  # no Triton, no C compiler, a device that Triton does not know
-        logger.warning("no fused kernels on %s (%s): models run torch's, more of them", device, described(error))
-        return False
+    rotary(states, states, states[:, 0], states[:, 0])
+    silu_mul(states, states)
+    gelu_mul(states, states)
+    rms_norm(states, torch.ones(8, device=device), 1e-6)
     return True
