@@ -78,7 +78,7 @@ class StepSize:
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """A step's numbers on the device, int64; see `hf_triton.runner.cuda.attention.attend` for the last five."""
+    """A step's numbers on the device, int64; see `hf_triton.runner.cuda.attention.attend` for those of `places`."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_SHARING: Final = 2
 """A step whose block tables hold the blocks of the cache more often than that runs eagerly."""
-BLOCK_SIZES: Final = {"cpu": 64}
+CPU_BLOCK_SIZE: Final = 64
 """Tokens of a block: a CPU's prefetching wants long runs, a GPU's memory short ones."""
 GPU_BLOCK_SIZE: Final = 16
 
@@ -70,7 +70,7 @@ class ModelRunner:
         self.model = model
         self.way = way
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self.block_size = block_size or BLOCK_SIZES.get(self.device.type, GPU_BLOCK_SIZE)
+        self.block_size = block_size or (CPU_BLOCK_SIZE if self.device.type == "cpu" else GPU_BLOCK_SIZE)
         self.recomputes = decodes_as_it_prefills(model)
         """Whether a sequence can be recomputed: prefilling its tokens gives the KV that decoding gave."""
         self._adapters = adapters
@@ -231,9 +231,8 @@ class ModelRunner:
         if "position_ids" in self._accepts:
             arguments["position_ids"] = positions
         keeps = rows is not None and "logits_to_keep" in self._accepts
-        if (
-            rows is not None and keeps
-        ):  # a list is an index on whichever device the last layer is; the host waits for it
+        if rows is not None and keeps:
+            # A list is an index on whichever device the last layer is; the host waits for it.
             arguments["logits_to_keep"] = rows.tolist() if self._is_split else rows
         self.cache.begin(step)
         with self._contexts():

@@ -3,8 +3,9 @@
 
 `attend` is what a model calls in place of its attention. It finds the layer by the keys that the layer's `update` has
 returned, and what a token sees by the mask's rule: `mask_of_rule` stands in place of a mask, and carries the rule
-unread through the model. Decoding tokens go to the device's kernel; each chunk to torch's attention on its own keys, or
-on copies of its sequence's blocks. Falcon calls torch's attention itself: `TorchAttention` replaces that.
+unread through the model. On a GPU one operation attends to all tokens. On a CPU decoding tokens go to a kernel, and
+each chunk to torch's attention on its own keys, or on copies of its sequence's blocks; without a kernel all tokens do.
+Falcon calls torch's attention itself: `TorchAttention` replaces that.
 
 A model that changes a mask or its keys on the way fails here, and the probe chooses another way for it.
 """
@@ -216,20 +217,20 @@ def attend(
     layer, step = cache.layer_of.get(id(key)), cache.step
     if layer is None:
         raise NotPagedError("the keys are changed behind the cache")
-    written = (None, None) if layer.is_written else (layer.new_keys, layer.new_values)
+    unwritten = (None, None) if layer.is_written else (layer.new_keys, layer.new_values)
     if layer.operation is not None and window is not None:
         assert layer.blocks
         layer.is_written = True
         blocks = layer.blocks.keys, layer.blocks.values
         at = step.device_step(queries.device).places()
-        output = layer.operation(queries, *written, *blocks, *at, s_aux, scale, window, softcap or 0.0)
+        output = layer.operation(queries, *unwritten, *blocks, *at, s_aux, scale, window, softcap or 0.0)
         return output.view(rows, new, heads, -1), None
     num, outputs = step.num_decodes, []
     # The kernel's softmax is in 32 bits; of scores with sinks, the model's is in their own type.
     has_kernel = num and window is not None and (s_aux is None or s_aux.dtype == torch.float32)
     if has_kernel and (kernel := layer.kernel_of[heads]):
         places = step.tables[:num], step.lengths[:num]
-        decoded = kernel(queries[:num], *written, *places, scale, window, softcap or 0.0, s_aux)
+        decoded = kernel(queries[:num], *unwritten, *places, scale, window, softcap or 0.0, s_aux)
         if decoded is not None:
             layer.is_written = True
             outputs.append(decoded)

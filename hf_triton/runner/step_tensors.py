@@ -110,7 +110,7 @@ class StepTensors:
         return self._device_steps[device]
 
     def positions(self) -> torch.Tensor:
-        """`[tokens]` int64 on the device."""
+        """`[tokens]` int64 on the host."""
         return torch.from_numpy(self._positions)
 
     def token_ids(self) -> torch.Tensor:
