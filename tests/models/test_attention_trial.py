@@ -53,6 +53,23 @@ def test_the_log_says_why_there_is_no_kernel(
     assert message == f"no attention kernel on cpu ({reason}): attention of heads of 64 is torch's, slower"
 
 
+@pytest.mark.parametrize("name", ["attend", "attend_packed"])
+def test_a_kernel_whose_large_tiles_find_no_room_is_not_used(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    operation = getattr(attention, name)
+
+    def run(query: torch.Tensor, *others: object) -> torch.Tensor:
+        if len(query) > 512:  # as on a T4, whose tensors of a small tile find room
+            raise RuntimeError("out of resource: shared memory")
+        output: torch.Tensor = operation(query, *others)
+        return output
+
+    monkeypatch.setattr(attention, name, run)
+    assert not attention.is_usable(name, CPU, torch.float16, 128)
+    assert "out of resource: shared memory" in caplog.text
+
+
 def test_a_wrong_kernel_and_large_heads_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,6 +99,6 @@ def test_torch_compile_sees_one_operation() -> None:
     def doubled(*arguments: object) -> torch.Tensor:
         return 2 * attention.attend(*arguments)  # type: ignore[arg-type]
 
-    arguments = attention._paged_trial(CPU, torch.float32, 64)
+    arguments = attention._paged_trial(CPU, torch.float32, 64, 17)
     compiled = torch.compile(doubled, backend="eager", fullgraph=True)
     assert torch.equal(compiled(*arguments), doubled(*arguments))

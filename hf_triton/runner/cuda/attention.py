@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MAX_SIZE: Final = 256
 """Numbers of a head."""
+NUM_TRIED: Final = 17, 600
+"""New tokens of a sequence in a trial: small tiles, and large ones, which need more of a device."""
 
 LIBRARY: Any = torch.library.Library("hf_triton", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(
@@ -164,24 +166,31 @@ def is_usable(name: str, device: torch.device, dtype: torch.dtype, size: int) ->
 
 
 def _find_fault(name: str, device: torch.device, dtype: torch.dtype, size: int) -> str | None:
-    arguments = (_paged_trial if name == "attend" else _packed_trial)(device, dtype, size)
-    expected = getattr(attention_reference, name)(*(_on_host(each) for each in arguments))
-    found = attend(*arguments) if name == "attend" else attend_packed(*arguments)
-    return None if agree(expected, found.cpu(), dtype) else "it is wrong"
+    for num_new in NUM_TRIED:
+        arguments = (_paged_trial if name == "attend" else _packed_trial)(device, dtype, size, num_new)
+        expected = getattr(attention_reference, name)(*(_on_host(each) for each in arguments))
+        found = attend(*arguments) if name == "attend" else attend_packed(*arguments)
+        if not agree(expected, found.cpu(), dtype):
+            return "it is wrong"
+    return None
 
 
-def _paged_trial(device: torch.device, dtype: torch.dtype, size: int) -> tuple[Any, ...]:
+def _paged_trial(device: torch.device, dtype: torch.dtype, size: int, num_new: int) -> tuple[Any, ...]:
     """Arguments of `attend`: a long sequence that decodes and a chunk, whose blocks are out of order."""
-    blocks = 15, 2, 16, size
-    states = _random_states(((6, 4, size), (6, 2, size), (6, 2, size), blocks, blocks), device, dtype)
-    numbers = [0, 1, 1, 1, 1, NO_SEQUENCE], [0, 1, 5], [200, 19], [0, 13], list(reversed(range(15)))
+    tokens, length = num_new + 2, 15 + num_new
+    num_blocks = 13 + -(-length // 16)
+    blocks = num_blocks, 2, 16, size
+    states = _random_states(((tokens, 4, size), (tokens, 2, size), (tokens, 2, size), blocks, blocks), device, dtype)
+    sequences = [0, *([1] * num_new), NO_SEQUENCE]
+    numbers = sequences, [0, 1, 1 + num_new], [200, length], [0, 13], list(reversed(range(num_blocks)))
     return *states, *(torch.tensor(each).to(device) for each in numbers), None, 0.125, 0, 0.0
 
 
-def _packed_trial(device: torch.device, dtype: torch.dtype, size: int) -> tuple[Any, ...]:
+def _packed_trial(device: torch.device, dtype: torch.dtype, size: int, num_new: int) -> tuple[Any, ...]:
     """Arguments of `attend_packed`: two sequences with windows."""
-    states = _random_states(((20, 4, size), (20, 2, size), (20, 2, size)), device, dtype)
-    numbers = [0] * 3 + [1] * 17, [0, 3, 20]
+    tokens = num_new + 3
+    states = _random_states(((tokens, 4, size), (tokens, 2, size), (tokens, 2, size)), device, dtype)
+    numbers = [0] * 3 + [1] * num_new, [0, 3, tokens]
     return *states, *(torch.tensor(each).to(device) for each in numbers), 0.125, 9, False
 
 
