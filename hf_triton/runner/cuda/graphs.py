@@ -57,7 +57,8 @@ class StepGraphs:
         sizes = list(step_sizes(max_sequences))
         self._numbers = torch.zeros(sizes[-1].num_fixed + num_tables, dtype=torch.int64, device=device)
         self._graphs: list[StepGraph] = []
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         for size in reversed(sizes):  # the largest first: the others find its memory
             step = size.split(self._numbers)
             self.load(size.fill((), np.empty(0, np.int64), ()))
