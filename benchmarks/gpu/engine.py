@@ -249,7 +249,7 @@ def main() -> None:
     greedy = SamplingParams(plan.max_new_tokens)
     with started(figures, model, options.model, plan, "start") as (engine, meter):
         measure(Run(figures, model, options.model, engine, meter, plan, *bounds), greedy)
-    del engine
+    del engine, meter  # which holds the engine's runner
     release()
     if device.type != "cuda":
         figures.add(model=options.model, name="profile", skipped="kernels are those of a CUDA device")

@@ -27,6 +27,10 @@ FLUSHED_BYTES = 2**28
 """More than any cache of a card holds."""
 
 
+QUEUE_CYCLES = 4_000_000
+"""For which a device waits, about 2 ms, while the host launches what is timed: else its launches are timed too."""
+
+
 class Figures:
     """Prints figures and appends each to `figures.jsonl` as soon as it is known: one that is killed keeps the others.
 
@@ -136,6 +140,7 @@ def median_s(work: Callable[[], object], device: torch.device, rounds: int = 20)
     spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]  # type: ignore[no-untyped-call]
     for began, ended in spans:
         flushed.zero_()
+        torch.cuda._sleep(QUEUE_CYCLES)  # type: ignore[no-untyped-call]
         began.record()
         work()
         ended.record()

@@ -80,6 +80,7 @@ class ContinuousBatchingEngine(EngineThread):
             gpu_part=gpu_part,
             context_length=context_length,
         )
+        self.runner.warm_up()
         if self.runner.device.type == "cuda" and decoding != "eager":
             self._capture(max_num_seqs, is_required=decoding == "cuda_graphs")
         if self.runner.device.type == "cuda":

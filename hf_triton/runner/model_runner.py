@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 MAX_SHARING: Final = 2
 """A step whose block tables hold the blocks of the cache more often than that runs eagerly."""
+WARM_UP_TOKENS: Final = 512, 528
+"""Of a step: as many as the largest graph has, and more, which is another kernel of attention."""
 CPU_BLOCK_SIZE: Final = 64
 """Tokens of a block: a CPU's prefetching wants long runs, a GPU's memory short ones."""
 GPU_BLOCK_SIZE: Final = 16
@@ -117,6 +119,14 @@ class ModelRunner:
     def run_token(self, slot: int = 0) -> torch.Tensor:
         """Logits of a token of a sequence in the first block, `[1, vocabulary]`; for trials while nothing else runs."""
         return self.run(Step((TokenRange(0, 0, 1, [0], [0], 1, samples=(0,), slot=slot),)))
+
+    def warm_up(self) -> None:
+        """Run large steps, whose kernels a GPU would else compile while sequences wait for them; nothing else runs."""
+        if self.device.type == "cuda" and self.is_packed:
+            length = min(self.block_size, 16)  # shorter than any context
+            part = TokenRange(0, 0, length, [0] * length, [0], length)
+            for num_tokens in WARM_UP_TOKENS:
+                self.run(Step((part,) * (num_tokens // length)))
 
     @torch.inference_mode()
     def capture(self, max_sequences: int) -> str | None:

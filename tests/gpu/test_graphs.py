@@ -5,7 +5,7 @@ import copy
 import inspect
 import random
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.cuda.graphs import StepGraph, StepGraphs, step_sizes
 from hf_triton.runner.device_step import StepSize
-from hf_triton.runner.model_runner import ModelRunner
+from hf_triton.runner.model_runner import PACKED, ModelRunner
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import load, requests
 from tests.support.engine import Client, check, greedy_ids, start_engine, token_ids
@@ -157,6 +157,41 @@ def test_a_model_that_cannot_be_captured_runs_eagerly(tmp_path: Path, caplog: py
         check(plain, Client(engine), items, expected=greedy_ids(plain, items))
     assert "no CUDA graphs, so steps run eagerly, which is slower: " in caplog.text
     assert "not permitted when stream is capturing" in caplog.text
+
+
+def test_a_capture_that_fails_leaves_the_thread_its_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = ["the thread's"]
+
+    @contextmanager
+    def capture(*_: Any, **__: Any) -> Iterator[None]:
+        current[0] = "the capture's"  # torch's own stays on it where the end of a capture raises
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    @contextmanager
+    def stream(entered: str) -> Iterator[None]:
+        before, current[0] = current[0], entered
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[0])
+    model = load("llama", tmp_path).to("cuda")
+    runner = ModelRunner(model, PACKED)
+    runner.allocate(4)
+    assert "previous error during capture" in (runner.capture(2) or "")
+    assert current == ["the thread's"]
+
+
+def test_kernels_of_large_steps_have_run_before_the_first_request(tmp_path: Path) -> None:
+    sizes: list[int] = []
+    model = load("llama", tmp_path).to("cuda")
+    model.register_forward_pre_hook(lambda *given: sizes.append(given[2]["input_ids"].shape[1]), with_kwargs=True)
+    start_engine(model, max_num_seqs=5, context_length=128).close()
+    assert {512, 528} <= set(sizes)
 
 
 def test_a_model_whose_replay_is_wrong_runs_eagerly(

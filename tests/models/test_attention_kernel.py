@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention kernels of CUDA devices: in Triton's interpreter beside torch, and compiled for devices."""
 
+import itertools
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from hf_triton.runner.cuda import NO_SEQUENCE, attention_reference
+from hf_triton.runner.device_step import StepSize
 from tests.support.triton_language import Call
 
 pytestmark = pytest.mark.full
@@ -90,6 +93,21 @@ def test_kernels_compile_ahead(capability: int, compiled: Call) -> None:
     assert names == ["write", "attend", "combine", "write", "attend", "write", "attend"]
     ((_, _, code),) = compiled(capability, launch_packed, replace(ALL, dtype=torch.bfloat16, sizes=(64, 64)))
     assert "mma" in code
+
+
+def test_steps_of_all_sizes_launch_the_same_kernels(compiled: Call) -> None:
+    kernels = compiled(90, launch_steps)
+    assert Counter(name for name, _, _ in set(kernels)) == {"write": 1, "attend": 1}, "one more is compiled meanwhile"
+
+
+def launch_steps() -> None:
+    """Steps larger than any graph, whose numbers begin at other places of one tensor each."""
+    numbers = torch.zeros(2**14, dtype=torch.int64)
+    blocks = torch.zeros(2, 2, 16, 64)
+    for num_tokens, num_sequences, num_rows in itertools.product((513, 600), (5, 6), (3, 4)):
+        states = (torch.zeros(num_tokens, heads, 64) for heads in (4, 2, 2))
+        places = StepSize(num_tokens, num_sequences, num_rows).split(numbers).places()
+        launch_paged(Row(), [*states, blocks, blocks, *places, None, 0.125, 0, 0.0])
 
 
 def compare_paged(row: Row) -> None:

@@ -83,3 +83,17 @@ def test_kernel_compiles_for_a_device(dtype: torch.dtype, capability: int, compi
     assert name == "draw_kernel"
     assert "ld.global.v4" in code, "a thread reads 16 bytes at a time"
     assert "lg2.approx" not in code, "noise of the likeliest draws needs exact logarithms"
+
+
+def test_any_number_of_rows_draws_by_the_same_kernel(compiled: Call) -> None:
+    kernels = compiled(90, launch_rows)
+    assert len(kernels) > len(set(kernels)) == 1, "another one is compiled while sequences wait"
+
+
+def launch_rows() -> None:
+    from hf_triton.runner.cuda import draw_kernel
+
+    for num_rows in (1, 3, 4):
+        temperature, top_k, top_p, min_p, keys = torch.ones(5, num_rows, dtype=torch.int64)
+        shares = (column.view(torch.float64) for column in (top_p, min_p))
+        draw_kernel.draw(torch.zeros(num_rows, 32_000), temperature.view(torch.float64), top_k, *shares, keys)

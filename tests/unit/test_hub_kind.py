@@ -184,7 +184,10 @@ def test_what_a_quantised_checkpoint_lacks_is_named(error: Exception, words: str
         (ImportError("See https://pypi.org/project/sacremoses/ for installation."), "install sacremoses"),
         (ModuleNotFoundError("No module named 'causal_conv1d.ops'", name="causal_conv1d.ops"), "install causal_conv1d"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "or a machine with more memory"),
-        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"), "set gpu_memory_fraction or max_cache_tokens"),
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+            "set gpu_memory_fraction or max_cache_tokens",
+        ),
         (
             RuntimeError("PytorchStreamReader failed reading zip archive"),
             "fetch the checkpoint again, or choose another",

@@ -26,6 +26,9 @@ SPLIT_STEP: Final = tl.constexpr(64)
 """Its keys are a multiple."""
 NO_SCORE: Final = tl.constexpr(-1e30)
 """The maximum of no scores; the difference of two infinite ones would be no number."""
+PLACES: Final = ["sequences", "bounds", "lengths", "starts", "tables"]
+"""Views of a step's numbers, whose alignment is another one at each step: kernels for each would be compiled while
+sequences wait."""
 
 
 @triton.jit
@@ -46,7 +49,7 @@ def _keys_of_tile(position, length, window, num_tokens: tl.constexpr, is_causal:
     return low, high, per_split
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PLACES)
 def attend(
     query,
     key_blocks,
@@ -155,7 +158,7 @@ def attend(
     tl.store(output_at, sums.to(output.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PLACES, do_not_specialize=["num_splits"])
 def combine(
     output,
     parts,
@@ -192,7 +195,7 @@ def combine(
     tl.store(output + place * value_size + dim, combined.to(output.dtype.element_ty), mask=has_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PLACES)
 def write(
     keys,
     values,

@@ -21,6 +21,10 @@ MAX_BLOCK: Final = 8192
 """Scores that a program holds at a time."""
 SCORES_PER_WARP: Final = 512
 
+COLUMNS: Final = ["temperatures", "top_ks", "top_ps", "min_ps", "keys"]
+"""Views of one tensor, whose alignment depends on the number of rows; a kernel for each would be compiled when it is
+drawn with."""
+
 LEAST = tl.constexpr(-1e30)
 """In place of NaN, so that it is drawn where all else is banned."""
 MOST = tl.constexpr(1e30)
@@ -63,7 +67,7 @@ def draw(
     return tokens
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def draw_kernel(
     scores,
     row_stride,

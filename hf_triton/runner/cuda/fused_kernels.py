@@ -27,7 +27,7 @@ def rotate_head(source, target, cos, sin, half, block: tl.constexpr):
     tl.store(target + half + columns, second * cos_second + first * sin_second, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_positions"])
 def rotary_kernel(
     query, key, cos, sin, query_out, key_out, num_positions, num_heads, num_keys, half,
     query_batch, query_head, query_position, key_batch, key_head, key_position,

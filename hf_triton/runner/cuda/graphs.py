@@ -58,6 +58,7 @@ class StepGraphs:
         self._numbers = torch.zeros(sizes[-1].num_fixed + num_tables, dtype=torch.int64, device=device)
         self._graphs: list[StepGraph] = []
         pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         for size in reversed(sizes):  # the largest first: the others find its memory
             step = size.split(self._numbers)
             self.load(size.fill((), np.empty(0, np.int64), ()))
@@ -66,7 +67,10 @@ class StepGraphs:
                 self.logits = logits.new_empty(max(each.num_rows for each in sizes), logits.shape[1])
                 """`[rows, vocabulary]`, those of the last replay, until the next one."""
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(device)),  # a capture that fails leaves its own behind
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
                 self.logits[: size.num_rows].copy_(forward(step))
             self._graphs.append(StepGraph(size, step, graph))
         self._graphs.reverse()
