@@ -182,7 +182,7 @@ class FolderCheck:
         if kind is None:
             return
         if task is None:
-            self._add("engine", "ok", _engine(settings, model_config))
+            self._add("engine", *_engine(settings, model_config, device_of(config)))
         is_undone = False
         with self._errors("quantisation"):
             if quantization := check_quantization(model_config, settings):
@@ -314,8 +314,12 @@ def _check_devices(config: Mapping[str, Any]) -> None:
                 Placement("GPU", gpu).device_map()
 
 
-def _engine(settings: ModelSettings, config: Any) -> str:
+def _engine(settings: ModelSettings, config: Any, device: Any) -> tuple[State, str]:
+    from hf_triton.engine.choose import decoding_error
+
     if config.is_encoder_decoder or settings.engine == "batch":
         why = "the setting says so" if settings.engine == "batch" else "it is an encoder-decoder"
-        return f"batch: {why}"
-    return "continuous, if its logits are those of generate when it is tried at load; else batch"
+        return "ok", f"batch: {why}"
+    if error := decoding_error(settings.decoding, device):
+        return "error" if settings.engine == "continuous" else "warning", error
+    return "ok", "continuous, if its logits are those of generate when it is tried at load; else batch"

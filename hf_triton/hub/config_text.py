@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-TOKEN: Final = re.compile(r"""(?:\s|\#[^\n]*)*("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[\w.+-]+|[][{}<>:,;]|$)""")
+TOKEN: Final = re.compile(
+    r"""\s*(?:\#[^\n]*(?:\n\s*|\Z))*("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[\w.+-]+|[][{}<>:,;]|$)"""
+)
 ENDS: Final = {"{": "}", "<": ">"}
 
 Fields = dict[str, list[Any]]

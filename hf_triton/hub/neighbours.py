@@ -8,14 +8,17 @@ loaded is not known either, so each counts; one whose config.pbtxt cannot be rea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hf_triton.hub.config_text import Fields, parse_config_text
 from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
+from hf_triton.settings import MODEL_SETTINGS
 
 CONFIG = "config.pbtxt"
 FRACTION = "gpu_memory_fraction"
+DOOR_SUFFIX = "_stream"
+"""Of a stream door's name, unless its setting `stream_of` says whose it is."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,12 @@ class _Folder:
     groups: tuple[_Group, ...] = (_Group(),)
     fraction: float | None = None
     """Its setting `gpu_memory_fraction`, of each instance."""
+    num_versions: int = 1
+    """Those that Triton loads at a time; each has all instances."""
 
     def num_instances(self, gpu: int) -> int:
         """Of its instances, those on a GPU."""
-        return sum(group.count for group in self.groups if group.is_on(gpu))
+        return self.num_versions * sum(group.count for group in self.groups if group.is_on(gpu))
 
 
 def gpu_part(folder: Path, gpu: int | None, fraction: float | None) -> GpuPart:
@@ -56,9 +61,12 @@ def gpu_part(folder: Path, gpu: int | None, fraction: float | None) -> GpuPart:
     """
     if fraction is not None:
         return GpuPart(fraction, is_set=True, reason=f"{FRACTION} {fraction:g}")
-    own, others = _read(folder), list(_others(folder))
-    named = {number for each in (own, *others) for group in each.groups for number in group.gpus}
-    gpus = sorted(named) or [0] if gpu is None else [gpu]
+    own, others = replace(_read(folder), fraction=None), list(_others(folder))  # Triton may load another config
+    if gpu is None:
+        named = {number for each in (own, *others) for group in each.groups for number in group.gpus} or {0}
+        gpus = [number for number in sorted(named) if own.num_instances(number)] or sorted(named)
+    else:
+        gpus = [gpu]
     return min((_part_of(own, others, each) for each in gpus), key=lambda part: part.fraction)
 
 
@@ -79,7 +87,7 @@ def _part_of(own: _Folder, others: list[_Folder], gpu: int) -> GpuPart:
 def _others(own: Path) -> Iterator[_Folder]:
     """The other folders of a repository that Triton takes for models."""
     try:
-        folders = sorted(path for path in own.parent.iterdir() if path.name != own.name and path.is_dir())
+        folders = sorted(path for path in own.parent.iterdir() if path.name != own.name)
     except OSError:
         return
     yield from (_read(folder) for folder in folders if _is_model(folder))
@@ -89,8 +97,10 @@ def _is_model(folder: Path) -> bool:
     """Whether it has a config.pbtxt or a version; a folder that cannot be looked into may have."""
     try:
         return any(path.name == CONFIG or path.name.isdecimal() for path in folder.iterdir())
-    except OSError:
+    except PermissionError:
         return True
+    except OSError:  # a file, a link to nothing, or a folder that has just been moved
+        return False
 
 
 def _read(folder: Path) -> _Folder:
@@ -98,10 +108,13 @@ def _read(folder: Path) -> _Folder:
         fields = parse_config_text((folder / CONFIG).read_text(errors="replace"))
         if fields.get("platform") == ["ensemble"]:
             return _Folder(folder.name, groups=())  # its steps are other folders' models
-        if "instance_group" not in fields:
-            return _Folder(folder.name, fraction=_fraction(fields))
-        groups = (_group(group) for group in fields["instance_group"] if group.get("kind") != ["KIND_CPU"])
-        return _Folder(folder.name, tuple(groups), _fraction(fields))
+        parameters = _parameters(fields)
+        if _is_stream_door(folder.name, fields, parameters):
+            return _Folder(folder.name, groups=())
+        groups: tuple[_Group, ...] = (_Group(),)
+        if "instance_group" in fields:
+            groups = tuple(map(_group, (each for each in fields["instance_group"] if each.get("kind") != ["KIND_CPU"])))
+        return _Folder(folder.name, groups, _fraction(parameters), _num_versions(folder, fields))
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
         return _Folder(folder.name)
 
@@ -111,8 +124,34 @@ def _group(fields: Fields) -> _Group:
     return _Group(max(1, count), frozenset(int(number) for number in fields.get("gpus", ())))
 
 
-def _fraction(fields: Fields) -> float | None:
-    for parameter in fields.get("parameters", ()):
-        if parameter["key"] == [FRACTION]:
-            return float(parameter["value"][0]["string_value"][0])
-    return None
+def _parameters(fields: Fields) -> dict[str, str]:
+    return {each["key"][-1]: each["value"][-1]["string_value"][-1] for each in fields.get("parameters", ())}
+
+
+def _fraction(parameters: dict[str, str]) -> float | None:
+    """The setting; None if it is not given, or is one with which the folder cannot be loaded."""
+    try:
+        fraction = float(parameters.get(FRACTION, "0"))
+    except ValueError:
+        return None
+    return fraction if 0 < fraction <= 1 else None
+
+
+def _is_stream_door(name: str, fields: Fields, parameters: dict[str, str]) -> bool:
+    """Whether a folder streams from another's engine: it has no weights, wherever its instance is."""
+    policies = fields.get("model_transaction_policy", ())
+    is_decoupled = any(policy.get("decoupled", [""])[-1] in ("true", "True", "t", "1") for policy in policies)
+    is_named = "stream_of" in parameters or name.endswith(DOOR_SUFFIX)
+    return is_decoupled and is_named and parameters.keys().isdisjoint(MODEL_SETTINGS)
+
+
+def _num_versions(folder: Path, fields: Fields) -> int:
+    """How many versions the `version_policy` loads, of those that are there; by default the latest."""
+    policy = fields.get("version_policy", [{}])[-1]
+    versions = {int(path.name) for path in folder.iterdir() if path.name.isdecimal()}
+    if "specific" in policy:
+        versions &= set(map(int, policy["specific"][-1].get("versions", ())))
+    elif "all" not in policy:
+        latest = policy.get("latest", [{}])[-1]
+        return max(1, min(len(versions), int(latest.get("num_versions", ["1"])[-1])))
+    return max(1, len(versions))

@@ -14,6 +14,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, clip
@@ -141,8 +142,13 @@ def load_model(
     Raises:
         CheckpointError: The model does not do the task, or its weights cannot be loaded or do not match its config.
     """
-    if device_map == {"": "cpu"}:
-        _hide_gpu_packages()
+    with _no_gpu_packages() if device_map == {"": "cpu"} else contextlib.nullcontext():
+        return _load_model(folder, config, settings, device_map, auto_class_name)
+
+
+def _load_model(
+    folder: Path, config: Any, settings: ModelSettings, device_map: Any, auto_class_name: str | None
+) -> Any:
     auto_class = model_class(folder, config, settings, auto_class_name)
     if not settings.has_weights:
         import torch
@@ -172,10 +178,21 @@ def load_model(
     return model
 
 
-def _hide_gpu_packages() -> None:
-    """Make this process's transformers compute hybrids by torch: it takes any kernels that it can import."""
+@contextlib.contextmanager
+def _no_gpu_packages() -> Iterator[None]:
+    """Hide them while transformers imports a model's module, which takes any kernels that it can import.
+
+    A folder's own code can import them before and after.
+    """
+    imported: dict[str, ModuleType] = {name: sys.modules[name] for name in GPU_PACKAGES if name in sys.modules}
     for name in GPU_PACKAGES:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # which an import refuses
+        sys.modules[name] = None  # type: ignore[assignment]  # which an import refuses
+    try:
+        yield
+    finally:
+        for name in GPU_PACKAGES:
+            sys.modules.pop(name, None)
+        sys.modules.update(imported)
 
 
 def is_quantized(config: Any) -> bool:

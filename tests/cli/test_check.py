@@ -505,6 +505,17 @@ def test_a_missing_gpu_is_an_error(folder: Path) -> None:
     assert "device" not in findings(folder)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_graphs_without_a_gpu_are_found(folder: Path) -> None:
+    add(folder, "decoding", "cuda_graphs")
+    assert findings(folder)["engine"] == (
+        "warning",  # the batch engine would run it
+        "decoding cuda_graphs needs a GPU, and the model is on cpu: set decoding to auto",
+    )
+    add(folder, "engine", "continuous")
+    assert findings(folder)["engine"][0] == "error"
+
+
 def test_own_code_may_print(folder: Path) -> None:
     own_code(folder, "    print('hello')")
     assert findings(folder)["model"][0] == "ok"

@@ -12,6 +12,8 @@ from tests.support.paths import ROOT
 
 LOAD = """
 import sys
+if sys.argv[2] == "early":
+    import fla
 from pathlib import Path
 import torch
 from hf_triton.hub.pretrained import load_config, load_model
@@ -20,6 +22,7 @@ folder = Path(sys.argv[1])
 settings = ModelSettings(huggingface_model=str(folder))
 model = load_model(folder, load_config(folder, settings), settings, {"": "cpu"})
 print(model(torch.arange(9)[None]).logits.sum().item())
+import fla, causal_conv1d  # as a folder's own code may
 """
 PACKAGE = """
 def refuse(*arguments, **options):
@@ -30,12 +33,13 @@ chunk_gated_delta_rule = fused_recurrent_gated_delta_rule = causal_conv1d_fn = c
 
 
 @pytest.mark.full
-def test_a_model_on_a_cpu_is_computed_without_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_model_on_a_cpu_is_computed_without_them_and_own_code_imports_them(when: str, tmp_path: Path) -> None:
     build(*CONTINUOUS["qwen3-next"]).save_pretrained(tmp_path / "model")
     for name in ("fla", "causal_conv1d"):
         (tmp_path / f"{name}.py").write_text(PACKAGE)
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOAD, str(tmp_path / "model")],
+        [sys.executable, "-W", "ignore", "-c", LOAD, str(tmp_path / "model"), when],
         env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
