@@ -13,7 +13,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine, DecodingMode
 from hf_triton.engine.types import Engine, Observer
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapters
-from hf_triton.runner.faults import described
+from hf_triton.runner.faults import described, is_memory
 from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.runner.long_rope import has_long_rope
 from hf_triton.runner.model_runner import Way
@@ -60,6 +60,11 @@ CONTEXT_LIMITS: Final = {"doge": "keep_window_size", "moshi": "sliding_window"}
 """By model type, the config entry that limits the context under continuous batching. Doge selects among tokens of
 equal score by their columns; Moshi's sliding window is in transformers' cache, which this engine replaces, and in no
 mask."""
+NO_ROOM: Final = (
+    "memory ran out while the continuous engine tried the model: set gpu_memory_fraction, or fewer max_cache_tokens or "
+    "max_num_seqs, in the folders on this device, or place some elsewhere by instance_group"
+)
+"""Why a model is not served whose cache was allocated, or was to be."""
 
 
 def build_engine(
@@ -94,7 +99,8 @@ def build_engine(
         adapters: The model's LoRA adapters.
 
     Raises:
-        CheckpointError: The setting requires `continuous`, which cannot run this model correctly, or no engine can.
+        CheckpointError: The setting requires `continuous`, which cannot run this model correctly, or no engine can; or
+            the device has not enough memory.
     """
     shared: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
@@ -120,16 +126,21 @@ def build_engine(
         raise CheckpointError("device_unavailable", error)
     details = ", each prompt prefilled whole, no prefix caching" if way.prefills_whole else ""
     logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, details)
-    return ContinuousBatchingEngine(
-        model,
-        way=way,
-        max_cache_tokens=max_cache_tokens,
-        gpu_part=gpu_part,
-        context_length=context_length,
-        enable_prefix_caching=enable_prefix_caching,
-        decoding=decoding,
-        **shared,
-    )
+    try:
+        return ContinuousBatchingEngine(
+            model,
+            way=way,
+            max_cache_tokens=max_cache_tokens,
+            gpu_part=gpu_part,
+            context_length=context_length,
+            enable_prefix_caching=enable_prefix_caching,
+            decoding=decoding,
+            **shared,
+        )
+    except Exception as error:
+        if is_memory(error):
+            raise CheckpointError("out_of_memory", NO_ROOM) from error
+        raise
 
 
 def decoding_error(mode: DecodingMode, device: torch.device) -> str | None:

@@ -20,6 +20,7 @@ from hf_triton.engine.executor import Executor
 from hf_triton.engine.scheduler import StepOutput
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.cuda import fuse
+from hf_triton.runner.model_runner import PACKED, ModelRunner
 from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import load, requests
@@ -199,3 +200,23 @@ def test_states_of_many_sequences_that_do_not_fit_are_refused_at_load(
     model = load("granite4", tmp_path).to("cuda")
     with pytest.raises(CheckpointError, match=r"out_of_memory: .* states of .* for max_num_seqs sequences: cuda:0 has"):
         start_engine(model, max_num_seqs=10**8, context_length=128, max_cache_tokens=max_cache_tokens)
+
+
+@pytest.mark.parametrize("num_runs", [0, 2, 6])
+def test_memory_that_runs_out_in_a_trial_names_the_settings(
+    num_runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a token's memory is measured, when steps are run to compare graphs with, and when draws are prepared."""
+    model, left, run = load("llama", tmp_path).to("cuda"), num_runs, ModelRunner.run
+
+    def run_out(runner: ModelRunner, *args: Any) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return run(runner, *args)
+
+    monkeypatch.setattr("hf_triton.engine.choose.probe_ways", lambda _: PACKED)
+    monkeypatch.setattr(ModelRunner, "run", run_out)
+    with pytest.raises(CheckpointError, match=r"out_of_memory: .* ran out .*max_cache_tokens"):
+        start_engine(model, max_num_seqs=5, context_length=128)
