@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.engine.batch_engine import BatchEngine
@@ -109,7 +110,8 @@ def build_engine(
         "config": config,
         "adapters": adapters,
     }
-    way = _continuous_way(model, wanted, context_length)
+    with _memory_errors_named():
+        way = _continuous_way(model, wanted, context_length)
     if way is None:
         sharing = _sharing(model, context_length)
         logger.info("engine batch: up to %d sequences, sharing a batch: %s", max_num_seqs, sharing)
@@ -126,7 +128,7 @@ def build_engine(
         raise CheckpointError("device_unavailable", error)
     details = ", each prompt prefilled whole, no prefix caching" if way.prefills_whole else ""
     logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, details)
-    try:
+    with _memory_errors_named():
         return ContinuousBatchingEngine(
             model,
             way=way,
@@ -137,6 +139,12 @@ def build_engine(
             decoding=decoding,
             **shared,
         )
+
+
+@contextmanager
+def _memory_errors_named() -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
         if is_memory(error):
             raise CheckpointError("out_of_memory", NO_ROOM) from error

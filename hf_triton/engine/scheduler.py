@@ -496,7 +496,7 @@ class Scheduler:
         """
         numbers = {number for lost in (*self._unread, step) for number in lost.sequence_ids}
         lost = [sequence for sequence in self.running if sequence.id in numbers]
-        self._ranges, self._unread = {}, []
+        self._ranges, self._unread, self._awaiting = {}, [], set()
         placed = [*self.running, *self.waiting]
         placed += [sibling for first in placed for sibling in first.siblings]
         for sequence in self._sequences.values():

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from hf_triton.runner.faults import described
+from hf_triton.runner.faults import described, is_fatal, is_memory
 from hf_triton.runner.model_runner import ModelRunner, Way
 from hf_triton.runner.reference import NUM_STEPS, greedy_logits, make_prompt, same_logits
 from hf_triton.runner.step import Step, TokenRange
@@ -51,6 +51,8 @@ def probe_ways(model: Any) -> Way | None:
                 if same_logits(model, expected_short[-1:], recomputed):
                     return replace(way, prefills_whole=True)
         except Exception as error:  # a model may do anything in its forward
+            if is_memory(error) or is_fatal(error):
+                raise
             logger.debug("the model does not run as %s (%s)", way, described(error))
     return None
 

@@ -202,11 +202,11 @@ def test_states_of_many_sequences_that_do_not_fit_are_refused_at_load(
         start_engine(model, max_num_seqs=10**8, context_length=128, max_cache_tokens=max_cache_tokens)
 
 
-@pytest.mark.parametrize("num_runs", [0, 2, 6])
+@pytest.mark.parametrize(("probes", "num_runs"), [(True, 3), (False, 0), (False, 4), (False, 6)])
 def test_memory_that_runs_out_in_a_trial_names_the_settings(
-    num_runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    probes: bool, num_runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a token's memory is measured, when steps are run to compare graphs with, and when draws are prepared."""
+    """In a probe, when a token's memory is measured, in a large step, and in a step that graphs are compared with."""
     model, left, run = load("llama", tmp_path).to("cuda"), num_runs, ModelRunner.run
 
     def run_out(runner: ModelRunner, *args: Any) -> torch.Tensor:
@@ -216,7 +216,8 @@ def test_memory_that_runs_out_in_a_trial_names_the_settings(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return run(runner, *args)
 
-    monkeypatch.setattr("hf_triton.engine.choose.probe_ways", lambda _: PACKED)
+    if not probes:
+        monkeypatch.setattr("hf_triton.engine.choose.probe_ways", lambda _: PACKED)
     monkeypatch.setattr(ModelRunner, "run", run_out)
     with pytest.raises(CheckpointError, match=r"out_of_memory: .* ran out .*max_cache_tokens"):
         start_engine(model, max_num_seqs=5, context_length=128)
