@@ -161,7 +161,7 @@ def run_engine(engine: ContinuousBatchingEngine, prompts: list[list[int]], num_n
         outcomes.append(outcome)
         done.release()
 
-    engine.submit([SequenceGroup(prompt, SamplingParams(num_new), on_finish) for prompt in prompts])
+    engine.submit([SequenceGroup(prompt, SamplingParams(num_new), on_finish=on_finish) for prompt in prompts])
     for _ in prompts:
         done.acquire()
     for outcome in outcomes:

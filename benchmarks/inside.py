@@ -45,7 +45,7 @@ def run_requests(engine: Engine, requests: list[Request], width: int) -> None:
 
     for prompt, count in requests:
         room.acquire()
-        engine.submit([SequenceGroup(prompt, SamplingParams(count), finish)])
+        engine.submit([SequenceGroup(prompt, SamplingParams(count), on_finish=finish)])
     for _ in requests:
         done.acquire()
     for outcome in outcomes:

@@ -121,15 +121,14 @@ class EncoderService:
             if inputs is None:
                 return
             self._meter.on_encoded(sum(response.nums_tokens))
-            self._engine.submit(
-                EncoderGroup(
-                    inputs,
-                    partial(self._finish, response),
-                    response.has_ended,
-                    response.request.deadline_s(),
-                    partial(self._meter.on_begin, response.request.times),
-                )
+            group = EncoderGroup(
+                inputs,
+                partial(self._meter.on_begin, response.request.times),
+                on_finish=partial(self._finish, response),
+                is_cancelled=response.has_ended,
+                deadline_s=response.request.deadline_s(),
             )
+            self._engine.submit([group])
         except Exception as error:
             response.refuse(as_own_error("preparing the request", error))
         finally:
@@ -150,10 +149,11 @@ class EncoderService:
 class NoEngine:
     """In place of an encoder's engine, for a task that needs token sequences alone: each gets an empty array."""
 
-    def submit(self, group: EncoderGroup) -> None:
-        """Answer a group at once."""
-        group.on_begin()
-        group.on_done([np.empty(0, np.float32) for _ in group.inputs])
+    def submit(self, groups: list[EncoderGroup]) -> None:
+        """Answer groups at once."""
+        for group in groups:
+            group.begin()
+            group.finish([np.empty(0, np.float32) for _ in group.inputs])
 
     def load(self) -> EncoderLoad:
         """Nothing waits."""

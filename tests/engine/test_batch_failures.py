@@ -177,7 +177,7 @@ def test_a_listener_that_raises_does_not_end_the_loop(llama: Any) -> None:
 
     later = mixed_submissions(3)
     with FilledEngine(llama) as filled:
-        filled.submit(*(SequenceGroup(each.prompt_ids, each.params, listen) for each in mixed_submissions(3)))
+        filled.submit(*(SequenceGroup(each.prompt_ids, each.params, on_finish=listen) for each in mixed_submissions(3)))
         filled.run(later)
         assert filled.engine.is_healthy()
     assert all(isinstance(submission.outcome, list) for submission in later)

@@ -346,6 +346,6 @@ def test_a_panic_in_on_finish_ends_no_other_sequence(start: StartEngine) -> None
         raise PanicException
 
     engine = start()
-    engine.submit([SequenceGroup([5, 6], SamplingParams(3), panic)])
+    engine.submit([SequenceGroup([5, 6], SamplingParams(3), on_finish=panic)])
     assert token_ids(Client(engine).ask([5, 6], SamplingParams(3)))
     assert engine.is_healthy()

@@ -229,12 +229,12 @@ def test_large_request_is_not_starved_by_later_requests(
 
     def submit_another(outcome: Outcome) -> None:
         if not is_done.is_set() and next(num_singles) < most:
-            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), submit_another)])
+            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), on_finish=submit_another)])
 
     with engine.queue.changed:  # it admits none meanwhile
         for _ in range(6):
-            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), submit_another)])
-        engine.submit([SequenceGroup(PROMPT, SamplingParams(1), take) for _ in range(8)])
+            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), on_finish=submit_another)])
+        engine.submit([SequenceGroup(PROMPT, SamplingParams(1), on_finish=take) for _ in range(8)])
     assert is_done.wait(120)
     engine.close()
     assert next(num_singles) < 8 * 8

@@ -6,20 +6,16 @@ import threading
 import pytest
 import torch
 
-from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.sequence import SequenceGroup
-from hf_triton.engine.worker import EngineThread
+from hf_triton.engine.worker import Worker
 
 
-class Idle(EngineThread):
+class Idle(Worker[SequenceGroup]):
     """An engine without a model."""
 
     def __init__(self, device: str) -> None:
-        super().__init__(torch.device(device), frozenset(), lambda: None, None, EngineConfig())
+        super().__init__(torch.device(device), lambda: None)
         self.thread.start()
-
-    def is_busy(self) -> bool:
-        return False
 
     def unfinished(self) -> list[SequenceGroup]:
         return []

@@ -96,7 +96,9 @@ class Writer:
             outcomes.append(outcome)
             is_done.set()
 
-        self.engine.submit([SequenceGroup(self.prompt_ids, params, on_finish, constraint=constraint, **options)])
+        self.engine.submit(
+            [SequenceGroup(self.prompt_ids, params, on_finish=on_finish, constraint=constraint, **options)]
+        )
 
         def wait() -> list[Completion]:
             assert is_done.wait(WAIT_S)

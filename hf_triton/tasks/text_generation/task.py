@@ -122,7 +122,8 @@ class TextGeneration:
         """
         try:
             prompt = self._preparer.prepare_default()
-            error = self._engine.admission_error(SequenceGroup(prompt.ids, prompt.params, lambda _: None))
+            group = SequenceGroup(prompt.ids, prompt.params, on_finish=lambda _: None)
+            error = self._engine.admission_error(group)
         except HfTritonError as raised:
             error = raised
         if error is not None:
