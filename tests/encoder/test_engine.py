@@ -210,20 +210,6 @@ def test_a_lost_device_answers_all_and_is_told(forward: ObservedForward, start: 
     assert not engine.is_healthy()
 
 
-def test_an_answer_that_raises_stops_nothing(forward: ObservedForward, start: StartEncoder) -> None:
-    engine = start(forward)
-    bad, good = Answer(good_inputs([4])), Answer(good_inputs([5]))
-
-    def fail(answer: Any) -> None:
-        raise SystemExit(1)
-
-    bad.group.on_finish = fail
-    engine.submit([bad.group])
-    engine.submit([good.group])
-    assert len(good.wait()) == 1
-    assert engine.is_healthy()
-
-
 def test_16_bits_become_float32_where_they_are_slow() -> None:
     model = build_model("bert", "embeddings").to(torch.float16)
     with closing(build_encoder(model, ("last_hidden_state",), per_token=True, pack_weights=False)) as engine:

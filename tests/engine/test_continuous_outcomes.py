@@ -10,12 +10,10 @@ from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from hf_triton.engine import worker as thread
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
@@ -169,16 +167,6 @@ def test_panic_while_sequences_are_created_refuses_their_group(start: StartEngin
     assert isinstance(answered, list)
 
 
-def test_failed_engine_answers_all_groups_if_logging_fails(start: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread.logger, "error", Mock(side_effect=RuntimeError("the log is gone")))
-    engine = start(max_num_seqs=2)
-    engine.step = Mock(side_effect=SystemError)  # type: ignore[method-assign]
-    client = Client(engine)
-    client.submit(PROMPT, SamplingParams(3))
-    assert [error_code(outcome) for outcome in client.outcomes()] == ["engine_failed"]
-    assert not engine.is_healthy()
-
-
 def test_the_load_counts_free_slots(start: StartEngine) -> None:
     engine = start(max_num_seqs=4)
     client = Client(engine)
@@ -189,28 +177,6 @@ def test_the_load_counts_free_slots(start: StartEngine) -> None:
         load = engine.load()
     assert (load.num_waiting, load.num_free_slots) == (6, 4)
     assert all(isinstance(outcome, list) for outcome in client.outcomes())
-
-
-def test_groups_are_admitted_by_priority_then_by_arrival(start: StartEngine) -> None:
-    engine = start(max_num_seqs=1)
-    slow_down(engine, 0.01)
-    client = Client(engine)
-    started, order = threading.Event(), []
-
-    def note(name: str) -> Callable[..., bool]:
-        def listen(*_: object) -> bool:
-            order.append(name)
-            started.set()
-            return False
-
-        return listen
-
-    client.submit(PROMPT, SamplingParams(30), on_token=note("first"))
-    assert started.wait(60)
-    for name, priority in (("c", 0), ("e", 5), ("d", 0), ("a", -3), ("f", 5), ("b", -3)):
-        client.submit(PROMPT, SamplingParams(1), on_token=note(name), priority=priority)
-    client.outcomes()
-    assert [name for name in order if name != "first"] == list("abcdef")
 
 
 @pytest.mark.parametrize("make", [ContinuousBatchingEngine, BatchEngine])
