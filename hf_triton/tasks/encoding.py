@@ -72,7 +72,7 @@ class EncoderService:
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Check a request and start it, see `Task`."""
-        checked = self._task.read(request.inputs(), request.parameters(), self._limits)
+        checked = self._task.read(request.inputs(), request.parameters, self._limits)
         if config.is_batching:
             checked = dataclasses.replace(checked, shape=(len(checked.rows), 1))
         requested, declared = request.requested_outputs(), config.output_names

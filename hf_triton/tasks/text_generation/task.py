@@ -85,7 +85,7 @@ class TextGeneration:
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Check a request and start it, see `Task`."""
         inputs = request.inputs()
-        parameters = with_named_outputs(request.parameters(), inputs, request.requested_outputs(), config.output_names)
+        parameters = with_named_outputs(request.parameters, inputs, request.requested_outputs(), config.output_names)
         checked = parse_request(inputs, parameters, self._limits)
         checked = with_default_outputs(
             checked,
