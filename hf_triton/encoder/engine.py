@@ -18,7 +18,8 @@ import torch
 
 from hf_triton.encoder.forward import EncoderForward, Reduce, build_forward
 from hf_triton.encoder.probe import Way
-from hf_triton.encoder.types import EncoderGroup, EncoderInput, EncoderLoad, Job
+from hf_triton.encoder.types import EncoderGroup, EncoderInput, Job
+from hf_triton.engine.types import EngineLoad
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import GenerationError, HfTritonError
 from hf_triton.runner.dtypes import serving_dtype
@@ -121,9 +122,9 @@ class EncoderEngine(Worker[EncoderGroup]):
             raise answer
         return answer
 
-    def load(self) -> EncoderLoad:
+    def load(self) -> EngineLoad:
         """What the engine holds; from any thread, and not quite at one moment."""
-        return EncoderLoad(len(self.queue), len(self._running))
+        return EngineLoad(len(self.queue), len(self._running))
 
     def unfinished(self) -> list[EncoderGroup]:
         """The groups that the current step computes."""

@@ -97,13 +97,3 @@ class EncoderGroup(Group[list[npt.NDArray[np.float32]]]):
         """Deliver the outcome, once."""
         self._outputs = {}
         super().finish(outcome)
-
-
-@dataclass(frozen=True)
-class EncoderLoad:
-    """What an encoder's engine holds at a moment."""
-
-    num_waiting: int = 0
-    """Sequences in the queue."""
-    num_running: int = 0
-    """Sequences of the current forward."""

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from hf_triton.encoder.engine import build_encoder
-from hf_triton.encoder.types import EncoderInput, EncoderLoad
+from hf_triton.encoder.types import EncoderInput
+from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.dtypes import serving_dtype
 from tests.support.encoders import Answer, ObservedForward, StartEncoder, build_model, random_inputs
@@ -70,7 +71,7 @@ def test_what_waits_is_computed_in_order_of_arrival_within_the_cap(
     assert forward.has_begun.wait(60)
     for answer in answers[1:]:
         engine.submit([answer.group])
-    assert engine.load() == EncoderLoad(num_waiting=5, num_running=1)
+    assert engine.load() == EngineLoad(num_waiting=5, num_running=1)
     forward.gate.set()
     for answer in answers:
         answer.wait()
@@ -232,4 +233,4 @@ def test_thousands_of_requests_lose_nothing(forward: ObservedForward, start: Sta
 
     with ThreadPoolExecutor(128) as pool:
         assert all(pool.map(ask, range(8000)))
-    assert engine.load() == EncoderLoad()
+    assert engine.load() == EngineLoad()
