@@ -143,7 +143,10 @@ class EncoderEngine(Worker[EncoderGroup]):
         """Compute inputs; if that fails, in halves, so that only the one at fault fails its group."""
         parts = [jobs]
         while parts and self.rejection() is None:
-            part = [job for job in parts.pop() if not job.group.refuse_if_ended()]
+            part = parts.pop()
+            for group in {job.group for job in part}:
+                group.refuse_if_ended()
+            part = [job for job in part if not job.group.is_finished]
             error = self._compute(part) if part else None
             if error is None:
                 self._batch_tokens = min(self._max_batch_tokens, self._batch_tokens + MIN_BATCH_TOKENS // 16)

@@ -7,34 +7,13 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from hf_triton.engine.types import EngineLoad
+from hf_triton.engine.types import Engine, EngineLoad
 from hf_triton.errors import HfTritonError, as_own_error
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
-from hf_triton.tasks.admission import AdmissionGate, Refusable
-from hf_triton.tasks.request import InferenceRequest
-
-
-class TaskEngine(Protocol):
-    """What a task's engine offers whatever it computes."""
-
-    def is_healthy(self) -> bool:
-        """Whether it can still compute."""
-
-    def load(self) -> EngineLoad:
-        """What it holds."""
-
-    def close(self) -> None:
-        """Finish every group with an error."""
-
-
-class PendingResponse(Refusable, Protocol):
-    """The response of a request until the engine has it."""
-
-    request: InferenceRequest
-
+from hf_triton.tasks.admission import AdmissionGate, PendingResponse
 
 Response = TypeVar("Response", bound=PendingResponse)
 
@@ -51,7 +30,7 @@ class EngineTask(ABC, Generic[Response]):
     """
 
     def __init__(
-        self, engine: TaskEngine, limits: Limits, *, max_waiting: int, num_threads: int, info: ModelInfo | None
+        self, engine: Engine, limits: Limits, *, max_waiting: int, num_threads: int, info: ModelInfo | None
     ) -> None:
         self.info = info
         self._engine = engine

@@ -9,7 +9,7 @@ import pytest
 from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError, HfTritonError, UnavailableError
 from hf_triton.sampling.params import SamplingParams
-from tests.support.batch_engine import FilledEngine, Submission, draw_prompts, mixed_submissions
+from tests.support.batch_engine import FilledEngine, Submission, draw_prompts
 from tests.support.reference import solo_ids
 
 
@@ -81,16 +81,6 @@ def test_cancellation_is_noticed_within_one_step(failure: Exception | None, mode
         assert isinstance(cancelled.outcome, HfTritonError if failure else CancelledError)
         assert other.token_ids == other.expected_ids(model)
     assert len(cancelled.heard) == 4
-
-
-def test_a_prompt_cancelled_in_the_queue_changes_no_other_output(llama: Any) -> None:
-    others = mixed_submissions(6)
-    expected = [each.expected_ids(llama) for each in others]
-    cancelled = Submission([5, 6, 7], SamplingParams(200))
-    with FilledEngine(llama) as filled:
-        filled.submit(cancelled.group(lambda: True), *(each.group() for each in others))
-        assert isinstance(cancelled.outcome, CancelledError)
-        assert [each.token_ids for each in others] == expected
 
 
 def test_max_time_of_the_checkpoint_finishes_sequences(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

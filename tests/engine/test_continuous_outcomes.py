@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outcomes of the continuous engine: listeners, deadlines, cancellation, queue order, logprobs."""
 
-import itertools
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
@@ -14,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
+from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
@@ -89,17 +85,6 @@ def test_a_sequence_ends_at_its_deadline_with_its_tokens(model: Any, start: Star
     assert completion.finish_reason == "deadline"
     assert 0 < len(completion.token_ids) < 240
     assert completion.token_ids == solo_ids(model, PROMPT, len(completion.token_ids))
-
-
-def test_a_queued_prompt_is_refused_at_its_deadline(start: StartEngine) -> None:
-    engine = start(max_num_seqs=1)
-    slow_down(engine, 0.02)
-    client = Client(engine)
-    client.submit(PROMPT, SamplingParams(100))
-    client.submit(PROMPT, SamplingParams(1), deadline_s=time.monotonic() + 0.2)
-    first, second = client.outcomes()
-    assert only(first).finish_reason == "length"
-    assert error_code(second) == "deadline_exceeded"
 
 
 def test_a_cancelled_sequence_is_in_no_further_step(start: StartEngine) -> None:
@@ -177,33 +162,6 @@ def test_the_load_counts_free_slots(start: StartEngine) -> None:
         load = engine.load()
     assert (load.num_waiting, load.num_free_slots) == (6, 4)
     assert all(isinstance(outcome, list) for outcome in client.outcomes())
-
-
-@pytest.mark.parametrize("make", [ContinuousBatchingEngine, BatchEngine])
-def test_large_request_is_not_starved_by_later_requests(
-    model: Any, make: Callable[..., ContinuousBatchingEngine | BatchEngine]
-) -> None:
-    done, is_done = list[Outcome](), threading.Event()
-    num_singles, most = itertools.count(), 1000
-    options: dict[str, Any] = {} if make is ContinuousBatchingEngine else {"context_length": 512, "sharing": "alone"}
-    engine = make(model, max_num_seqs=2, **options)
-
-    def take(outcome: Outcome) -> None:
-        done.append(outcome)
-        if len(done) == 8:
-            is_done.set()
-
-    def submit_another(outcome: Outcome) -> None:
-        if not is_done.is_set() and next(num_singles) < most:
-            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), on_finish=submit_another)])
-
-    with engine.queue.changed:  # it admits none meanwhile
-        for _ in range(6):
-            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), on_finish=submit_another)])
-        engine.submit([SequenceGroup(PROMPT, SamplingParams(1), on_finish=take) for _ in range(8)])
-    assert is_done.wait(120)
-    engine.close()
-    assert next(num_singles) < 8 * 8
 
 
 # --- sequence groups -------------------------------------------------------------------------------------------------

@@ -524,15 +524,6 @@ def test_priority_does_not_preempt_running_sequences() -> None:
     assert simulation.observer.preempted == []
 
 
-def test_a_stream_of_new_requests_starves_no_large_one() -> None:
-    simulation = Simulation(max_sequences=2)
-    large = simulation.submit(*[3] * 8, max_new_tokens=2)
-    for _ in range(60):
-        simulation.submit(3, max_new_tokens=2)
-        simulation.step()
-    assert all(group in simulation.outcomes for group in large)
-
-
 # --- cancellation and deadlines --------------------------------------------------------------------------------------
 
 

@@ -129,4 +129,15 @@ def test_groups_that_may_join_the_first_are_taken_together() -> None:
     queue = queue_of([Work(name, cost=cost) for name, cost in (("a", 1), ("b", 2), ("c", 1), ("d", 1))])
     matching = queue.take_matching(lambda group, taken: group.cost == taken[0].cost and len(taken) < 2)
     assert names(matching) == ["a", "c"]
-    assert order(queue) == ["b", "d"]
+    queue.add([Work("next"), Work("last")])
+    assert order(queue) == ["b", "next", "last", "d"]
+
+
+def test_a_stream_of_new_requests_starves_no_large_one() -> None:
+    large = request("large", 8)
+    queue = queue_of(large)
+    taken: list[Work] = []
+    for _ in range(40):
+        queue.add(request("new", 1))
+        taken += queue.take(1, takes_any=False)
+    assert set(large) < set(taken)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from hf_triton.engine.sequence import Completion, SequenceGroup
-from hf_triton.engine.types import Engine, Observer, eos_ids
+from hf_triton.engine.types import GenerationEngine, Observer, eos_ids
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, as_own_error, panics_as_errors
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.model_info import ModelInfo
@@ -59,11 +59,11 @@ class TextGeneration(EngineTask[GenerationResponse]):
         info: What the model is.
     """
 
-    _engine: Engine
+    _engine: GenerationEngine
 
     def __init__(
         self,
-        engine: Engine,
+        engine: GenerationEngine,
         preparer: PromptPreparer,
         limits: Limits,
         *,
