@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.tables import document
 from hf_triton.cli.gateway_options import ALONE
 from hf_triton.errors import CODES
 from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES
@@ -204,6 +205,7 @@ def parts() -> Mapping[str, str]:
         "gateway metrics": gateway_metrics_table(),
         "cache variables": variables(CACHE_VARIABLES),
         "token variables": variables(TOKEN_VARIABLES),
+        "figures of a GPU": document(),
     }
 
 
@@ -230,5 +232,5 @@ def read() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    for document, text in render(read()).items():
-        document.write_text(text, encoding="utf-8")
+    for path, text in render(read()).items():
+        path.write_text(text, encoding="utf-8")

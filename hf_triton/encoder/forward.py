@@ -17,6 +17,7 @@ from hf_triton.encoder.probe import Way, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.cpu import accelerate_encoder
+from hf_triton.runner.cuda import fuse
 from hf_triton.runner.graph import GraphModel
 from hf_triton.runner.positions import max_positions
 
@@ -62,6 +63,7 @@ def build_forward(
         return torch.cat([output.flatten() for output in build("alone")(probe_inputs(model, per_token=per_token))])
 
     accelerate_encoder(model, compute, pack_weights=pack_weights)
+    fuse(model)
 
     def build_base(way: Way) -> EncoderForward:
         return EncoderForward(model.base_model, ("last_hidden_state",), per_token=True, reduce=None, way=way)

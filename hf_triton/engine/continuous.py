@@ -27,6 +27,7 @@ from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.faults import is_memory
 from hf_triton.runner.model_runner import PACKED, ModelRunner, Way
 from hf_triton.runner.step import Step
+from hf_triton.sampling.draw import prepare_draws
 
 DecodingMode = Literal["auto", "eager", "cuda_graphs"]
 
@@ -71,6 +72,8 @@ class ContinuousBatchingEngine(GenerationWorker):
         self.memory = self._allocate(max_cache_tokens, max_num_seqs)
         if self.runner.device.type == "cuda" and decoding != "eager":
             self._capture(max_num_seqs, is_required=decoding == "cuda_graphs")
+        if self.runner.device.type == "cuda":
+            prepare_draws(self.runner.run_token())
         traits = ModelTraits(
             config.chunk_sizes or self.device_context.chunk_sizes,
             recompute_length=float("inf") if self.runner.switch_length is None else self.runner.switch_length + 1,

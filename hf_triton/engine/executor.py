@@ -15,10 +15,9 @@ from hf_triton.runner.model_runner import ModelRunner
 from hf_triton.runner.step import Step, TokenRange
 from hf_triton.runner.step_tensors import InflightTokens
 from hf_triton.runner.transfer import ToHost, to_index
-from hf_triton.sampling.logprobs import token_logprobs
+from hf_triton.sampling.logprobs import PendingLogprobs
 from hf_triton.sampling.sampler import SampledTokens
 from hf_triton.sampling.sequence_sampler import SequenceSampler
-from hf_triton.sampling.types import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class InflightStep:
     sequence_ids: tuple[int, ...]
     """Those that sample, in the order of `sampled`."""
     sampled: SampledTokens | None
-    prompt_scores: dict[int, list[TokenLogprobs]]
+    prompt_scores: dict[int, PendingLogprobs]
     are_finite: ToHost | None
     """Whether each of the step's full blocks is."""
 
@@ -40,7 +39,7 @@ class InflightStep:
         return StepOutput(
             self.step,
             dict(zip(self.sequence_ids, tokens, strict=True)),
-            self.prompt_scores,
+            {sequence_id: scores.read() for sequence_id, scores in self.prompt_scores.items()},
             frozenset(itertools.compress(self.step.full_blocks, are_finite)),
         )
 
@@ -85,11 +84,12 @@ class Executor:
         are_finite = self._are_finite(step.full_blocks)
         rows: list[int] = []
         sequence_ids: list[int] = []
-        scores: dict[int, list[TokenLogprobs]] = {}
+        scores: dict[int, PendingLogprobs] = {}
         for part, first in _first_rows(step):
             if part.num_top_logprobs is not None:
                 scored = logits[first : first + part.num_scored]
-                scores[part.sequence_id] = token_logprobs(scored, self._scored_tokens(part), part.num_top_logprobs)
+                tokens = to_index(self._scored_tokens(part), logits.device)
+                scores[part.sequence_id] = PendingLogprobs(scored, tokens, part.num_top_logprobs)
             rows += [first + part.num_scored] * len(part.samples)
             sequence_ids += part.samples
         if not rows:

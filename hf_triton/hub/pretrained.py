@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from hf_triton.settings import TEXT_TO_TEXT, ModelSettings, TaskName
 
 CHAT_TEMPLATE: Final = "chat_template.json"
 """Older image processors keep their chat template here, which tokenizers do not read."""
+GPU_PACKAGES: Final = "fla", "causal_conv1d", "mamba_ssm"
+"""Kernels for hybrid and state-space models."""
 MAX_LABELS: Final = 1_000_000
 TOKENIZER: Final = "tokenizer.json"
 
@@ -138,6 +141,8 @@ def load_model(
     Raises:
         CheckpointError: The model does not do the task, or its weights cannot be loaded or do not match its config.
     """
+    if device_map == {"": "cpu"}:
+        _hide_gpu_packages()
     auto_class = model_class(folder, config, settings, auto_class_name)
     if not settings.has_weights:
         import torch
@@ -165,6 +170,12 @@ def load_model(
         )
     check_weights(settings, info, model, is_headless=auto_class_name == "AutoModel")
     return model
+
+
+def _hide_gpu_packages() -> None:
+    """Make this process's transformers compute hybrids by torch: it takes any kernels that it can import."""
+    for name in GPU_PACKAGES:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # which an import refuses
 
 
 def is_quantized(config: Any) -> bool:

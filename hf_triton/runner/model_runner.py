@@ -101,7 +101,7 @@ class ModelRunner:
         """
         self.cache = self._new_cache(num_blocks)
         if self.device.type != "cpu":
-            self._run_token(num_slots - 1)
+            self.run_token(num_slots - 1)
 
     def give_back(self, blocks: list[int]) -> None:
         """Free the memory of blocks that hold nothing."""
@@ -111,11 +111,12 @@ class ModelRunner:
     def memory_per_token(self) -> tuple[Mapping[torch.device, int], int]:
         """See `PagedCache.memory_per_token`; it runs one token through the model."""
         self.cache = self._new_cache(1)
-        self._run_token(0)
+        self.run_token()
         return self.cache.memory_per_token(self.device)
 
-    def _run_token(self, slot: int) -> None:
-        self.run(Step((TokenRange(0, 0, 1, [0], [0], 1, samples=(0,), slot=slot),)))
+    def run_token(self, slot: int = 0) -> torch.Tensor:
+        """Logits of a token of a sequence in the first block, `[1, vocabulary]`; for trials while nothing else runs."""
+        return self.run(Step((TokenRange(0, 0, 1, [0], [0], 1, samples=(0,), slot=slot),)))
 
     @torch.inference_mode()
     def capture(self, max_sequences: int) -> str | None:
@@ -205,16 +206,18 @@ class ModelRunner:
             yield (part,)
 
     def _forward(self, ranges: Sequence[TokenRange], inflight: InflightTokens | None) -> torch.Tensor:
+        """Logits of the wanted tokens: a graph's replay, or the model's forward."""
         step = StepTensors(ranges, self.block_size, self.device)
         rows = _logit_rows(ranges, step.bounds)
         graph = self._find_graph(step, len(rows))
-        if graph is not None:
-            assert self._graphs is not None
+        if graph is not None and self._graphs is not None:
             self._graphs.load(step.numbers(graph.size, rows))
             step.put_inflight(graph.step.token_ids, inflight)
             graph.graph.replay()
             return self._graphs.logits[: len(rows)]
-        num_wanted, rows = len(rows), rows or [0]  # kernels of linear layers need a row
+        return self._run_eagerly(step, rows or [0], inflight)[: len(rows)]  # kernels of linear layers need a row
+
+    def _run_eagerly(self, step: StepTensors, rows: list[int], inflight: InflightTokens | None) -> torch.Tensor:
         if self.device.type == "cuda":
             on_device = step.device_step(self.device, rows)
             token_ids, positions, index = on_device.token_ids, on_device.positions, on_device.rows
@@ -223,13 +226,11 @@ class ModelRunner:
             index = to_index(rows, self.device)
         step.put_inflight(token_ids, inflight)
         # Rows of one token keep that token's logits; other forwards those that are wanted.
-        shape = (1, -1) if self.is_packed or len(ranges) == 1 else (-1, 1)
+        shape = (1, -1) if self.is_packed or len(step.ranges) == 1 else (-1, 1)
         keeps = shape[0] == 1 and len(rows) < step.num_tokens
-        with self._choose_adapters(ranges, step, rows), self._choose_frequencies(ranges):
+        with self._choose_adapters(step, rows), self._choose_frequencies(step.ranges):
             logits = self._run_model(step, token_ids.view(shape), positions.view(shape), index if keeps else None)
-        if not keeps and len(rows) < len(logits):
-            logits = logits[index.to(logits.device)]
-        return logits[:num_wanted]
+        return logits if keeps or len(rows) == len(logits) else logits[index.to(logits.device)]
 
     def _run_model(
         self, step: StepTensors, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
@@ -274,16 +275,15 @@ class ModelRunner:
         num_tables = sum(len(part.block_table) for part in step.ranges)
         return self._graphs.find(step.num_tokens, len(step.ranges), num_rows, num_tables)
 
-    def _choose_adapters(
-        self, ranges: Sequence[TokenRange], step: StepTensors, indices: list[int]
-    ) -> AbstractContextManager[None]:
+    def _choose_adapters(self, step: StepTensors, rows: list[int]) -> AbstractContextManager[None]:
         if self._adapters is None:
             return nullcontext()
+        ranges = step.ranges
         keys = [self._adapter_of.get(part.sequence_id) for part in ranges]
         if not any(keys):
             return self._adapters.choose(None)
         of_token = [key for key, part in zip(keys, ranges, strict=True) for _ in range(part.num_tokens)]
-        wanted = [of_token[index] for index in indices]
+        wanted = [of_token[row] for row in rows]
         gathered = None
         if self.way.gathers:
             gathered = [key for key, end in zip(keys, step.ends, strict=True) for _ in range(end)]

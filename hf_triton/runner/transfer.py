@@ -16,11 +16,6 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 
-def to_column(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A column of numbers, `[values, 1]`."""
-    return to_device(values, dtype, device).unsqueeze(1)
-
-
 def to_index(indices: Sequence[int], device: torch.device) -> torch.Tensor:
     """A tensor to index with, `[indices]` int64."""
     return to_device(indices, torch.int64, device)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_triton.runner.transfer import array_to_device, to_column, to_device, to_index
+from hf_triton.runner.transfer import array_to_device, to_device, to_index
 from hf_triton.sampling.sequence_sampler import SequenceSampler
 
 LEAST: Final = -1e30
@@ -92,7 +92,7 @@ def _apply_bitmasks(scores: torch.Tensor, logits: torch.Tensor, samplers: Sequen
 def _allow_fallback_tokens(scores: torch.Tensor, logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> None:
     """Allow one token in each row in which all are banned, which none with a constraint is: see `SampledTokens`."""
     fallbacks = [sampler.history.first_eos_id(scores.shape[1]) for sampler in samplers]
-    tokens = to_column([-1 if token_id is None else token_id for token_id in fallbacks], scores.device, torch.int64)
+    tokens = to_index([-1 if token_id is None else token_id for token_id in fallbacks], scores.device).unsqueeze(1)
     if None in fallbacks:
         tokens = torch.where(tokens < 0, logits.argmax(-1, keepdim=True), tokens)
     is_all_banned = scores.amax(-1, keepdim=True) == -torch.inf

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ import torch
 from hf_triton.sampling.history import TokenHistory
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint, LogitsProcessor
+
+NUM_KEYS: Final = 64
+"""Keys drawn at a time: a call takes as long as dozens of keys."""
 
 
 class SequenceSampler:
@@ -78,7 +82,7 @@ class SequenceSampler:
             num_ahead: Tokens sampled before this one and not yet accepted.
         """
         while len(self._draw_keys) <= num_ahead:
-            self._draw_keys.append(int(self._random.integers(2**64, dtype=np.uint64)))
+            self._draw_keys += self._random.integers(2**64, size=NUM_KEYS, dtype=np.uint64).tolist()
         return self._draw_keys[num_ahead]
 
     @property

@@ -6,65 +6,72 @@ Every limit is a score of the row's own, and ties with it are kept: no row's dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from hf_triton.runner.transfer import to_column, to_index
-from hf_triton.sampling.params import SamplingParams
+from hf_triton.runner.transfer import array_to_device
+from hf_triton.sampling.row_params import RowParams
 
 
-def warp_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def warp_scores(scores: torch.Tensor, params: RowParams) -> torch.Tensor:
     """The scores to draw from, with minus infinity for tokens that are cut off.
 
     Args:
         scores: `[rows, vocabulary]`, float32, after `edit_logits`.
-        params: One for each row; `do_sample` is ignored.
+        params: Of the rows.
     """
-    if any(one.temperature != 1.0 for one in params):
-        scores = scores / to_column([one.temperature for one in params], scores.device)
-    if any(one.top_k or one.top_p < 1.0 or one.min_p for one in params):
+    device = scores.device
+    if (params.temperature != 1.0).any():
+        scores = scores / _column(params.temperature, device)
+    if params.top_k.any() or (params.top_p < 1.0).any() or params.min_p.any():
         scores = scores.masked_fill(scores < _floors(scores, params), -torch.inf)
-    typical = [row for row, one in enumerate(params) if one.typical_p < 1.0]
-    if typical:
-        index = to_index(typical, scores.device)
-        mass = to_column([params[row].typical_p for row in typical], scores.device)
+    typical = np.flatnonzero(params.typical_p < 1.0)
+    if len(typical):
+        index, mass = array_to_device(typical, device), _column(params.typical_p[typical], device)
         scores = scores.index_copy(0, index, _keep_typical(scores[index], mass))
     return scores
 
 
-def _floors(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _column(numbers: npt.NDArray[Any], device: torch.device, dtype: npt.DTypeLike = np.float32) -> torch.Tensor:
+    """A number for each row, `[rows, 1]`."""
+    return array_to_device(numbers.astype(dtype), device).unsqueeze(1)
+
+
+def _floors(scores: torch.Tensor, params: RowParams) -> torch.Tensor:
     """The lowest score that top_k, top_p and min_p leave each row, `[rows, 1]`."""
-    size = scores.shape[1]
     floors = torch.full_like(scores[:, :1], -torch.inf)
-    by_top_k = [row for row, one in enumerate(params) if 0 < one.top_k < size]
-    by_top_p = [row for row, one in enumerate(params) if not 0 < one.top_k < size and one.top_p < 1.0]
-    for indices, find_floors in ((by_top_k, _top_k_floors), (by_top_p, _top_p_floors)):
-        if indices:
-            index = to_index(indices, scores.device)
-            floors[index] = find_floors(scores[index], [params[row] for row in indices])
-    if any(one.min_p for one in params):
-        min_p = to_column([one.min_p for one in params], scores.device)
-        floors = floors.maximum(scores.amax(-1, keepdim=True) + min_p.log())
+    is_by_top_k = (params.top_k > 0) & (params.top_k < scores.shape[1])
+    is_by_top_p = ~is_by_top_k & (params.top_p < 1.0)
+    for is_cut, find_floors in ((is_by_top_k, _top_k_floors), (is_by_top_p, _top_p_floors)):
+        rows = np.flatnonzero(is_cut)
+        if len(rows) == len(scores):
+            floors = find_floors(scores, params)
+        elif len(rows):
+            index = array_to_device(rows, scores.device)
+            floors[index] = find_floors(scores[index], params.select(rows))
+    if params.min_p.any():
+        floors = floors.maximum(scores.amax(-1, keepdim=True) + _column(params.min_p, scores.device).log())
     return floors
 
 
-def _top_k_floors(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _top_k_floors(scores: torch.Tensor, params: RowParams) -> torch.Tensor:
     """The lowest score of top_k, and of top_p among what that leaves."""
-    sizes = to_column([one.top_k for one in params], scores.device, torch.int64)
-    ordered = scores.topk(max(one.top_k for one in params)).values
-    floors = ordered.gather(1, sizes - 1)
-    if all(one.top_p == 1.0 for one in params):
+    ordered = scores.topk(int(params.top_k.max())).values
+    floors = ordered.gather(1, _column(params.top_k - 1, scores.device, np.int64))
+    if (params.top_p == 1.0).all():
         return floors
     normalisers = scores.masked_fill(scores < floors, -torch.inf).logsumexp(-1, keepdim=True)
-    top_p = to_column([one.top_p if one.top_p < 1.0 else torch.inf for one in params], scores.device, torch.float64)
+    top_p = _column(np.where(params.top_p < 1.0, params.top_p, np.inf), scores.device, np.float64)
     return floors.maximum(_nucleus_floors(ordered, normalisers, top_p))
 
 
-def _top_p_floors(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _top_p_floors(scores: torch.Tensor, params: RowParams) -> torch.Tensor:
     """The lowest score of top_p among all tokens."""
     normalisers = scores.logsumexp(-1, keepdim=True)
-    top_p = to_column([one.top_p for one in params], scores.device, torch.float64)
+    top_p = _column(params.top_p, scores.device, np.float64)
     return _nucleus_floors(_likeliest(scores, normalisers, top_p), normalisers, top_p)
 
 

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.simulated_gpu import HAS_GPU, simulated_gpus
+from tests.support.simulated_gpu import HAS_GPU, Device, simulated_gpus
 
 
 @pytest.fixture(autouse=True)
-def _gpus() -> Iterator[None]:
+def simulated() -> Iterator[Device | None]:
+    """State of the simulated devices; None: there are real ones."""
     if HAS_GPU:
-        yield
+        yield None
         return
-    with simulated_gpus(2):
-        yield
+    with simulated_gpus(2) as device:
+        yield device

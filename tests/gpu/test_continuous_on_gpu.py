@@ -17,6 +17,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.executor import Executor
 from hf_triton.engine.scheduler import StepOutput
 from hf_triton.errors import CheckpointError
+from hf_triton.runner.cuda import fuse
 from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import load, requests
@@ -33,6 +34,7 @@ PLANS = {
     "greedy": SamplingParams(24),
     "drawn": SamplingParams(24, do_sample=True, temperature=0.8, top_k=20, top_p=0.9, seed=3),
     "penalised": SamplingParams(24, repetition_penalty=1.2),
+    "scored": SamplingParams(24, logprobs=1, prompt_logprobs=2),
 }
 
 
@@ -60,6 +62,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_greedy_output_equals_generate_and_no_step_waits(name: str, waits: list[str], tmp_path: Path) -> None:
     plain = load(name, tmp_path)
     model = copy.deepcopy(plain).to("cuda")
+    fuse(model)
     with closing(start_engine(model, max_num_seqs=5, context_length=128)) as engine:
         assert isinstance(engine, ContinuousBatchingEngine)
         check_beside_generate(engine, model if HAS_GPU else plain, 16)
@@ -123,7 +126,7 @@ def test_steps_start_before_the_tokens_of_the_last_are_read(
     assert {len(ids) for ids in outputs} == {plan.max_new_tokens}
     assert waits == []
     num_ahead = sum(step.stays_inflight for step in steps)
-    assert num_ahead == 0 if plan is PLANS["penalised"] else num_ahead > len(steps) / 2
+    assert num_ahead == 0 if plan in (PLANS["penalised"], PLANS["scored"]) else num_ahead > len(steps) / 2
 
 
 # --- at load ---------------------------------------------------------------------------------------------------------

@@ -73,18 +73,6 @@ def test_tokenizer_apart_is_measured_beside_one_folder(benchmark: ModuleType, mo
     assert re.search(r"alone ms +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+-[\d.]+", run(benchmark, "--rounds 2"))
 
 
-@pytest.mark.parametrize("benchmark", ["gpu"], indirect=True)
-def test_the_gpu_benchmark_says_what_is_missing(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_paged(*_: object) -> None:
-        raise RuntimeError("it takes all memory of a CPU")
-
-    monkeypatch.setattr(benchmark, "run_paged", run_paged)
-    options = "--model tiny --device cpu --batch 2 --prompt-tokens 8 --new-tokens 8"
-    output = run(benchmark, options)
-    assert re.search(r"^2 +\d+ +\d+ +- +\d+\.\d+ +- +\d+ +\d+ +\d\.\d+", output, re.MULTILINE)
-    assert "no paged 2: RuntimeError: it takes all memory of a CPU" in output
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("benchmark", ["hybrid"], indirect=True)
 def test_hybrid_models_are_measured_in_both_engines(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

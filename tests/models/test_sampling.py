@@ -14,10 +14,12 @@ import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
+from hf_triton.sampling.draw import gumbel_noise
 from hf_triton.sampling.logits_edits import edit_logits
 from hf_triton.sampling.logprobs import token_logprobs
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.sampler import SampledToken, gumbel_noise, sample_tokens
+from hf_triton.sampling.row_params import RowParams
+from hf_triton.sampling.sampler import SampledToken, sample_tokens
 from hf_triton.sampling.sequence_sampler import SequenceSampler
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.sampling.warp import warp_scores
@@ -93,8 +95,12 @@ class CountPenalties:
         return scores
 
 
+def warped(scores: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    return warp_scores(scores, RowParams.build(params, [0] * len(params)))
+
+
 def our_scores(logits: torch.Tensor, samplers: list[SequenceSampler]) -> torch.Tensor:
-    return warp_scores(edit_logits(logits, samplers), [sampler.params for sampler in samplers])
+    return warped(edit_logits(logits, samplers), [sampler.params for sampler in samplers])
 
 
 def sample(logits: torch.Tensor, samplers: list[SequenceSampler]) -> list[int]:
@@ -152,7 +158,7 @@ def test_mixed_settings_give_the_distributions_of_transformers(seed: int) -> Non
 def test_a_nucleus_of_any_size_is_found(top_p: float, spread: float) -> None:
     logits = random_logits(4, 20_000) * spread
     params = SamplingParams(8, do_sample=True, top_p=top_p)
-    ours = warp_scores(logits, [params] * 4)
+    ours = warped(logits, [params] * 4)
     sizes = (ours > -torch.inf).sum(-1)
     mass = logits.double().softmax(-1).where(ours > -torch.inf, 0).sum(-1)
     least = logits.double().softmax(-1).where(ours > -torch.inf, 1).amin(-1)
@@ -163,7 +169,7 @@ def test_a_nucleus_of_any_size_is_found(top_p: float, spread: float) -> None:
 def test_tokens_of_the_lowest_kept_score_are_all_kept() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
     for settings in ({"top_k": 2}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 2, "top_p": 0.7}):
-        kept = warp_scores(logits, [SamplingParams(8, do_sample=True, **settings)])[0] > -torch.inf
+        kept = warped(logits, [SamplingParams(8, do_sample=True, **settings)])[0] > -torch.inf
         assert kept.tolist() == [True, False, True, True, True, False], settings
 
 
@@ -214,12 +220,15 @@ def test_tokens_of_probability_zero_are_never_sampled() -> None:
 def test_noise_is_gumbel_s() -> None:
     """Its mean is Euler's constant, its variance pi^2 / 6; adjacent values and successive keys are uncorrelated."""
     source = np.random.default_rng(0)
-    for keys in (source.integers(2**64, size=2000, dtype=np.uint64).tolist(), [2**64 - 1, 0, *range(1, 1999)]):
-        noise = gumbel_noise(keys, 1000, torch.device("cpu")).double()
+    for keys in (
+        source.integers(2**64, size=2000, dtype=np.uint64),
+        np.array([2**64 - 1, 0, *range(1, 1999)], np.uint64),
+    ):
+        noise = gumbel_noise(keys.view(np.int64), 1000, torch.device("cpu")).double()
         assert noise.isfinite().all()
         assert noise.mean().item() == pytest.approx(0.577216, abs=0.02)
         assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.1)
-    noise = gumbel_noise(source.integers(2**64, size=2000, dtype=np.uint64).tolist(), 1000, torch.device("cpu"))
+    noise = gumbel_noise(source.integers(2**64, size=2000, dtype=np.uint64).view(np.int64), 1000, torch.device("cpu"))
     noise = (noise - noise.mean()) / noise.std()
     for product in (noise[1:] * noise[:-1], noise[:, 1:] * noise[:, :-1], noise[:, 16:] * noise[:, :-16]):
         assert abs(product.mean().item()) < 5 / math.sqrt(product.numel())
@@ -293,7 +302,7 @@ def test_a_seed_gives_the_same_random_stream_after_a_restart(seed: int, key: int
 
 
 def test_a_key_gives_the_same_noise_on_every_machine() -> None:
-    noise = gumbel_noise([0, 2**64 - 1], 3, torch.device("cpu")).tolist()
+    noise = gumbel_noise(np.array([0, -1]), 3, torch.device("cpu")).tolist()
     assert noise == [
         pytest.approx([22.18071, -0.528639, 0.933809], abs=1e-5),
         pytest.approx([22.18071, 22.18071, -0.528639], abs=1e-5),

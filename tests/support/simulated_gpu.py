@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,7 +54,14 @@ COPYING: Final = frozenset({aten.copy_.default, aten._to_copy.default})
 INDEXING: Final = frozenset(  # takes indices from the host, and waits for them
     {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 )
-WHOLE: Final = frozenset({aten.scaled_dot_product_attention.default})  # its parts ask for kernels of the device
+WHOLE: Final = frozenset(  # a device has kernels of their own for them
+    {aten.scaled_dot_product_attention.default, aten.rms_norm.default}
+)
+NUM_KERNELS: Final = {  # one for any other operation
+    **dict.fromkeys(("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"), 0),
+    **dict.fromkeys(("aten::new_empty_strided", "aten::_unsafe_view"), 0),
+    "hf_triton::attend": 3,  # the new keys and values are written, parts attended to and combined
+}
 
 
 def _histogram(numbers: torch.Tensor, *arguments: float) -> torch.Tensor:
@@ -107,6 +115,8 @@ class Device:
         self._num_sent = 0
         self._late: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # host memory, and what is on its way there
         self._read: list[tuple[torch.Tensor, torch.Tensor]] = []  # host memory on its way here, and what it was
+        self.kernels: Counter[str] = Counter()
+        """Those that have run or were captured, by operation; views and allocations are none."""
 
     def index_of(self, place: torch.device) -> int:
         """The number of a device; the thread's current one where it has none."""
@@ -188,6 +198,8 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is aten.dropout.default and not args[2]:
+            return args[0]  # as a device does; its decomposition copies
         if func not in WHOLE and func._can_decompose():
             with self:
                 found = func.decompose(*args, **kwargs)
@@ -254,6 +266,8 @@ class Operations(TorchDispatchMode):
         capture = self._device.capture
         given = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, OnDevice)]
         shapes = [tensor.numbers.shape for tensor in given]
+        if not _is_view(func):
+            self._device.kernels[func.name()] += NUM_KERNELS.get(func.name().split(".")[0], 1)
         compute = STANDING_IN.get(func, func)
         found = capture.record(compute, args, kwargs) if capture else compute(*_numbers(args), **_numbers(kwargs))
         if shapes != [tensor.numbers.shape for tensor in given]:
@@ -269,6 +283,12 @@ class Operations(TorchDispatchMode):
                 return OnDevice(result, place)
 
         return _mapped(wrapped, found)
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operation's results are its arguments' memory, to which it does not write."""
+    results = [result.alias_info for result in func._schema.returns]
+    return bool(results) and all(alias is not None and not alias.is_write for alias in results)
 
 
 def _is_waited_for(index: torch.Tensor | None) -> bool:

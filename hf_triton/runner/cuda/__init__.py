@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA inference: attention, graphs of forwards, index constants. The rest of the package imports this alone.
+"""CUDA inference: attention, fused kernels, graphs, index constants, draws. The rest of the package imports this alone.
 
 Importing it loads no torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hf_triton.runner.cuda.graphs import StepGraphs
     from hf_triton.runner.device_step import DeviceStep
 
-__all__ = ["NO_SEQUENCE", "attention_for", "capture_graphs", "forward_context"]
+__all__ = ["NO_SEQUENCE", "attention_for", "capture_graphs", "draw", "forward_context", "fuse"]
 
 NO_SEQUENCE: Final = -1
 """The sequence of a token that is padding."""
@@ -40,6 +40,13 @@ def capture_graphs(
     return StepGraphs(forward, device, max_sequences=max_sequences, num_tables=num_tables)
 
 
+def draw(scores: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+    """Draw a token of each row by a kernel, see `draw_kernel.draw`; raises where Triton is missing."""
+    from hf_triton.runner.cuda.draw_kernel import draw
+
+    return draw(scores, *params)
+
+
 def forward_context(device: torch.device) -> AbstractContextManager[None]:
     """A context for a model's forwards, which may be entered again and again; it does nothing on other devices."""
     if device.type != "cuda":
@@ -51,3 +58,15 @@ def forward_context(device: torch.device) -> AbstractContextManager[None]:
     # torch 2.11 and later prefer cuDNN, which plans for each shape; lengths grow at every step.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return KeptIndexConstants()
+
+
+def fuse(model: Any) -> None:
+    """Replace what a model computes in many small kernels by one each, in place; a model on a CPU stays as it is.
+
+    Args:
+        model: A transformers model in eval mode.
+    """
+    if model.device.type == "cuda":
+        from hf_triton.runner.cuda.fused import fuse_modules
+
+        fuse_modules(model)

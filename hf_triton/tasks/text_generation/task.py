@@ -199,12 +199,14 @@ def build_text_generation(
     from hf_triton.engine.choose import build_engine
     from hf_triton.runner.adapters import Adapters
     from hf_triton.runner.cpu import accelerate
+    from hf_triton.runner.cuda import fuse
     from hf_triton.runner.device import DeviceContext
 
     limits = request_limits(settings, checkpoint.context_length)
     text_to_text = build_text_to_text(settings.task, checkpoint)
     with DeviceContext(checkpoint.model.device):
         accelerate(checkpoint.model, pack_weights=settings.pack_weights)
+        fuse(checkpoint.model)
         adapters = Adapters(checkpoint.model)
         store = AdapterStore(adapters, settings.adapters, hub.model_folder, hub.resolve_adapter)
         engine = build_engine(

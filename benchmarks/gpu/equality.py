@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether tiny models of many families give the tokens of `generate` on this device, eagerly and captured.
+
+    python benchmarks/gpu/equality.py --out FOLDER
+
+Greedy completions of 24 prompts in company, beside `generate` of each alone: in float32, where each must be equal, and
+in bfloat16, where rounding may part some. The exit status is 1 if a completion in float32 differs.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from concurrent.futures import Future
+from contextlib import closing
+from typing import Any, Literal
+
+import torch
+from figures import Figures, read_options
+from transformers import AutoModelForCausalLM
+
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.sequence import Outcome, SequenceGroup
+from hf_triton.runner.way_probe import probe_ways
+from hf_triton.sampling.params import SamplingParams
+from hf_triton.testing import build_tiny_checkpoint
+from hf_triton.testing.checkpoints import VOCAB_SIZE
+
+FAMILIES = ("llama", "falcon", "qwen3", "gemma3", "gpt-oss", "mixtral", "deepseek-v3", "qwen3-next")
+SMALL = ("llama", "falcon")
+NUM_PROMPTS, MAX_TOKENS = 24, 40
+MODES: tuple[Literal["eager", "auto"], ...] = ("eager", "auto")
+
+Item = tuple[list[int], int]
+"""A prompt, and the number of new tokens."""
+
+
+def build(family: str, dtype: torch.dtype, device: torch.device) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = build_tiny_checkpoint(f"{folder}/checkpoint", family, eos_token_id=None)
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    return model.to(device).eval()
+
+
+def items(count: int) -> list[Item]:
+    """Some begin alike."""
+    source = random.Random(0)
+    shared = [source.randrange(3, VOCAB_SIZE) for _ in range(MAX_TOKENS)]
+    prompts = [[source.randrange(3, VOCAB_SIZE) for _ in range(source.randrange(1, MAX_TOKENS))] for _ in range(count)]
+    return [
+        ((shared if number % 3 == 0 else []) + each, source.randrange(1, 24)) for number, each in enumerate(prompts)
+    ]
+
+
+@torch.inference_mode()
+def alone(model: Any, item: Item) -> list[int]:
+    ids = torch.tensor([item[0]], device=model.device)
+    mask = torch.ones_like(ids)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=item[1], do_sample=False, pad_token_id=0)
+    tokens: list[int] = output[0, len(item[0]) :].tolist()
+    return tokens
+
+
+def in_company(engine: ContinuousBatchingEngine, given: list[Item]) -> list[list[int]]:
+    answers = [Future[Outcome]() for _ in given]
+    engine.submit(
+        [
+            SequenceGroup(prompt, SamplingParams(count), on_finish=answer.set_result)
+            for (prompt, count), answer in zip(given, answers, strict=True)
+        ]
+    )
+    outcomes = [answer.result(timeout=60) for answer in answers]
+    return [[] if not isinstance(outcome, list) else outcome[0].token_ids for outcome in outcomes]
+
+
+def compare(model: Any, mode: Literal["eager", "auto"], given: list[Item], expected: list[list[int]]) -> dict[str, Any]:
+    """Equal completions, and whether steps were captured."""
+    way = probe_ways(model)
+    if way is None:
+        raise RuntimeError("the continuous engine does not run this model")
+    engine = ContinuousBatchingEngine(model, way=way, max_num_seqs=8, max_cache_tokens=1024, decoding=mode)
+    with closing(engine):
+        found = in_company(engine, given)
+    equal = sum(one == other for one, other in zip(found, expected, strict=True))
+    return {"equal": equal, "of": len(given), "is_captured": engine.runner._graphs is not None}
+
+
+def main() -> None:
+    options = read_options(__doc__)
+    figures, num_wrong = Figures("equality", options.out), 0
+    given = items(6 if options.small else NUM_PROMPTS)
+    for dtype in (torch.float32, torch.bfloat16):
+        for family in SMALL if options.small else FAMILIES:
+            names = {"model": family, "load": str(dtype).removeprefix("torch.")}
+            with figures.attempt(**names):
+                model = build(family, dtype, options.device)
+                expected = [alone(model, item) for item in given]
+                for mode in MODES[:1] if options.small else MODES:
+                    found = compare(model, mode, given, expected)
+                    figures.add(**names, name=mode, **found)
+                    num_wrong += (found["of"] - found["equal"]) * (dtype == torch.float32)
+    sys.exit(num_wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

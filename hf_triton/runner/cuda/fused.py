@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces what a model computes in many small kernels by one kernel each: norms, rotary embeddings, gates.
+
+What a module computes is found by trying. It is replaced if its output on random numbers, on its device and in its
+dtype, stays the same up to rounding; else it stays as it is. Linear layers are still called as modules, so adapters,
+quantised weights and hooks keep working.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from hf_triton.runner.cuda.fused_operations import gelu_mul, is_usable, rms_norm, rotary, silu_mul
+from hf_triton.runner.faults import described
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+ROTARY: Final = "apply_rotary_pos_emb"
+"""The function of transformers' modeling modules that rotates query and key."""
+GATES: Final = (silu_mul, functional.silu), (gelu_mul, partial(functional.gelu, approximate="tanh"))
+"""Operations, and their activations."""
+SCALES: Final = 1.0, 30.0, 1e-3
+"""Of a norm's random rows; the mean square of the last is about as large as its eps."""
+LARGE: Final = 50.0
+"""A gate that a trial reaches, beyond the limits that some models set."""
+
+
+@torch.no_grad()
+def fuse_modules(model: Any) -> None:
+    """Replace what can be replaced in a model in eval mode, on its devices; its forwards run in inference mode."""
+    counts: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        try:
+            replaced = _replace_forward(module, model.dtype)
+        except Exception as error:  # a module may do anything in its forward
+            logger.debug("%s (%s) is not fused (%s)", name, type(module).__name__, described(error))
+            continue
+        if replaced:
+            counts[replaced] += 1
+    for module_name in {type(module).__module__ for module in model.modules()}:
+        if _replace_rotary(module_name, model):
+            counts["rotary embeddings"] += 1
+    logger.info("fused kernels: %s", ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none")
+
+
+def _replace_forward(module: nn.Module, dtype: torch.dtype) -> str | None:
+    """Replace a norm's or a gate's forward; what was replaced, None: nothing."""
+    name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hooks stay around it
+    original = getattr(module, name)
+    build = _build_norm if _is_like_norm(module) else _build_gate if hasattr(module, "down_proj") else None
+    if build is None or len(inspect.signature(original).parameters) != 1:
+        return None
+    trial = build(module, dtype, original)
+    if trial is None:
+        return None
+    fused, states = trial
+    if not _is_same(module(states), fused(states)):
+        raise ValueError("its output changes")
+    setattr(module, name, fused)
+    return "norms" if build is _build_norm else "gates"
+
+
+def _is_same(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    """Whether outputs differ by no more than rounding: parts of the largest number of each row."""
+    tolerance = max(4 * torch.finfo(expected.dtype).eps, 1e-5)
+    difference, largest = (each.float().abs().amax(-1) for each in (expected - found, expected))
+    return expected.dtype == found.dtype and bool((difference <= tolerance * largest).all())
+
+
+def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return numbers.to(dtype).to(device)
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FusedNorm:
+    """The forward of an RMSNorm."""
+
+    original: Forward
+    """For states of another dtype than the model's."""
+    weight: torch.Tensor
+    """`[size]`: in the model's dtype, or in float32 as a sum that the dtype does not hold."""
+    eps: float
+    dtype: torch.dtype
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        if states.dtype != self.dtype:
+            return self.original(states)
+        if self.weight.dtype == self.dtype:
+            return functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
+        return rms_norm(states, self.weight, self.eps)
+
+
+def _is_like_norm(module: nn.Module) -> bool:
+    """Whether a module has one weight of one dimension on a GPU, and nothing else."""
+    parameters = [each for each in module._parameters.values() if each is not None]
+    others = [*module.children(), *(each for each in module._buffers.values() if each is not None)]
+    return not others and [(each.ndim, each.device.type) for each in parameters] == [(1, "cuda")]
+
+
+def _build_norm(module: nn.Module, dtype: torch.dtype, original: Forward) -> tuple[FusedNorm, torch.Tensor] | None:
+    """The replacement and states to compare it with; a random weight in 32 bits tells what the module computes."""
+    ((name, weight),) = module.named_parameters()
+    trial = _random(len(weight), dtype=torch.float32, device=weight.device)
+    states = torch.stack([trial.roll(number + 1) * scale for number, scale in enumerate(SCALES)])
+    expected = functional_call(module, {name: trial}, (states,))
+    for eps in {value for value in vars(module).values() if isinstance(value, float)}:
+        for offset in (0, 1):
+            if _is_same(expected, functional.rms_norm(states, trial.shape, offset + trial, eps)):
+                total = weight if offset == 0 else offset + weight.float()
+                is_right = total.dtype == dtype or is_usable(weight.device, dtype)
+                return (FusedNorm(original, total, eps, dtype), states.to(dtype)) if is_right else None
+    return None
+
+
+# --- gates -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FusedGate:
+    """The forward of a gated MLP, whose projections of gate and up are one layer or two."""
+
+    module: Any
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        module = self.module
+        if hasattr(module, "gate_up_proj"):
+            gate, up = module.gate_up_proj(states).chunk(2, -1)
+        else:
+            gate, up = module.gate_proj(states), module.up_proj(states)
+        output: torch.Tensor = module.down_proj(self.multiply(gate, up))
+        return output
+
+
+def _build_gate(module: Any, dtype: torch.dtype, _: Forward) -> tuple[FusedGate, torch.Tensor] | None:
+    """The replacement and states to compare it with, of usual size and large."""
+    first = module.gate_up_proj if hasattr(module, "gate_up_proj") else module.gate_proj
+    device = next(chain(first.parameters(), first.buffers())).device
+    multiply = _multiply_of(module)
+    if multiply is None or device.type != "cuda" or not is_usable(device, dtype):
+        return None
+    states = _random(3, first.in_features, dtype=dtype, device=device)
+    return FusedGate(module, multiply), torch.cat([states, states * (LARGE / first(states).abs().max())])
+
+
+def _multiply_of(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """The operation of the activation that a module has, told in 32 bits; None: there is none."""
+    numbers = torch.linspace(-8, 8, 1001)
+    for child in module.children():
+        if next(child.parameters(), None) is None and not list(child.children()):
+            output = child(numbers)
+            for multiply, activate in GATES:
+                if torch.allclose(output, activate(numbers), rtol=1e-4, atol=1e-6):
+                    return multiply
+    return None
+
+
+# --- rotary embeddings -----------------------------------------------------------------------------------------------
+
+
+class FusedRotary:
+    """Stands in for a modeling module's function; what it was not compared for goes to the original."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.compared: set[tuple[torch.device, torch.dtype]] = set()
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if options in ({}, {"unsqueeze_dim": 1}) and len(arguments) == 4 and self._takes(*arguments):
+            return rotary(*arguments)
+        return self.original(*arguments, **options)
+
+    def _takes(self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        if query.ndim != 4:
+            return False
+        rows, _, positions, size = query.shape
+        return (
+            (query.device, query.dtype) in self.compared
+            and key.dtype == cos.dtype == sin.dtype == query.dtype
+            and (key.shape[0], *key.shape[2:]) == (rows, positions, size)
+            and cos.shape == sin.shape
+            and cos.shape in ((rows, positions, size), (1, positions, size))
+        )
+
+
+def _replace_rotary(module_name: str, model: Any) -> bool:
+    """Replace the function of a modeling module for the devices of a model; other models use the same function."""
+    module = sys.modules.get(module_name)
+    function = getattr(module, ROTARY, None)
+    if function is None:
+        return False
+    fused = function if isinstance(function, FusedRotary) else FusedRotary(function)
+    for device in {each.device for each in model.parameters() if each.device.type == "cuda"}:
+        try:
+            if is_usable(device, model.dtype) and _rotates_halves(fused.original, device, model):
+                fused.compared.add((device, model.dtype))
+        except Exception as error:  # a function of the same name that takes other arguments
+            logger.debug("%s of %s is not fused (%s)", ROTARY, module_name, described(error))
+    if fused.compared:
+        setattr(module, ROTARY, fused)
+    return bool(fused.compared)
+
+
+def _rotates_halves(function: Callable[..., Any], device: torch.device, model: Any) -> bool:
+    """Whether a function rotates number `i` of a head with number `i + size / 2`."""
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    numbers = _random(1, 5, 8, size, dtype=model.dtype, device=device)
+    query, key = numbers[:, :, :4].transpose(1, 2), numbers[:, :, 4:6].transpose(1, 2)
+    arguments = query, key, numbers[:, :, 6], numbers[:, :, 7]
+    return all(map(_is_same, function(*arguments), rotary(*arguments)))

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations that compute in one kernel what models compute in several; see `fused.py`.
+
+A CUDA device runs the kernels of `fused_kernels.py`. On a CPU torch computes them in 32 bits: the simulated device runs
+that, and kernels are tested beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+logger = logging.getLogger(__name__)
+
+LIBRARY: Any = torch.library.Library("hf_triton", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY.define("rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)")
+LIBRARY.define("silu_mul(Tensor gate, Tensor up) -> Tensor")
+LIBRARY.define("gelu_mul(Tensor gate, Tensor up) -> Tensor")
+LIBRARY.define("rms_norm(Tensor states, Tensor weight, float eps) -> Tensor")
+
+
+def rotary(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate number `i` of each head with number `i + size / 2`.
+
+    Args:
+        query: `[rows, heads, positions, size]`, any strides.
+        key: `[rows, key_heads, positions, size]`.
+        cos: `[rows, positions, size]`, or one row for all.
+        sin: As `cos`.
+
+    Returns:
+        Query and key, of their shapes and dtypes.
+    """
+    rotated: tuple[torch.Tensor, torch.Tensor] = torch.ops.hf_triton.rotary(query, key, cos, sin)
+    return rotated
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`, of two tensors of one shape and dtype."""
+    product: torch.Tensor = torch.ops.hf_triton.silu_mul(gate, up)
+    return product
+
+
+def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up`, see `silu_mul`; GELU is the one approximated by tanh."""
+    product: torch.Tensor = torch.ops.hf_triton.gelu_mul(gate, up)
+    return product
+
+
+def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide rows by the root of their mean square, and multiply them with a weight of more bits than theirs.
+
+    Args:
+        states: `[..., size]`.
+        weight: `[size]` float32.
+        eps: Added to the mean square.
+
+    Returns:
+        Of the shape and dtype of `states`.
+    """
+    normed: torch.Tensor = torch.ops.hf_triton.rms_norm(states, weight, eps)
+    return normed
+
+
+# --- on a CPU --------------------------------------------------------------------------------------------------------
+
+
+def _rotary_on_cpu(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+
+    def rotated(states: torch.Tensor) -> torch.Tensor:
+        first, second = states.float().chunk(2, -1)
+        return (states * cos + torch.cat((-second, first), -1) * sin).to(states.dtype)
+
+    return rotated(query), rotated(key)
+
+
+def _gated_on_cpu(
+    activate: Callable[[torch.Tensor], torch.Tensor], gate: torch.Tensor, up: torch.Tensor
+) -> torch.Tensor:
+    return (activate(gate.float()) * up.float()).to(gate.dtype)
+
+
+def _rms_norm_on_cpu(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return functional.rms_norm(states.float(), weight.shape, weight, eps).to(states.dtype)
+
+
+LIBRARY.impl("rotary", _rotary_on_cpu, "CPU")
+LIBRARY.impl("silu_mul", partial(_gated_on_cpu, functional.silu), "CPU")
+LIBRARY.impl("gelu_mul", partial(_gated_on_cpu, partial(functional.gelu, approximate="tanh")), "CPU")
+LIBRARY.impl("rms_norm", _rms_norm_on_cpu, "CPU")
+
+
+# --- on a CUDA device ------------------------------------------------------------------------------------------------
+
+
+def _kernels() -> ModuleType:
+    from hf_triton.runner.cuda import fused_kernels
+
+    return fused_kernels
+
+
+def _rotary_on_cuda(query: torch.Tensor, *others: torch.Tensor) -> Any:
+    with torch.cuda.device(query.device):  # Triton launches on the current one
+        return _kernels().rotary(query, *others)
+
+
+def _gated_on_cuda(gate: torch.Tensor, up: torch.Tensor, *, is_gelu: bool) -> Any:
+    with torch.cuda.device(gate.device):
+        return _kernels().gated(gate, up, is_gelu=is_gelu)
+
+
+def _rms_norm_on_cuda(states: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+    with torch.cuda.device(states.device):
+        return _kernels().rms_norm(states, weight, eps)
+
+
+LIBRARY.impl("rotary", _rotary_on_cuda, "CUDA")
+LIBRARY.impl("silu_mul", partial(_gated_on_cuda, is_gelu=False), "CUDA")
+LIBRARY.impl("gelu_mul", partial(_gated_on_cuda, is_gelu=True), "CUDA")
+LIBRARY.impl("rms_norm", _rms_norm_on_cuda, "CUDA")
+
+
+@cache
+def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device can run the kernels, which is tried once; if not, the log says why."""
+    states = torch.ones(1, 2, 3, 8, dtype=dtype, device=device)
+    try:
+        rotary(states, states, states[:, 0], states[:, 0])
+        silu_mul(states, states)
+        gelu_mul(states, states)
+        rms_norm(states, torch.ones(8, device=device), 1e-6)
+    except Exception as error:  # no Triton, no C compiler, a device that Triton does not know
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        logger.warning("no fused kernels on %s (%s): models run torch's, more of them", device, reason)
+        return False
+    return True

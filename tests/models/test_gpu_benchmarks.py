@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What measures a GPU runs on a CPU to its end, on little; its tables are those of its figures."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.tables import NOTHING, document, goals, read, tables
+from tests.support.paths import ROOT
+
+RUN = ROOT / "benchmarks" / "gpu" / "run.sh"
+RECORDS = (
+    {"part": "machine", "card": "Card", "torch": "2.13.0"},
+    {"part": "engine", "model": "llama-3-8b", "name": "decode", "load": "1 x 512", "tokens_per_s": 146.04},
+    {"part": "engine", "model": "llama-3-8b", "name": "start, warm", "start_s": 15.1},
+    {"part": "engine", "model": "llama-3-8b", "name": "mix", "load": "64 in flight", "failed": "OutOfMemoryError"},
+)
+
+
+def run(out: Path, *stages: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OUT": str(out), "PYTHON": python}
+    return subprocess.run([RUN, "--small", *stages], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.full
+def test_every_part_runs_and_says_what_a_cpu_leaves_out(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    assert found.returncode == 0, found.stdout[-3000:]
+    records = read(tmp_path / "figures.jsonl")
+    assert [each for each in records if "failed" in each] == []
+    assert {each["part"] for each in records} == {"machine", "attention", "equality", "engine", "encoder", "peers"}
+    assert all(each["equal"] == each["of"] for each in records if "equal" in each and each["load"] == "float32")
+    skipped = {(each["part"], each["name"]) for each in records if "skipped" in each}
+    assert {("attention", "sweep"), ("engine", "profile"), ("peers", "paged"), ("peers", "compiled")} <= skipped
+    mixes = {each["name"]: each for each in records if each["part"] == "engine" and "held_over_live" in each}
+    assert set(mixes) == {"mix", "mix, grammar", "mix, prefixes", "equal"}
+    assert mixes["mix, prefixes"]["reused_tokens"] > 0
+    assert "| tiny | decode, drawn | 2 x 16 |" in found.stdout
+
+
+def test_a_stage_that_fails_is_a_figure_and_stops_no_other(tmp_path: Path) -> None:
+    assert run(tmp_path, "machine", "peers", python="false").returncode == 1
+    assert [each["name"] for each in read(tmp_path / "figures.jsonl")] == ["machine", "peers"]
+
+
+def test_tables_have_the_figures_and_what_failed() -> None:
+    text = tables(RECORDS)
+    assert text.startswith("**Card**: torch 2.13.0.")
+    assert "| model | name | load | tokens per s |\n|---|---|---|---|\n| llama-3-8b | decode | 1 x 512 | 146 |" in text
+    assert "* failed: engine llama-3-8b mix 64 in flight: OutOfMemoryError" in text
+
+
+def test_goals_are_reached_missed_or_not_measured() -> None:
+    lines = goals(RECORDS).splitlines()
+    assert "reached: engine llama-3-8b decode 1 x 512 tokens_per_s >= 145: 146" in lines
+    assert "MISSED: engine llama-3-8b start, warm start_s <= 15: 15.1" in lines
+    assert sum(line.startswith("not measured") for line in lines) == len(lines) - 2
+
+
+def test_a_document_has_all_runs_the_last_one_first(tmp_path: Path) -> None:
+    assert document(tmp_path) == NOTHING
+    for day, card in (("2027-01-31", "First"), ("2027-02-01", "Second")):
+        (tmp_path / f"{day}.jsonl").write_text(json.dumps({"part": "machine", "card": card}) + "\n")
+    assert re.findall(r"First|Second", document(tmp_path)) == ["Second", "First"]
