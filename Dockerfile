@@ -17,6 +17,11 @@ FROM ${BASE_IMAGE}
 # Prompts are UTF-8 regardless of the host's locale; logs are not buffered.
 ENV LANG=C.UTF-8 LC_ALL=C.UTF-8 PYTHONUNBUFFERED=1 HF_HUB_DISABLE_TELEMETRY=1
 
+# What Triton's language compiles a kernel's launcher with, at its first use on a GPU.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+
 WORKDIR /tmp/hf_triton
 
 # torch is by far the largest layer; only a change of the pinned versions rebuilds it.
@@ -48,6 +53,10 @@ ENV HOME=/home/triton-server
 RUN if ! getent passwd 1000; then useradd --uid 1000 --no-create-home triton-server; fi \
     && mkdir -p "${HOME}/.cache" && chmod 1777 "${HOME}" "${HOME}/.cache" \
     && rm -rf /root/.cache && ln -s "${HOME}/.cache" /root/.cache
+
+# Compiled kernels are in the cache too. On a GPU, freed memory serves allocations of any size.
+ENV TRITON_CACHE_DIR=${HOME}/.cache/triton PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+
 USER 1000:1000
 
 # Relative paths (`model_repository`) start here. The entrypoint is NVIDIA's.

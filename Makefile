@@ -32,6 +32,7 @@ NPM := .venv/npm/.set-up
 CODEX := .venv/codex/.set-up
 GPTQ := .venv/gptq/.set-up
 PROGRAMS := .venv/programs/.set-up
+TRITON := .venv/triton/.set-up
 
 .PHONY: help setup serve test test-all test-clients bench soak check format docs test-gptq test-page test-container clean
 
@@ -57,7 +58,7 @@ serve: $(SETUP) ## Serve the demo model, or the folders in MODELS=...
 test: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) ## Run the tests; TESTS=tests/unit for some of them
 	$(call pytest,not container and not full)
 
-test-all: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) ## Run every test: all architectures, the simulated GPU, a short soak
+test-all: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) $(TRITON) ## Run every test: all architectures, the simulated GPU, a short soak
 	$(call pytest,not container)
 
 # perf_analyzer comes in an older client wheel, and finds two libraries in the server's wheel.
@@ -70,6 +71,11 @@ $(PERF_ANALYZER): $(SETUP)
 
 $(PROGRAMS): $(SETUP) tests/server/programs.sh
 	tests/server/programs.sh $(@D)
+	@touch $@
+
+# Triton's language, whose interpreter runs the kernels of GPUs; apart, because torch would use it (700 MB).
+$(TRITON): $(SETUP)
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(@D) triton==3.7.1
 	@touch $@
 
 test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) $(AIPERF) $(FRAMEWORKS) $(NPM) $(CODEX) ## Run other clients (2 GB, npm)

@@ -11,14 +11,15 @@ more than 10 % slower than torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import click
 import torch
 from torch import nn
 
 from hf_triton.runner.cpu.layer_timing import Choice, shape_of, time_layers
-from hf_triton.runner.cpu.linear import LinearKernel, onednn_linear
+from hf_triton.runner.cpu.linear import PackedLinear
 
 NUM_BYTES = 128e6
 SHAPES = ((512, 512), (1408, 512), (4096, 4096))
@@ -35,29 +36,23 @@ class Layers:
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         count = max(2, round(NUM_BYTES / (outputs * inputs * dtype.itemsize)))
         self.plain = [nn.Linear(inputs, outputs, bias=False, dtype=dtype) for _ in range(count)]
-        self.packed = [torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None) for layer in self.plain]
-        kernels = [LinearKernel.build(weight, None) for weight in self.packed]
-        self.kernels = [kernel for kernel in kernels if kernel is not None]
+        weights = [torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None) for layer in self.plain]
+        self.packed = [PackedLinear.of(weight, None) for weight in weights]
+        self.kernels = [PackedLinear.of(weight, None) for weight in weights]
+        for layer in self.kernels:
+            layer.use_kernel()
 
     def ways(self, x: torch.Tensor) -> dict[str, Callable[[], None]]:
-        def by_torch() -> None:
-            for layer in self.plain:
+        def by(layers: Sequence[nn.Module]) -> None:
+            for layer in layers:
                 layer(x)
-
-        def by_onednn() -> None:
-            for weight in self.packed:
-                onednn_linear(x, weight, None)
-
-        def by_kernel() -> None:
-            for kernel in self.kernels:
-                kernel(x, None)
 
         def read() -> None:
             for layer in self.plain:
                 layer.weight.view(torch.int32).max()
 
-        ways = {"torch": by_torch, "oneDNN": by_onednn, "kernel": by_kernel, "read": read}
-        return ways if self.kernels else {name: way for name, way in ways.items() if name != "kernel"}
+        ways = {"torch": partial(by, self.plain), "oneDNN": partial(by, self.packed), "read": read}
+        return ways | ({"kernel": partial(by, self.kernels)} if self.kernels[0].kernel else {})
 
     def choice(self) -> Choice:
         """What `pack_weights: auto` takes for such layers."""

@@ -178,6 +178,7 @@ def start_service(
 
 def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter) -> LoadedTask:
     """Load a checkpoint that generates text and start its engine. Arguments and errors as in `start_service`."""
+    from hf_triton.hub.neighbours import gpu_part
     from hf_triton.hub.resolve import Hub
     from hf_triton.tasks.text_generation.chat_template import load_chat_template
     from hf_triton.tasks.text_generation.response_template import load_response_template
@@ -189,6 +190,7 @@ def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[s
     chat_template = load_chat_template(settings.chat_template, folder)
     response_template = load_response_template(settings.response_template, folder)
     hub = Hub(folder, settings, os.environ)
+    gpu = int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else None
     return build_text_generation(
         load(hooks, hub, settings, args),
         settings,
@@ -199,6 +201,7 @@ def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[s
         on_fatal=stop_server,
         observer=meter,
         returns_timings=takes_response_parameters(),
+        gpu_part=gpu_part(folder, gpu, settings.gpu_memory_fraction),
     )
 
 

@@ -209,8 +209,11 @@ class ModelSettings(BaseModel):
     max_prompts: Count = 1024
     """Maximum number of prompts in one request."""
 
-    max_num_seqs: Annotated[int, annotated_types.Ge(1), annotated_types.Le(4096), FormerName("max_batch_rows")] = 32
-    """Maximum number of sequences decoded concurrently; further ones are queued."""
+    max_num_seqs: Annotated[
+        Annotated[int, annotated_types.Ge(1), annotated_types.Le(4096)] | None, FormerName("max_batch_rows")
+    ] = None
+    """Maximum number of sequences decoded concurrently; further ones are queued. By default 32, and 256 on a CUDA
+    GPU."""
 
     max_waiting_prompts: Count = 4096
     """Maximum number of queued prompts. A request that exceeds it is rejected at once (`queue_full`, status 503),
@@ -219,10 +222,16 @@ class ModelSettings(BaseModel):
     max_cache_tokens: Annotated[int, annotated_types.Ge(256), annotated_types.Le(2**31 - 1)] | None = None
     """KV cache size of the continuous engine in tokens; it is used in blocks of 64 tokens, on a GPU of 16. By default,
     on a CPU, the cache grows with demand into the free memory (into the cgroup's limit), and shrinks when the engine is
-    idle, except for cached prefixes. On a GPU it is allocated at load, and by default takes 0.9 of the free memory:
-    several models on one GPU must all set it. If the running sequences outgrow it, the youngest is preempted. A request
-    whose prompt and `max_new_tokens`, rounded up to whole blocks, can never fit is rejected. States of hybrid models do
-    not count."""
+    idle, except for cached prefixes; on a GPU it is allocated at load, see `gpu_memory_fraction`. If the running
+    sequences outgrow it, the youngest is preempted. A request whose prompt and `max_new_tokens`, rounded up to whole
+    blocks, can never fit is rejected. States of hybrid models do not count."""
+
+    gpu_memory_fraction: Annotated[float, annotated_types.Gt(0), annotated_types.Le(1)] | None = None
+    """The part of a GPU's whole memory that one instance takes: a tenth of it is left for a step's tensors and CUDA
+    graphs, and the KV cache of the continuous engine gets what the weights leave of the rest. By default instances on
+    one GPU share it equally, and the cache takes no more than `max_num_seqs` sequences of 4096 tokens, or of the
+    context if that is shorter, need. `max_cache_tokens` comes before it. It does nothing on a CPU, for encoders, and in
+    the batch engine."""
 
     enable_prefix_caching: Annotated[bool, FormerName("share_prefixes")] = True
     """Whether the continuous engine reuses the KV cache of a prefix that prompts share, such as a system prompt or the

@@ -30,6 +30,7 @@ from loads import Meter, Request, decoding, mixed_requests, random_prompts, run_
 from models import CONFIGS, build_decoder, weight_bytes
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.runner.cuda import fuse
 from hf_triton.runner.cuda.graphs import step_sizes
 from hf_triton.runner.model_runner import ModelRunner
 from hf_triton.runner.way_probe import probe_ways
@@ -240,6 +241,7 @@ def main() -> None:
     figures, device, plan = Figures("engine", options.out), options.device, SMALL if options.small else Plan()
     began_s = time.perf_counter()
     model = build_decoder(options.model, device)
+    fuse(model)
     figures.add(
         model=options.model, name="weights", build_s=time.perf_counter() - began_s, gb=weight_bytes(model) / 1e9
     )

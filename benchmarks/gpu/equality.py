@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Outcome, SequenceGroup
+from hf_triton.runner.cuda import fuse
 from hf_triton.runner.way_probe import probe_ways
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
@@ -96,6 +97,7 @@ def main() -> None:
             with figures.attempt(**names):
                 model = build(family, dtype, options.device)
                 expected = [alone(model, item) for item in given]
+                fuse(model)
                 for mode in MODES[:1] if options.small else MODES:
                     found = compare(model, mode, given, expected)
                     figures.add(**names, name=mode, **found)

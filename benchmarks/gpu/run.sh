@@ -11,7 +11,7 @@ set -u
 cd "$(dirname "$0")/../.."
 SMALL=
 if [ "${1:-}" = --small ]; then SMALL=--small; shift; fi
-STAGES=${*:-machine attention equality tests qwen llama encoder peers}
+STAGES=${*:-machine attention sampling equality tests qwen llama encoder peers}
 OUT=${OUT:-.}
 PYTHON=${PYTHON:-python3}
 FAILED=0
@@ -40,6 +40,7 @@ part() { # stage, seconds, script, its arguments
 if command -v nvidia-smi; then nvidia-smi; fi
 part machine 30 figures
 part attention 90 attention
+part sampling 40 sampling
 part equality 60 equality
 if [ -z "$SMALL" ]; then
   # Without the options of pyproject.toml, which ask for plugins.

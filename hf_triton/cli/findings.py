@@ -213,8 +213,23 @@ class FolderCheck:
         sentence = f"{weights}, {decimal(free)} free on {device.type}{cache}"
         if num_bytes <= free or is_before:
             self._add("memory", "ok", sentence)
+            if device.type == "cuda" and generates:
+                self._check_gpu_part(num_bytes, settings, device)
         else:
             self._add("memory", "error", f"{sentence}: use a smaller dtype, quantization_config, or a larger machine")
+
+    def _check_gpu_part(self, num_bytes: int, settings: ModelSettings, device: Any) -> None:
+        """What an instance gets of the GPU where it has the least, for its KV cache beside the weights."""
+        from hf_triton.hub.neighbours import gpu_part
+        from hf_triton.runner.gpu_memory import USED_FRACTION, read_memory
+
+        part = gpu_part(self._folder, None, settings.gpu_memory_fraction)
+        room = int(read_memory(device)[1] * part.fraction * USED_FRACTION)
+        sentence = f"an instance has {decimal(room)} for weights and KV cache ({part.reason})"
+        if num_bytes < room or settings.max_cache_tokens is not None:
+            self._add("GPU", "ok", sentence)
+        else:
+            self._add("GPU", "warning", f"{sentence}, less than its weights take: set gpu_memory_fraction")
 
     def _check_tokenizer(self, tokenizer_folder: Path, settings: ModelSettings, *, renders_chats: bool) -> None:
         from hf_triton.hub.pretrained import load_tokenizer

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_triton.encoder.packing import PackedRow
+from hf_triton.runner.cuda import packed_attention_for
 
 NAME: Final = "hf_triton_packed"
 PART_TOKENS: Final = 256
@@ -86,8 +87,12 @@ def attend(
         raise NotPackableError(f"attention has {', '.join(unsupported) or 'a mask or keys of its own'}")
     row.num_attention_calls += 1
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if _has_varlen(query):
-        return _attend_varlen(row, query, key, value, scaling, is_causal, sliding_window), None
+    attend_packed = packed_attention_for(query)
+    if attend_packed is not None:
+        states = (each[0].transpose(0, 1) for each in (query, key, value))
+        places = row.sequences.to(query.device), row.bounds.to(query.device)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_packed(*states, *places, scale, sliding_window or 0, is_causal).unsqueeze(0), None
     return _attend_by_length(row, module, query, key, value, scaling, is_causal, sliding_window), None
 
 
@@ -146,53 +151,3 @@ def _window_mask(
         mask = (distance >= 0) & (distance < window) if is_causal else distance.abs() < window
         mask = row.masks[shape] = mask.unsqueeze(0).unsqueeze(0)
     return mask
-
-
-# --- CUDA ------------------------------------------------------------------------------------------------------------
-
-
-def _has_varlen(query: torch.Tensor) -> bool:
-    """Whether torch has a kernel for sequences of any length here: flash attention, of 16 bits and a GPU."""
-    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] > 256:
-        return False
-    try:
-        from torch.nn.attention import varlen  # noqa: F401  (new in torch 2.10)
-    except ImportError:
-        return False
-    return torch.cuda.get_device_capability(query.device) >= (8, 0)
-
-
-def _attend_varlen(
-    row: PackedRow,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    is_causal: bool,
-    window: int | None,
-) -> torch.Tensor:
-    """All sequences in one kernel."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    ends, longest = row.cumulative_lengths.to(query.device), row.lengths[-1]
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    output = varlen_attn(
-        queries,
-        keys,
-        values,
-        ends,
-        ends,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=window_sides(window, is_causal),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    assert isinstance(output, torch.Tensor)
-    return output.unsqueeze(0)
-
-
-def window_sides(window: int | None, is_causal: bool) -> tuple[int, int]:
-    """Keys before and after a token that it attends to, as flash attention takes them: -1 for all."""
-    reach = -1 if window is None else window - 1
-    return reach, 0 if is_causal else reach

@@ -59,10 +59,15 @@ class PackedRow:
         return blocks
 
     @cached_property
-    def cumulative_lengths(self) -> torch.Tensor:
-        """Where sequences begin, and the row's end, `[sequences + 1]` int32 on the device."""
-        ends = list(itertools.accumulate(self.lengths, initial=0))
-        return torch.tensor(ends, dtype=torch.int32, device=self.ids.device)
+    def sequences(self) -> torch.Tensor:
+        """The sequence of each token, `[tokens]` int64 on the device."""
+        lengths = torch.tensor(self.lengths)
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(self.ids.device)
+
+    @cached_property
+    def bounds(self) -> torch.Tensor:
+        """Where sequences begin, and the row's end, `[sequences + 1]` int64 on the device."""
+        return torch.tensor([0, *itertools.accumulate(self.lengths)]).to(self.ids.device)
 
     @cached_property
     def cells(self) -> torch.Tensor:

@@ -14,6 +14,7 @@ from hf_triton.engine.types import GenerationEngine, Observer
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.faults import described
+from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.runner.long_rope import has_long_rope
 from hf_triton.runner.model_runner import Way
 from hf_triton.runner.positions import counts_padding, shares_positions
@@ -67,6 +68,7 @@ def build_engine(
     *,
     max_num_seqs: int,
     max_cache_tokens: int | None,
+    gpu_part: GpuPart = WHOLE_GPU,
     enable_prefix_caching: bool,
     decoding: DecodingMode,
     context_length: int,
@@ -81,7 +83,8 @@ def build_engine(
         model: In eval mode, on its device.
         wanted: `auto` takes the continuous engine if its logits are those of the model's own `generate`.
         max_num_seqs: The most sequences that run at a time.
-        max_cache_tokens: The continuous engine's KV cache memory; None: what the device has free.
+        max_cache_tokens: The continuous engine's KV cache memory; None: a part of the device's.
+        gpu_part: What the model may take of a GPU.
         enable_prefix_caching: Whether the continuous engine reuses the KV of earlier prompts.
         decoding: How the continuous engine runs a step.
         context_length: Tokens that a prompt and its continuation may have together.
@@ -104,7 +107,11 @@ def build_engine(
     if way is None:
         sharing = _sharing(model, context_length)
         logger.info("engine batch: up to %d sequences, sharing a batch: %s", max_num_seqs, sharing)
-        ignored = {"max_cache_tokens": max_cache_tokens is not None, "decoding": decoding not in ("auto", "eager")}
+        ignored = {
+            "max_cache_tokens": max_cache_tokens is not None,
+            "gpu_memory_fraction": gpu_part.is_set,
+            "decoding": decoding not in ("auto", "eager"),
+        }
         for name in filter(ignored.get, ignored):
             logger.warning("engine batch ignores the setting %s", name)
         return BatchEngine(model, context_length=context_length, sharing=sharing, **shared)
@@ -117,6 +124,8 @@ def build_engine(
         model,
         way=way,
         max_cache_tokens=max_cache_tokens,
+        gpu_part=gpu_part,
+        context_length=context_length,
         enable_prefix_caching=enable_prefix_caching,
         decoding=decoding,
         **shared,

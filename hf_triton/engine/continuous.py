@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-from hf_triton.engine.block_memory import BlockMemory
+from hf_triton.engine.allocate import allocate_cache
 from hf_triton.engine.config import EngineConfig, ModelTraits
 from hf_triton.engine.executor import Executor
 from hf_triton.engine.generation import GenerationWorker
@@ -23,8 +23,7 @@ from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import EngineLoad, Observer
 from hf_triton.errors import CheckpointError, HfTritonError, RequestError
 from hf_triton.runner.adapters import Adapters
-from hf_triton.runner.budget import TokenBudget
-from hf_triton.runner.faults import is_memory
+from hf_triton.runner.gpu_memory import SEQUENCE_TOKENS, WHOLE_GPU, GpuPart
 from hf_triton.runner.model_runner import PACKED, ModelRunner, Way
 from hf_triton.runner.step import Step
 from hf_triton.sampling.draw import prepare_draws
@@ -41,7 +40,9 @@ class ContinuousBatchingEngine(GenerationWorker):
         model: A decoder-only transformers model with a cache, in eval mode, on its device.
         way: How it runs (`probe_ways`).
         max_num_seqs: The most sequences that run at a time.
-        max_cache_tokens: Tokens of KV cache memory; None: what the device has free.
+        max_cache_tokens: Tokens of KV cache memory; None: a part of the device's, see `LoadMemory.cache_tokens`.
+        gpu_part: What the model may take of a GPU.
+        context_length: The most tokens of a sequence.
         enable_prefix_caching: Whether a prompt reuses the blocks of an earlier one that begins like it.
         decoding: Whether a GPU's small steps are captured as graphs; `cuda_graphs` requires it.
         on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered every group.
@@ -59,6 +60,8 @@ class ContinuousBatchingEngine(GenerationWorker):
         max_num_seqs: int,
         way: Way = PACKED,
         max_cache_tokens: int | None = None,
+        gpu_part: GpuPart = WHOLE_GPU,
+        context_length: int = SEQUENCE_TOKENS,
         enable_prefix_caching: bool = True,
         decoding: DecodingMode = "auto",
         on_fatal: Callable[[], None] = lambda: None,
@@ -69,7 +72,14 @@ class ContinuousBatchingEngine(GenerationWorker):
         config = config or EngineConfig()
         self.runner = ModelRunner(model, way, adapters, block_size=config.block_size)
         super().__init__(model, self.runner.device, on_fatal, observer, config)
-        self.memory = self._allocate(max_cache_tokens, max_num_seqs)
+        self.memory = allocate_cache(
+            self.runner,
+            max_cache_tokens,
+            config,
+            max_num_seqs=max_num_seqs,
+            gpu_part=gpu_part,
+            context_length=context_length,
+        )
         if self.runner.device.type == "cuda" and decoding != "eager":
             self._capture(max_num_seqs, is_required=decoding == "cuda_graphs")
         if self.runner.device.type == "cuda":
@@ -96,51 +106,6 @@ class ContinuousBatchingEngine(GenerationWorker):
         self.executor = Executor(self.runner)
         self.recovery = Recovery(self.scheduler, self.memory)
         self.thread.start()
-
-    def _allocate(self, max_cache_tokens: int | None, max_num_seqs: int) -> BlockMemory:
-        """Size the KV cache and allocate it; on a CPU its memory is touched when it is needed.
-
-        Elsewhere the states of all sequences fit too.
-
-        Raises:
-            CheckpointError: The device has not enough memory.
-        """
-        runner, config = self.runner, self.config
-        if max_cache_tokens is not None and not runner.cache.has_keys:
-            logger.warning("the setting max_cache_tokens does nothing for a model without keys and values")
-            max_cache_tokens = None
-        bytes_per_token, slot_tokens = runner.memory_per_token()
-        budget = TokenBudget(bytes_per_token, max_cache_tokens)
-        is_cpu = runner.device.type == "cpu"
-        num_tokens = budget.most
-        if not is_cpu and max_cache_tokens is None:  # the setting limits keys and values alone
-            num_tokens -= min(max_num_seqs * slot_tokens, budget.most // 2)
-        num_blocks = max(1, num_tokens // runner.block_size)
-        max_kept = num_blocks
-        if is_cpu:
-            kept_bytes = max(config.min_kept_bytes, runner.model.get_memory_footprint(return_buffers=False))
-            kept = kept_bytes // (sum(bytes_per_token.values()) * runner.block_size)
-            max_kept = min(kept, int(num_blocks * config.prefix_cache_fraction))
-        try:
-            runner.allocate(num_blocks, max_num_seqs)
-        except Exception as error:
-            if not is_memory(error):
-                raise
-            size = budget.words(num_blocks * runner.block_size)
-            raise CheckpointError(
-                "out_of_memory",
-                f"{runner.device} has not enough memory for a KV cache of {size}: set max_cache_tokens to fewer, in "
-                "the folder of every model on this device",
-            ) from error
-        return BlockMemory(
-            budget,
-            num_blocks,
-            runner.block_size,
-            max_kept=max_kept,
-            slot_tokens=slot_tokens if is_cpu and max_cache_tokens is None else 0,
-            is_fixed=not is_cpu,
-            give_back=runner.give_back,
-        )
 
     def _capture(self, max_num_seqs: int, *, is_required: bool) -> None:
         started_s = time.monotonic()

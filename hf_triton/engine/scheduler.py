@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -66,7 +67,7 @@ class Scheduler:
         config: EngineConfig,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
-        """Admitted or preempted sequences without blocks."""
+        """Sequences without blocks: of groups that have left the queue, or preempted."""
         self.running: list[Sequence] = []
         """Sequences that have blocks, in the order in which they got them."""
         self.slot_limit = max_sequences
@@ -94,6 +95,7 @@ class Scheduler:
         self._num_left = 0  # of these, how many it may yet
         self._wait_s = 0.0
         self._unread: list[Step] = []  # whose output has not been taken
+        self._awaiting: set[int] = set()  # sequences that sit out the next step
         self._begin_notes()
 
     def _begin_notes(self) -> None:
@@ -117,14 +119,16 @@ class Scheduler:
            pass in a step of their own.
         3. A context whose last token is in the step samples the token that follows. Sequences of one prompt wait for
            the first of them, and share its blocks then.
+        4. A step may be scheduled before the tokens of the last one are read. A sequence sits it out if the host must
+           see its token first.
         """
         self._ranges, self._wait_s = {}, 0.0
         self._drop_ended()
-        self._admit_groups()
+        self._start_groups()
         self._memory.refresh(self._num_slots())
         self._make_way_for_trials()
         for sequence in list(self.running):
-            if sequence.is_decoding and self._reserve(sequence, 1):
+            if sequence.is_decoding and sequence.id not in self._awaiting and self._reserve(sequence, 1):
                 self._compute(sequence, 1)
         num_decodes = len(self._ranges)
         self._budget = self._num_left = self._traits.chunk_sizes.budget(num_decodes)
@@ -138,7 +142,7 @@ class Scheduler:
     def _contexts(self) -> Iterator[Sequence]:
         """Running sequences whose context is not computed yet, and waiting ones as they are admitted."""
         begun = [sequence for sequence in self.running if sequence.id not in self._ranges and sequence.num_missing]
-        yield from (sequence for sequence in begun if sequence in self.running)
+        yield from (each for each in begun if each in self.running and each.id not in self._awaiting)
         yield from self._admit(list(self.waiting))
 
     def _compute_chunks(self, contexts: Iterable[Sequence], *, is_decoding: bool) -> bool:
@@ -172,7 +176,7 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence blocks for its next tokens, at the cost of the youngest; whether it has them."""
         needed = self._memory.num_blocks(sequence.num_computed + num_tokens) - len(sequence.blocks)
-        while needed > self._pool.num_free:
+        while needed and needed > self._pool.num_free:
             youngest = max(self.running, key=lambda other: other.age)
             self.preempt([youngest], self._memory.no_memory_error(youngest.num_tokens + 1))
             if youngest is sequence:
@@ -184,20 +188,21 @@ class Scheduler:
     def _compute(self, sequence: Sequence, num_tokens: int) -> None:
         """Add a sequence's next tokens to the step."""
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
-        group = sequence.group
         is_last = num_tokens == sequence.num_missing
-        num_top = group.params.prompt_logprobs if sequence.wants_scores else None
-        num_scored = 0 if num_top is None else max(0, min(end, len(group.prompt_ids) - 1) - start)
+        num_top, num_scored = None, 0
+        if sequence.wants_scores:
+            num_scored = max(0, min(end, len(sequence.group.prompt_ids) - 1) - start)
+            num_top = sequence.group.params.prompt_logprobs if num_scored else None
         sampling = [sequence, *sequence.siblings] if is_last else []
         self._ranges[sequence.id] = TokenRange(
             sequence.id,
             start,
             end,
             sequence.tokens(start, end),
-            list(sequence.blocks),
+            sequence.blocks[:],
             sequence.num_tokens,
-            tuple(each.id for each in sampling),
-            num_top if num_scored else None,
+            tuple([each.id for each in sampling]),
+            num_top,
             num_scored,
             sequence.slot,
         )
@@ -208,6 +213,7 @@ class Scheduler:
 
     def _step(self) -> Step:
         """The step of the ranges, with what has happened since the last one."""
+        self._awaiting = set()
         if not self._ranges:
             return Step(wait_s=self._wait_s)
         ranges = sorted(self._ranges.values(), key=lambda part: (not part.is_decode, part.slot))
@@ -223,35 +229,43 @@ class Scheduler:
         )
         self._ranges = {}
         self._unread.append(step)
-        if self._block_copies:
-            self._end_copies(self._block_copies)
+        self._end_copies(self._block_copies)
         self._begin_notes()
         return step
 
     def _can_run_ahead(self, ranges: list[TokenRange]) -> bool:
-        """Whether the host need not see this step's tokens before the next step, and there is a next one."""
-        if any(len(part.samples) > 1 or self._sequences[part.sequence_id].wants_scores for part in ranges):
+        """Whether the next step is scheduled before the tokens of these ranges are read; decides who sits it out.
+
+        That hides the host's work, but a sequence that sits out loses a step: half of those that sample may.
+        """
+        sequences = [self._sequences[part.sequence_id] for part in ranges]
+        if any(each.wants_scores or (each.siblings and each.num_inflight) for each in sequences):
             return False
-        sampling = [self._sequences[number] for part in ranges for number in part.samples]
-        if any(sequence.sampler.needs_host for sequence in sampling):
+        going_on = [sequence for sequence in sequences if sequence.num_missing]
+        sampling = [sequence for sequence in going_on if sequence.num_inflight]
+        awaiting = {sequence.id for sequence in sampling if self._must_be_read(sequence)}
+        if not going_on or 2 * len(awaiting) > len(sampling):
             return False
-        length = self._traits.recompute_length
-        if any(sequence.num_tokens + sequence.num_inflight == length for sequence in sampling):
-            return False
-        return any(sequence.num_left > sequence.num_inflight for sequence in sampling)
+        self._awaiting = awaiting
+        return True
+
+    def _must_be_read(self, sequence: Sequence) -> bool:
+        """Whether the host must see a sequence's tokens in flight before the next one is computed."""
+        num_tokens = sequence.num_tokens + sequence.num_inflight
+        return sequence.sampler.needs_host or num_tokens == self._traits.recompute_length
 
     # --- admit -------------------------------------------------------------------------------------------------------
 
     def _drop_ended(self) -> None:
         """Drop sequences that were cancelled, have passed their deadline, or whose group has ended otherwise."""
         sequences = list(self._sequences.values())
-        for group in {id(sequence.group): sequence.group for sequence in sequences}.values():
+        for group in dict.fromkeys([sequence.group for sequence in sequences]):
             group.drop_if_ended()
         for sequence in sequences:
             if sequence.is_done:
                 self._end(sequence)
 
-    def _admit_groups(self) -> None:
+    def _start_groups(self) -> None:
         """Take queued groups while there are slots, in the queue's order."""
         num_free = self._max_sequences - len(self._sequences)
         takes_any = not (self._sequences or self._starting)
@@ -269,26 +283,34 @@ class Scheduler:
 
     def _admit(self, waiting: list[Sequence]) -> Iterator[Sequence]:
         """Admit waiting sequences in order while they fit and are of the same trial."""
+        if not waiting:
+            return
+        num_slots, trial = self._num_slots(), self._trial()
+        num_promised = sum(self._num_needed(sequence) for sequence in self.running)
         for sequence in waiting:
+            num_new = 1 + len(sequence.siblings)
             if self._num_left <= 0:
                 return
-            if self.running and (sequence.trial != self._trial() or not self._has_slots(sequence)):
+            if self.running and (sequence.trial != trial or num_slots + num_new > self.slot_limit):
                 return
             if sequence.num_inflight:
                 continue  # its last token is not known yet
             cached = self._prefixes.find(sequence)
             if cached is None:
                 continue  # another one is computing its prefix
-            if not self._fits(sequence, cached):
+            num_needed = self._num_needed(sequence) - sum(self._pool.is_held(block) for block in cached)
+            if not self._memory.has_room(num_promised + num_needed, num_slots + num_new):
                 if not self.running:
                     self._wait_for_memory(sequence)
                 return
             self._take_blocks(sequence, cached)
             yield sequence
+            num_slots, trial = num_slots + num_new, sequence.trial
+            num_promised += self._num_needed(sequence)
 
     def _trial(self) -> int:
         """The trial of the running sequences; 0: all have passed where they failed."""
-        return max(sequence.trial for sequence in self.running)
+        return max((sequence.trial for sequence in self.running), default=0)
 
     def _make_way_for_trials(self) -> None:
         """Once a trial is over, the sequences of the next one take the place of those that have passed."""
@@ -297,34 +319,22 @@ class Scheduler:
             self.preempt(list(self.running))
             self.waiting = deque(sorted(self.waiting, key=lambda sequence: not sequence.trial))
 
-    def _has_slots(self, sequence: Sequence) -> bool:
-        return self._num_slots() + 1 + len(sequence.siblings) <= self.slot_limit
-
     def _num_slots(self) -> int:
         """Running sequences, with those that wait for one of them to compute their prompt."""
         return sum(1 + len(sequence.siblings) for sequence in self.running)
 
-    def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
-        """Whether the contexts of the running sequences and this one fit, each with its next token.
-
-        If the model cannot recompute a sequence, all must fit to their ends.
-        """
-        num_slots = self._num_slots() + 1 + len(sequence.siblings)
-        contexts = [*self.running, sequence]
-        if not self._traits.recomputes:
-            contexts += [sibling for each in contexts for sibling in each.siblings]
-        needed = -sum(self._pool.is_held(block) for block in cached)
-        for each in contexts:
-            length = each.num_tokens + 1 if self._traits.recomputes else each.max_tokens
-            needed += self._memory.num_blocks(length) - len(each.blocks)
-        return self._memory.has_room(needed, num_slots)
+    def _num_needed(self, sequence: Sequence) -> int:
+        """Blocks that a sequence takes yet for its context and next token; to its end, if it cannot be recomputed."""
+        if self._traits.recomputes:
+            return self._memory.num_blocks(sequence.num_tokens + 1) - len(sequence.blocks)
+        return (1 + len(sequence.siblings)) * self._memory.num_blocks(sequence.max_tokens) - len(sequence.blocks)
 
     def _take_blocks(self, sequence: Sequence, cached: list[int]) -> None:
         """Let a waiting sequence run, with a cached prefix."""
         self.waiting.remove(sequence)
         for block in cached:
             self._pool.share(block)
-        sequence.blocks = list(cached)
+        sequence.blocks = array("q", cached)
         sequence.num_computed = len(cached) * self._memory.block_size
         sequence.group.no_room_since_s = None
         self._prefixes.begin(sequence)
@@ -358,19 +368,19 @@ class Scheduler:
         """Take the output of a step: publish blocks, append tokens; finished sequences leave."""
         for part in output.step.ranges:
             sequence = self._sequences.get(part.sequence_id)
-            if sequence is None:
-                continue
-            if sequence.blocks[: len(part.block_table)] == part.block_table:  # it has not been preempted since
+            if sequence and sequence.blocks[: len(part.block_table)] == part.block_table:  # not preempted since
                 self._prefixes.publish(sequence, part, output.finite_blocks)
                 self._add_scores(sequence, part, output)
                 if len(part.samples) > 1:
                     self._share_blocks(sequence, part.end)
-        sampling = [(self._sequences.get(number), token) for number, token in output.tokens.items()]
-        known = [(sequence, token) for sequence, token in sampling if sequence and sequence.num_inflight]
-        for sequence, token in known:
-            self._append(sequence, token)
-        if known:
-            self._observer.on_step(len(known))
+        num_known = 0
+        for number, token in output.tokens.items():
+            sequence = self._sequences.get(number)
+            if sequence and sequence.num_inflight:
+                num_known += 1
+                self._append(sequence, token)
+        if num_known:
+            self._observer.on_step(num_known)
         while self._unread and self._unread.pop(0) is not output.step:
             pass  # an earlier output was lost, as no sequence was left that it is for
 
@@ -389,11 +399,10 @@ class Scheduler:
 
     def _add_scores(self, sequence: Sequence, part: TokenRange, output: StepOutput) -> None:
         """Note the log probabilities of prompt tokens; the group has them when all are known."""
-        group = sequence.group
         if sequence.wants_scores:
             sequence.prompt_scores += output.prompt_scores.get(sequence.id, [])
-            if part.end >= len(group.prompt_ids):
-                group.prompt_logprobs = sequence.prompt_scores
+            if part.end >= len(sequence.group.prompt_ids):
+                sequence.group.prompt_logprobs = sequence.prompt_scores
 
     def _share_blocks(self, first: Sequence, num_tokens: int) -> None:
         """Let the sequences that waited for a prompt run on its blocks; the last, partial one is copied for each.
@@ -444,7 +453,7 @@ class Scheduler:
         if sequence.slot >= 0:
             self._slot_copies = [pair for pair in self._slot_copies if pair[1] != sequence.slot]
             heapq.heappush(self._free_slots, sequence.slot)
-        sequence.blocks, sequence.num_computed, sequence.slot, sequence.prompt_scores = [], 0, -1, []
+        sequence.blocks, sequence.num_computed, sequence.slot, sequence.prompt_scores = array("q"), 0, -1, []
         self._admitted = [each for each in self._admitted if each.sequence_id != sequence.id]
         self._finished.append(sequence.id)
 
@@ -471,9 +480,8 @@ class Scheduler:
         self._observer.on_preempt(len(unfinished))
         for sequence in reversed(sequences):
             scheduled = self._ranges.get(sequence.id)
-            if scheduled is not None:  # what this step was to sample is not in flight
-                for number in scheduled.samples:
-                    self._sequences[number].num_inflight -= 1
+            for number in scheduled.samples if scheduled else ():  # what this step was to sample is not in flight
+                self._sequences[number].num_inflight -= 1
             self._leave(sequence)
             if sequence.is_done:
                 self._sequences.pop(sequence.id, None)
@@ -503,13 +511,13 @@ class Scheduler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are admitted sequences."""
+        """Whether there are sequences without an end."""
         return bool(self._sequences or self._starting)
 
     def unfinished(self) -> list[SequenceGroup]:
-        """Admitted groups without an outcome."""
-        groups = {id(sequence.group): sequence.group for sequence in list(self._sequences.values())}
-        return [*(group for group in groups.values() if not group.is_finished), *self._starting]
+        """Groups that have left the queue and have no outcome."""
+        groups = dict.fromkeys([sequence.group for sequence in list(self._sequences.values())])
+        return [*(group for group in groups if not group.is_finished), *self._starting]
 
     def load(self) -> EngineLoad:
         """What the engine holds; from any thread."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -214,8 +215,8 @@ class Sequence:
     """Tokens of the context whose keys and values are in its blocks, or will be after the step in flight."""
     num_inflight: int = 0
     """Tokens that are being sampled for it, by steps whose output is not taken yet."""
-    blocks: list[int] = field(default_factory=list)
-    """Its block table."""
+    blocks: array[int] = field(default_factory=lambda: array("q"))
+    """Its block table: an array, as every step copies it."""
     digests: list[bytes] = field(default_factory=list)
     """Of its full blocks, if prefixes are cached."""
     slot: int = -1

@@ -119,6 +119,11 @@ def _has_broken_sentencepiece(folder: Path | None) -> bool:
 def _remedy(error: Exception, message: str, part: str, folder: Path | None) -> str:
     """What to do, by what went wrong: memory, a damaged file, or an entry of a config."""
     if isinstance(error, MemoryError) or re.search(OUT_OF_MEMORY, message, re.IGNORECASE):
+        if "CUDA" in message:
+            return (
+                "use a smaller dtype or quantization_config, or set gpu_memory_fraction or max_cache_tokens to less in "
+                "the other folders on this GPU"
+            )
         return "use a smaller dtype, quantization_config, or a machine with more memory"
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:

@@ -23,46 +23,18 @@ MAX_NAME_CHARACTERS: Final = 1000
 MAX_PATTERNS: Final = 4096
 KEEPING_INITS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 """The values of `init_lora_weights` with which peft leaves the base model's weights as they are."""
-READ: Final = frozenset(
-    {
-        "peft_type",
-        "r",
-        "lora_alpha",
-        "rank_pattern",
-        "alpha_pattern",
-        "use_rslora",
-        "lora_bias",
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "modules_to_save",
-        "trainable_token_indices",
-        "init_lora_weights",
-    }
-)
+READ: Final = {
+    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_bias"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("modules_to_save", "trainable_token_indices", "init_lora_weights"),
+}
 """The settings that are looked at."""
-WITHOUT_EFFECT: Final = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
-        "eva_config",
-        "fan_in_fan_out",
-        "inference_mode",
-        "lora_dropout",
-        "lora_ga_config",
-        "loftq_config",
-        "megatron_config",
-        "megatron_core",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-        "task_type",
-        "velora_config",
-    }
-)
+WITHOUT_EFFECT: Final = {
+    *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out"),
+    *("inference_mode", "lora_dropout", "lora_ga_config", "loftq_config", "megatron_config"),
+    *("megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"),
+    "velora_config",
+}
 """The settings that say nothing of what an unmerged adapter computes."""
 CHANGING_BASE: Final = ("bias", "layer_replication")
 KINDS: Final = {

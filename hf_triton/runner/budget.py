@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens the KV cache may hold: a fixed number, or a part of the free memory of its devices.
+"""How many tokens the KV cache may hold: a fixed number, or a part of the host's free memory.
 
-On a CPU nothing is reserved in advance, so that several models share its memory. Elsewhere all is allocated at load.
+On a CPU nothing is reserved in advance, so that several models share its memory. Elsewhere all is allocated at load,
+and the number is fixed (`gpu_memory.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from hf_triton.runner.cgroups import PROC, group_folders, read_number, read_text
 if TYPE_CHECKING:
     import torch
 
-CUDA_FRACTION: Final = 0.9
 HOST_FRACTION: Final = 0.8
-"""The part of the memory that the KV cache may take. The rest is for a step's tensors; host memory is shared with other
+"""The part of the host's memory that the KV cache may take. The rest is for a step's tensors; it is shared with other
 processes, and the kernel kills those that take too much."""
 READ_INTERVAL_S: Final = 0.1
 """How long a reading of the free memory is used. One of host memory takes 0.3 ms."""
@@ -30,9 +30,8 @@ class TokenBudget:
     """How many tokens the KV cache may hold.
 
     Args:
-        bytes_per_token: Keys and values of one token in all layers, by device, each at least 1. Devices other than
-            CUDA's share the host memory.
-        max_tokens: A fixed budget, at least 1; None for a part of the free memory.
+        bytes_per_token: Keys and values of one token in all layers, by device, each at least 1.
+        max_tokens: A fixed budget, at least 1; None for a part of the host's free memory.
         read_free_bytes: Returns the free bytes of a device; None: `FreeMemory.of`.
     """
 
@@ -68,19 +67,23 @@ class TokenBudget:
 
     def words(self, tokens: int) -> str:
         """A number of tokens and their size, for a message: "1,234 tokens (1.2 GiB)"."""
-        size, unit = float(tokens * sum(self._bytes_per_token.values())), "bytes"
-        for larger in ("KiB", "MiB", "GiB", "TiB"):
-            if size < 1024:
-                break
-            size, unit = size / 1024, larger
-        return f"{tokens:,} tokens ({size:.{0 if unit == 'bytes' else 1}f} {unit})"
+        return f"{tokens:,} tokens ({size_words(tokens * sum(self._bytes_per_token.values()))})"
 
     def _allowed_next_to(self, held: int) -> int:
         allowed = []
         for device, num_bytes in self._bytes_per_token.items():
-            fraction = CUDA_FRACTION if device.type == "cuda" else HOST_FRACTION
-            allowed.append(int((held * num_bytes + self._read_free_bytes(device)) * fraction) // num_bytes)
+            allowed.append(int((held * num_bytes + self._read_free_bytes(device)) * HOST_FRACTION) // num_bytes)
         return min(allowed)
+
+
+def size_words(num_bytes: float) -> str:
+    """A size for a message: "1.2 GiB"."""
+    size, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.{0 if unit == 'bytes' else 1}f} {unit}"
 
 
 class FreeMemory:

@@ -50,6 +50,10 @@ CHUNK_SIZES: Final = {
     "cuda": ChunkSizes(1024, 512),  # 512 bounds the stalls: Sarathi-Serve (Agrawal 2024)
 }
 """By torch's device type; other accelerators take CUDA's."""
+MAX_NUM_SEQS: Final = {"cuda": 256}
+"""By torch's device type, the most sequences that run at a time."""
+DEFAULT_NUM_SEQS: Final = 32
+"""On all others."""
 
 
 class DeviceContext:
@@ -69,6 +73,11 @@ class DeviceContext:
     def chunk_sizes(self) -> ChunkSizes:
         """Tokens of a prefill chunk."""
         return CHUNK_SIZES.get("cpu" if self._device is None else self._device.type, CHUNK_SIZES["cuda"])
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most sequences that run at a time, unless the folder says how many."""
+        return DEFAULT_NUM_SEQS if self._device is None else MAX_NUM_SEQS.get(self._device.type, DEFAULT_NUM_SEQS)
 
     def begin(self) -> None:
         """Prepare the calling thread: kernels outside torch (Triton's) run on the thread's current CUDA device."""

@@ -191,19 +191,10 @@ class ModelRunner:
             self.cache.copy_blocks(step.block_copies)
         if step.slot_copies:
             self.cache.copy_slots(step.slot_copies)
-        logits = [self._forward(group, inflight) for group in self._groups(step.ranges)]
-        return torch.cat(logits) if len(logits) > 1 else logits[0]
-
-    def _groups(self, ranges: tuple[TokenRange, ...]) -> Iterator[Sequence[TokenRange]]:
-        """The ranges of each forward."""
         if self.is_packed:
-            yield ranges
-            return
-        num_decodes = next((at for at, part in enumerate(ranges) if not part.is_decode), len(ranges))
-        if num_decodes:
-            yield ranges[:num_decodes]
-        for part in ranges[num_decodes:]:
-            yield (part,)
+            return self._forward(step.ranges, inflight)
+        logits = [self._forward(group, inflight) for group in _groups(step.ranges)]
+        return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _forward(self, ranges: Sequence[TokenRange], inflight: InflightTokens | None) -> torch.Tensor:
         """Logits of the wanted tokens: a graph's replay, or the model's forward."""
@@ -300,6 +291,15 @@ class ModelRunner:
 def _trial_step(start: int, end: int) -> Step:
     """Tokens of a sequence in the first block."""
     return Step((TokenRange(0, start, end, list(range(start, end)), [0], end, samples=(0,)),))
+
+
+def _groups(ranges: tuple[TokenRange, ...]) -> Iterator[Sequence[TokenRange]]:
+    """The ranges of each forward of a model that does not run as one packed row."""
+    num_decodes = next((at for at, part in enumerate(ranges) if not part.is_decode), len(ranges))
+    if num_decodes:
+        yield ranges[:num_decodes]
+    for part in ranges[num_decodes:]:
+        yield (part,)
 
 
 def _logit_rows(ranges: Sequence[TokenRange], bounds: list[int]) -> list[int]:

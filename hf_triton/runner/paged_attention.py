@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -94,12 +94,13 @@ _windows: dict[Any, int | None] = {}
 def window_of(rule: MaskFunction) -> int | None:
     """0: all tokens before it. w: the last w tokens, itself included. None: something else (Llama 4's chunks)."""
     key = tuple(_parts(rule))
+    if key in _windows:
+        return _windows[key]
     if any(isinstance(part, torch.Tensor) for part in key):
         return None  # looking at it would make the host wait for the device
-    if key not in _windows:
-        if len(_windows) >= MAX_RULES:  # some rule is another one at each forward
-            _windows.clear()
-        _windows[key] = _find_window(rule)
+    if len(_windows) >= MAX_RULES:  # some rule is another one at each forward
+        _windows.clear()
+    _windows[key] = _find_window(rule)
     return _windows[key]
 
 
@@ -172,18 +173,27 @@ def _mask(
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
+class _Scoring(NamedTuple):
+    """What a layer's scores are made of, beside queries and keys."""
+
+    scale: float
+    """Factor of the products."""
+    softcap: float | None
+    """Scores are limited to it by tanh (Gemma 2)."""
+    sinks: torch.Tensor | None
+    """`[heads]`: a score of each head that takes part in the softmax alone (gpt-oss)."""
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
-    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Queries `[1, heads, tokens, size]` or `[rows, heads, 1, size]` to outputs with heads and tokens swapped."""
@@ -201,68 +211,65 @@ def attend(
     queries = query.transpose(1, 2).flatten(0, 1)  # [tokens, heads, size]
     scale = size**-0.5 if scaling is None else scaling
     if cache.gathers:
-        output = _attend_gathered(cache.step, queries, key, value, scale, rule, window, softcap, s_aux)
-    else:
-        layer = cache.layer_of.get(id(key))
-        if layer is None:
-            raise NotPagedError("the keys are changed behind the cache")
-        output = _attend_blocks(cache, layer, queries, scale, rule, window, softcap, s_aux)
+        output = _attend_gathered(cache.step, queries, key, value, rule, window, _Scoring(scale, softcap, s_aux))
+        return output.view(rows, new, heads, -1), None
+    layer, step = cache.layer_of.get(id(key)), cache.step
+    if layer is None:
+        raise NotPagedError("the keys are changed behind the cache")
+    written = (None, None) if layer.is_written else (layer.new_keys, layer.new_values)
+    if layer.operation is not None and window is not None:
+        assert layer.blocks
+        layer.is_written = True
+        blocks = layer.blocks.keys, layer.blocks.values
+        at = step.device_step(queries.device).places()
+        output = layer.operation(queries, *written, *blocks, *at, s_aux, scale, window, softcap or 0.0)
+        return output.view(rows, new, heads, -1), None
+    num, outputs = step.num_decodes, []
+    # The kernel's softmax is in 32 bits; of scores with sinks, the model's is in their own type.
+    has_kernel = num and window is not None and (s_aux is None or s_aux.dtype == torch.float32)
+    if has_kernel and (kernel := layer.kernel_of[heads]):
+        places = step.tables[:num], step.lengths[:num]
+        decoded = kernel(queries[:num], *written, *places, scale, window, softcap or 0.0, s_aux)
+        if decoded is not None:
+            layer.is_written = True
+            outputs.append(decoded)
+    if not outputs or num < len(step.ranges):
+        first = num if outputs else 0
+        outputs += _attend_ranges(step, first, layer, queries, rule, window, _Scoring(scale, softcap, s_aux))
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0].contiguous()
     return output.view(rows, new, heads, -1), None
 
 
-def _attend_blocks(
-    cache: PagedCache,
+def _attend_ranges(
+    step: StepTensors,
+    first: int,
     layer: PagedLayer,
     queries: torch.Tensor,
-    scale: float,
     rule: MaskFunction | None,
     window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    step, blocks, device = cache.step, layer.blocks, queries.device
-    new_keys, new_values = layer.new_keys, layer.new_values
+    scoring: _Scoring,
+) -> Iterator[torch.Tensor]:
+    """The outputs of each range from `first` on, by torch, `[new, heads, size]`."""
+    if not step.ranges:
+        raise NotPagedError("its attention reads more of a step than the device has")
+    layer.write()
+    blocks, new_keys, new_values = layer.blocks, layer.new_keys, layer.new_values
     assert blocks is not None
     assert new_keys is not None
     assert new_values is not None
-    if layer.operation is not None and window is not None:
-        new = (None, None) if layer.is_written else (new_keys, new_values)
-        layer.is_written = True
-        at = step.device_step(device).places()
-        return layer.operation(queries, *new, blocks.keys, blocks.values, *at, sinks, scale, window, softcap or 0.0)
-    if not step.ranges:
-        raise NotPagedError("its attention reads more of a step than the device has")
-    outputs: list[torch.Tensor] = []
-    first = 0
-    # The kernel's softmax is in 32 bits; of scores with sinks, the model's is in their own type.
-    has_kernel = window is not None and (sinks is None or sinks.dtype == torch.float32)
-    kernel = layer.kernel_of[queries.shape[1]] if step.num_decodes and has_kernel else None
-    if kernel is not None:
-        num = step.num_decodes
-        new = (None, None) if layer.is_written else (new_keys, new_values)
-        places = step.tables[:num], step.lengths[:num]
-        output: torch.Tensor | None = kernel(queries[:num], *new, *places, scale, window, softcap or 0.0, sinks)
-        if output is not None:
-            layer.is_written = True
-            outputs.append(output)
-            first = num
-    if first == len(step.ranges):
-        return outputs[0]
-    layer.write()
-    is_plain = softcap is None and sinks is None
-    tables = step.on(device, "tables")
+    is_plain = scoring.softcap is None and scoring.sinks is None
+    tables = step.on(queries.device, "tables")
     for number in range(first, len(step.ranges)):
         part, start, end = step.ranges[number], step.bounds[number], step.bounds[number + 1]
         own = queries[start:end].transpose(0, 1)  # [heads, new, size]
         if not part.start and is_plain and (window == 0 or (window is not None and part.end <= window)):
             keys, values = new_keys[start:end].transpose(0, 1), new_values[start:end].transpose(0, 1)
-            chunk = _causal(own, keys, values, scale)
+            output = _causal(own, keys, values, scoring.scale)
         else:
             low = max(0, part.start + 1 - window) // step.block_size * step.block_size if window else 0
             keys, values = blocks.read(tables[number], part.end, low)
-            chunk = _masked(own, keys, values, _mask(step, number, rule, window, low, device), scale, softcap, sinks)
-        outputs.append(chunk.transpose(0, 1))
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0].contiguous()
+            output = _masked(own, keys, values, _mask(step, number, rule, window, low, queries.device), scoring)
+        yield output.transpose(0, 1)
 
 
 def _attend_gathered(
@@ -270,11 +277,9 @@ def _attend_gathered(
     queries: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scale: float,
     rule: MaskFunction | None,
     window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    scoring: _Scoring,
 ) -> torch.Tensor:
     """The same with the keys and values of all tokens of the step's sequences, `[1, key heads, tokens, size]`."""
     if key.shape[2] != sum(step.ends):
@@ -284,7 +289,7 @@ def _attend_gathered(
         own = queries[step.bounds[number] : step.bounds[number + 1]].transpose(0, 1)
         keys, values = key[0, :, offset : offset + end], value[0, :, offset : offset + end]
         mask = _mask(step, number, rule, window, 0, queries.device)
-        outputs.append(_masked(own, keys, values, mask, scale, softcap, sinks).transpose(0, 1))
+        outputs.append(_masked(own, keys, values, mask, scoring).transpose(0, 1))
         offset += end
     return torch.cat(outputs)
 
@@ -298,32 +303,24 @@ def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sca
 
 
 def _masked(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: _Scoring
 ) -> torch.Tensor:
-    """Attention of `[heads, new, size]` to `[key heads, tokens, size]`, with softmax sinks in the model's own type.
+    """Attention of `[heads, new, size]` to all visible `[key heads, tokens, size]`, in the model's own type.
 
     Args:
         queries: Heads that share keys are adjacent.
         keys: Of all visible tokens.
         values: The same.
         mask: `[new, tokens]` bool; None: all are visible.
-        scale: Factor of the products.
-        softcap: Scores are limited to it by tanh (Gemma 2).
-        sinks: `[heads]`: a score of each head that takes part in the softmax alone (gpt-oss).
+        scoring: Of the layer.
     """
+    scale, softcap, sinks = scoring
     groups = len(queries) // len(keys)
     if softcap is None and sinks is None:
         batch = queries[None], keys[None], values[None]
         return scaled_dot_product_attention(*batch, mask, scale=scale, enable_gqa=groups > 1)[0]
-    scores = (
-        queries.view(len(keys), groups, *queries.shape[1:]) @ keys.unsqueeze(1).mT * scale
-    )  # [key heads, groups, new, tokens]
+    grouped = queries.view(len(keys), groups, *queries.shape[1:])
+    scores = grouped @ keys.unsqueeze(1).mT * scale  # [key heads, groups, new, tokens]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:

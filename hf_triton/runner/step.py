@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRange:
+class TokenRange(NamedTuple):
     """Tokens of one sequence that a step computes."""
 
     sequence_id: int
@@ -15,9 +16,9 @@ class TokenRange:
     """Tokens of the sequence in its blocks before the step."""
     end: int
     """Tokens in its blocks after the step."""
-    token_ids: list[int]
+    token_ids: Sequence[int]
     """The tokens at `[start:end]`; empty if there is one, which the step in flight samples."""
-    block_table: list[int]
+    block_table: Sequence[int]
     """The blocks of the tokens `[0:end]`, in order."""
     context_length: int
     """Tokens of the context that is being computed, in this step and later ones."""

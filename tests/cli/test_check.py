@@ -344,6 +344,22 @@ def test_too_little_memory_is_an_error(folder: Path, monkeypatch: pytest.MonkeyP
     assert "1.0 kB free" in sentence
 
 
+def test_the_part_of_a_gpu_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("hf_triton.runner.budget.FreeMemory.of", lambda self, device: 2_000_000)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2_000_000, 2_000_000))
+    assert findings(folder)["GPU"] == (
+        "ok",
+        "an instance has 1.8 MB for weights and KV cache (the only instance on this GPU)",
+    )
+    edit(folder, 'backend: "python"', 'backend: "python" instance_group { kind: KIND_AUTO count: 8 }')
+    state, sentence = findings(folder)["GPU"]
+    assert state == "warning"
+    assert "225.0 kB" in sentence
+    assert "instances on this GPU: mine 8" in sentence
+    assert "set gpu_memory_fraction" in sentence
+
+
 def test_quantisation_at_load_may_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_triton.runner.budget.FreeMemory.of", lambda self, device: 1000)
     add(folder, "quantization_config", '{"quant_method": "bitsandbytes", "load_in_4bit": true}')

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel, LongformerConfig, LongformerForQ
 
 from hf_triton.encoder.forward import build_forward
 from hf_triton.encoder.types import EncoderInput
-from hf_triton.runner.cpu.packing import PackedLinear
+from hf_triton.runner.cpu.linear import PackedLinear
 from tests.support.encoders import ALONE, BASE, HEADS, PACKED, PADDED, build_model, expected_outputs, random_inputs
 
 LENGTHS = [5, 60, 3, 60, 12, 12, 41]

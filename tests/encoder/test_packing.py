@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of packed rows, and what a GPU's kernel would be given."""
+"""The arithmetic of packed rows."""
 
 import numpy as np
 import pytest
 import torch
 
-from hf_triton.encoder.attention import window_sides
 from hf_triton.encoder.packed_base import position_rule
 from hf_triton.encoder.packing import EqualLengths, pack_row, split_by_padding, split_by_total
 from hf_triton.encoder.probe import probe_inputs
@@ -23,8 +22,8 @@ def test_a_row_knows_its_sequences() -> None:
     assert row.position_ids.tolist() == [[0, 1, 0, 1, 0, 1, 2]]
     assert row.type_ids is None
     assert row.blocks == [EqualLengths(0, 2, 2), EqualLengths(4, 1, 3)]
-    assert row.cumulative_lengths.tolist() == [0, 2, 4, 7]
-    assert row.cumulative_lengths.dtype == torch.int32
+    assert row.sequences.tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert row.bounds.tolist() == [0, 2, 4, 7]
     assert row.kept is not None
     assert row.kept.tolist() == [0, 1, 2, 3, 6]
 
@@ -40,14 +39,6 @@ def test_types_are_packed_if_any_sequence_has_them() -> None:
     row = pack_row(inputs, lambda ids: np.arange(len(ids), dtype=np.int64), CPU)
     assert row.type_ids is not None
     assert row.type_ids.tolist() == [[0, 0, 1]]
-
-
-@pytest.mark.parametrize(
-    ("window", "is_causal", "sides"),
-    [(None, False, (-1, -1)), (None, True, (-1, 0)), (9, False, (8, 8)), (9, True, (8, 0))],
-)
-def test_windows_count_as_flash_attention_counts(window: int | None, is_causal: bool, sides: tuple[int, int]) -> None:
-    assert window_sides(window, is_causal) == sides
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])

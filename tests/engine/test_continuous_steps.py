@@ -82,6 +82,11 @@ def test_chunks_beside_decoding_shrink_with_the_context_on_a_cpu() -> None:
     assert other == cuda
 
 
+def test_a_cuda_device_runs_more_sequences() -> None:
+    contexts = [DeviceContext(None), *(DeviceContext(torch.device(name)) for name in ("cpu", "cuda:1", "xpu"))]
+    assert [context.max_num_seqs for context in contexts] == [32, 32, 256, 32]
+
+
 # --- one step ahead --------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from accelerate import dispatch_model
@@ -129,6 +131,45 @@ def test_steps_start_before_the_tokens_of_the_last_are_read(
     assert num_ahead == 0 if plan in (PLANS["penalised"], PLANS["scored"]) else num_ahead > len(steps) / 2
 
 
+class EvenTokens:
+    """A constraint that allows every second token."""
+
+    is_complete = False
+
+    def bitmask(self) -> npt.NDArray[np.uint8]:
+        return np.full(100, 0b01010101, np.uint8)
+
+    def accept(self, token_id: int) -> None:
+        assert token_id % 2 == 0
+
+
+NEEDING_HOST: list[tuple[SamplingParams, dict[str, Any]]] = [
+    (SamplingParams(20, repetition_penalty=1.2), {}),
+    (SamplingParams(20), {"constraint": EvenTokens}),
+    (SamplingParams(20), {"logits_processor": lambda: lambda _, scores: -scores}),
+    (SamplingParams(20, logprobs=1), {}),  # the last one: reading them waits for the device
+]
+
+
+def test_a_sequence_that_needs_the_host_stops_no_other(waits: list[str], steps: list[Step], tmp_path: Path) -> None:
+    plain = load("llama", tmp_path)
+    prompt, *prompts = [prompt for prompt, _ in requests(4, random.Random(5))]
+    expected = greedy_ids(plain, [(each, SamplingParams(40)) for each in prompts])
+    with closing(start_engine(copy.deepcopy(plain).to("cuda"), max_num_seqs=4, context_length=128)) as engine:
+        for plan, options in NEEDING_HOST:
+            assert waits == []
+            alone = token_ids(Client(engine).ask(prompt, plan, **options))
+            steps.clear()
+            client = Client(engine)
+            for each in prompts:
+                client.submit(each, SamplingParams(40))
+            client.submit(prompt, plan, **options)
+            assert [ids for outcome in client.outcomes() for ids in token_ids(outcome)] == expected + alone
+            ahead = [step.stays_inflight for step in steps if step.ranges]
+            assert sum(ahead) >= len(ahead) - 2
+            assert sum(len(step.ranges) == 3 for step in steps) >= 18  # it sits out, or has ended
+
+
 # --- at load ---------------------------------------------------------------------------------------------------------
 
 
@@ -147,5 +188,14 @@ def test_all_memory_is_allocated_at_load(name: str, tmp_path: Path) -> None:
 
 def test_a_cache_that_does_not_fit_is_refused_at_load(tmp_path: Path) -> None:
     model = load("llama", tmp_path).to("cuda")
-    with pytest.raises(CheckpointError, match=r"out_of_memory: cuda:0 has not .* set max_cache_tokens to fewer"):
+    with pytest.raises(CheckpointError, match=r"out_of_memory: .* cuda:0 has .* max_cache_tokens"):
         start_engine(model, max_num_seqs=5, context_length=128, max_cache_tokens=2**31 - 1)
+
+
+@pytest.mark.parametrize("max_cache_tokens", [None, 1024])
+def test_states_of_many_sequences_that_do_not_fit_are_refused_at_load(
+    max_cache_tokens: int | None, tmp_path: Path
+) -> None:
+    model = load("granite4", tmp_path).to("cuda")
+    with pytest.raises(CheckpointError, match=r"out_of_memory: .* states of .* for max_num_seqs sequences: cuda:0 has"):
+        start_engine(model, max_num_seqs=10**8, context_length=128, max_cache_tokens=max_cache_tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders on CUDA devices: packed rows have the outputs that the CPU has."""
+"""Encoders on CUDA devices: packed rows, attended to by one operation, have the outputs that the CPU has."""
 
 import copy
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 
+from hf_triton.encoder import attention
 from hf_triton.encoder.forward import build_forward
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
 
@@ -19,6 +20,11 @@ IN_TWO: dict[str, Any] = {
     | dict.fromkeys(("model.layers.1", "model.layers.2", "model.final_norm", "head", "classifier"), "cuda:1"),
 }
 """Where the parts of a model are."""
+
+
+@pytest.fixture(autouse=True)
+def _no_attention_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_attend_by_length", None)
 
 
 @pytest.mark.parametrize("head", ["embeddings", "sequence", "answers"])

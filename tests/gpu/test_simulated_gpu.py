@@ -51,6 +51,21 @@ def test_each_thread_has_a_current_device() -> None:
     torch.cuda.set_device(0)
 
 
+def test_memory_is_that_of_the_living_tensors(numbers: torch.Tensor) -> None:
+    before, (free, total) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info(0)
+    assert free == total - before == total - numbers.nbytes
+    large = torch.empty(total // 8, dtype=torch.float32, device="cuda")
+    view = large[:4]
+    assert torch.cuda.memory_allocated(1) == 0
+    assert torch.cuda.mem_get_info()[0] == free - large.nbytes
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(total // 4, dtype=torch.float16, device="cuda")
+    del large
+    assert torch.cuda.memory_allocated() > before, "a view holds it"
+    del view
+    assert torch.cuda.memory_allocated() == before
+
+
 def test_devices_do_not_mix(numbers: torch.Tensor) -> None:
     for other in (torch.ones(3), torch.ones(3, device="cuda:1")):
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):

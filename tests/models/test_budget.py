@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_triton.runner import budget
-from hf_triton.runner.budget import CUDA_FRACTION, HOST_FRACTION, FreeMemory, TokenBudget
+from hf_triton.runner.budget import HOST_FRACTION, FreeMemory, TokenBudget
 from tests.support.machine import MIB, Machine
 
 CPU = torch.device("cpu")
@@ -173,21 +173,9 @@ def test_max_tokens_is_fixed() -> None:
     assert fixed.most == 4096
 
 
-@pytest.mark.parametrize(("device", "fraction"), [("cpu", HOST_FRACTION), ("cuda:1", CUDA_FRACTION)])
-def test_budget_is_a_part_of_free_memory(device: str, fraction: float) -> None:
-    allowed = TokenBudget({torch.device(device): 300}, None, lambda _: 300_000)
-    assert allowed.most == allowed.tokens(0) == 1000 * fraction
-
-
-@pytest.mark.usefixtures("read_always")
-def test_the_device_that_fills_first_decides() -> None:
-    first, second = torch.device("cuda:0"), torch.device("cuda:1")
-    free = {first: 300_000, second: 50_000}
-    allowed = TokenBudget({first: 300, second: 100}, None, lambda device: free[device])
-    assert allowed.most == allowed.tokens(0) == 500 * CUDA_FRACTION
-    free[second] = 900_000
-    assert allowed.tokens(100) == 1100 * CUDA_FRACTION
-    assert allowed.words(1024) == "1,024 tokens (400.0 KiB)"
+def test_budget_is_a_part_of_free_memory() -> None:
+    allowed = TokenBudget({CPU: 300}, None, lambda _: 300_000)
+    assert allowed.most == allowed.tokens(0) == 1000 * HOST_FRACTION
 
 
 @pytest.mark.usefixtures("read_always")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of linear layers: a few rows times packed weights, beside the same in 64 bits."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,8 +15,8 @@ from torch.nn import functional
 
 from hf_triton.runner import cpu
 from hf_triton.runner.cpu import linear, linear_kernel, llvm
-from hf_triton.runner.cpu.linear import MAX_ROWS, LinearKernel
-from hf_triton.runner.cpu.packing import PackedLinear, pack
+from hf_triton.runner.cpu.linear import MAX_ROWS, LinearKernel, PackedLinear
+from hf_triton.runner.cpu.packing import pack
 from tests.support.architectures import BASE, build
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if linear_kernel.can_run(dtype)]
@@ -32,9 +33,29 @@ def packed(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    found = LinearKernel(weight)(x, bias)
-    assert found is not None
-    return found
+    layer = PackedLinear.of(weight, bias)
+    layer.kernel = LinearKernel(layer.weight)
+    assert is_for_kernel(layer, x)
+    product: torch.Tensor = layer(x)
+    return product
+
+
+def is_for_kernel(layer: PackedLinear, x: torch.Tensor) -> bool:
+    """Whether the kernel computes a layer's outputs for an input."""
+    kernel, calls = layer.kernel, []
+    assert kernel
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("run", "parallel") if kernel.parallel else ("run",):
+            patch.setattr(kernel, name, lambda *_: calls.append(0))
+        with contextlib.suppress(RuntimeError):  # oneDNN's
+            layer(x)
+    return bool(calls)
+
+
+def has_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    layer = PackedLinear.of(weight, bias)
+    layer.use_kernel()
+    return layer.kernel is not None
 
 
 @pytest.fixture
@@ -55,7 +76,7 @@ def test_kernel_computes_the_product(outputs: int, inputs: int, has_bias: bool, 
     plain, weight = packed(outputs, inputs, dtype)
     bias = torch.randn(outputs).to(dtype) if has_bias else None
     before = None if bias is None else bias.clone()
-    assert LinearKernel.build(weight, bias)
+    assert has_kernel(weight, bias)
     for count in COUNTS:
         x = torch.randn(count, inputs).to(dtype)
         exact = functional.linear(x.double(), plain.double(), None if bias is None else bias.double())
@@ -113,24 +134,23 @@ def test_nan_and_inf_stay_in_their_row() -> None:
 def test_rows_of_any_memory_layout(wide_layer: PackedLinear) -> None:
     weight = wide_layer.weight.to_dense()
     for x in (torch.randn(2, 3, 256), torch.randn(3, 256, 2).mT, torch.randn(256, 5).T, torch.randn(4, 1024)[:, ::4]):
-        assert wide_layer.kernel(x, None) is not None
+        assert is_for_kernel(wide_layer, x)
         wanted = functional.linear(x, weight, wide_layer.bias)
         torch.testing.assert_close(wide_layer(x), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_other_inputs_are_left_to_onednn(wide_layer: PackedLinear, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_inputs_are_left_to_onednn(wide_layer: PackedLinear) -> None:
     torch.manual_seed(0)
-    weight = wide_layer.weight.to_dense()
-    kernel, x = wide_layer.kernel, torch.randn(3, 256)
-    assert kernel(x, None) is None
+    weight, x = wide_layer.weight.to_dense(), torch.randn(3, 256)
+    assert not is_for_kernel(wide_layer, x)
     torch.testing.assert_close(wide_layer(x), functional.linear(x, weight, wide_layer.bias))  # may be for training
     with torch.inference_mode():
         for other in (torch.randn(MAX_ROWS + 1, 256), torch.randn(0, 256), torch._neg_view(x)):
-            assert kernel(other, None) is None
+            assert not is_for_kernel(wide_layer, other)
             wanted = functional.linear(other, weight, wide_layer.bias)
             torch.testing.assert_close(wide_layer(other), wanted, atol=1e-5, rtol=1e-5)
         others = x.double(), x.to("meta"), nn.Parameter(x, requires_grad=False), torch._efficientzerotensor((3, 256))
-        assert all(kernel(other, None) is None for other in others)
+        assert not any(is_for_kernel(wide_layer, other) for other in others)
         for shape in ((3, 255), (3, 512), (1, 2560)):
             with pytest.raises(RuntimeError):
                 wide_layer(torch.randn(shape))
@@ -151,7 +171,7 @@ def test_compiled_layer_computes_the_same(wide_layer: PackedLinear) -> None:
 @torch.inference_mode()
 def test_weights_without_whole_blocks_have_no_kernel(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     _, weight = packed(outputs, inputs, dtype)
-    assert LinearKernel.build(weight, None) is None
+    assert not has_kernel(weight)
 
 
 @pytest.mark.usefixtures("anew")
@@ -174,8 +194,8 @@ def test_without_a_kernel_onednn_computes(
     else:
         monkeypatch.setattr(cpu, name, module)
     _, weight = packed(64, 256, torch.float32)
-    assert LinearKernel.build(weight, None) is None
-    assert LinearKernel.build(weight, None) is None
+    assert not has_kernel(weight)
+    assert not has_kernel(weight)
     assert [says in record.getMessage() for record in caplog.records] == ([True] if says else [])
 
 
@@ -208,29 +228,29 @@ def test_no_kernel_if_numba_is_configured_for_less(variable: str) -> None:
 @torch.inference_mode()
 def test_another_weight_layout_is_noticed(inputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     _, weight = packed(64, inputs, dtype)
-    assert LinearKernel.build(weight, None)
-    plain = LinearKernel.__call__
+    assert has_kernel(weight)
+    plain = PackedLinear.forward
 
-    def swapped(self: LinearKernel, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        return plain(self, x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), bias)
+    def swapped(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        return plain(self, x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))
 
-    monkeypatch.setattr(LinearKernel, "__call__", swapped)
-    assert LinearKernel.build(weight, None) is None
+    monkeypatch.setattr(PackedLinear, "forward", swapped)
+    assert not has_kernel(weight)
     assert not linear.is_right(dtype)
 
 
 @pytest.mark.usefixtures("anew")
 @torch.inference_mode()
 def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    plain = LinearKernel.__call__
+    plain = PackedLinear.forward
 
-    def wrong(self: LinearKernel, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        result = plain(self, x, bias)
-        return None if result is None else torch.cat([result[:1], torch.zeros_like(result[1:])])
+    def wrong(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        result = plain(self, x)
+        return torch.cat([result[:1], torch.zeros_like(result[1:])])
 
-    monkeypatch.setattr(LinearKernel, "__call__", wrong)
+    monkeypatch.setattr(PackedLinear, "forward", wrong)
     _, weight = packed(64, 256, torch.float32)
-    assert LinearKernel.build(weight, None) is None
+    assert not has_kernel(weight)
     (record,) = caplog.records
     assert "wrong result" in record.getMessage()
 

@@ -17,7 +17,8 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from hf_triton.runner.cpu import layer_timing, linear, linear_kernel, packing
-from hf_triton.runner.cpu.packing import PackedLinear, pack
+from hf_triton.runner.cpu.linear import PackedLinear
+from hf_triton.runner.cpu.packing import pack
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import BASE, BATCH, CONTINUOUS, WHOLE, build, requests, some_in_make_test
 from tests.support.engine import Client, check, start_engine
@@ -127,7 +128,7 @@ def test_packed_layer_with_any_number_of_rows(count: int) -> None:
 MEMORY = """
 import psutil, torch
 from torch import nn
-from hf_triton.runner.cpu.packing import PackedLinear
+from hf_triton.runner.cpu.linear import PackedLinear
 
 layer = nn.Linear(256, 256)
 layer.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None), requires_grad=False)

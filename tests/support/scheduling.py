@@ -135,6 +135,7 @@ class FakeDevice:
         token_ids, kind = part.token_ids, self._kind(part)
         if not token_ids:
             assert pending is not None
+            assert not self.sequences[part.sequence_id].sampler.needs_host
             token_ids = [pending.tokens[part.sequence_id].token_id]
         assert len(token_ids) == part.num_tokens > 0
         for position, token in enumerate(token_ids, part.start):

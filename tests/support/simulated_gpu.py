@@ -5,7 +5,7 @@ Tensors say that they are on `cuda:0`, and are computed on the CPU. What a devic
 wrong on one goes wrong here:
 
 - tensors of the host and of the device, or of two devices, in one operation;
-- a tensor that is larger than the free memory;
+- a tensor that is larger than what the living ones leave of a device's memory;
 - the host waiting for the device where `torch.cuda.set_sync_debug_mode("error")` forbids it, or while a graph is being
   captured;
 - a graph: nothing runs while it is captured; its replay is the same operations on the same addresses, with the host's
@@ -13,12 +13,14 @@ wrong on one goes wrong here:
 - a copy to the host that does not wait: garbage until an event behind it, or all, was waited for;
 - a copy to the device that does not wait: the host's memory must not change on its way.
 
-It says nothing of a device's rounding, speed, kernels, or how much memory all tensors take.
+It says nothing of a device's rounding, speed, kernels, or how much memory an operation needs meanwhile. All is of one
+process: a model sees its neighbours' memory as torch's own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import threading
 from collections import Counter
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -36,7 +39,8 @@ aten = torch.ops.aten
 
 HAS_GPU: Final = torch.cuda.is_available()
 """Whether there is a real one."""
-FREE_BYTES: Final = 2**27
+TOTAL_BYTES: Final = 2**27
+"""The memory of a device."""
 CUDA, META = 1, 14  # c10::DeviceType
 CAPTURE: Final = "capture"
 """What the host waits for before it captures a graph."""
@@ -48,8 +52,10 @@ WAITING: Final = frozenset(  # the host needs a number, or a shape that depends 
         *(aten.repeat_interleave.Tensor, aten.bincount.default),
     }
 )
-ALLOCATING: Final = {aten.empty.memory_format: 0, aten.new_empty.default: 1}
+ALLOCATING: Final = {aten.empty.memory_format: 0, aten.new_empty.default: 1, aten.new_zeros.default: 1}
 """Which argument is the shape."""
+SMALL: Final = 2**12
+"""Numbers of a tensor for which there is always room."""
 COPYING: Final = frozenset({aten.copy_.default, aten._to_copy.default})
 INDEXING: Final = frozenset(  # takes indices from the host, and waits for them
     {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
@@ -88,6 +94,7 @@ class OnDevice(torch.Tensor):
             device=device,
         )
         tensor.numbers = numbers
+        LIVING[id(tensor)] = tensor
         return tensor
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -102,6 +109,16 @@ class OnDevice(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(f"{func} in a thread that has not begun since there is a device")
+
+
+LIVING: Final[WeakValueDictionary[int, OnDevice]] = WeakValueDictionary()
+"""The tensors that there are, by identity."""
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What the living tensors of a device take, each storage once."""
+    storages = (tensor.numbers.untyped_storage() for tensor in list(LIVING.values()) if tensor.device == device)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class Device:
@@ -213,10 +230,18 @@ class Operations(TorchDispatchMode):
             return self._on_host(func, args, kwargs)
         if func in COPYING and (place.type == "cpu" or len(given) < len(tensors)):
             return self._copy(func, args, kwargs, place)
-        if func in ALLOCATING and math.prod(args[ALLOCATING[func]]) > FREE_BYTES:  # at a byte a number
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        if func in ALLOCATING and math.prod(args[ALLOCATING[func]]) > SMALL:
+            self._check_memory(func, args, kwargs, place)
         self._check(func, args, tensors)
         return self._run(func, args, kwargs, place)
+
+    def _check_memory(self, func: Any, args: Any, kwargs: Any, place: torch.device) -> None:
+        dtype = kwargs.get("dtype") or (
+            args[0].dtype if isinstance(args[0], torch.Tensor) else torch.get_default_dtype()
+        )
+        gc.collect()
+        if math.prod(args[ALLOCATING[func]]) * dtype.itemsize > TOTAL_BYTES - allocated_bytes(place):
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
     def _place(self, func: Any, leaves: list[Any], given: list[OnDevice], args: Any) -> torch.device:
         """Where the result is."""
@@ -412,6 +437,7 @@ class Event:
 def simulated_gpus(num_devices: int = 1) -> Iterator[Device]:
     """Simulate GPUs for this thread and the threads that start meanwhile."""
     device, patch = Device(), pytest.MonkeyPatch()
+    LIVING.clear()  # what an earlier test still refers to
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
 
@@ -461,6 +487,14 @@ def simulated_gpus(num_devices: int = 1) -> Iterator[Device]:
         made = make_tensor(*args, **kwargs)
         return device.pin(made) if pin_memory else made
 
+    def memory_allocated(place: Any = None) -> int:
+        place = torch.device("cuda") if place is None else torch.device(numbered(place))
+        return allocated_bytes(torch.device("cuda", device.index_of(place)))
+
+    def mem_get_info(place: Any = None) -> tuple[int, int]:
+        gc.collect()  # engines that were closed are cycles
+        return TOTAL_BYTES - memory_allocated(place), TOTAL_BYTES
+
     def set_device(place: Any) -> None:
         device.current[threading.get_ident()] = device.index_of(torch.device(numbered(place)))
 
@@ -473,9 +507,9 @@ def simulated_gpus(num_devices: int = 1) -> Iterator[Device]:
         "set_device": set_device,
         "get_device_capability": lambda *_: (9, 0),
         "get_device_name": lambda *_: "simulated",
-        "mem_get_info": lambda *_: (FREE_BYTES, 2 * FREE_BYTES),
-        "memory_reserved": lambda *_: 0,
-        "memory_allocated": lambda *_: 0,
+        "mem_get_info": mem_get_info,
+        "memory_reserved": memory_allocated,
+        "memory_allocated": memory_allocated,
         "empty_cache": lambda: None,
         "synchronize": lambda *_: device.wait("synchronize"),
         "get_sync_debug_mode": lambda: device.sync_debug_mode,
@@ -497,6 +531,7 @@ def simulated_gpus(num_devices: int = 1) -> Iterator[Device]:
         patch.setattr(threading.Thread, "run", run)
         patch.setattr(torch, "tensor", tensor)
         patch.setattr(torch, "_has_compatible_shallow_copy_type", lambda *_: False)  # moved weights are new ones
+        patch.setattr("transformers.modeling_utils.caching_allocator_warmup", lambda *_: None)  # leaves 1.2 GiB free
         patch.setattr(torch.Tensor, "to", to)
         patch.setattr(torch.Tensor, "pin_memory", lambda self, *_: device.pin(self.clone()))
         guards[CUDA] = guards[META]

@@ -52,7 +52,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
 
 @contextmanager
 def _process(prepare: Callable[..., None], *arguments: Any) -> Iterator[Call]:
-    if not FOLDER.is_dir() and importlib.util.find_spec("triton") is None:
+    if not (FOLDER / ".set-up").exists() and importlib.util.find_spec("triton") is None:
         pytest.skip(f"Triton's language is not in {FOLDER}: make test-all installs it")
     with ProcessPoolExecutor(1, get_context("spawn"), initializer=prepare, initargs=arguments) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()

@@ -190,6 +190,7 @@ class RandomSchedule:
         self.has_failed = False
         has_states = source.random() < 0.2
         runs_ahead = source.random() < 0.5
+        host_rate = source.choice([0.0, 0.2, 0.6])
         self.max_tokens = source.randint(24, 60)
         self.simulation = Simulation(
             self.max_tokens,
@@ -197,7 +198,7 @@ class RandomSchedule:
             block_size=source.randint(1, 5),
             max_kept=source.randrange(12),
             slot_tokens=source.choice([0, 4]) if has_states else 0,
-            needs_host=lambda _: source.random() < 0.2,
+            needs_host=lambda _: source.random() < host_rate,
             eos_ids=frozenset(source.choice([[], [0]])),
             chunk_sizes=ChunkSizes(source.randint(4, 20), source.randint(2, 8)),
             has_states=has_states,

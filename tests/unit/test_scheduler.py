@@ -247,7 +247,7 @@ def test_a_group_that_waits_counts_with_all_its_sequences() -> None:
     simulation.submit(3, num_return_sequences=3)
     simulation.step()
     simulation.submit(3)
-    simulation.scheduler._admit_groups()
+    simulation.scheduler._start_groups()
     assert simulation.scheduler.load().num_free_slots == 0
 
 
@@ -469,17 +469,63 @@ def test_a_step_is_scheduled_before_the_tokens_of_the_last_one_are_known() -> No
     assert simulation.lengths(group) == [4]
 
 
-def test_tokens_that_the_host_must_see_are_read_at_once() -> None:
-    simulation = Simulation(runs_ahead=True, needs_host=lambda group: len(group.prompt_ids) == 4)
+def needs_host(group: SequenceGroup) -> bool:
+    """Of groups with prompts of 4 tokens."""
+    return len(group.prompt_ids) == 4
+
+
+def test_a_sequence_whose_tokens_the_host_must_see_takes_part_in_every_second_step() -> None:
+    simulation = Simulation(runs_ahead=True, needs_host=needs_host)
     (ahead,) = simulation.submit(3, max_new_tokens=9)
     simulation.steps(2)
-    assert simulation.last.stays_inflight
     (behind,) = simulation.submit(4, max_new_tokens=3)
-    assert simulation.step() == [1, 4]
-    assert not simulation.last.stays_inflight
-    assert [group.sequences[0].num_tokens for group in (ahead, behind)] == [3 + 3, 4 + 1]
+    steps = []
+    for _ in range(5):
+        steps.append(simulation.step())
+        assert simulation.last.stays_inflight
+    assert steps == [[1, 4], [1], [1, 1], [1], [1, 1]]
     simulation.finish()
     assert [simulation.lengths(group) for group in (ahead, behind)] == [[9], [3]]
+
+
+def test_tokens_that_the_host_must_see_of_more_than_half_are_read_at_once() -> None:
+    simulation = Simulation(runs_ahead=True, needs_host=needs_host)
+    groups = simulation.submit(3, 4, 4, max_new_tokens=3)
+    assert simulation.step() == [3, 4, 4]
+    assert not simulation.last.stays_inflight
+    assert simulation.finish() == [[1, 1, 1], [1, 1, 1]]
+    assert [simulation.lengths(group) for group in groups] == [[3]] * 3
+
+
+def test_a_running_sequence_does_not_sit_out_beside_chunks_alone() -> None:
+    simulation = Simulation(runs_ahead=True, needs_host=needs_host)
+    simulation.submit(4)
+    simulation.step()
+    simulation.submit(40)
+    for _ in range(3):
+        assert simulation.step() == [1, 7]
+        assert not simulation.last.stays_inflight
+
+
+def test_chunks_need_no_tokens_and_stay_in_flight() -> None:
+    simulation = Simulation(block_size=4, caches_prefixes=True, runs_ahead=True)
+    (group,) = simulation.submit(PROMPT, max_new_tokens=2)
+    for num_tokens in (16, 16, 8):
+        assert simulation.step() == [num_tokens]
+        assert simulation.last.stays_inflight
+    assert simulation.steps(2) == [[1], []]
+    assert simulation.lengths(group) == [2]
+    simulation.submit(PROMPT, max_new_tokens=1)
+    assert simulation.finish() == [[4]]
+
+
+def test_nothing_is_left_of_chunks_in_flight_whose_prompt_is_cancelled() -> None:
+    simulation = Simulation(runs_ahead=True)
+    (group,) = simulation.submit(40)
+    simulation.step()
+    cancel(group)
+    assert simulation.finish() == [[]]
+    assert simulation.error_code(group) == "cancelled"
 
 
 def test_a_group_is_shared_out_before_the_next_step() -> None:
@@ -497,6 +543,14 @@ def test_no_step_runs_ahead_of_the_recompute_length() -> None:
     (group,) = simulation.submit(5, max_new_tokens=6)
     assert simulation.finish() == [[5], [1], [1], [8], [1], [1]]
     assert simulation.lengths(group) == [6]
+
+
+def test_a_sequence_at_the_recompute_length_sits_out_one_step() -> None:
+    simulation = Simulation(recompute_length=8, runs_ahead=True)
+    short, long = simulation.submit(5, 9, max_new_tokens=6)
+    assert simulation.steps(6) == [[5, 9], [1, 1], [1, 1], [1], [1, 7], [1, 1]]
+    simulation.finish()
+    assert [simulation.lengths(group) for group in (short, long)] == [[6], [6]]
 
 
 def test_a_failure_loses_the_step_in_flight_too() -> None:

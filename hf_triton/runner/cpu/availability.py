@@ -27,13 +27,15 @@ def runs_numba() -> bool:
 
 
 def is_usable(name: str, fallback: str, try_out: Callable[[], bool | None]) -> bool:
-    """Whether a kernel compiles and computes the right result; logs the reason if not.
+    """Whether numba runs, and a kernel compiles and computes the right result; logs the reason if not.
 
     Args:
         name: Of the kernel.
         fallback: The library that computes without it.
         try_out: Compiles the kernel and compares its result; None if there is none for this dtype and processor.
     """
+    if not runs_numba():
+        return False
     try:
         is_right = try_out()
         obstacle = "wrong result"

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from hf_triton.runner.cpu.linear import ALL_ROWS, MAX_ROWS, LinearKernel, onednn_linear
+from hf_triton.runner.cpu.linear import ALL_ROWS, MAX_ROWS, PackedLinear
 
 ROW_LIMITS: Final = {1: 2, 4: 8, 16: MAX_ROWS}
 """Rows that are timed (one sequence decoding, a few, a batch), and the rows up to which each result is applied."""
@@ -63,21 +63,16 @@ def weight_matrix(layer: Any) -> torch.Tensor:
 
 
 class _Sample:
-    """A layer and its packed copy."""
+    """A layer and its packed copies, by the ways in which they compute."""
 
     def __init__(self, layer: Any) -> None:
-        self.shape, self._layer = shape_of(layer), layer
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_matrix(layer), None)
-        self._kernel = LinearKernel.build(self._packed, layer.bias)
-        self.ways = ("torch", "onednn", "kernel") if self._kernel else ("torch", "onednn")
-
-    def run(self, way: str, x: torch.Tensor) -> None:
-        if way == "torch":
-            self._layer(x)
-        elif way == "onednn":
-            onednn_linear(x, self._packed, self._layer.bias)
-        elif self._kernel is not None:
-            self._kernel(x, self._layer.bias)
+        self.shape = shape_of(layer)
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight_matrix(layer), None)
+        by_kernel = PackedLinear.of(weight, layer.bias)
+        by_kernel.use_kernel()
+        self.ways = {"torch": layer, "onednn": PackedLinear.of(weight, layer.bias)}
+        if by_kernel.kernel:
+            self.ways["kernel"] = by_kernel
 
 
 @torch.inference_mode()
@@ -134,7 +129,7 @@ def _best_times(
                 for sample in samples:
                     if way in sample.ways:
                         begun = time.perf_counter()
-                        sample.run(way, inputs[sample.shape])
+                        sample.ways[way](inputs[sample.shape])
                         spent[sample.shape] += time.perf_counter() - begun  # type: ignore[assignment]
                 for shape, seconds in spent.items() if number >= 0 else ():
                     key = shape, way, num_rows

@@ -8,7 +8,7 @@ waits for each.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from llvmlite import ir
@@ -36,24 +36,18 @@ FEATURES: Final = {torch.float32: ("avx512f", "fma"), torch.bfloat16: ("avx512bf
 """Processor features for each dtype of rows and weights; one of them is needed."""
 
 
-class LinearTask(NamedTuple):
-    """Arguments of the kernel: sizes and addresses."""
-
-    counter: int
-    """Address of `next_task`."""
-    rows: int
-    """Address of `[num_rows, words]`."""
-    weights: int
-    """Address of packed weights, `[outputs / 64, words, 64]`."""
-    result: int
-    """Address of float32 `[num_rows, outputs]`, to which the products are added."""
-    num_rows: int
-    words: int
-    """A multiple of `STEP`."""
-    outputs: int
-    blocks_per_task: int
-    next_task: int
-    """Zero at first: tasks taken so far."""
+TASK: Final = (
+    "counter",  # address of `next_task`
+    "rows",  # address of `[num_rows, words]`
+    "weights",  # address of packed weights, `[outputs / 64, words, 64]`
+    "result",  # address of float32 `[num_rows, outputs]`, to which the products are added
+    "num_rows",
+    "words",  # a multiple of `STEP`
+    "outputs",
+    "blocks_per_task",
+    "next_task",  # zero at first: tasks taken so far
+)
+"""Arguments of the kernel, int64: sizes and addresses."""
 
 
 def can_run(dtype: torch.dtype) -> bool:
@@ -83,7 +77,7 @@ def compile_linear(dtype: torch.dtype) -> Any:
         else:
             six(tile)
 
-    record = types.Record.make_c_struct([(name, types.int64) for name in LinearTask._fields])
+    record = types.Record.make_c_struct([(name, types.int64) for name in TASK])
     pointer = types.CPointer(record)  # type: ignore[no-untyped-call]
 
     @cfunc(types.void(pointer), fastmath=MATH, error_model="numpy")

@@ -2,13 +2,11 @@
 """The linear layers of a model on a CPU, with their weights laid out once as oneDNN computes with them.
 
 torch by itself gives a float32 product to a BLAS that is half as fast on many processors, and lays out bfloat16 weights
-at every call. Products of a few rows go to `linear.py`. The packed model is tried: if it computes something else, or
-reads its own weights, it is restored.
+at every call. The packed model is tried: if it computes something else, or reads its own weights, it is restored.
 """
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
 from collections import Counter
@@ -30,7 +28,7 @@ from hf_triton.runner.cpu.layer_timing import (
     time_layers,
     weight_matrix,
 )
-from hf_triton.runner.cpu.linear import LinearKernel, onednn_linear
+from hf_triton.runner.cpu.linear import PackedLinear
 from hf_triton.runner.faults import described
 from hf_triton.runner.numerics import agree
 from hf_triton.runner.reference import greedy_logits, make_prompt, same_logits
@@ -38,41 +36,8 @@ from hf_triton.runner.reference import greedy_logits, make_prompt, same_logits
 logger = logging.getLogger(__name__)
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-SIZES: Final = (*range(1, 17), *range(24, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
-"""Rows that are multiplied at a time. oneDNN generates code for each number of rows, which takes a millisecond and half
-a mebibyte that it never frees: other inputs are padded to one of these, or divided."""
 CHUNKS: Final = ("local_attn_chunk_length", "lsh_attn_chunk_length")
 """Tokens, by their names in a config, beyond which a model (Reformer) reads its weights."""
-
-
-class PackedLinear(nn.Linear):
-    """`x @ weight.T + bias`, for inference on a CPU; a linear layer becomes one in place.
-
-    Its `weight` keeps shape and dtype, and only oneDNN and `linear.py` can read it.
-    """
-
-    kernel: LinearKernel | None = None
-    """Computes a few rows in place of oneDNN."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., in_features]` to `[..., out_features]`."""
-        kernel = self.kernel
-        if kernel is not None and kernel.weight is self.weight and (product := kernel(x, self.bias)) is not None:
-            return product
-        if x.numel() // x.shape[-1] in SIZES:
-            return onednn_linear(x, self.weight, self.bias)
-        products = []
-        for part in torch.split(x.reshape(-1, x.shape[-1]), SIZES[-1]):
-            size = SIZES[bisect.bisect_left(SIZES, max(2, len(part)))]  # of one row alone oneDNN has other bits
-            padded = nn.functional.pad(part, (0, 0, 0, size - len(part)))
-            products.append(onednn_linear(padded, self.weight, self.bias)[: len(part)])
-        return torch.cat(products).view(*x.shape[:-1], self.weight.shape[0])
-
-    def __deepcopy__(self, memo: object) -> nn.Linear:
-        """A plain layer, as which peft trains a copy."""
-        copied = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=self.weight.dtype)
-        copied.load_state_dict({"weight": self.weight.to_dense(), "bias": self.bias}, strict=False)
-        return copied
 
 
 def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
@@ -172,13 +137,11 @@ class _Packed:
             RuntimeError: oneDNN cannot compute with such weights on this processor.
         """
         packed = cls(layer, type(layer), layer.weight if is_shared else None)
-        weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(weight_matrix(layer), None), requires_grad=False)
-        kernel = LinearKernel.build(weight, layer.bias) if choice.kernel_rows else None
-        if kernel is not None:
-            kernel.rows = choice.kernel_rows
-        layer.weight, layer.kernel = weight, kernel
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight_matrix(layer), None)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
         layer.out_features, layer.in_features = weight.shape
         layer.__class__ = PackedLinear
+        layer.use_kernel(choice.kernel_rows)
         return packed
 
     def undo(self) -> None:
@@ -188,7 +151,7 @@ class _Packed:
             weight = nn.Parameter(dense.t() if self.layer_class is Conv1D else dense, requires_grad=False)
         self.layer.__class__ = self.layer_class
         self.layer.weight = weight
-        del self.layer.kernel
+        vars(self.layer).pop("kernel", None)
 
 
 def _is_linear(layer: Any) -> bool:

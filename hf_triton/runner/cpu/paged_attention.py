@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from hf_triton.runner.cpu.availability import is_usable, runs_numba
+from hf_triton.runner.cpu.availability import is_usable
 from hf_triton.runner.numerics import agree
 
 MIN_WIDTH: Final = 256
@@ -24,7 +24,7 @@ MIN_WIDTH: Final = 256
 MIN_PARALLEL_PRODUCTS: Final = 2**16
 """Multiplications from which on waking other threads pays."""
 COLUMNS: Final = 4
-"""Block sizes are multiples of it."""
+"""Tokens that are computed together; block sizes are multiples of it."""
 TASKS_PER_THREAD: Final = 4
 """Of rows of unequal lengths, if there are enough."""
 
@@ -159,25 +159,18 @@ class PagedKernel:
 @cache
 def compiled_for(dtype: torch.dtype, size: int, value_size: int, heads_together: int) -> Any | None:
     """A kernel for such heads, compiled and checked; None if there is none, which is logged."""
+    sizes = dtype, size, value_size, heads_together
 
     def try_out() -> bool | None:
-        from hf_triton.runner.cpu import paged_kernel
+        from hf_triton.runner.cpu.paged_kernel import WIDENED, compile_attention
 
-        if dtype not in paged_kernel.WIDENED:
-            return None
-        return _is_right(
-            paged_kernel.compile_attention(dtype, size, value_size, heads_together),
-            dtype,
-            size,
-            value_size,
-            heads_together,
-        )
+        return _is_right(compile_attention(*sizes), *sizes) if dtype in WIDENED else None
 
-    if not runs_numba() or not is_usable("attention", "torch", try_out):
+    if not is_usable("attention", "torch", try_out):
         return None
-    from hf_triton.runner.cpu import paged_kernel
+    from hf_triton.runner.cpu.paged_kernel import compile_attention
 
-    return paged_kernel.compile_attention(dtype, size, value_size, heads_together)
+    return compile_attention(*sizes)
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import platform
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,79 +24,50 @@ from numba import carray, cfunc, types  # type: ignore[attr-defined]
 from hf_triton.runner.cpu import llvm
 from hf_triton.runner.cpu.llvm import FLOAT, LINE, MATH, fetch, intrinsic, next_number
 from hf_triton.runner.cpu.online_softmax import MINUS_INFINITY, ONE, ZERO, inlined, soften
+from hf_triton.runner.cpu.paged_attention import COLUMNS
 
-COLUMNS: Final = 4
-"""Tokens that are computed together; block sizes are multiples of it."""
 COLUMNS_AHEAD: Final = 12
 """Tokens that are prefetched ahead, from the next run of memory where one ends."""
 
 HALF_BITS: Final = np.uint32(16)
 
 
-class PagedTask(NamedTuple):
-    """Arguments of the kernel: addresses, sizes, and strides in elements. "KV" is the dtype of the KV cache.
+TASK_FIELDS: Final = (
+    "task",  # address of these integers themselves
+    "query",  # address of KV `[rows, heads, size]`, with strides
+    "keys",  # address of KV `[rows, key_heads, size]`, with strides: each row's newest token, which the kernel writes
+    "values",
+    "key_blocks",  # address of KV `[blocks, key_heads, block_size, size]`
+    "value_blocks",
+    "tables",  # address of int32 `[rows, width]`: the blocks of each row
+    "lengths",  # address of int64 `[rows]`: tokens of each row, at least one
+    "sinks",  # address of float32 `[heads]`
+    "result",  # address of float32 `[rows, heads, value_size]`
+    "queries",  # address of float32 `[threads, heads_per_task, size]`, working memory
+    "scores",  # address of float32 `[threads, heads_per_task, block_size]`, working memory
+    "sums",  # address of float32 `[threads, heads_per_task + 1, value_size]`, working memory; the last row is not read
+    "states",  # address of float32 `[threads, heads_per_task, 2]`, working memory: maximum and total of the softmax
+    "next_task",  # zero at first: tasks taken so far
+    "next_thread",  # zero at first
+    *("num_threads", "rows", "key_heads"),
+    "heads_per_key",  # adjacent heads that share keys and values
+    *("heads_per_task", "block_size", "width"),
+    "window",  # how many of its last tokens a row attends to; 0: all
+    "has_tokens",  # whether there are `keys` and `values` to write
+    "has_sinks",
+    *("query_row", "query_head", "query_number"),
+    *("key_row", "key_head", "key_number"),
+    *("value_row", "value_head", "value_number"),
+)
+"""Arguments of the kernel, int64: addresses, sizes, and strides in elements; "KV" is the dtype of the KV cache.
 
-    Two float64 follow: the scale of scores, and their softcap; 0: none.
-    """
-
-    task: int
-    """Address of these integers themselves."""
-    query: int
-    """Address of KV `[rows, heads, size]`, with strides."""
-    keys: int
-    """Address of KV `[rows, key_heads, size]`, with strides: each row's newest token, which the kernel writes."""
-    values: int
-    key_blocks: int
-    """Address of KV `[blocks, key_heads, block_size, size]`."""
-    value_blocks: int
-    tables: int
-    """Address of int32 `[rows, width]`: the blocks of each row."""
-    lengths: int
-    """Address of int64 `[rows]`: tokens of each row, at least one."""
-    sinks: int
-    """Address of float32 `[heads]`."""
-    result: int
-    """Address of float32 `[rows, heads, value_size]`."""
-    queries: int
-    """Address of float32 `[threads, heads_per_task, size]`, working memory."""
-    scores: int
-    """Address of float32 `[threads, heads_per_task, block_size]`, working memory."""
-    sums: int
-    """Address of float32 `[threads, heads_per_task + 1, value_size]`, working memory; the last row is never read."""
-    states: int
-    """Address of float32 `[threads, heads_per_task, 2]`, working memory: maximum and total of the softmax."""
-    next_task: int
-    """Zero at first: tasks taken so far."""
-    next_thread: int
-    num_threads: int
-    rows: int
-    key_heads: int
-    heads_per_key: int
-    """Adjacent heads that share keys and values."""
-    heads_per_task: int
-    block_size: int
-    width: int
-    window: int
-    """How many of its last tokens a row attends to; 0: all."""
-    has_tokens: int
-    """Whether there are `keys` and `values` to write."""
-    has_sinks: int
-    query_row: int
-    query_head: int
-    query_number: int
-    key_row: int
-    key_head: int
-    key_number: int
-    value_row: int
-    value_head: int
-    value_number: int
-
-
+Two float64 follow: the scale of scores, and their softcap; 0: none.
+"""
 TASK, QUERY, KEYS, VALUES, KEY_BLOCKS, VALUE_BLOCKS, TABLES, LENGTHS, SINKS, RESULT = range(10)
 QUERIES, SCORES, SUMS, STATES = range(10, 14)
-NEXT_TASK, NEXT_THREAD = (8 * PagedTask._fields.index(name) for name in ("next_task", "next_thread"))
+NEXT_TASK, NEXT_THREAD = (8 * TASK_FIELDS.index(name) for name in ("next_task", "next_thread"))
 RECORD: Final = np.dtype(
-    [*((name, np.int64) for name in PagedTask._fields), ("scale", np.float64), ("softcap", np.float64)]
+    [*((name, np.int64) for name in TASK_FIELDS), *((name, np.float64) for name in ("scale", "softcap"))]
 )
 
 

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from hf_triton.runner.cuda.graphs import StepGraphs
     from hf_triton.runner.device_step import DeviceStep
 
-__all__ = ["NO_SEQUENCE", "attention_for", "capture_graphs", "draw", "forward_context", "fuse"]
+__all__ = [
+    "NO_SEQUENCE",
+    "attention_for",
+    "capture_graphs",
+    "draw",
+    "forward_context",
+    "fuse",
+    "packed_attention_for",
+]
 
 NO_SEQUENCE: Final = -1
 """The sequence of a token that is padding."""
@@ -26,9 +34,18 @@ def attention_for(blocks: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """The operation that attends to such blocks, `attention.attend`; None: there is none on their device."""
     if blocks.device.type != "cuda":
         return None
-    from hf_triton.runner.cuda.attention import MAX_SIZE, attend, is_usable
+    from hf_triton.runner.cuda.attention import attend, is_usable
 
-    return attend if blocks.shape[-1] <= MAX_SIZE and is_usable(blocks.device, blocks.dtype) else None
+    return attend if is_usable("attend", blocks.device, blocks.dtype, blocks.shape[-1]) else None
+
+
+def packed_attention_for(query: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """The operation that attends within the sequences of a row, `attention.attend_packed`; None: there is none."""
+    if query.device.type != "cuda":
+        return None
+    from hf_triton.runner.cuda.attention import attend_packed, is_usable
+
+    return attend_packed if is_usable("attend_packed", query.device, query.dtype, query.shape[-1]) else None
 
 
 def capture_graphs(
@@ -42,6 +59,9 @@ def capture_graphs(
 
 def draw(scores: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
     """Draw a token of each row by a kernel, see `draw_kernel.draw`; raises where Triton is missing."""
+    from hf_triton.runner.cuda.kernel_cache import have_kernel_cache
+
+    have_kernel_cache()
     from hf_triton.runner.cuda.draw_kernel import draw
 
     return draw(scores, *params)

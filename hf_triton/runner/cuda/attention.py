@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation `hf_triton::attend`: attention of a packed row of tokens to the blocks of their sequences.
+"""The operations `hf_triton::attend` and `attend_packed`: attention of a packed row of tokens, within each sequence.
 
-A CUDA device computes it by kernels in Triton's language (`attention_kernel.py`). On a CPU torch computes it in 32
-bits, sequence by sequence: the simulated device runs that, and kernels are tested beside it. What depends on a step's
-sequences is read from tensors on the device, so that a captured graph depends on the number of tokens alone.
+The first one reads keys and values from the sequences' blocks, the second one from the row itself. A CUDA device
+computes them by kernels in Triton's language (`attention_kernel.py`), a CPU by torch (`attention_reference.py`). What
+depends on a step's sequences is read from tensors on the device, so that a captured graph depends on the number of
+tokens alone.
 """
 
 from __future__ import annotations
 
 import logging
+import subprocess
 from functools import cache
 from typing import Any, Final
 
 import torch
 
-from hf_triton.runner.cuda import NO_SEQUENCE
+from hf_triton.runner.cuda import NO_SEQUENCE, attention_reference
+from hf_triton.runner.cuda.kernel_cache import have_kernel_cache
 from hf_triton.runner.numerics import agree
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,10 @@ LIBRARY.define(
     "attend(Tensor query, Tensor? keys, Tensor? values, Tensor(a!) key_blocks, Tensor(b!) value_blocks, "
     "Tensor sequences, Tensor bounds, Tensor lengths, Tensor starts, Tensor tables, Tensor? sinks, "
     "float scale, int window, float softcap) -> Tensor"
+)
+LIBRARY.define(
+    "attend_packed(Tensor query, Tensor keys, Tensor values, Tensor sequences, Tensor bounds, float scale, int window, "
+    "bool is_causal) -> Tensor"
 )
 
 
@@ -77,73 +84,110 @@ def attend(
     return output
 
 
-def _attend_on_cpu(
+def attend_packed(
     query: torch.Tensor,
-    keys: torch.Tensor | None,
-    values: torch.Tensor | None,
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     sequences: torch.Tensor,
     bounds: torch.Tensor,
-    lengths: torch.Tensor,
-    starts: torch.Tensor,
-    tables: torch.Tensor,
-    sinks: torch.Tensor | None,
     scale: float,
     window: int,
-    softcap: float,
+    is_causal: bool,
 ) -> torch.Tensor:
-    num_heads, block_size = query.shape[1], key_blocks.shape[2]
-    output = query.new_zeros(len(query), num_heads, value_blocks.shape[3])
-    for number in range(int(sequences.max()) + 1):
-        first, last, length = int(bounds[number]), int(bounds[number + 1]), int(lengths[number])
-        positions, columns = torch.arange(length - (last - first), length), torch.arange(length)
-        blocks = tables[int(starts[number]) + columns // block_size]
-        if keys is not None and values is not None:
-            places = blocks[positions], slice(None), positions % block_size
-            key_blocks[places], value_blocks[places] = keys[first:last], values[first:last]
-        read = blocks, slice(None), columns % block_size
-        own_keys, own_values = (
-            numbers[read].float().transpose(0, 1).repeat_interleave(num_heads // numbers.shape[1], 0)
-            for numbers in (key_blocks, value_blocks)
-        )  # [heads, length, size]
-        scores = query[first:last].float().transpose(0, 1) @ own_keys.mT * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        distance = positions[:, None] - columns
-        scores = scores.masked_fill((distance < 0) | (distance >= (window or length)), -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, last - first, 1)], -1)
-        weights = scores.softmax(-1)[..., :length]
-        output[first:last] = (weights @ own_values).transpose(0, 1).to(query.dtype)
+    """Attend to the tokens of each sequence, which are all in the row.
+
+    Args:
+        query: `[tokens, heads, size]`; any strides, as of keys and values.
+        keys: `[tokens, key_heads, size]`.
+        values: `[tokens, key_heads, value_size]`.
+        sequences: As in `attend`.
+        bounds: As in `attend`.
+        scale: Factor of the products.
+        window: A token attends to those that are less than this many tokens away; 0: to all.
+        is_causal: Whether it attends to none after itself.
+
+    Returns:
+        As `attend`.
+    """
+    output: torch.Tensor = torch.ops.hf_triton.attend_packed(
+        query, keys, values, sequences, bounds, scale, window, is_causal
+    )
     return output
 
 
-LIBRARY.impl("attend", _attend_on_cpu, "CPU")
+@cache
+def _kernels() -> Any:
+    """The module that needs Triton."""
+    have_kernel_cache()
+    from hf_triton.runner.cuda import attention_launch
+
+    return attention_launch
+
+
+def _attend_on_device(query: torch.Tensor, *others: Any) -> Any:
+    with torch.cuda.device(query.device):  # Triton launches on the current one
+        return _kernels().attend(query, *others)
+
+
+def _attend_packed_on_device(query: torch.Tensor, *others: Any) -> Any:
+    with torch.cuda.device(query.device):
+        return _kernels().attend_packed(query, *others)
+
+
+def _shape_on_meta(
+    query: torch.Tensor, keys: Any, values: Any, key_blocks: Any, value_blocks: torch.Tensor, *others: Any
+) -> torch.Tensor:
+    """What torch.compile needs to know."""
+    return query.new_empty(*query.shape[:2], value_blocks.shape[3])
+
+
+LIBRARY.impl("attend", attention_reference.attend, "CPU")
+LIBRARY.impl("attend", _shape_on_meta, "Meta")
+LIBRARY.impl("attend", _attend_on_device, "CUDA")
+LIBRARY.impl("attend_packed", attention_reference.attend_packed, "CPU")
+LIBRARY.impl("attend_packed", _attend_packed_on_device, "CUDA")
 
 
 @cache
-def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the operation is right on a device, which is tried once; if not, the log says why."""
+def is_usable(name: str, device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether an operation is right for heads of a size on a device, which is tried once; if not, the log says why."""
     try:
-        arguments = _trial(device, dtype)
-        found, expected = attend(*arguments), _attend_on_cpu(*(_on_host(each) for each in arguments))
-        reason = None if agree(expected, found.cpu(), dtype) else "it is wrong"
+        reason = _find_fault(name, device, dtype, size) if size <= MAX_SIZE else "it has 256 numbers of a head at most"
+    except subprocess.CalledProcessError as error:
+        reason = f"{error.cmd[0]} failed: the headers of C or of Python, Python.h, may be missing"
     except Exception as error:  # no Triton, no C compiler, a device that Triton does not know
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if reason is None:
         return True
-    logger.warning("no attention kernel on %s (%s): attention copies blocks and runs torch's, slower", device, reason)
+    logger.warning("no attention kernel on %s (%s): attention of heads of %d is torch's, slower", device, reason, size)
     return False
 
 
-def _trial(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Arguments of `attend`: a decoding sequence and a chunk, whose blocks are out of order."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (6, 4, 64), (6, 2, 64), (6, 2, 64), (4, 2, 16, 64), (4, 2, 16, 64)
-    states = [torch.randn(shape, generator=generator).to(dtype).to(device) for shape in shapes]
-    numbers = [0, 1, 1, 1, 1, NO_SEQUENCE], [0, 1, 5], [20, 19], [0, 2], [3, 0, 2, 1]
+def _find_fault(name: str, device: torch.device, dtype: torch.dtype, size: int) -> str | None:
+    arguments = (_paged_trial if name == "attend" else _packed_trial)(device, dtype, size)
+    expected = getattr(attention_reference, name)(*(_on_host(each) for each in arguments))
+    found = attend(*arguments) if name == "attend" else attend_packed(*arguments)
+    return None if agree(expected, found.cpu(), dtype) else "it is wrong"
+
+
+def _paged_trial(device: torch.device, dtype: torch.dtype, size: int) -> tuple[Any, ...]:
+    """Arguments of `attend`: a long sequence that decodes and a chunk, whose blocks are out of order."""
+    blocks = 15, 2, 16, size
+    states = _random_states(((6, 4, size), (6, 2, size), (6, 2, size), blocks, blocks), device, dtype)
+    numbers = [0, 1, 1, 1, 1, NO_SEQUENCE], [0, 1, 5], [200, 19], [0, 13], list(reversed(range(15)))
     return *states, *(torch.tensor(each).to(device) for each in numbers), None, 0.125, 0, 0.0
+
+
+def _packed_trial(device: torch.device, dtype: torch.dtype, size: int) -> tuple[Any, ...]:
+    """Arguments of `attend_packed`: two sequences with windows."""
+    states = _random_states(((20, 4, size), (20, 2, size), (20, 2, size)), device, dtype)
+    numbers = [0] * 3 + [1] * 17, [0, 3, 20]
+    return *states, *(torch.tensor(each).to(device) for each in numbers), 0.125, 9, False
+
+
+def _random_states(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype).to(device) for shape in shapes]
 
 
 def _on_host(argument: Any) -> Any:

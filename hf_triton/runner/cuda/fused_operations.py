@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from hf_triton.runner.cuda.kernel_cache import have_kernel_cache
+
 logger = logging.getLogger(__name__)
 
 LIBRARY: Any = torch.library.Library("hf_triton", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -104,7 +106,9 @@ LIBRARY.impl("rms_norm", _rms_norm_on_cpu, "CPU")
 # --- on a CUDA device ------------------------------------------------------------------------------------------------
 
 
+@cache
 def _kernels() -> ModuleType:
+    have_kernel_cache()
     from hf_triton.runner.cuda import fused_kernels
 
     return fused_kernels

@@ -24,6 +24,7 @@ from hf_triton.protocol.requests import (
     with_default_outputs,
     with_named_outputs,
 )
+from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.admission import request_limits
 from hf_triton.tasks.checked_hooks import CheckedHooks
@@ -179,6 +180,7 @@ def build_text_generation(
     observer: Observer,
     returns_timings: bool,
     response_template: Spec | str | None = None,
+    gpu_part: GpuPart = WHOLE_GPU,
 ) -> TextGeneration:
     """The task of a loaded checkpoint, its engine running.
 
@@ -192,6 +194,7 @@ def build_text_generation(
         observer: Observes the engine.
         returns_timings: Whether the server's responses can have parameters.
         response_template: The folder's own, see `load_response_template`.
+        gpu_part: What the model may take of a GPU.
 
     Raises:
         LoadError: No engine can run the model, or the folder's defaults contradict it.
@@ -204,7 +207,8 @@ def build_text_generation(
 
     limits = request_limits(settings, checkpoint.context_length)
     text_to_text = build_text_to_text(settings.task, checkpoint)
-    with DeviceContext(checkpoint.model.device):
+    with DeviceContext(checkpoint.model.device) as device:
+        max_num_seqs = device.max_num_seqs if settings.max_num_seqs is None else settings.max_num_seqs
         accelerate(checkpoint.model, pack_weights=settings.pack_weights)
         fuse(checkpoint.model)
         adapters = Adapters(checkpoint.model)
@@ -212,8 +216,9 @@ def build_text_generation(
         engine = build_engine(
             checkpoint.model,
             settings.engine,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_cache_tokens=settings.max_cache_tokens,
+            gpu_part=gpu_part,
             enable_prefix_caching=settings.enable_prefix_caching,
             decoding=settings.decoding,
             context_length=checkpoint.context_length,
@@ -222,7 +227,15 @@ def build_text_generation(
             adapters=adapters,
         )
     preparer = _build_preparer(
-        checkpoint, settings, hooks, store, chat_template, response_template, text_to_text, limits.max_prompt_bytes
+        checkpoint,
+        settings,
+        hooks,
+        store,
+        chat_template,
+        response_template,
+        text_to_text,
+        max_prompt_bytes=limits.max_prompt_bytes,
+        max_num_seqs=max_num_seqs,
     )
     task = TextGeneration(
         engine,
@@ -254,7 +267,9 @@ def _build_preparer(
     chat_template: str | None,
     response_template: Spec | str | None,
     text_to_text: TextToText | None,
+    *,
     max_prompt_bytes: int,
+    max_num_seqs: int,
 ) -> PromptPreparer:
     codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
     max_output_length = settings.max_output_length
@@ -275,7 +290,7 @@ def _build_preparer(
             checkpoint.generation_defaults(with_beams=text_to_text is not None),
         ),
         max_output_length=max_output_length,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         excludes_prompt=settings.exclude_input_in_output,
         text_to_text=text_to_text,
     )

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes the KV cache at load: on a CPU it grows with demand into free memory, elsewhere it is allocated at once."""
+
+from __future__ import annotations
+
+import logging
+
+from hf_triton.engine.block_memory import BlockMemory
+from hf_triton.engine.config import EngineConfig
+from hf_triton.runner.budget import TokenBudget
+from hf_triton.runner.faults import is_memory
+from hf_triton.runner.gpu_memory import GpuPart, LoadMemory
+from hf_triton.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+def allocate_cache(
+    runner: ModelRunner,
+    max_cache_tokens: int | None,
+    config: EngineConfig,
+    *,
+    max_num_seqs: int,
+    gpu_part: GpuPart,
+    context_length: int,
+) -> BlockMemory:
+    """Size the KV cache and allocate it; on a CPU its memory is touched when it is needed.
+
+    Args:
+        runner: Of the model.
+        max_cache_tokens: The setting.
+        config: The engine's constants.
+        max_num_seqs: The most sequences that run at a time.
+        gpu_part: What the model may take of a GPU.
+        context_length: The most tokens of a sequence.
+
+    Raises:
+        CheckpointError: The device has not enough memory.
+    """
+    if max_cache_tokens is not None and not runner.cache.has_keys:
+        logger.warning("the setting max_cache_tokens does nothing for a model without keys and values")
+        max_cache_tokens = None
+    if runner.device.type == "cpu":
+        if gpu_part.is_set:
+            logger.warning("the setting gpu_memory_fraction does nothing on a CPU")
+        return _grow_on_demand(runner, max_cache_tokens, config, max_num_seqs)
+    bytes_per_token, slot_tokens = runner.memory_per_token()
+    memory = LoadMemory(runner.model, bytes_per_token, gpu_part, max_num_seqs * slot_tokens)
+    if max_cache_tokens is None:
+        max_cache_tokens = memory.cache_tokens(max_num_seqs, context_length, fills_part=runner.cache.has_keys)
+    num_blocks = max(1, max_cache_tokens // runner.block_size)
+    budget = TokenBudget(bytes_per_token, num_blocks * runner.block_size)
+    size = f"a KV cache of {budget.words(budget.most)}"
+    logger.info("%s: %s", size, memory.describe())
+    try:
+        runner.allocate(num_blocks, max_num_seqs)
+    except Exception as error:
+        if is_memory(error):
+            raise memory.error(size) from error
+        raise
+    return BlockMemory(budget, num_blocks, runner.block_size, max_kept=num_blocks, is_fixed=True)
+
+
+def _grow_on_demand(
+    runner: ModelRunner, max_cache_tokens: int | None, config: EngineConfig, max_num_seqs: int
+) -> BlockMemory:
+    bytes_per_token, slot_tokens = runner.memory_per_token()
+    budget = TokenBudget(bytes_per_token, max_cache_tokens)
+    num_blocks = max(1, budget.most // runner.block_size)
+    kept_bytes = max(config.min_kept_bytes, runner.model.get_memory_footprint(return_buffers=False))
+    kept = kept_bytes // (sum(bytes_per_token.values()) * runner.block_size)
+    runner.allocate(num_blocks, max_num_seqs)
+    return BlockMemory(
+        budget,
+        num_blocks,
+        runner.block_size,
+        max_kept=min(kept, int(num_blocks * config.prefix_cache_fraction)),
+        slot_tokens=slot_tokens if max_cache_tokens is None else 0,
+        give_back=runner.give_back,
+    )

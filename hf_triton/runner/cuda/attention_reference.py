@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention operations by torch on a CPU, in 32 bits, sequence by sequence.
+
+The simulated device runs them, and kernels are tested beside them. Arguments are those of `attention.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor | None,
+    values: torch.Tensor | None,
+    key_blocks: torch.Tensor,
+    value_blocks: torch.Tensor,
+    sequences: torch.Tensor,
+    bounds: torch.Tensor,
+    lengths: torch.Tensor,
+    starts: torch.Tensor,
+    tables: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """Write to blocks, and attend to them."""
+    output, block_size = query.new_zeros(*query.shape[:2], value_blocks.shape[3]), key_blocks.shape[2]
+    for number in range(int(sequences.max()) + 1):
+        first, last, length = int(bounds[number]), int(bounds[number + 1]), int(lengths[number])
+        positions, columns = torch.arange(length - (last - first), length), torch.arange(length)
+        blocks = tables[int(starts[number]) + columns // block_size]
+        if keys is not None and values is not None:
+            places = blocks[positions], slice(None), positions % block_size
+            key_blocks[places], value_blocks[places] = keys[first:last], values[first:last]
+        read = blocks, slice(None), columns % block_size
+        distance = positions[:, None] - columns
+        seen = (distance >= 0) & (distance < (window or length))
+        states = query[first:last], key_blocks[read], value_blocks[read]
+        output[first:last] = _attend(*states, seen, sinks, scale, softcap)
+    return output
+
+
+def attend_packed(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sequences: torch.Tensor,
+    bounds: torch.Tensor,
+    scale: float,
+    window: int,
+    is_causal: bool,
+) -> torch.Tensor:
+    """Attend to the row."""
+    output = query.new_zeros(*query.shape[:2], values.shape[2])
+    for number in range(int(sequences.max()) + 1):
+        own = slice(int(bounds[number]), int(bounds[number + 1]))
+        positions = torch.arange(own.stop - own.start)
+        distance = positions[:, None] - positions
+        seen = distance.abs() < (window or len(positions))
+        if is_causal:
+            seen &= distance >= 0
+        output[own] = _attend(query[own], keys[own], values[own], seen, None, scale, 0.0)
+    return output
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Attention of one sequence, whose tokens see the keys that `seen`, `[tokens, keys]` bool, says."""
+    (num_tokens, num_heads, _), num_keys = query.shape, len(keys)
+    own_keys, own_values = (
+        states.float().transpose(0, 1).repeat_interleave(num_heads // states.shape[1], 0) for states in (keys, values)
+    )  # [heads, keys, size]
+    scores = query.float().transpose(0, 1) @ own_keys.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, num_tokens, 1)], -1)
+    weights = scores.softmax(-1)[..., :num_keys]
+    return (weights @ own_values).transpose(0, 1).to(query.dtype)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention kernels of CUDA devices: in Triton's interpreter beside torch, and compiled for devices."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_triton.runner.cuda import NO_SEQUENCE, attention_reference
+from tests.support.triton_language import Call
+
+pytestmark = pytest.mark.full
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """New tokens of sequences, and how they attend."""
+
+    tokens: tuple[int, ...] = (1, 5, 1, 9)
+    """New ones of each sequence."""
+    lengths: tuple[int, ...] = (23, 5, 1, 40)
+    """Of each sequence with them."""
+    heads: tuple[int, int] = (4, 2)
+    """Of queries and of keys."""
+    sizes: tuple[int, int] = (32, 32)
+    """Of keys and of values."""
+    dtype: torch.dtype = torch.float32
+    padding: int = 0
+    block_size: int = 16
+    splits: int = 1
+    decode_tokens: int = 512
+    """A row of more has large tiles."""
+    window: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
+    is_written: bool = False
+    is_causal: bool = True
+
+
+LONG = Row(tokens=(20, 20, 1), lengths=(700, 143, 20), heads=(2, 1), splits=4)
+"""Splits begin within a tile, where its first tokens see none of their keys."""
+ROWS = {
+    "MHA in bfloat16": Row(heads=(3, 3), dtype=torch.bfloat16),
+    "GQA in float16": Row(heads=(8, 2), dtype=torch.float16),
+    "71 heads, one of keys": Row(tokens=(1, 3), lengths=(20, 3), heads=(71, 1), sizes=(64, 64)),
+    "a group that does not divide the tile, padding": Row(heads=(6, 2), padding=3),
+    "splits, of which short sequences use one": LONG,
+    "splits, padding, small heads, in bfloat16": replace(LONG, padding=2, sizes=(16, 16), dtype=torch.bfloat16),
+    "splits of a window": replace(LONG, window=250),
+    "splits with sinks": replace(LONG, has_sinks=True),
+    "a window that ends within a tile": Row(window=7),
+    "softcap": Row(softcap=2.0, window=9),
+    "sinks": Row(has_sinks=True, dtype=torch.bfloat16),
+    "values of another size, blocks of 5": Row(sizes=(80, 48), block_size=5),
+    "the largest heads, written before": Row(sizes=(256, 256), is_written=True, dtype=torch.float16),
+    "large tiles": Row(tokens=(40, 1, 30), lengths=(60, 50, 30), decode_tokens=4, dtype=torch.bfloat16),
+}
+ALL = Row(tokens=(1, 40, 7), heads=(4, 4), is_causal=False)
+PACKED_ROWS = {
+    "all tokens": ALL,
+    "a window on both sides": replace(ALL, window=9, sizes=(64, 64)),
+    "GQA, causal, a window": replace(ALL, heads=(4, 2), is_causal=True, window=6, dtype=torch.float16),
+    "large tiles, padding": replace(ALL, decode_tokens=4, padding=2, dtype=torch.bfloat16, sizes=(24, 40)),
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_attention_to_blocks_is_torch_s(row: Row, interpreted: Call) -> None:
+    interpreted(compare_paged, row)
+
+
+@pytest.mark.parametrize("row", PACKED_ROWS.values(), ids=PACKED_ROWS)
+def test_attention_within_a_row_is_torch_s(row: Row, interpreted: Call) -> None:
+    interpreted(compare_packed, row)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_ahead(capability: int, compiled: Call) -> None:
+    names = []
+    for row in (
+        Row(heads=(32, 8), sizes=(128, 128), dtype=torch.bfloat16, splits=8),
+        Row(tokens=(700,), lengths=(700,), heads=(71, 1), sizes=(64, 64), dtype=torch.float16, decode_tokens=4),
+        Row(heads=(8, 4), sizes=(256, 256), has_sinks=True, softcap=2.0),
+    ):
+        kernels = compiled(capability, launch_paged, row)
+        assert max(shared for _, shared, _ in kernels) <= 99 * 1024  # what the smallest devices have
+        names += [name for name, _, _ in kernels]
+    assert names == ["write", "attend", "combine", "write", "attend", "write", "attend"]
+    ((_, _, code),) = compiled(capability, launch_packed, replace(ALL, dtype=torch.bfloat16, sizes=(64, 64)))
+    assert "mma" in code
+
+
+def compare_paged(row: Row) -> None:
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    arguments = paged_arguments(row)
+    expected_arguments = [each.clone() if isinstance(each, torch.Tensor) else each for each in arguments]
+    expected = attention_reference.attend(*expected_arguments)
+    torch.testing.assert_close(launch_paged(row, arguments), expected, rtol=0, atol=TOLERANCE[row.dtype])
+    for blocks, expected_blocks in zip(arguments[3:5], expected_arguments[3:5], strict=True):
+        torch.testing.assert_close(blocks, expected_blocks, rtol=0, atol=0, equal_nan=True)
+
+
+def compare_packed(row: Row) -> None:
+    torch.use_deterministic_algorithms(True)
+    arguments = packed_arguments(row)
+    expected = attention_reference.attend_packed(*arguments)
+    torch.testing.assert_close(launch_packed(row), expected, rtol=0, atol=TOLERANCE[row.dtype])
+
+
+def launch_paged(row: Row, arguments: Any = None) -> torch.Tensor:
+    from hf_triton.runner.cuda import attention_launch
+
+    arguments = arguments or paged_arguments(row)
+    attention_launch.NUM_PROGRAMS = row.splits * len(arguments[0]) * row.heads[1]
+    attention_launch.MAX_DECODE_TOKENS = row.decode_tokens
+    return attention_launch.attend(*arguments)
+
+
+def launch_packed(row: Row) -> torch.Tensor:
+    from hf_triton.runner.cuda import attention_launch
+
+    attention_launch.MAX_DECODE_TOKENS = row.decode_tokens
+    return attention_launch.attend_packed(*packed_arguments(row))
+
+
+def paged_arguments(row: Row) -> list[Any]:
+    """Of `attend`; blocks that no sequence has, and places behind a sequence's end, are NaN."""
+    states, sequences, bounds = states_of(row)
+    counts = [-(-length // row.block_size) for length in row.lengths]
+    starts = torch.tensor([0, *counts]).cumsum(0)[:-1]
+    tables = torch.randperm(sum(counts) + 2, generator=generator(1))[: sum(counts)]
+    blocks = [
+        torch.full((sum(counts) + 2, row.heads[1], row.block_size, size), torch.nan, dtype=row.dtype)
+        for size in row.sizes
+    ]
+    for start, new, length in zip(starts.tolist(), row.tokens, row.lengths, strict=True):
+        positions = torch.arange(length if row.is_written else length - new)
+        places = tables[start + positions // row.block_size], slice(None), positions % row.block_size
+        for each in blocks:
+            each[places] = torch.randn(each[places].shape, generator=generator(length)).to(row.dtype)
+    new_states = (None, None) if row.is_written else states[1:]
+    sinks = torch.randn(row.heads[0], generator=generator(2)) if row.has_sinks else None
+    numbers = sequences, bounds, torch.tensor(row.lengths), starts, tables
+    return [states[0], *new_states, *blocks, *numbers, sinks, row.sizes[0] ** -0.5, row.window, row.softcap]
+
+
+def packed_arguments(row: Row) -> list[Any]:
+    states, sequences, bounds = states_of(row)
+    return [*states, sequences, bounds, row.sizes[0] ** -0.5, row.window, row.is_causal]
+
+
+def states_of(row: Row) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Queries, keys and values with the strides of views of one tensor, and of each other; NaN for padding."""
+    num_tokens, (heads, key_heads), (size, value_size) = sum(row.tokens), row.heads, row.sizes
+    width = max(size, value_size)
+    all_states = torch.full((heads + 2 * key_heads, num_tokens + row.padding, width), torch.nan).to(row.dtype)
+    all_states[:, :num_tokens] = torch.randn((len(all_states), num_tokens, width), generator=generator(0))
+    queries, keys, values = all_states.transpose(0, 1).split([heads, key_heads, key_heads], 1)
+    sequences = torch.repeat_interleave(torch.arange(len(row.tokens)), torch.tensor(row.tokens))
+    sequences = torch.cat([sequences, torch.full((row.padding,), NO_SEQUENCE)])
+    bounds = torch.tensor([0, *row.tokens]).cumsum(0)
+    return [queries[..., :size], keys[..., :size], values[..., :value_size]], sequences, bounds
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
