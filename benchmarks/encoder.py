@@ -114,7 +114,7 @@ def running(forward: EncoderForward, **options: Any) -> Iterator[EncoderEngine]:
 
 
 def ask(engine: EncoderEngine, inputs: list[EncoderInput], on_done: Callable[[Any], None]) -> None:
-    engine.submit(EncoderGroup(inputs, on_done, lambda: False))
+    engine.submit([EncoderGroup(inputs, on_finish=on_done)])
 
 
 def clients(encoders: Encoders, way: str) -> float:

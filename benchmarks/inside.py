@@ -19,7 +19,7 @@ from typing import Any
 
 import hf_triton
 from hf_triton.engine.sequence import Outcome, SequenceGroup
-from hf_triton.engine.types import Engine
+from hf_triton.engine.types import GenerationEngine
 from hf_triton.protocol.ports import TEXT
 from hf_triton.protocol.prompts import PROMPT
 from hf_triton.protocol.tensors import encode_strings
@@ -33,7 +33,7 @@ Request = tuple[list[int], int]
 """A prompt's tokens, and the number of tokens to generate."""
 
 
-def run_requests(engine: Engine, requests: list[Request], width: int) -> None:
+def run_requests(engine: GenerationEngine, requests: list[Request], width: int) -> None:
     """The engine, with `width` requests in flight."""
     room, done = threading.Semaphore(width), threading.Semaphore(0)
     outcomes: list[Outcome] = []
@@ -45,7 +45,7 @@ def run_requests(engine: Engine, requests: list[Request], width: int) -> None:
 
     for prompt, count in requests:
         room.acquire()
-        engine.submit([SequenceGroup(prompt, SamplingParams(count), finish)])
+        engine.submit([SequenceGroup(prompt, SamplingParams(count), on_finish=finish)])
     for _ in requests:
         done.acquire()
     for outcome in outcomes:
@@ -71,7 +71,7 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
         task.submit = submit_or_run
 
     @staticmethod
-    def _run(engine: Engine, request: InferenceRequest, asked: dict[str, Any]) -> None:
+    def _run(engine: GenerationEngine, request: InferenceRequest, asked: dict[str, Any]) -> None:
         started_s = time.perf_counter()
         try:
             run_requests(engine, asked["requests"], asked["width"])

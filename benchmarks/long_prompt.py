@@ -67,7 +67,9 @@ class Generation:
         self.cpu_times_s: list[float] = []
         self._came = threading.Condition()
         self._outcome: Outcome | None = None
-        self.sequence = SequenceGroup(prompt, SamplingParams(max_new_tokens), self._finish, on_token=self._note)
+        self.sequence = SequenceGroup(
+            prompt, SamplingParams(max_new_tokens), on_finish=self._finish, on_token=self._note
+        )
 
     def _note(self, *_: object) -> bool:
         with self._came:

@@ -88,7 +88,7 @@ def complete(engine: ContinuousBatchingEngine, prompts: TokenLists, num_new: int
 
     for number, prompt in enumerate(prompts):
         room.acquire()
-        engine.submit([SequenceGroup(prompt, SamplingParams(num_new), partial(finish, number))])
+        engine.submit([SequenceGroup(prompt, SamplingParams(num_new), on_finish=partial(finish, number))])
     for _ in range(WIDTH):
         room.acquire()
     return [_text(outcomes[number]) for number in range(len(prompts))]

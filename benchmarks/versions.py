@@ -70,7 +70,9 @@ def serve(tree: Path) -> None:
 
     def run_together(engine: Any, requests: list[tuple[list[int], int]]) -> None:
         outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        engine.submit([SequenceGroup(prompt, SamplingParams(count), outcomes.put) for prompt, count in requests])
+        engine.submit(
+            [SequenceGroup(prompt, SamplingParams(count), on_finish=outcomes.put) for prompt, count in requests]
+        )
         for _ in requests:
             if not isinstance(outcome := outcomes.get(), list):
                 raise outcome

@@ -67,7 +67,7 @@ def in_company(engine: ContinuousBatchingEngine, given: list[Item]) -> list[list
     answers = [Future[Outcome]() for _ in given]
     engine.submit(
         [
-            SequenceGroup(prompt, SamplingParams(count), answer.set_result)
+            SequenceGroup(prompt, SamplingParams(count), on_finish=answer.set_result)
             for (prompt, count), answer in zip(given, answers, strict=True)
         ]
     )

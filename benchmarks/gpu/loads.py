@@ -172,7 +172,9 @@ def decoding(
     run_requests(engine, [Request(prompt, SamplingParams(1)) for prompt in prompts], len(prompts))
     is_over, outcomes = threading.Event(), queue.SimpleQueue[Outcome]()
     meter.clear(len(prompts))
-    engine.submit([SequenceGroup(prompt, params, outcomes.put, is_over.is_set) for prompt in prompts])
+    engine.submit(
+        [SequenceGroup(prompt, params, on_finish=outcomes.put, is_cancelled=is_over.is_set) for prompt in prompts]
+    )
     try:
         yield
     finally:
@@ -212,7 +214,9 @@ def run_requests(engine: ContinuousBatchingEngine, requests: list[Request], widt
         room.acquire()
         times.append(Times(time.perf_counter()))
         on_token = times[-1].note
-        engine.submit([SequenceGroup(each.prompt, each.params, finish, on_token=on_token, constraint=each.constraint)])
+        engine.submit(
+            [SequenceGroup(each.prompt, each.params, on_token=on_token, on_finish=finish, constraint=each.constraint)]
+        )
     for _ in requests:
         outcome = outcomes.get(timeout=MAX_WAIT_S)
         if not isinstance(outcome, list):

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that an encoder runs in: what waits is computed, up to a number of tokens at a time, without delay.
+"""The engine of encoders: what waits is computed, up to a number of tokens at a time, without delay.
 
 Each input's outputs are its own whatever shares its forward, and so is its failure.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
-import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, Final, Literal
@@ -20,12 +18,12 @@ import torch
 
 from hf_triton.encoder.forward import EncoderForward, Reduce, build_forward
 from hf_triton.encoder.probe import Way
-from hf_triton.encoder.types import EncoderGroup, EncoderInput, EncoderLoad
-from hf_triton.encoder.waiting import Job, PendingGroup, WaitingGroups
-from hf_triton.errors import GenerationError, HfTritonError, ShuttingDownError, UnavailableError, where
-from hf_triton.runner.device import DeviceContext
+from hf_triton.encoder.types import EncoderGroup, EncoderInput, Job
+from hf_triton.engine.types import EngineLoad
+from hf_triton.engine.worker import Worker
+from hf_triton.errors import GenerationError, HfTritonError
 from hf_triton.runner.dtypes import serving_dtype
-from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind, loggable
+from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +71,8 @@ def build_encoder(
     return EncoderEngine(forward, max_batch_tokens=max_batch_tokens, on_fatal=on_fatal)
 
 
-class EncoderEngine:
-    """Queues groups and computes them in a thread of its own, until it is closed or the device is lost.
+class EncoderEngine(Worker[EncoderGroup]):
+    """Computes groups in a thread of its own, until it is closed or the device is lost.
 
     Args:
         forward: Computes the outputs of inputs.
@@ -89,6 +87,7 @@ class EncoderEngine:
         max_batch_tokens: int | None = None,
         on_fatal: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(forward.device, on_fatal, linger_s=LINGER_S)
         default = MAX_BATCH_TOKENS.get(forward.device.type, MAX_BATCH_TOKENS["cuda"])
         self._max_batch_tokens = default if max_batch_tokens is None else max_batch_tokens
         self._batch_tokens = self._max_batch_tokens
@@ -96,26 +95,19 @@ class EncoderEngine:
         self.way: Way = forward.way
         """How sequences share a forward."""
         self._forward = forward
-        self._on_fatal = on_fatal
-        self._waiting = WaitingGroups()
         self._running: list[Job] = []
-        self._device_context = DeviceContext(forward.device)
-        self._closing = threading.Event()
-        self._failed = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="hf_triton-encoder", daemon=True)
-        self._thread.start()
+        self.thread.start()
 
-    def submit(self, group: EncoderGroup) -> None:
-        """Queue a group and return at once. One that the engine refuses, or that is empty, is answered here."""
-        pending = PendingGroup(group)
-        errors = (self._forward.input_error(each) for each in group.inputs)
-        error = next((error for error in errors if error), None)
-        with self._waiting.changed:
-            error = error or self._rejection()
-            if error is None and group.inputs:
-                self._waiting.add(pending)
-                return
-        pending.fail(error) if error else pending.answer_empty()
+    def submit(self, groups: list[EncoderGroup]) -> None:
+        """Queue the groups of one request and return at once; all of them, or none. One without inputs is answered."""
+        super().submit([group for group in groups if group.inputs])
+        for group in groups:
+            if not group.inputs:
+                group.finish([])
+
+    def admission_error(self, group: EncoderGroup) -> HfTritonError | None:
+        """The error of a group with an input that the model cannot compute; None: it can."""
+        return next((error for each in group.inputs if (error := self._forward.input_error(each))), None)
 
     def run(self, inputs: list[EncoderInput]) -> list[npt.NDArray[np.float32]]:
         """The outputs of inputs, as soon as they are computed.
@@ -124,86 +116,43 @@ class EncoderEngine:
             HfTritonError: The engine refuses one, or fails on it.
         """
         answers: queue.SimpleQueue[list[npt.NDArray[np.float32]] | HfTritonError] = queue.SimpleQueue()
-        self.submit(EncoderGroup(inputs, answers.put, lambda: False))
+        self.submit([EncoderGroup(inputs, on_finish=answers.put)])
         answer = answers.get()
         if isinstance(answer, HfTritonError):
             raise answer
         return answer
 
-    def load(self) -> EncoderLoad:
+    def load(self) -> EngineLoad:
         """What the engine holds; from any thread, and not quite at one moment."""
-        return EncoderLoad(self._waiting.num_inputs, len(self._running))
+        return EngineLoad(len(self.queue), len(self._running))
 
-    def is_healthy(self) -> bool:
-        """Whether the engine can still compute."""
-        return self._rejection() is None and self._thread.is_alive()
+    def unfinished(self) -> list[EncoderGroup]:
+        """The groups that the current step computes."""
+        return [job.group for job in self._running]
 
-    def close(self) -> None:
-        """Answer every group that is not done with an error, and end the thread."""
-        self._closing.set()
-        with self._waiting.changed:
-            self._waiting.changed.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _rejection(self) -> HfTritonError | None:
-        """Why the engine accepts no group; None: it does."""
-        if self._failed.is_set():
-            return UnavailableError(
-                "engine_failed", "the engine stopped after a fatal error, and the server is restarting"
-            )
-        return ShuttingDownError() if self._closing.is_set() else None
-
-    # --- the thread --------------------------------------------------------------------------------------------------
-
-    def _loop(self) -> None:
-        try:
-            self._device_context.begin()
-            while self._wait_for_work():
-                self._device_context.busy()
-                self._waiting.sweep()
-                self._running = self._waiting.take(self._batch_tokens)
-                self._run(self._running)
-                self._running = []
-        except BaseException as error:  # the thread's last resort: every group must be answered
-            self._failed.set()
-            with contextlib.suppress(Exception):  # a log that takes no line either
-                logger.error("the encoder failed and stops (%s): %s", loggable(error), where(error))
-        self._answer_all()
-        self._device_context.idle()
-        if self._failed.is_set():
-            self._on_fatal()
-
-    def _wait_for_work(self) -> bool:
-        def has_work() -> bool:
-            return bool(self._waiting) or self._closing.is_set()
-
-        changed = self._waiting.changed
-        with changed:
-            if not changed.wait_for(has_work, LINGER_S):
-                self._device_context.idle()
-                changed.wait_for(has_work)
-        return not self._closing.is_set()
-
-    def _answer_all(self) -> None:
-        with self._waiting.changed:
-            pending = [*(job.pending for job in self._running), *self._waiting.clear()]
-        rejection = self._rejection()
-        assert rejection is not None  # the loop ends for no other reason
-        for each in pending:
-            each.fail(rejection)
+    def step(self) -> None:
+        """Compute what waits, up to the most tokens of a forward."""
+        groups = self.queue.take(self._batch_tokens, takes_any=True)
+        self._running = [job for group in groups for job in group.next_turn()]
+        self._run(self._running)
+        self._running = []
+        if any(group.is_finished and group.num_waiting for group in groups):
+            self.queue.drop_finished()
 
     def _run(self, jobs: list[Job]) -> None:
         """Compute inputs; if that fails, in halves, so that only the one at fault fails its group."""
         parts = [jobs]
-        while parts and not self._closing.is_set():
-            part = [job for job in parts.pop() if not job.pending.drop_if_ended()]
+        while parts and self.rejection() is None:
+            part = parts.pop()
+            for group in {job.group for job in part}:
+                group.refuse_if_ended()
+            part = [job for job in part if not job.group.is_finished]
             error = self._compute(part) if part else None
             if error is None:
                 self._batch_tokens = min(self._max_batch_tokens, self._batch_tokens + MIN_BATCH_TOKENS // 16)
                 continue
             if len(part) == 1:
-                part[0].pending.fail(error_outcome(error))
+                part[0].group.finish(error_outcome(error))
                 continue
             logger.warning("%d sequences failed together (%s); trying halves", len(part), kind(error))
             if is_memory(error) and len(part) == len(jobs):
@@ -221,7 +170,7 @@ class EncoderEngine:
             Exception: The device is lost.
         """
         for job in jobs:
-            job.pending.begin()
+            job.group.begin()
         try:
             outputs = _to_host(self._forward([job.input for job in jobs]))
         except Exception as error:
@@ -231,9 +180,9 @@ class EncoderEngine:
             return error
         for job, output in zip(jobs, outputs, strict=True):
             if np.isfinite(output).all():
-                job.pending.give(job.index, output)
+                job.group.give(job.index, output)
             else:
-                job.pending.fail(_not_finite(job))
+                job.group.finish(_not_finite(job))
         return None
 
 

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from hf_triton.engine.group import Group
 from hf_triton.errors import HfTritonError
+
+TURN_TOKENS: Final = 512
+"""A group with more waits for the other groups after so many tokens, so that a short text passes by hundreds."""
 
 
 @dataclass(frozen=True)
@@ -24,27 +30,70 @@ class EncoderInput:
     computed for these alone."""
 
 
+@dataclass(frozen=True)
+class Job:
+    """One input of a group."""
+
+    group: EncoderGroup
+    index: int
+
+    @property
+    def input(self) -> EncoderInput:
+        """What the model computes."""
+        return self.group.inputs[self.index]
+
+
 @dataclass(eq=False)
-class EncoderGroup:
-    """The sequences of one request, which are answered together."""
+class EncoderGroup(Group[list[npt.NDArray[np.float32]]]):
+    """The sequences of one request, which are answered together, with one array for each."""
 
     inputs: list[EncoderInput]
-    on_done: Callable[[list[npt.NDArray[np.float32]] | HfTritonError], None]
-    """Called once, with one array for each input or an error. From the engine's thread; or in `submit`, if the engine
-    refuses the group."""
-    is_cancelled: Callable[[], bool]
-    """Asked before a forward, and now and then while the group waits; must not raise."""
-    deadline_s: float | None = None
-    """By `time.monotonic()`: a group that has not begun its last forward by then is answered with an error."""
     on_begin: Callable[[], None] = lambda: None
     """Called in the engine's thread before the first forward with one of its inputs; must not raise."""
 
+    _turns: deque[list[Job]] = field(default_factory=deque, init=False)  # taken, but not begun
+    _outputs: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict, init=False)
+    _has_begun: bool = field(default=False, init=False)
 
-@dataclass(frozen=True)
-class EncoderLoad:
-    """What an encoder's engine holds at a moment."""
+    def __post_init__(self) -> None:
+        self.num_waiting = len(self.inputs)
 
-    num_waiting: int = 0
-    """Sequences in the queue."""
-    num_running: int = 0
-    """Sequences of the current forward."""
+    def take_turn(self, budget: int, *, takes_any: bool) -> int:
+        """Take the next inputs, up to `TURN_TOKENS` or a longer one; they cost their tokens."""
+        turn: list[Job] = []
+        cost = 0
+        while self.num_waiting:
+            job = Job(self, len(self.inputs) - self.num_waiting)
+            num_tokens = len(job.input.ids)
+            fits = cost + num_tokens <= (min(budget, TURN_TOKENS) if turn else budget)
+            if not fits and (turn or not takes_any):
+                break
+            turn.append(job)
+            self.num_waiting -= 1
+            cost += num_tokens
+        if turn:
+            self._turns.append(turn)
+        return cost
+
+    def next_turn(self) -> list[Job]:
+        """The inputs of the first turn that was taken and not asked for."""
+        return self._turns.popleft()
+
+    def begin(self) -> None:
+        """Note that a forward with some of its inputs begins."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.on_begin()
+
+    def give(self, index: int, output: npt.NDArray[np.float32]) -> None:
+        """Take an input's output; the last one finishes the group."""
+        if self.is_finished:
+            return
+        self._outputs[index] = output
+        if len(self._outputs) == len(self.inputs):
+            self.finish([self._outputs[each] for each in range(len(self.inputs))])
+
+    def finish(self, outcome: list[npt.NDArray[np.float32]] | HfTritonError) -> None:
+        """Deliver the outcome, once."""
+        self._outputs = {}
+        super().finish(outcome)

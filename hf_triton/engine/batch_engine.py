@@ -18,9 +18,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from hf_triton.engine.beam_search import BeamSearch, beam_key
 from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.generation import GenerationWorker
 from hf_triton.engine.sequence import Sequence, SequenceGroup
-from hf_triton.engine.types import EngineLoad, Observer, eos_ids
-from hf_triton.engine.worker import EngineThread
+from hf_triton.engine.types import EngineLoad, Observer
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.calling import begin_anew, has_bare_state
@@ -40,7 +40,7 @@ EOS_SETTINGS: Final = ("bad_words_ids", "min_length", "exponential_decay_length_
 """Those for which it looks at the end-of-sequence tokens."""
 
 
-class BatchEngine(EngineThread):
+class BatchEngine(GenerationWorker):
     """Padded batches of `model.generate`; a batch runs until its last sequence is done, then comes the next.
 
     The logprobs of new tokens are of the scores that reach the sampler, after what the checkpoint's own
@@ -73,7 +73,7 @@ class BatchEngine(EngineThread):
         adapters: Adapters | None = None,
     ) -> None:
         device: torch.device = model.get_input_embeddings().weight.device
-        super().__init__(device, eos_ids(model), on_fatal, observer, config or EngineConfig())
+        super().__init__(model, device, on_fatal, observer, config)
         self._model = model
         self._device = device
         self._max_num_seqs = max_num_seqs

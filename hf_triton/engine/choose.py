@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine, DecodingMode
-from hf_triton.engine.types import Engine, Observer
+from hf_triton.engine.types import GenerationEngine, Observer
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.faults import described, is_memory
@@ -82,7 +82,7 @@ def build_engine(
     observer: Observer | None = None,
     config: EngineConfig | None = None,
     adapters: Adapters | None = None,
-) -> Engine:
+) -> GenerationEngine:
     """Start the engine for a model.
 
     Args:

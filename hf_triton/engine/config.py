@@ -27,8 +27,6 @@ class EngineConfig:
     """How often it looks for memory meanwhile."""
     idle_release_s: float = 10.0
     """How long an engine is idle before it frees its memory."""
-    queue_sweep_s: float = 0.1
-    """How often the queue is looked through for cancelled and expired groups."""
     prefix_cache_fraction: float = 0.25
     """Of the KV cache: the most that the prefix cache keeps on a CPU before released blocks are used again."""
     runs_ahead: bool | None = None

@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Literal
 from hf_triton.engine.allocate import allocate_cache
 from hf_triton.engine.config import EngineConfig, ModelTraits
 from hf_triton.engine.executor import Executor
+from hf_triton.engine.generation import GenerationWorker
 from hf_triton.engine.recovery import Recovery
 from hf_triton.engine.scheduler import Scheduler
 from hf_triton.engine.sequence import SequenceGroup
-from hf_triton.engine.types import EngineLoad, Observer, eos_ids
-from hf_triton.engine.worker import EngineThread
+from hf_triton.engine.types import EngineLoad, Observer
 from hf_triton.errors import CheckpointError, HfTritonError, RequestError
 from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.gpu_memory import SEQUENCE_TOKENS, WHOLE_GPU, GpuPart
@@ -33,7 +33,7 @@ DecodingMode = Literal["auto", "eager", "cuda_graphs"]
 logger = logging.getLogger(__name__)
 
 
-class ContinuousBatchingEngine(EngineThread):
+class ContinuousBatchingEngine(GenerationWorker):
     """Continuous batching.
 
     Args:
@@ -71,7 +71,7 @@ class ContinuousBatchingEngine(EngineThread):
     ) -> None:
         config = config or EngineConfig()
         self.runner = ModelRunner(model, way, adapters, block_size=config.block_size)
-        super().__init__(self.runner.device, eos_ids(model), on_fatal, observer, config)
+        super().__init__(model, self.runner.device, on_fatal, observer, config)
         self.memory = allocate_cache(
             self.runner,
             max_cache_tokens,

@@ -58,7 +58,7 @@ class Scheduler:
     def __init__(
         self,
         memory: BlockMemory,
-        queue: WaitingQueue,
+        queue: WaitingQueue[SequenceGroup],
         traits: ModelTraits,
         *,
         max_sequences: int,

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from hf_triton.errors import CancelledError, DeadlineExceededError, HfTritonError, panics_as_errors, where
+from hf_triton.engine.group import Group
+from hf_triton.errors import DeadlineExceededError, HfTritonError, panics_as_errors, where
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint, LogitsProcessor, TokenLogprobs
 
@@ -94,16 +95,15 @@ class SequenceObserver:
 
 
 @dataclass(eq=False)
-class SequenceGroup:
-    """The sequences of one prompt, from submission to the outcome."""
+class SequenceGroup(Group[list[Completion]]):
+    """The sequences of one prompt, from submission to the outcome.
+
+    Past its deadline a sequence finishes with the tokens that it has, and a group without any is refused.
+    """
 
     prompt_ids: list[int]
     """At least one token."""
     params: SamplingParams
-    on_finish: Callable[[Outcome], None]
-    """Called exactly once, in the engine's thread or in that of `submit`; an exception is logged and ignored."""
-    is_cancelled: Callable[[], bool] = lambda: False
-    """Called at every step, so it must be cheap; true drops the group."""
     on_token: Callable[[int, int, TokenLogprobs | None], bool] | None = None
     """Called in the engine's thread with a sequence's index and each of its tokens but the end-of-sequence token, and
     the token's log probabilities if sampling computes them; true finishes that sequence with `stop_string`."""
@@ -113,17 +113,11 @@ class SequenceGroup:
     """Called in the engine's thread once for each sequence; None: unconstrained."""
     logits_processor: Callable[[], LogitsProcessor | None] = lambda: None
     """Called likewise; the result is applied before the constraint."""
-    deadline_s: float | None = None
-    """By `time.monotonic()`; sequences finish with the tokens that they have, and a group without any is refused."""
-    priority: int = 0
-    """Lower values are admitted first; requests of equal priority take turns."""
     adapter: Adapter | None = None
     """The LoRA adapter of its sequences."""
     times: RequestTimes = field(default_factory=RequestTimes)
     """Of the request that the group belongs to."""
 
-    turn: int = field(default=0, init=False)
-    """The queue's own, see `WaitingQueue`."""
     sequences: list[Sequence] = field(default_factory=list, init=False)
     """From admission until the outcome."""
     eos_ids: frozenset[int] = field(default=frozenset(), init=False)
@@ -134,7 +128,14 @@ class SequenceGroup:
     """Known once the prompt has been prefilled."""
     no_room_since_s: float | None = field(default=None, init=False)
     """Since when it has waited for memory while nothing else runs; None: it does not."""
-    is_finished: bool = field(default=False, init=False)
+
+    def take_turn(self, budget: int, *, takes_any: bool) -> int:
+        """Take the prompt; it costs as many as it has sequences."""
+        cost = self.params.num_sequences
+        if cost > budget and not takes_any:
+            return 0
+        self.num_waiting = 0
+        return cost
 
     def start(
         self,
@@ -156,30 +157,20 @@ class SequenceGroup:
 
     def finish(self, outcome: Outcome) -> None:
         """Deliver the outcome, once."""
-        if self.is_finished:
-            return
         observer = self.observer
-        self.is_finished, self.sequences, self.observer = True, [], SequenceObserver()  # breaks reference cycles
+        self.sequences, self.observer = [], SequenceObserver()  # breaks reference cycles
         if not isinstance(outcome, HfTritonError):
             observer.on_complete(outcome)
-        try:
-            with panics_as_errors():
-                self.on_finish(outcome)
-        except Exception as error:  # one listener's mistake must not end the loop that serves the others
-            logger.error("delivering an outcome failed: %s", where(error))
+        super().finish(outcome)
 
     def finish_if_complete(self) -> None:
         """Deliver the completions once all sequences have finished."""
         if all(sequence.finish_reason for sequence in self.sequences):
             self.finish([sequence.completion() for sequence in self._best()])
 
-    def queue_error(self) -> HfTritonError | None:
-        """The error to refuse a queued group with: it was cancelled or has passed its deadline; None: neither."""
-        return self._cancellation() or (DeadlineExceededError() if self.is_late() else None)
-
     def drop_if_ended(self) -> None:
         """Finish the group if it was cancelled or has passed its deadline; a late beam search ends itself."""
-        cancellation = self._cancellation()
+        cancellation = self.cancellation()
         if cancellation is not None:
             self.finish(cancellation)
         elif self.is_late() and self.params.num_beams == 1:  # beam search has no tokens before its end
@@ -193,18 +184,6 @@ class SequenceGroup:
         for sequence in self.sequences:
             sequence.expire()
         self.finish_if_complete()
-
-    def _cancellation(self) -> HfTritonError | None:
-        try:
-            with panics_as_errors():
-                return CancelledError() if self.is_cancelled() else None
-        except Exception as error:  # one request's mistake must not end the loop
-            logger.error("asking whether a request was cancelled failed: %s", where(error))
-            return HfTritonError("internal", "the request could not be followed; the server's log says why")
-
-    def is_late(self) -> bool:
-        """Whether it has passed its deadline."""
-        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
     def _best(self) -> list[Sequence]:
         """The `num_return_sequences` sequences of the highest mean logprob; all of them, unless `best_of` is set."""

@@ -44,7 +44,20 @@ class Observer:
 
 
 class Engine(Protocol):
-    """Generates for many sequence groups at a time in a thread of its own."""
+    """Computes for many requests at a time in a thread of its own."""
+
+    def is_healthy(self) -> bool:
+        """Whether the engine can still compute."""
+
+    def load(self) -> EngineLoad:
+        """What the engine holds; from any thread, and not quite at one moment."""
+
+    def close(self) -> None:
+        """Finish every queued and running group with an error, then end the thread."""
+
+
+class GenerationEngine(Engine, Protocol):
+    """Generates for sequence groups."""
 
     name: ClassVar[str]
     """As the setting `engine` has it."""
@@ -57,15 +70,6 @@ class Engine(Protocol):
 
     def admission_error(self, group: SequenceGroup) -> HfTritonError | None:
         """The error of a sequence group that can never run here; None: it can."""
-
-    def is_healthy(self) -> bool:
-        """Whether the engine can still generate."""
-
-    def load(self) -> EngineLoad:
-        """What the engine holds; from any thread, and not quite at one moment."""
-
-    def close(self) -> None:
-        """Finish every queued and running group with an error, then end the thread."""
 
 
 def eos_ids(model: Any) -> frozenset[int]:

@@ -7,16 +7,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
-from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.sequence import SequenceGroup
-from hf_triton.engine.types import Observer
-from hf_triton.engine.waiting_queue import WaitingQueue
-from hf_triton.errors import HfTritonError, ShuttingDownError, UnavailableError, panics_as_errors, where
+from hf_triton.engine.waiting_queue import AnyGroup, WaitingQueue
+from hf_triton.errors import HfTritonError, ShuttingDownError, UnavailableError, where
 from hf_triton.runner.device import DeviceContext
-from hf_triton.runner.faults import error_outcome, loggable
-from hf_triton.sampling.sequence_sampler import SequenceSampler
+from hf_triton.runner.faults import loggable
 
 if TYPE_CHECKING:
     import torch
@@ -24,43 +20,49 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class EngineThread:
-    """Queues sequence groups and calls `step` in a thread of its own, until it is closed or fails.
+class Worker(Generic[AnyGroup]):
+    """Queues groups and calls `step` in a thread of its own, until it is closed or fails.
 
-    A subclass defines `step`, `is_busy` and `unfinished`, and `admission_error` and `release` as it needs, and starts
+    A subclass defines `step` and `unfinished`, and `is_busy`, `admission_error` and `release` as it needs, and starts
     `thread` when it is ready.
 
     Args:
         device: Of the model's input embedding.
-        eos_ids: The end-of-sequence tokens of groups that do not name any.
-        on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered every group.
-        observer: Observes the engine.
-        config: The engine's constants.
+        on_fatal: Called once, in the worker's thread, after it has failed for good and answered every group.
+        linger_s: How long the CPU cores are kept without work.
+        idle_release_s: How long there is no work before `release` is called; None: it is not.
     """
 
     def __init__(
         self,
         device: torch.device,
-        eos_ids: frozenset[int],
         on_fatal: Callable[[], None],
-        observer: Observer | None,
-        config: EngineConfig,
+        *,
+        linger_s: float = 0.0,
+        idle_release_s: float | None = None,
     ) -> None:
         self.device_context = DeviceContext(device)
-        self.observer = observer or Observer()
-        self.config = config
-        self.queue = WaitingQueue(config.queue_sweep_s)
+        self.queue: WaitingQueue[AnyGroup] = WaitingQueue()
         self.thread = threading.Thread(target=self._loop, name="hf_triton-engine", daemon=True)
-        self._eos_ids = eos_ids
         self._on_fatal = on_fatal
+        self._linger_s = linger_s
+        self._idle_release_s = idle_release_s
         self._closing = threading.Event()
         self._failed = threading.Event()
 
     def step(self) -> None:
-        """Compute one step. Called if a group is queued or the engine is busy."""
+        """Compute one step. Called if a group is queued or the worker is busy."""
         raise NotImplementedError
 
-    def admission_error(self, group: SequenceGroup) -> HfTritonError | None:
+    def unfinished(self) -> list[AnyGroup]:
+        """The groups that have left the queue and have no outcome yet."""
+        raise NotImplementedError
+
+    def is_busy(self) -> bool:
+        """Whether `step` has work without a queued group."""
+        return False
+
+    def admission_error(self, group: AnyGroup) -> HfTritonError | None:
         """The error of a group that can never run here; None: it can. From any thread."""
         return None
 
@@ -72,17 +74,9 @@ class EngineThread:
         with self.queue.changed:
             self.queue.changed.wait(seconds)
 
-    def is_busy(self) -> bool:
-        """Whether admitted groups have no outcome yet."""
-        raise NotImplementedError
-
-    def unfinished(self) -> list[SequenceGroup]:
-        """The admitted groups that have no outcome yet."""
-        raise NotImplementedError
-
     # --- the interface -----------------------------------------------------------------------------------------------
 
-    def submit(self, groups: list[SequenceGroup]) -> None:
+    def submit(self, groups: list[AnyGroup]) -> None:
         """Queue the groups of one request and return at once; all of them, or none."""
         error = next((error for group in groups if (error := self.admission_error(group))), None)
         with self.queue.changed:
@@ -94,7 +88,7 @@ class EngineThread:
             group.finish(error)
 
     def is_healthy(self) -> bool:
-        """Whether the engine can still generate."""
+        """Whether the engine can still compute."""
         return self.rejection() is None and self.thread.is_alive()
 
     def close(self) -> None:
@@ -115,28 +109,6 @@ class EngineThread:
             return ShuttingDownError()
         return None
 
-    def start(self, group: SequenceGroup, *, arrival_number: int = 0, context_ids: list[int] | None = None) -> None:
-        """Create the sequences of a group, or finish it with an error if that fails.
-
-        Args:
-            group: Leaves the queue.
-            arrival_number: The higher, the younger.
-            context_ids: What penalties look at; None: the prompt.
-        """
-        params = group.params
-        eos_ids = self._eos_ids if params.eos_ids is None else params.eos_ids
-        context = group.prompt_ids if context_ids is None else context_ids
-
-        def new_sampler(index: int) -> SequenceSampler:
-            constraint = group.constraint() if group.constraint else None
-            return SequenceSampler(params, index, context, eos_ids, constraint, group.logits_processor())
-
-        try:
-            with panics_as_errors():
-                group.start(new_sampler, eos_ids, self.observer.on_admit(group), arrival_number)
-        except Exception as error:  # one request's mistake must not end the loop that serves the others
-            group.finish(error_outcome(error))
-
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
@@ -155,12 +127,13 @@ class EngineThread:
             self._on_fatal()
 
     def _wait_for_work(self) -> bool:
+        """Wait until a step has something to compute; false: the worker is closed."""
         changed = self.queue.changed
         with changed:
-            has_work = self._has_work()
+            has_work = changed.wait_for(self._has_work, self._linger_s)
             if not has_work:
                 self.device_context.idle()
-                has_work = changed.wait_for(self._has_work, self.config.idle_release_s)
+                has_work = changed.wait_for(self._has_work, self._idle_release_s)
         if not has_work:
             self.release()  # without the lock: `submit` does not wait for it
             with changed:

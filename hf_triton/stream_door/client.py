@@ -43,7 +43,7 @@ class _Forwarded:
         self._request = partial(
             DoorRequest,
             inputs=request.inputs(),
-            parameters=request.parameters(),
+            parameters=request.parameters,
             request_id=request.request_id,
             output_names=config.output_names,
             requested_outputs=request.requested_outputs(),

@@ -64,9 +64,10 @@ class RemoteRequest(InferenceRequest):
         """The request's tensors by name."""
         return dict(self._request.inputs)
 
-    def parameters(self) -> dict[str, object]:
+    @property
+    def parameters(self) -> Mapping[str, object]:
         """The request's parameters by name."""
-        return dict(self._request.parameters)
+        return self._request.parameters
 
     def requested_outputs(self) -> list[str]:
         """The outputs that the client names; all of them if it names none."""

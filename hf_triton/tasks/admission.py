@@ -14,6 +14,7 @@ from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError, ShuttingDownError, UnavailableError
 from hf_triton.protocol.prompts import Limits
 from hf_triton.settings import ModelSettings
+from hf_triton.tasks.request import InferenceRequest
 
 BYTES_PER_TOKEN: Final = 16
 """More than any prompt has on average; bounds what is tokenized at all."""
@@ -33,8 +34,10 @@ def request_limits(settings: ModelSettings, context_length: int, min_bytes: int 
     return Limits(settings.max_prompts, max_bytes)
 
 
-class Refusable(Protocol):
+class PendingResponse(Protocol):
     """A response that may be ended with an error at any time."""
+
+    request: InferenceRequest
 
     def refuse(self, error: HfTritonError) -> None:
         """End the response with an error, unless it has ended."""
@@ -51,7 +54,7 @@ class AdmissionGate:
     def __init__(self, max_waiting: int, engine_load: Callable[[], EngineLoad]) -> None:
         self._max_waiting = max_waiting
         self._engine_load = engine_load
-        self._preparing: dict[Refusable, int] = {}
+        self._preparing: dict[PendingResponse, int] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -60,7 +63,7 @@ class AdmissionGate:
         """Prompts of admitted requests that have not left."""
         return sum(list(self._preparing.values()))
 
-    def enter(self, response: Refusable, num_prompts: int) -> None:
+    def enter(self, response: PendingResponse, num_prompts: int) -> None:
         """Admit a request, which must `leave` when the engine has it or its preparation has ended.
 
         Raises:
@@ -79,7 +82,7 @@ class AdmissionGate:
                 )
             self._preparing[response] = num_prompts
 
-    def leave(self, response: Refusable) -> None:
+    def leave(self, response: PendingResponse) -> None:
         """Count a request's prompts no longer. Leaving twice is harmless."""
         self._preparing.pop(response, None)
 

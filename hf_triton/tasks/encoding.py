@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_triton.encoder.types import EncoderGroup, EncoderLoad
+from hf_triton.encoder.types import EncoderGroup
 from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_own_error, panics_as_errors
 from hf_triton.protocol.model_info import ModelInfo
@@ -24,8 +23,9 @@ from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import JSON_OUTPUT
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, encode_results, outputs_to_fill
 from hf_triton.protocol.token_rows import TokenRow
-from hf_triton.tasks.admission import MIN_ENCODER_BYTES, AdmissionGate, request_limits
+from hf_triton.tasks.admission import MIN_ENCODER_BYTES, request_limits
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
+from hf_triton.tasks.engine_task import EngineTask
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.meter import Meter
 from hf_triton.tasks.request import InferenceRequest
@@ -40,7 +40,7 @@ NUM_THREADS: Final = 4  # tokenizers run outside the interpreter's lock
 MAX_INLINE_CHARACTERS: Final = 1000  # of a row that is tokenized in the caller's thread: less than a thread costs
 
 
-class EncoderService:
+class EncoderService(EngineTask["_Response"]):
     """Answers requests by the task of an encoder; see `Task`.
 
     Args:
@@ -52,6 +52,8 @@ class EncoderService:
         info: What the model is.
     """
 
+    _engine: EncoderEngine | NoEngine
+
     def __init__(
         self,
         task: EncoderTask[Any],
@@ -62,17 +64,13 @@ class EncoderService:
         meter: Meter,
         info: ModelInfo | None = None,
     ) -> None:
-        self.info = info
+        super().__init__(engine, limits, max_waiting=max_waiting, num_threads=NUM_THREADS, info=info)
         self._task = task
-        self._engine = engine
-        self._limits = limits
         self._meter = meter
-        self._gate = AdmissionGate(max_waiting, self._engine_load)
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hf_triton-encode")
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Check a request and start it, see `Task`."""
-        checked = self._task.read(request.inputs(), request.parameters(), self._limits)
+        checked = self._task.read(request.inputs(), request.parameters, self._limits)
         if config.is_batching:
             checked = dataclasses.replace(checked, shape=(len(checked.rows), 1))
         requested, declared = request.requested_outputs(), config.output_names
@@ -80,40 +78,10 @@ class EncoderService:
         if (*names,) == checked.default_outputs == (JSON_OUTPUT,) and len(checked.shape) == 1:
             checked = dataclasses.replace(checked, shape=(*checked.shape, 1))  # MLServer's
         response = _Response(request, self._task, checked, names)
-        self._gate.enter(response, len(checked.rows))
-        request.on_ending(response.refuse, request.deadline_s())
-        if len(checked.rows) == 1 and _num_characters(checked.rows[0]) <= MAX_INLINE_CHARACTERS:
-            self._encode(response)
-        else:
-            self._run(self._encode, response)
+        is_quick = len(checked.rows) == 1 and _num_characters(checked.rows[0]) <= MAX_INLINE_CHARACTERS
+        self._begin(response, len(checked.rows), request.deadline_s(), is_quick=is_quick)
 
-    def is_healthy(self) -> bool:
-        """Whether requests can be taken."""
-        return self._engine.is_healthy()
-
-    def load(self) -> EngineLoad:
-        """The engine's load; rows in preparation are waiting ones."""
-        load = self._engine_load()
-        return EngineLoad(load.num_waiting + self._gate.num_preparing, load.num_running)
-
-    def _engine_load(self) -> EngineLoad:
-        load = self._engine.load()
-        return EngineLoad(load.num_waiting, load.num_running)
-
-    def close(self) -> None:
-        """Answer every request that is not finished, then stop."""
-        self._gate.close()
-        self._engine.close()
-        self._pool.shutdown(wait=True)
-
-    def _run(self, work: Callable[[_Response], None], response: _Response) -> None:
-        try:
-            self._pool.submit(work, response)
-        except RuntimeError:  # the pool is shut down
-            response.refuse(ShuttingDownError())
-            self._leave(response)
-
-    def _encode(self, response: _Response) -> None:
+    def _prepare(self, response: _Response) -> None:
         """Make token sequences of a request's rows and queue them."""
         try:
             with panics_as_errors():
@@ -121,15 +89,14 @@ class EncoderService:
             if inputs is None:
                 return
             self._meter.on_encoded(sum(response.nums_tokens))
-            self._engine.submit(
-                EncoderGroup(
-                    inputs,
-                    partial(self._finish, response),
-                    response.has_ended,
-                    response.request.deadline_s(),
-                    partial(self._meter.on_begin, response.request.times),
-                )
+            group = EncoderGroup(
+                inputs,
+                partial(self._meter.on_begin, response.request.times),
+                on_finish=partial(self._finish, response),
+                is_cancelled=response.has_ended,
+                deadline_s=response.request.deadline_s(),
             )
+            self._engine.submit([group])
         except Exception as error:
             response.refuse(as_own_error("preparing the request", error))
         finally:
@@ -141,23 +108,21 @@ class EncoderService:
             response.refuse(outputs)
         else:
             response.outputs = outputs
-            self._run(_Response.answer, response)
-
-    def _leave(self, response: _Response) -> None:
-        self._gate.leave(response)
+            self._run(self._pool, _Response.answer, response)
 
 
 class NoEngine:
     """In place of an encoder's engine, for a task that needs token sequences alone: each gets an empty array."""
 
-    def submit(self, group: EncoderGroup) -> None:
-        """Answer a group at once."""
-        group.on_begin()
-        group.on_done([np.empty(0, np.float32) for _ in group.inputs])
+    def submit(self, groups: list[EncoderGroup]) -> None:
+        """Answer groups at once."""
+        for group in groups:
+            group.begin()
+            group.finish([np.empty(0, np.float32) for _ in group.inputs])
 
-    def load(self) -> EncoderLoad:
+    def load(self) -> EngineLoad:
         """Nothing waits."""
-        return EncoderLoad()
+        return EngineLoad()
 
     def is_healthy(self) -> bool:
         """It cannot fail."""

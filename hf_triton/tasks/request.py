@@ -84,8 +84,9 @@ class InferenceRequest(ABC):
     def inputs(self) -> dict[str, npt.NDArray[Any]]:
         """The request's tensors by name; copies."""
 
+    @property
     @abstractmethod
-    def parameters(self) -> dict[str, object]:
+    def parameters(self) -> Mapping[str, object]:
         """The request's parameters by name.
 
         Raises:

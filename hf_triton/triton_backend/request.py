@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Final
 
 import numpy as np
@@ -67,8 +67,9 @@ class TritonRequest(InferenceRequest):
         """The request's tensors by name; copies, which may outlive `execute`."""
         return {tensor.name(): np.array(tensor.as_numpy(), copy=True) for tensor in self._request.inputs()}
 
-    def parameters(self) -> dict[str, object]:
-        """The request's parameters by name; scalars.
+    @cached_property
+    def parameters(self) -> Mapping[str, object]:
+        """The request's parameters by name; scalars. Parsed once.
 
         Raises:
             RequestError: A name or a value is not UTF-8, or one is given twice, beside the prompt and in `parameters`.

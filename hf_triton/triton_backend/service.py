@@ -78,7 +78,7 @@ class Service:
     def take(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Start a request, from Triton or from a stream door, or refuse it. Raises nothing."""
         try:
-            parameters = request.parameters()
+            parameters = request.parameters
             if is_cancel_request(parameters):
                 self._cancel(request, parameters)
             elif self._info is not None and asks_for_info(parameters):

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from hf_triton.encoder.engine import build_encoder
-from hf_triton.encoder.types import EncoderInput, EncoderLoad
+from hf_triton.encoder.types import EncoderInput
+from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.dtypes import serving_dtype
 from tests.support.encoders import Answer, ObservedForward, StartEncoder, build_model, random_inputs
@@ -55,7 +56,7 @@ def test_a_request_is_answered_in_its_order_with_its_own_outputs(forward: Observ
     inputs = good_inputs([30, 4, 17, 4, 60])
     expected = alone(forward, inputs)
     answer = Answer(inputs)
-    start(forward, max_batch_tokens=50).submit(answer.group)
+    start(forward, max_batch_tokens=50).submit([answer.group])
     outputs = answer.wait()
     assert all(is_rounding(one, other) for one, other in zip(outputs, expected, strict=True))
 
@@ -66,11 +67,11 @@ def test_what_waits_is_computed_in_order_of_arrival_within_the_cap(
     engine = start(forward, max_batch_tokens=40)
     forward.hold()
     answers = [Answer(good_inputs([length])) for length in (10, 11, 12, 13, 60, 14)]
-    engine.submit(answers[0].group)
+    engine.submit([answers[0].group])
     assert forward.has_begun.wait(60)
     for answer in answers[1:]:
-        engine.submit(answer.group)
-    assert engine.load() == EncoderLoad(num_waiting=5, num_running=1)
+        engine.submit([answer.group])
+    assert engine.load() == EngineLoad(num_waiting=5, num_running=1)
     forward.gate.set()
     for answer in answers:
         answer.wait()
@@ -81,9 +82,9 @@ def test_a_newcomer_passes_by_the_rest_of_a_long_request(forward: ObservedForwar
     engine = start(forward, max_batch_tokens=1500)
     forward.hold()
     bulk, newcomer = Answer(good_inputs([100] * 60)), Answer(good_inputs([7]))
-    engine.submit(bulk.group)
+    engine.submit([bulk.group])
     assert forward.has_begun.wait(60)
-    engine.submit(newcomer.group)
+    engine.submit([newcomer.group])
     forward.gate.set()
     assert len(bulk.wait()) == 60
     newcomer.wait()
@@ -97,10 +98,10 @@ def test_cancelled_and_expired_groups_are_not_computed(forward: ObservedForward,
     forward.hold()
     first, cancelled, last = (Answer(good_inputs([length])) for length in (5, 6, 7))
     expired = Answer(good_inputs([8]), deadline_s=time.monotonic())
-    engine.submit(first.group)
+    engine.submit([first.group])
     assert forward.has_begun.wait(60)
     for answer in (cancelled, expired, last):
-        engine.submit(answer.group)
+        engine.submit([answer.group])
     cancelled.is_cancelled = True
     forward.gate.set()
     assert cancelled.wait().code == "cancelled"
@@ -121,12 +122,12 @@ def test_a_failure_is_the_one_request_s_own(
     engine = start(forward)
     forward.hold()
     forward.before = fail_on_bad(error)
-    engine.submit(Answer(good_inputs([4])).group)
+    engine.submit([Answer(good_inputs([4])).group])
     assert forward.has_begun.wait(60)
     answers = [Answer([each]) for each in inputs]
     bad = Answer([inputs[0], bad_input(), inputs[1]])
     for answer in [*answers[:2], bad, *answers[2:]]:
-        engine.submit(answer.group)
+        engine.submit([answer.group])
     forward.gate.set()
     assert bad.wait().code == code
     assert all(is_rounding(answer.wait()[0], own) for answer, own in zip(answers, expected, strict=True))
@@ -138,10 +139,10 @@ def test_a_text_that_never_fits_the_memory_leaves_large_batches(forward: Observe
     forward.before = fail_on_bad(torch.OutOfMemoryError("no"))
     for _ in range(3):
         bad = Answer([bad_input(), *good_inputs([5] * 6)])
-        engine.submit(bad.group)
+        engine.submit([bad.group])
         assert bad.wait().code == "out_of_memory"
     bulk = Answer(good_inputs([100] * 60))
-    engine.submit(bulk.group)
+    engine.submit([bulk.group])
     assert len(bulk.wait()) == 60
     assert sum(lengths(forward.calls)[-2]) >= 500
 
@@ -157,7 +158,7 @@ def test_outputs_that_are_not_finite_are_an_error(bert: Any, start: StartEncoder
     answers = [Answer(good_inputs([length])) for length in (4, 5, 6)]
     engine = start(forward)
     for answer in answers:
-        engine.submit(answer.group)
+        engine.submit([answer.group])
     assert answers[0].wait().code == "not_finite"
     assert all(np.isfinite(answer.wait()[0]).all() for answer in answers[1:])
     forward.release()
@@ -171,14 +172,14 @@ def test_inputs_without_embeddings_are_refused(
     forward: ObservedForward, start: StartEncoder, ids: list[int], code: str
 ) -> None:
     answer = Answer([EncoderInput([3, 4]), EncoderInput(ids)])
-    start(forward).submit(answer.group)
+    start(forward).submit([answer.group])
     assert answer.wait().code == code
     assert not forward.calls
 
 
 def test_a_request_without_inputs_is_answered(forward: ObservedForward, start: StartEncoder) -> None:
     answer = Answer([])
-    start(forward).submit(answer.group)
+    start(forward).submit([answer.group])
     assert answer.wait() == []
 
 
@@ -187,14 +188,14 @@ def test_close_answers_all(forward: ObservedForward, start: StartEncoder) -> Non
     forward.hold()
     answers = [Answer(good_inputs([10, 10, 10])) for _ in range(5)]
     for answer in answers:
-        engine.submit(answer.group)
+        engine.submit([answer.group])
     assert forward.has_begun.wait(60)
     closing = threading.Thread(target=engine.close)
     closing.start()
     forward.gate.set()
     closing.join()
     late = Answer(good_inputs([3]))
-    engine.submit(late.group)
+    engine.submit([late.group])
     assert [answer.wait().code for answer in [*answers, late]] == ["shutting_down"] * 6
     assert not engine.is_healthy()
 
@@ -204,31 +205,17 @@ def test_a_lost_device_answers_all_and_is_told(forward: ObservedForward, start: 
     engine = start(forward, on_fatal=told.set)
     forward.before = fail_on_bad(RuntimeError("CUDA error: an illegal memory access was encountered"))
     answer = Answer([bad_input()])
-    engine.submit(answer.group)
+    engine.submit([answer.group])
     assert answer.wait().code == "engine_failed"
     assert told.wait(60)
     assert not engine.is_healthy()
-
-
-def test_an_answer_that_raises_stops_nothing(forward: ObservedForward, start: StartEncoder) -> None:
-    engine = start(forward)
-    bad, good = Answer(good_inputs([4])), Answer(good_inputs([5]))
-
-    def fail(answer: Any) -> None:
-        raise SystemExit(1)
-
-    bad.group.on_done = fail
-    engine.submit(bad.group)
-    engine.submit(good.group)
-    assert len(good.wait()) == 1
-    assert engine.is_healthy()
 
 
 def test_16_bits_become_float32_where_they_are_slow() -> None:
     model = build_model("bert", "embeddings").to(torch.float16)
     with closing(build_encoder(model, ("last_hidden_state",), per_token=True, pack_weights=False)) as engine:
         answer = Answer(good_inputs([5, 9]))
-        engine.submit(answer.group)
+        engine.submit([answer.group])
         assert [output.shape for output in answer.wait()] == [(5, 32), (9, 32)]
     assert model.dtype == serving_dtype(torch.float16, torch.device("cpu"))
 
@@ -240,10 +227,10 @@ def test_thousands_of_requests_lose_nothing(forward: ObservedForward, start: Sta
 
     def ask(number: int) -> bool:
         answer = Answer([inputs[number % 40]])
-        engine.submit(answer.group)
+        engine.submit([answer.group])
         output = answer.wait()
         return not isinstance(output, HfTritonError) and is_rounding(output[0], expected[number % 40])
 
     with ThreadPoolExecutor(128) as pool:
         assert all(pool.map(ask, range(8000)))
-    assert engine.load() == EncoderLoad()
+    assert engine.load() == EngineLoad()

@@ -93,7 +93,9 @@ class Started:
 
         for number, (prompt, adapter) in enumerate(requests):
             params = SamplingParams(NUM_TOKENS)
-            group = SequenceGroup(prompt, params, lambda outcome, at=number: finish(at, outcome), adapter=adapter)
+            group = SequenceGroup(
+                prompt, params, on_finish=lambda outcome, at=number: finish(at, outcome), adapter=adapter
+            )
             self.engine.submit([group])
         for _ in requests:
             assert left.acquire(timeout=60)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.errors import GenerationError, UnavailableError
 from hf_triton.sampling.params import SamplingParams
 from tests.support.batch_engine import (
@@ -169,18 +168,6 @@ def test_a_prompt_that_makes_the_model_raise_is_refused_alone(guilty: int, llama
     assert "secret" not in str(refused)
     del expected[guilty]
     assert [submission.token_ids for submission in submissions] == expected
-
-
-def test_a_listener_that_raises_does_not_end_the_loop(llama: Any) -> None:
-    def listen(outcome: Outcome) -> None:
-        raise RuntimeError("the sender is gone")
-
-    later = mixed_submissions(3)
-    with FilledEngine(llama) as filled:
-        filled.submit(*(SequenceGroup(each.prompt_ids, each.params, listen) for each in mixed_submissions(3)))
-        filled.run(later)
-        assert filled.engine.is_healthy()
-    assert all(isinstance(submission.outcome, list) for submission in later)
 
 
 FATAL = {

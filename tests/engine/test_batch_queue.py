@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deadlines, cancellation, priorities and shutdown of the batch engine."""
 
-import threading
 import time
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError, HfTritonError, UnavailableError
 from hf_triton.sampling.params import SamplingParams
-from tests.support.batch_engine import FilledEngine, Submission, draw_prompts, mixed_submissions
-from tests.support.engine import WAIT_S
+from tests.support.batch_engine import FilledEngine, Submission, draw_prompts
 from tests.support.reference import solo_ids
 
 
@@ -85,26 +83,6 @@ def test_cancellation_is_noticed_within_one_step(failure: Exception | None, mode
     assert len(cancelled.heard) == 4
 
 
-def test_a_prompt_cancelled_in_the_queue_changes_no_other_output(llama: Any) -> None:
-    others = mixed_submissions(6)
-    expected = [each.expected_ids(llama) for each in others]
-    cancelled = Submission([5, 6, 7], SamplingParams(200))
-    with FilledEngine(llama) as filled:
-        filled.submit(cancelled.group(lambda: True), *(each.group() for each in others))
-        assert isinstance(cancelled.outcome, CancelledError)
-        assert [each.token_ids for each in others] == expected
-
-
-def test_lower_priority_numbers_go_first(llama: Any) -> None:
-    order: list[int] = []
-    priorities = [5, 0, 5, -1, 0]
-    submissions = [Submission([5, 6], SamplingParams(1), lambda _, at=at: bool(order.append(at))) for at in range(5)]
-    with FilledEngine(llama, max_num_seqs=1) as filled:
-        filled.submit(*(each.group(priority=at) for each, at in zip(submissions, priorities, strict=True)))
-        assert all(submission.completions for submission in submissions)
-    assert order == [3, 1, 4, 0, 2]
-
-
 def test_max_time_of_the_checkpoint_finishes_sequences(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.generation_config, "max_time", 1e-9)
     submissions = [Submission(ids, SamplingParams(8)) for ids in draw_prompts(3)]
@@ -115,24 +93,6 @@ def test_max_time_of_the_checkpoint_finishes_sequences(model: Any, monkeypatch: 
 
 
 # --- shutdown --------------------------------------------------------------------------------------------------------
-
-
-def test_close_answers_all_requests_and_later_ones(llama: Any) -> None:
-    fatal: list[int] = []
-    submissions = [Submission(ids, SamplingParams(200)) for ids in draw_prompts(20)]
-    late = Submission([5], SamplingParams(1))
-    with FilledEngine(llama, max_num_seqs=4, on_fatal=lambda: fatal.append(1)) as filled:
-        for submission in submissions:
-            filled.engine.submit([submission.group()])
-        filled.engine.close()
-        assert all(submission.is_done.is_set() for submission in submissions)
-        assert not filled.engine.is_healthy()
-        filled.engine.submit([late.group()])
-        filled.engine.close()
-    for submission in [*submissions, late]:
-        assert isinstance(submission.outcome, UnavailableError)
-        assert submission.outcome.code == "shutting_down"
-    assert fatal == []
 
 
 def test_a_running_sequence_does_not_delay_the_close(model: Any) -> None:
@@ -148,23 +108,3 @@ def test_a_running_sequence_does_not_delay_the_close(model: Any) -> None:
         assert isinstance(submission.outcome, UnavailableError)
         assert submission.outcome.code == "shutting_down"
     assert len(running.heard) == 3
-
-
-def test_one_outcome_each_if_the_engine_closes_during_submits(llama: Any) -> None:
-    """Many threads submit while it closes: each prompt has one outcome, completions or an error."""
-    submissions = [mixed_submissions(30, seed) for seed in range(4)]
-    filled = FilledEngine(llama)
-
-    def submit_all(of_thread: list[Submission]) -> None:
-        for submission in of_thread:
-            filled.engine.submit([submission.group()])
-
-    threads = [threading.Thread(target=submit_all, args=(of_thread,)) for of_thread in submissions]
-    for thread in threads:
-        thread.start()
-    submissions[0][0].is_done.wait(WAIT_S)
-    filled.engine.close()
-    for thread in threads:
-        thread.join()
-    for of_thread in submissions:
-        assert all(isinstance(submission.outcome, UnavailableError | list) for submission in of_thread)

@@ -13,7 +13,6 @@ import torch
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.executor import InflightStep
-from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.errors import GenerationError, UnavailableError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
@@ -338,14 +337,4 @@ def test_a_callback_that_raises_refuses_its_own_request_only(
     guilty, other = client.outcomes()
     assert error_code(guilty) == "internal"
     assert token_ids(other) == greedy_ids(model, [(PROMPT, SamplingParams(150))])
-    assert engine.is_healthy()
-
-
-def test_a_panic_in_on_finish_ends_no_other_sequence(start: StartEngine) -> None:
-    def panic(_: Outcome) -> None:
-        raise PanicException
-
-    engine = start()
-    engine.submit([SequenceGroup([5, 6], SamplingParams(3), panic)])
-    assert token_ids(Client(engine).ask([5, 6], SamplingParams(3)))
     assert engine.is_healthy()

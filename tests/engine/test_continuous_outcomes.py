@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outcomes of the continuous engine: listeners, deadlines, cancellation, queue order, logprobs."""
 
-import itertools
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from hf_triton.engine import worker as thread
-from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
+from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
@@ -93,17 +87,6 @@ def test_a_sequence_ends_at_its_deadline_with_its_tokens(model: Any, start: Star
     assert completion.token_ids == solo_ids(model, PROMPT, len(completion.token_ids))
 
 
-def test_a_queued_prompt_is_refused_at_its_deadline(start: StartEngine) -> None:
-    engine = start(max_num_seqs=1)
-    slow_down(engine, 0.02)
-    client = Client(engine)
-    client.submit(PROMPT, SamplingParams(100))
-    client.submit(PROMPT, SamplingParams(1), deadline_s=time.monotonic() + 0.2)
-    first, second = client.outcomes()
-    assert only(first).finish_reason == "length"
-    assert error_code(second) == "deadline_exceeded"
-
-
 def test_a_cancelled_sequence_is_in_no_further_step(start: StartEngine) -> None:
     engine = start()
     tokens: list[int] = []
@@ -169,16 +152,6 @@ def test_panic_while_sequences_are_created_refuses_their_group(start: StartEngin
     assert isinstance(answered, list)
 
 
-def test_failed_engine_answers_all_groups_if_logging_fails(start: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread.logger, "error", Mock(side_effect=RuntimeError("the log is gone")))
-    engine = start(max_num_seqs=2)
-    engine.step = Mock(side_effect=SystemError)  # type: ignore[method-assign]
-    client = Client(engine)
-    client.submit(PROMPT, SamplingParams(3))
-    assert [error_code(outcome) for outcome in client.outcomes()] == ["engine_failed"]
-    assert not engine.is_healthy()
-
-
 def test_the_load_counts_free_slots(start: StartEngine) -> None:
     engine = start(max_num_seqs=4)
     client = Client(engine)
@@ -189,55 +162,6 @@ def test_the_load_counts_free_slots(start: StartEngine) -> None:
         load = engine.load()
     assert (load.num_waiting, load.num_free_slots) == (6, 4)
     assert all(isinstance(outcome, list) for outcome in client.outcomes())
-
-
-def test_groups_are_admitted_by_priority_then_by_arrival(start: StartEngine) -> None:
-    engine = start(max_num_seqs=1)
-    slow_down(engine, 0.01)
-    client = Client(engine)
-    started, order = threading.Event(), []
-
-    def note(name: str) -> Callable[..., bool]:
-        def listen(*_: object) -> bool:
-            order.append(name)
-            started.set()
-            return False
-
-        return listen
-
-    client.submit(PROMPT, SamplingParams(30), on_token=note("first"))
-    assert started.wait(60)
-    for name, priority in (("c", 0), ("e", 5), ("d", 0), ("a", -3), ("f", 5), ("b", -3)):
-        client.submit(PROMPT, SamplingParams(1), on_token=note(name), priority=priority)
-    client.outcomes()
-    assert [name for name in order if name != "first"] == list("abcdef")
-
-
-@pytest.mark.parametrize("make", [ContinuousBatchingEngine, BatchEngine])
-def test_large_request_is_not_starved_by_later_requests(
-    model: Any, make: Callable[..., ContinuousBatchingEngine | BatchEngine]
-) -> None:
-    done, is_done = list[Outcome](), threading.Event()
-    num_singles, most = itertools.count(), 1000
-    options: dict[str, Any] = {} if make is ContinuousBatchingEngine else {"context_length": 512, "sharing": "alone"}
-    engine = make(model, max_num_seqs=2, **options)
-
-    def take(outcome: Outcome) -> None:
-        done.append(outcome)
-        if len(done) == 8:
-            is_done.set()
-
-    def submit_another(outcome: Outcome) -> None:
-        if not is_done.is_set() and next(num_singles) < most:
-            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), submit_another)])
-
-    with engine.queue.changed:  # it admits none meanwhile
-        for _ in range(6):
-            engine.submit([SequenceGroup(PROMPT, SamplingParams(1), submit_another)])
-        engine.submit([SequenceGroup(PROMPT, SamplingParams(1), take) for _ in range(8)])
-    assert is_done.wait(120)
-    engine.close()
-    assert next(num_singles) < 8 * 8
 
 
 # --- sequence groups -------------------------------------------------------------------------------------------------

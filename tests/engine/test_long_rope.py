@@ -143,6 +143,6 @@ def test_chunked_prefill_beside_running_sequences_equals_generate() -> None:
 def test_long_and_short_prompts_share_a_step() -> None:
     prompts, outcomes = [tokens_of(SWITCH - 3 + number, seed=number) for number in range(8)], queue.SimpleQueue[Any]()
     with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=8)) as engine:
-        engine.submit([SequenceGroup(prompt, SamplingParams(1), outcomes.put) for prompt in prompts])
+        engine.submit([SequenceGroup(prompt, SamplingParams(1), on_finish=outcomes.put) for prompt in prompts])
         found = sorted(outcomes.get(timeout=60)[0].token_ids for _ in prompts)
     assert found == sorted(solo_ids(phi3(), prompt, 1) for prompt in prompts)

@@ -14,7 +14,7 @@ import pytest
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
-from hf_triton.engine.types import Engine, eos_ids
+from hf_triton.engine.types import GenerationEngine, eos_ids
 from hf_triton.errors import GenerationError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.structured_output import Grammar
@@ -50,10 +50,10 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
+def start() -> Iterator[Callable[..., GenerationEngine]]:
+    engines: list[GenerationEngine] = []
 
-    def start(model: Any, name: str) -> Engine:
+    def start(model: Any, name: str) -> GenerationEngine:
         if name == "continuous":
             engines.append(ContinuousBatchingEngine(model, max_num_seqs=8))
         else:
@@ -68,7 +68,7 @@ def start() -> Iterator[Callable[..., Engine]]:
 class Writer:
     """Submits guided prompts, and others, to an engine."""
 
-    def __init__(self, engine: Engine, reference: Reference) -> None:
+    def __init__(self, engine: GenerationEngine, reference: Reference) -> None:
         self.engine, self.reference = engine, reference
         self.codec = TextCodec(reference.tokenizer, VOCAB_SIZE)
         self.prompt_ids = self.codec.encode(PROMPT, 0)
@@ -96,7 +96,9 @@ class Writer:
             outcomes.append(outcome)
             is_done.set()
 
-        self.engine.submit([SequenceGroup(self.prompt_ids, params, on_finish, constraint=constraint, **options)])
+        self.engine.submit(
+            [SequenceGroup(self.prompt_ids, params, on_finish=on_finish, constraint=constraint, **options)]
+        )
 
         def wait() -> list[Completion]:
             assert is_done.wait(WAIT_S)
@@ -124,7 +126,7 @@ class Writer:
     ("architecture", "engine"), [("llama", "continuous"), ("llama", "batch"), ("t5", "batch"), ("mamba", "batch")]
 )
 def test_guided_completions_follow_the_grammar_with_any_settings(
-    architecture: str, engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
+    architecture: str, engine: str, load: Callable[[str], Reference], start: Callable[..., GenerationEngine]
 ) -> None:
     reference = load(architecture)
     writer = Writer(start(reference.model, engine), reference)
@@ -150,7 +152,7 @@ def test_guided_completions_follow_the_grammar_with_any_settings(
 
 
 def test_a_seed_gives_the_same_completion_in_both_engines(
-    load: Callable[[str], Reference], start: Callable[..., Engine]
+    load: Callable[[str], Reference], start: Callable[..., GenerationEngine]
 ) -> None:
     reference, outputs = load("llama"), []
     for name in ("continuous", "batch"):
@@ -164,7 +166,7 @@ def test_a_seed_gives_the_same_completion_in_both_engines(
 @pytest.mark.parametrize("engine", ["continuous", "batch"])
 @pytest.mark.parametrize("num_spare", [0, 1, 20])
 def test_a_whole_completion_ends_as_eos_even_with_its_last_token(
-    engine: str, num_spare: int, load: Callable[[str], Reference], start: Callable[..., Engine]
+    engine: str, num_spare: int, load: Callable[[str], Reference], start: Callable[..., GenerationEngine]
 ) -> None:
     reference = load("llama")
     writer = Writer(start(reference.model, engine), reference)
@@ -183,7 +185,7 @@ def test_a_whole_completion_ends_as_eos_even_with_its_last_token(
 
 @pytest.mark.parametrize("engine", ["continuous", "batch"])
 def test_a_guided_completion_is_cut_at_its_deadline(
-    engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
+    engine: str, load: Callable[[str], Reference], start: Callable[..., GenerationEngine]
 ) -> None:
     reference = load("llama")
     writer = Writer(start(reference.model, engine), reference)
@@ -205,7 +207,7 @@ def test_a_guided_completion_is_cut_at_its_deadline(
 
 @pytest.mark.parametrize("engine", ["continuous", "batch"])
 def test_completion_without_a_short_ending_ends_as_length(
-    engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
+    engine: str, load: Callable[[str], Reference], start: Callable[..., GenerationEngine]
 ) -> None:
     reference = load("llama")
     writer = Writer(start(reference.model, engine), reference)
@@ -220,7 +222,7 @@ def test_completion_without_a_short_ending_ends_as_length(
 
 @pytest.mark.parametrize("engine", ["continuous", "batch"])
 def test_grammar_beyond_its_limits_fails_alone(
-    engine: str, load: Callable[[str], Reference], start: Callable[..., Engine]
+    engine: str, load: Callable[[str], Reference], start: Callable[..., GenerationEngine]
 ) -> None:
     def exhaust(constraint: Constraint) -> Constraint:
         def accept(token_id: int) -> None:

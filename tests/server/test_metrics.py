@@ -38,7 +38,7 @@ SLOW_MODEL = f"""{slow_model(STEP_S)}
         submit = task.submit
 
         def drop_or_submit(request, config):
-            if request.parameters().get("max_new_tokens") != {IS_DROPPED}:
+            if request.parameters.get("max_new_tokens") != {IS_DROPPED}:
                 submit(request, config)
 
         task.submit = drop_or_submit

@@ -68,7 +68,7 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
         submit = task.submit
 
         def drop_or_submit(request, config):
-            if request.parameters().get("max_new_tokens") != {IS_DROPPED}:
+            if request.parameters.get("max_new_tokens") != {IS_DROPPED}:
                 submit(request, config)
 
         task.submit = drop_or_submit

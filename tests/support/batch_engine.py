@@ -74,7 +74,14 @@ class Submission:
     is_done: threading.Event = field(default_factory=threading.Event)
 
     def group(self, is_cancelled: Callable[[], bool] = lambda: False, **arguments: Any) -> SequenceGroup:
-        return SequenceGroup(self.prompt_ids, self.params, self._finish, is_cancelled, self._hear, **arguments)
+        return SequenceGroup(
+            self.prompt_ids,
+            self.params,
+            self._hear,
+            on_finish=self._finish,
+            is_cancelled=is_cancelled,
+            **arguments,
+        )
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

@@ -46,6 +46,7 @@ class Collector(InferenceRequest):
     def inputs(self) -> dict[str, Any]:
         return {}
 
+    @property
     def parameters(self) -> dict[str, object]:
         return {}
 

@@ -153,7 +153,9 @@ class Answer:
         self.answers: list[Any] = []
         self.is_cancelled = False
         self._came = threading.Event()
-        self.group = EncoderGroup(inputs, self._take, lambda: self.is_cancelled, deadline_s)
+        self.group = EncoderGroup(
+            inputs, on_finish=self._take, is_cancelled=lambda: self.is_cancelled, deadline_s=deadline_s
+        )
 
     def _take(self, answer: Any) -> None:
         self.answers.append(answer)

@@ -51,7 +51,7 @@ class Client:
                 self._outcomes[number] = outcome
                 self._lock.notify_all()
 
-        self._engine.submit([SequenceGroup(prompt, plan, finish, is_cancelled, **options)])
+        self._engine.submit([SequenceGroup(prompt, plan, on_finish=finish, is_cancelled=is_cancelled, **options)])
         return number
 
     def outcomes(self) -> list[Outcome]:

@@ -253,7 +253,9 @@ class Simulation:
         groups = []
         for prompt in prompts:
             token_ids = [next(UNLIKE), *[3] * (prompt - 1)] if isinstance(prompt, int) else prompt
-            groups.append(SequenceGroup(token_ids, sampling, lambda _: None, priority=priority, adapter=adapter))
+            groups.append(
+                SequenceGroup(token_ids, sampling, on_finish=lambda _: None, priority=priority, adapter=adapter)
+            )
             groups[-1].on_finish = partial(self.outcomes.__setitem__, groups[-1])
         self.queue.add(groups)
         return groups

@@ -568,36 +568,6 @@ def test_a_failure_loses_the_step_in_flight_too() -> None:
 # --- fairness --------------------------------------------------------------------------------------------------------
 
 
-def order_of(simulation: Simulation, names: dict[SequenceGroup, str]) -> list[str]:
-    simulation.finish()
-    return [names[group] for group in simulation.computed]
-
-
-def name_groups(**requests: list[SequenceGroup]) -> dict[SequenceGroup, str]:
-    return {group: f"{name}{at}" for name, groups in requests.items() for at, group in enumerate(groups)}
-
-
-def test_requests_take_turns() -> None:
-    simulation = Simulation(max_sequences=1)
-    names = name_groups(a=simulation.submit(3, 3, 3, 3), b=simulation.submit(3, 3), c=simulation.submit(3))
-    assert order_of(simulation, names) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
-
-
-def test_later_requests_join_no_turn_that_has_begun() -> None:
-    simulation = Simulation(max_sequences=1)
-    first = simulation.submit(3, 3, 3)
-    simulation.step()
-    names = name_groups(a=first, b=simulation.submit(3, 3))
-    assert order_of(simulation, names) == ["a0", "a1", "b0", "a2", "b1"]
-
-
-def test_lower_priority_numbers_go_first() -> None:
-    simulation = Simulation(max_sequences=1)
-    low, high, urgent = (simulation.submit(3, 3, priority=priority) for priority in (5, 0, -1))
-    names = name_groups(low=low, high=high, urgent=urgent)
-    assert order_of(simulation, names) == ["urgent0", "urgent1", "high0", "high1", "low0", "low1"]
-
-
 def test_priority_does_not_preempt_running_sequences() -> None:
     simulation = Simulation(max_sequences=1)
     (running,) = simulation.submit(3)
@@ -606,15 +576,6 @@ def test_priority_does_not_preempt_running_sequences() -> None:
     simulation.finish()
     assert list(simulation.outcomes) == [running, urgent]
     assert simulation.observer.preempted == []
-
-
-def test_a_stream_of_new_requests_starves_no_large_one() -> None:
-    simulation = Simulation(max_sequences=2)
-    large = simulation.submit(*[3] * 8, max_new_tokens=2)
-    for _ in range(60):
-        simulation.submit(3, max_new_tokens=2)
-        simulation.step()
-    assert all(group in simulation.outcomes for group in large)
 
 
 # --- cancellation and deadlines --------------------------------------------------------------------------------------

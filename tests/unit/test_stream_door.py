@@ -78,6 +78,7 @@ class ClientCall(InferenceRequest):
     def inputs(self) -> dict[str, Any]:
         return self._inputs
 
+    @property
     def parameters(self) -> dict[str, object]:
         return self._parameters
 
@@ -188,7 +189,7 @@ def test_a_request_arrives_as_it_was_and_its_answer_as_it_is(engine: Engine, eng
     submit(engines, call, streams=False)
     remote = engine.next_call()
     assert list(remote.inputs()["text_input"]) == [prompt]
-    assert remote.parameters() == parameters
+    assert remote.parameters == parameters
     assert remote.request_id == "größer"
     assert 90 < (remote.timeout_s or 0) <= 100
     assert engine.outlets[0].output_names == ["text_output"]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -341,6 +342,16 @@ def test_a_malformed_log_line_raises_nothing(capsys: pytest.CaptureFixture[str])
         for line, arguments in (("fine", ()), ("%d rows", ("no number",))):
             handler.emit(logging.LogRecord("folder", logging.INFO, __file__, 1, line, arguments, None))
     assert "Logging error" in capsys.readouterr().err
+
+
+def test_parameters_are_parsed_once(poller: RequestPoller) -> None:
+    with stand_in(Response) as door:
+        own: Any = Request()
+        own.parameters = Mock(return_value='{"seed": 1}')
+        request = door.TritonRequest(own, poller)
+        assert [dict(request.parameters) for _ in range(2)] == [{"seed": 1}] * 2
+        own.parameters.assert_called_once()
+        request.answer(text(b""))
 
 
 # --- parameters of a response ----------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class GenerationResponse:
         return SequenceGroup(
             prompt.ids,
             prompt.params,
-            partial(self.finish, row),
+            on_finish=partial(self.finish, row),
             is_cancelled=self.is_cancelled,
             on_token=partial(self._on_token, row) if prompt.streams else None,
             is_complete=partial(self._is_complete, prompt) if searches and stops else None,

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hf_triton.engine.sequence import Completion, SequenceGroup
-from hf_triton.engine.types import Engine, EngineLoad, Observer, eos_ids
+from hf_triton.engine.types import GenerationEngine, Observer, eos_ids
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, as_own_error, panics_as_errors
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.model_info import ModelInfo
@@ -27,8 +26,9 @@ from hf_triton.protocol.requests import (
 )
 from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.settings import ModelSettings
-from hf_triton.tasks.admission import AdmissionGate, request_limits
+from hf_triton.tasks.admission import request_limits
 from hf_triton.tasks.checked_hooks import CheckedHooks
+from hf_triton.tasks.engine_task import EngineTask
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.request import InferenceRequest
@@ -48,7 +48,7 @@ NUM_TOKENIZER_THREADS = 4  # tokenizers run outside the interpreter's lock: a lo
 NUM_HOOK_THREADS = 16  # `build_prompt` and `postprocess` may wait for other services
 
 
-class TextGeneration:
+class TextGeneration(EngineTask[GenerationResponse]):
     """Answers requests with generated text.
 
     Args:
@@ -60,9 +60,11 @@ class TextGeneration:
         info: What the model is.
     """
 
+    _engine: GenerationEngine
+
     def __init__(
         self,
-        engine: Engine,
+        engine: GenerationEngine,
         preparer: PromptPreparer,
         limits: Limits,
         *,
@@ -70,23 +72,20 @@ class TextGeneration:
         returns_timings: bool,
         info: ModelInfo | None = None,
     ) -> None:
-        self.info = info
-        self._engine = engine
-        self._preparer = preparer
-        self._limits = limits
-        self._returns_timings = returns_timings
-        self._gate = AdmissionGate(max_waiting, engine.load)
         hooks = preparer.hooks
         num_threads = NUM_HOOK_THREADS if hooks.overrides("build_prompt") else NUM_TOKENIZER_THREADS
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="hf_triton-prepare")
+        super().__init__(engine, limits, max_waiting=max_waiting, num_threads=num_threads, info=info)
+        self._preparer = preparer
+        self._returns_timings = returns_timings
         self._grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-grammar")
         num_threads = NUM_HOOK_THREADS if hooks.overrides("postprocess") else 1
         self._response_pool = ThreadPoolExecutor(num_threads, thread_name_prefix="hf_triton-response")
+        self._pools += [self._grammar_pool, self._response_pool]
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Check a request and start it, see `Task`."""
         inputs = request.inputs()
-        parameters = with_named_outputs(request.parameters(), inputs, request.requested_outputs(), config.output_names)
+        parameters = with_named_outputs(request.parameters, inputs, request.requested_outputs(), config.output_names)
         checked = parse_request(inputs, parameters, self._limits)
         checked = with_default_outputs(
             checked,
@@ -104,16 +103,8 @@ class TextGeneration:
     def generate(self, request: InferenceRequest, checked: GenerationRequest, config: ResponseConfig) -> None:
         """Start a checked request and return at once. An error of one prompt is the response of all."""
         response = GenerationResponse(request, checked, config, self._preparer, self._response_pool)
-        try:
-            self._gate.enter(response, len(checked.prompts))
-        except HfTritonError as error:
-            response.refuse(error)
-            return
-        request.on_ending(response.refuse, request.deadline_s(self._preparer.max_time_s(checked)))
-        if self._preparer.is_quick(checked):
-            self._prepare(response)
-        else:
-            self._run(self._pool, self._prepare, response)
+        deadline_s = request.deadline_s(self._preparer.max_time_s(checked))
+        self._begin(response, len(checked.prompts), deadline_s, is_quick=self._preparer.is_quick(checked))
 
     def check_defaults(self) -> None:
         """Check that a request without parameters of its own can be answered.
@@ -123,7 +114,8 @@ class TextGeneration:
         """
         try:
             prompt = self._preparer.prepare_default()
-            error = self._engine.admission_error(SequenceGroup(prompt.ids, prompt.params, lambda _: None))
+            group = SequenceGroup(prompt.ids, prompt.params, on_finish=lambda _: None)
+            error = self._engine.admission_error(group)
         except HfTritonError as raised:
             error = raised
         if error is not None:
@@ -132,33 +124,7 @@ class TextGeneration:
                 "generation_defaults, max_output_length, or the setting that this names"
             ) from None
 
-    def is_healthy(self) -> bool:
-        """Whether requests can be taken."""
-        return self._engine.is_healthy()
-
-    def load(self) -> EngineLoad:
-        """The engine's load; prompts in preparation are waiting ones."""
-        load = self._engine.load()
-        return replace(load, num_waiting=load.num_waiting + self._gate.num_preparing)
-
-    def close(self) -> None:
-        """Answer every request that is not finished, then stop."""
-        self._gate.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._grammar_pool.shutdown(wait=True, cancel_futures=True)
-        self._engine.close()
-        self._response_pool.shutdown(wait=True)
-
     # --- from a checked request to the engine ------------------------------------------------------------------------
-
-    def _run(
-        self, pool: ThreadPoolExecutor, work: Callable[[GenerationResponse], None], response: GenerationResponse
-    ) -> None:
-        try:
-            pool.submit(work, response)
-        except RuntimeError as error:  # the pool is shut down, or no thread is available; a later one may run it still
-            response.refuse(as_own_error("preparing the request", error))
-            self._leave(response)
 
     def _prepare(self, response: GenerationResponse) -> None:
         """Prepare a request's prompts; a grammar that is not cached is compiled in a thread of its own."""
@@ -199,7 +165,7 @@ class TextGeneration:
             self._leave(response)
 
     def _leave(self, response: GenerationResponse) -> None:
-        self._gate.leave(response)
+        super()._leave(response)
         response.request.on_ending(None)
 
 

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engines that generate share: a sequence group gets its sequences when it leaves the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.sequence import SequenceGroup
+from hf_triton.engine.types import Observer, eos_ids
+from hf_triton.engine.worker import Worker
+from hf_triton.errors import panics_as_errors
+from hf_triton.runner.faults import error_outcome
+from hf_triton.sampling.sequence_sampler import SequenceSampler
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GenerationWorker(Worker[SequenceGroup]):
+    """A worker whose groups are prompts.
+
+    Args:
+        model: Its generation_config names the end-of-sequence tokens of groups that do not.
+        device: Of the model's input embedding.
+        on_fatal: See `Worker`.
+        observer: Observes the engine.
+        config: The engine's constants.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        on_fatal: Callable[[], None],
+        observer: Observer | None,
+        config: EngineConfig | None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.observer = observer or Observer()
+        self._eos_ids = eos_ids(model)
+        super().__init__(device, on_fatal, idle_release_s=self.config.idle_release_s)
+
+    def start(self, group: SequenceGroup, *, arrival_number: int = 0, context_ids: list[int] | None = None) -> None:
+        """Create the sequences of a group, or finish it with an error if that fails.
+
+        Args:
+            group: Leaves the queue.
+            arrival_number: The higher, the younger.
+            context_ids: What penalties look at; None: the prompt.
+        """
+        params = group.params
+        eos_ids = self._eos_ids if params.eos_ids is None else params.eos_ids
+        context = group.prompt_ids if context_ids is None else context_ids
+
+        def new_sampler(index: int) -> SequenceSampler:
+            constraint = group.constraint() if group.constraint else None
+            return SequenceSampler(params, index, context, eos_ids, constraint, group.logits_processor())
+
+        try:
+            with panics_as_errors():
+                group.start(new_sampler, eos_ids, self.observer.on_admit(group), arrival_number)
+        except Exception as error:  # one request's mistake must not end the loop that serves the others
+            group.finish(error_outcome(error))

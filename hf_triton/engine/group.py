@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine takes from its queue: work with a turn, a deadline, and exactly one outcome. Knows no model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from hf_triton.errors import CancelledError, DeadlineExceededError, HfTritonError, panics_as_errors, where
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False, kw_only=True)
+class Group(Generic[Result]):
+    """Sequences that share an outcome: a result, or the error that they are refused with."""
+
+    on_finish: Callable[[Result | HfTritonError], None]
+    """Called exactly once, in the engine's thread or in that of `submit`; an exception is logged and ignored."""
+    is_cancelled: Callable[[], bool] = lambda: False
+    """Called at every step, so it must be cheap; true drops the group."""
+    deadline_s: float | None = None
+    """By `time.monotonic()`: a group that is still queued by then is refused."""
+    priority: int = 0
+    """Lower values leave the queue first; requests of equal priority take turns."""
+
+    turn: int = field(default=0, init=False)
+    """The queue's own, see `WaitingQueue`."""
+    num_waiting: int = field(default=1, init=False)
+    """Prompts or inputs of it that have not left the queue."""
+    is_finished: bool = field(default=False, init=False)
+
+    def take_turn(self, budget: int, *, takes_any: bool) -> int:
+        """Take what leaves the queue in one turn, and subtract it from `num_waiting`; the rest takes the next turn.
+
+        Args:
+            budget: What it may cost at most, in the engine's own unit.
+            takes_any: Whether the first sequence may cost more.
+
+        Returns:
+            What it costs; 0: nothing was taken, as it would cost more.
+        """
+        raise NotImplementedError
+
+    def finish(self, outcome: Result | HfTritonError) -> None:
+        """Deliver the outcome, once."""
+        if self.is_finished:
+            return
+        self.is_finished = True
+        try:
+            with panics_as_errors():
+                self.on_finish(outcome)
+        except Exception as error:  # one listener's mistake must not end the loop that serves the others
+            logger.error("delivering an outcome failed: %s", where(error))
+
+    def queue_error(self) -> HfTritonError | None:
+        """The error to refuse a queued group with: it was cancelled or has passed its deadline; None: neither."""
+        return self.cancellation() or (DeadlineExceededError() if self.is_late() else None)
+
+    def refuse_if_ended(self) -> bool:
+        """Refuse a group that was cancelled or has passed its deadline; whether it is finished."""
+        if not self.is_finished and (error := self.queue_error()) is not None:
+            self.finish(error)
+        return self.is_finished
+
+    def is_late(self) -> bool:
+        """Whether it has passed its deadline."""
+        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
+
+    def cancellation(self) -> HfTritonError | None:
+        """The error of a group that was cancelled, or whose request cannot be asked; None: it goes on."""
+        try:
+            with panics_as_errors():
+                return CancelledError() if self.is_cancelled() else None
+        except Exception as error:  # one request's mistake must not end the loop
+            logger.error("asking whether a request was cancelled failed: %s", where(error))
+            return HfTritonError("internal", "the request could not be followed; the server's log says why")

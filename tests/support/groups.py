@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group without a model, for the queue and the worker."""
+
+import threading
+from typing import Any
+
+from hf_triton.engine.group import Group
+from hf_triton.errors import HfTritonError
+
+
+class Work(Group[str]):
+    """Keeps its outcome; a second one fails.
+
+    Args:
+        name: By which a test knows it.
+        num_turns: In how many turns it leaves the queue.
+        cost: Of each.
+        **options: See `Group`.
+    """
+
+    def __init__(self, name: str = "", num_turns: int = 1, cost: int = 1, **options: Any) -> None:
+        super().__init__(**({"on_finish": self._keep} | options))
+        self.name, self.cost, self.num_waiting = name, cost, num_turns
+        self.outcomes: list[str | HfTritonError] = []
+        self.is_answered = threading.Event()
+
+    def take_turn(self, budget: int, *, takes_any: bool) -> int:
+        if self.cost > budget and not takes_any:
+            return 0
+        self.num_waiting -= 1
+        return self.cost
+
+    def _keep(self, outcome: str | HfTritonError) -> None:
+        self.outcomes.append(outcome)
+        self.is_answered.set()
+
+    def result(self) -> str:
+        """The result, or the error's code."""
+        assert self.is_answered.wait(60)
+        [outcome] = self.outcomes
+        return outcome.code if isinstance(outcome, HfTritonError) else outcome
