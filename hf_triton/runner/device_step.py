@@ -9,13 +9,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_triton.runner.cuda import NO_SEQUENCE
 from hf_triton.runner.step import TokenRange
+
+NO_SEQUENCE: Final = -1
+"""The sequence of a token that is padding."""
 
 
 @dataclass(frozen=True)

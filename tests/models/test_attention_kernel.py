@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.runner.cuda import NO_SEQUENCE, attention_reference
-from hf_triton.runner.device_step import StepSize
+from hf_triton.runner.cuda import attention_reference
+from hf_triton.runner.device_step import NO_SEQUENCE, StepSize
 from tests.support.triton_language import Call
 
 pytestmark = pytest.mark.full

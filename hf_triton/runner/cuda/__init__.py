@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hf_triton.runner.device_step import DeviceStep
 
 __all__ = [
-    "NO_SEQUENCE",
     "attention_for",
     "capture_graphs",
     "draw",
@@ -29,9 +28,6 @@ __all__ = [
     "packed_attention_for",
     "why_no_kernel",
 ]
-
-NO_SEQUENCE: Final = -1
-"""The sequence of a token that is padding."""
 
 
 def attention_for(blocks: torch.Tensor) -> Callable[..., torch.Tensor] | None:

@@ -15,8 +15,9 @@ from typing import Any, Final
 
 import torch
 
-from hf_triton.runner.cuda import NO_SEQUENCE, attention_reference, why_no_kernel
+from hf_triton.runner.cuda import attention_reference, why_no_kernel
 from hf_triton.runner.cuda.kernel_cache import have_kernel_cache
+from hf_triton.runner.device_step import NO_SEQUENCE
 from hf_triton.runner.numerics import agree
 
 logger = logging.getLogger(__name__)
