@@ -33,7 +33,8 @@ def test_every_part_runs_and_says_what_a_cpu_leaves_out(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stdout[-3000:]
     records = read(tmp_path / "figures.jsonl")
     assert [each for each in records if "failed" in each] == []
-    assert {each["part"] for each in records} == {"machine", "attention", "equality", "engine", "encoder", "peers"}
+    parts = {"machine", "attention", "sampling", "equality", "engine", "encoder", "peers"}
+    assert {each["part"] for each in records} == parts
     assert all(each["equal"] == each["of"] for each in records if "equal" in each and each["load"] == "float32")
     skipped = {(each["part"], each["name"]) for each in records if "skipped" in each}
     assert {("attention", "sweep"), ("engine", "profile"), ("peers", "paged"), ("peers", "compiled")} <= skipped
