@@ -8,7 +8,8 @@ that has fewer tokens than its graph is padded. All graphs share their memory, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -62,7 +63,8 @@ class StepGraphs:
         for size in reversed(sizes):  # the largest first: the others find its memory
             step = size.split(self._numbers)
             self.load(size.fill((), np.empty(0, np.int64), ()))
-            logits = forward(step)  # compiles what is not compiled yet
+            with _waiting_refused():
+                logits = forward(step)  # compiles what is not compiled yet
             if not self._graphs:
                 self.logits = logits.new_empty(max(each.num_rows for each in sizes), logits.shape[1])
                 """`[rows, vocabulary]`, those of the last replay, until the next one."""
@@ -88,6 +90,20 @@ class StepGraphs:
     def load(self, numbers: npt.NDArray[np.int64]) -> None:
         """Bring a step's numbers to where its graph reads them."""
         copy_to_device(numbers, self._numbers[: len(numbers)])
+
+
+@contextmanager
+def _waiting_refused() -> Iterator[None]:
+    """Raise where the host would wait for the device: a capture that failed of it would harm torch's allocator.
+
+    See pytorch#180395. The mode is the process's, in which no other engine runs at load.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def step_sizes(max_sequences: int) -> list[StepSize]:
