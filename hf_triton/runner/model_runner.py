@@ -141,7 +141,7 @@ class ModelRunner:
         reason = self._why_eager()
         if reason is not None:
             return reason
-        trial = [_trial_step(0, 3), _trial_step(3, 4)]
+        trial = [_trial_step(0, 3), _trial_step(3, 4), _trial_step(0, min(self.block_size, 16), min(8, max_sequences))]
         expected = [self.run(step).float().cpu() for step in trial]
         try:
             self._graphs = capture_graphs(
@@ -297,9 +297,9 @@ class ModelRunner:
         return self._long_rope.by_token(to_device(is_long, torch.bool, self.device) if any(is_long) else None)
 
 
-def _trial_step(start: int, end: int) -> Step:
-    """Tokens of a sequence in the first block."""
-    return Step((TokenRange(0, start, end, list(range(start, end)), [0], end, samples=(0,)),))
+def _trial_step(start: int, end: int, num_ranges: int = 1) -> Step:
+    """Tokens of a sequence in the first block, as often as ranges are wanted."""
+    return Step((TokenRange(0, start, end, list(range(start, end)), [0], end, samples=(0,)),) * num_ranges)
 
 
 def _groups(ranges: tuple[TokenRange, ...]) -> Iterator[Sequence[TokenRange]]:
