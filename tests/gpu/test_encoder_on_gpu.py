@@ -10,6 +10,7 @@ from accelerate import dispatch_model
 
 from hf_triton.encoder import attention
 from hf_triton.encoder.forward import build_forward
+from hf_triton.encoder.probe import HALF_TOLERANCE
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
 
 pytestmark = pytest.mark.full
@@ -39,6 +40,20 @@ def test_packed_rows_equal_each_alone(family: str, head: str) -> None:
     for one, reference in zip(forward(inputs), expected, strict=True):
         assert one.device.type == "cuda"
         torch.testing.assert_close(one.cpu(), reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+def test_packed_rows_of_16_bits_equal_those_of_32(family: str, dtype: torch.dtype) -> None:
+    _, outputs, per_token = HEADS["embeddings"]
+    model = build_model(family, "embeddings")
+    inputs = random_inputs([5, 60, 3, 60, 12], with_types=family == "bert")
+    expected = [expected_outputs(model, each, outputs, per_token=per_token) for each in inputs]
+    forward = build_forward(copy.deepcopy(model).to("cuda", dtype), outputs, per_token=per_token)
+    assert forward.way == "packed"
+    for one, reference in zip(forward(inputs), expected, strict=True):
+        largest = float(reference.abs().max())
+        torch.testing.assert_close(one.float().cpu(), reference, rtol=0, atol=HALF_TOLERANCE * largest)
 
 
 @pytest.mark.parametrize("family", IN_TWO)
