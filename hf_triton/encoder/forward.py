@@ -30,6 +30,8 @@ MAX_PADDING: Final = {"cpu": 16}
 CPU a padded token costs as much as any, and a forward of a small model as much as 16 to 32."""
 MAX_STATES_TOKENS: Final = {"cpu": 32768, "cuda": 131072}
 """Of the padded states that a head gets from a packed row."""
+WARM_UP_TOKENS: Final = 512
+"""A GPU's rows of more tokens have another kernel of attention, which is compiled at load and not while texts wait."""
 MAX_OUTPUTS: Final = 1 << 26
 """Numbers that a forward may give of tokens together, a quarter of a gibibyte: a vocabulary for each is a lot."""
 
@@ -69,7 +71,11 @@ def build_forward(
         return EncoderForward(model.base_model, ("last_hidden_state",), per_token=True, reduce=None, way=way)
 
     way = way or probe_way(model, build, build_base, per_token=per_token)
-    return EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way=way)
+    forward = EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way=way)
+    if way == "packed" and forward.device.type == "cuda":
+        inputs = probe_inputs(model, per_token=per_token)
+        forward(inputs * (1 + WARM_UP_TOKENS // sum(len(each.ids) for each in inputs)))
+    return forward
 
 
 class EncoderForward:

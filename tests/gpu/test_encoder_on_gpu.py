@@ -11,6 +11,7 @@ from accelerate import dispatch_model
 from hf_triton.encoder import attention
 from hf_triton.encoder.forward import build_forward
 from hf_triton.encoder.probe import HALF_TOLERANCE
+from hf_triton.runner.cuda import attention as cuda_attention
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
 
 pytestmark = pytest.mark.full
@@ -54,6 +55,21 @@ def test_packed_rows_of_16_bits_equal_those_of_32(family: str, dtype: torch.dtyp
     for one, reference in zip(forward(inputs), expected, strict=True):
         largest = float(reference.abs().max())
         torch.testing.assert_close(one.float().cpu(), reference, rtol=0, atol=HALF_TOLERANCE * largest)
+
+
+def test_a_large_row_is_computed_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_tokens, attend_packed = set(), cuda_attention.attend_packed
+
+    def note(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        num_tokens.add(len(query))
+        return attend_packed(query, *others)
+
+    _, outputs, per_token = HEADS["embeddings"]
+    model = build_model("bert", "embeddings").to("cuda")
+    build_forward(copy.deepcopy(model), outputs, per_token=per_token)  # tries the operation, with large rows too
+    monkeypatch.setattr(cuda_attention, "attend_packed", note)
+    build_forward(copy.deepcopy(model), outputs, per_token=per_token)
+    assert max(num_tokens) > 512
 
 
 @pytest.mark.parametrize("family", IN_TWO)
