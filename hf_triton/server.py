@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import random
 import re
 import resource
 import shlex
@@ -44,6 +45,7 @@ STOP_GRACE_S = 30.0
 NOT_HEALTHY: Final = re.compile(r"(Internal: )?Stub process '[^']*' is not healthy\.?")
 STOOD_STILL: Final = "its process died or stood still while it loaded: give it memory and processor time; load it again"
 STACK_BYTES = 256 << 20
+OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @dataclass(frozen=True)
@@ -139,12 +141,21 @@ def server_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different TCP ports that are free."""
+    """`count` different TCP ports that are free.
+
+    They lie below those that the kernel gives to outgoing connections, which could take a port before the server does:
+    Triton opens its ports once its models are loaded.
+    """
+    first_outgoing = int(OUTGOING_PORTS.read_text().split()[0])
+    candidates = range(min(10_000, first_outgoing // 2), first_outgoing)
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in sockets:
-            listener.bind(("127.0.0.1", 0))
-        return [int(listener.getsockname()[1]) for listener in sockets]
+        ports: list[int] = []
+        while len(ports) < count:
+            port = random.choice(candidates)
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                ports.append(port)
+        return ports
 
 
 def busy_ports(ports: Sequence[int]) -> list[int]:
@@ -349,7 +360,7 @@ class TritonServer:
         ]
 
     def wait_until_started(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until each folder is loaded or has failed, which is when the HTTP port opens.
+        """Wait until each folder is loaded or has failed, which is when the HTTP port opens, and then the metrics port.
 
         Triton aborts if a model's process does not run for a second (server issue 5949), as on a busy machine; one that
         does so while starting is started once more.
@@ -369,7 +380,7 @@ class TritonServer:
                 self.start()
             if not self.is_running():
                 raise ServerError("server_failed", f"tritonserver exited while starting{self.describe_log()}")
-            if self.is_live():
+            if self.is_live() and self._has_metrics_port():
                 return
             check()
             time.sleep(0.05)
@@ -384,6 +395,14 @@ class TritonServer:
     def is_live(self) -> bool:
         """Whether the server answers its liveness endpoint."""
         return self._status("/v2/health/live") == 200
+
+    def _has_metrics_port(self) -> bool:
+        """Whether the metrics port, the last to open, is open; True if the arguments say something of metrics."""
+        if any(argument.startswith(("--allow-metrics", "--metrics-")) for argument in self._arguments):
+            return True
+        with contextlib.suppress(OSError), socket.create_connection((self.host, self.metrics_port), 5):
+            return True
+        return False
 
     def is_model_ready(self, name: str) -> bool:
         """Whether the model `name` accepts requests."""
