@@ -38,6 +38,36 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKED = re.compile(r"(<!-- made by `make docs`: (.*?) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
+MAX_CELL = 200
+"""Characters of a table's cell: more cannot be read on a narrow page."""
+
+
+def narrow(text: str) -> str:
+    """A table without long cells: what does not fit follows in a list, by the row's name."""
+    lines, notes = [], []
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            return text
+        name, *cells = line.strip("| ").split(" | ")
+        kept = [_first_words(cell) for cell in cells]
+        lines.append(line if kept == cells else f"| {' | '.join([name, *kept])} |")
+        rests = [_rest(cell, first) for cell, first in zip(cells, kept, strict=True) if cell != first]
+        notes += [f"* {name}: {' '.join(rests)}"] if rests else []
+    return "\n".join([*lines, *(["", "The rest of some:", "", *notes] if notes else [])])
+
+
+def _first_words(cell: str) -> str:
+    """The first sentences of a cell, or of a long first sentence the first words."""
+    if len(cell) <= MAX_CELL:
+        return cell
+    ends = [match.start() + 1 for match in re.finditer(r"\. (?=[A-Z`])", cell[:MAX_CELL])]
+    return cell[: ends[-1]] if ends else cell[: cell.rfind(", ", 0, MAX_CELL - 5) + 1] + " ..."
+
+
+def _rest(cell: str, first: str) -> str:
+    return "... " + cell[len(first) - 4 :].strip() if first.endswith(" ...") else cell[len(first) :].strip()
+
+
 def parameters_table(*, guided: bool) -> str:
     """The sampling parameters with their aliases, or those of structured output."""
     aliases: dict[str, list[str]] = {}
@@ -78,31 +108,29 @@ def _ports(ports: Collection[Mapping[str, Any]]) -> str:
         data_type = port["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
         shape = ", ".join("n" if size == -1 else str(size) for size in port["dims"])
         names.setdefault(f"{data_type} `[{shape}]`", []).append(f"`{port['name']}`")
-    rows = (f"| {kind} | {', '.join(group)} |" for kind, group in names.items())
-    return "\n".join(["| type and shape | names |", "|---|---|", *rows])
+    return "\n".join(f"* {kind}: {', '.join(group)}" for kind, group in names.items())
 
 
-def encoder_tasks_table() -> str:
+def encoder_tasks_list() -> str:
     """What each task of an encoder takes and gives, and the names that its clients know from other servers."""
-    rows = []
+    lines = []
     for name in ENCODER_TASKS:
         if find_spec(f"hf_triton.tasks.{name.replace('-', '_')}") is None:
             continue
         task = encoder_task(name)
         assert task is not None
-        texts = "; ".join(
-            f"`{text.name}`: {text.meaning}"
-            + (f" (also {', '.join(f'`{alias}`' for alias in text.aliases)})" if text.aliases else "")
-            for text in task.declaration.texts
-        )
-        outputs = "; ".join(
-            f"`{output}`, {port.data_type.removeprefix('TYPE_').replace('STRING', 'BYTES')}: {port.meaning}"
-            + ("" if port.by_default else " (if asked for by name)")
-            for output, port in task.declaration.all_outputs.items()
-        )
-        parameters = ", ".join(f"`{option}`" for option in task.declaration.options.model_fields)
-        rows.append(f"| `{name}` | {texts} | {outputs} | {parameters} |")
-    return "\n".join(["| task | inputs | outputs | parameters |", "|---|---|---|---|", *rows])
+        lines += [f"**`{name}`**", "", "* Inputs"]
+        for text in task.declaration.texts:
+            also = f" (also {', '.join(f'`{alias}`' for alias in text.aliases)})" if text.aliases else ""
+            lines.append(f"  * `{text.name}`: {text.meaning}{also}")
+        lines.append("* Outputs")
+        for output, port in task.declaration.all_outputs.items():
+            kind = port.data_type.removeprefix("TYPE_").replace("STRING", "BYTES")
+            lines.append(
+                f"  * `{output}`, {kind}: {port.meaning}{'' if port.by_default else ' (if asked for by name)'}"
+            )
+        lines += [f"* Parameters: {', '.join(f'`{each}`' for each in task.declaration.options.model_fields)}", ""]
+    return "\n".join(lines).rstrip()
 
 
 def task_parameters_tables() -> dict[str, str]:
@@ -137,14 +165,13 @@ def openai_fields_table() -> str:
     return "\n".join(["| field | endpoint | values | meaning |", "|---|---|---|---|", *lines])
 
 
-def passed_over_table() -> str:
+def passed_over_list() -> str:
     """The fields of OpenAI's API and of other servers that the gateway has no use for."""
     rows: dict[str, list[str]] = {}
     for name, ignored in IGNORED.items():
         values = " or ".join(["`null`", *(f"`{json.dumps(value)}`" for value in ignored.values or ())])
-        rows.setdefault("a hint: any value" if ignored.is_hint else values, []).append(f"`{name}`")
-    lines = (f"| {', '.join(names)} | {values} |" for values, names in rows.items())
-    return "\n".join(["| field | passed over if it is |", "|---|---|", *lines])
+        rows.setdefault("any value, as hints" if ignored.is_hint else values, []).append(f"`{name}`")
+    return "\n".join(f"* {', '.join(names)}: {values}" for values, names in rows.items())
 
 
 def gateway_options_table() -> str:
@@ -195,12 +222,12 @@ def parts() -> Mapping[str, str]:
         "chat parameters": table(ChatOptions),
         **ports_tables(),
         "response templates": response_templates_table(),
-        "encoder tasks": encoder_tasks_table(),
+        "encoder tasks": encoder_tasks_list(),
         **task_parameters_tables(),
         "codes": codes_table(),
         "metrics": metrics_table(),
         "openai fields": openai_fields_table(),
-        "openai passed over": passed_over_table(),
+        "openai passed over": passed_over_list(),
         "gateway options": gateway_options_table(),
         "gateway metrics": gateway_metrics_table(),
         "cache variables": variables(CACHE_VARIABLES),
@@ -221,7 +248,7 @@ def render(documents: Mapping[Path, str]) -> dict[Path, str]:
     if wrong:
         raise SystemExit(f"not in exactly one place of README.md and docs/: {', '.join(dict.fromkeys(wrong))}")
     return {
-        path: MARKED.sub(lambda match: f"{match[1]}{made[match[2]]}\n{match[3]}", text)
+        path: MARKED.sub(lambda match: f"{match[1]}{narrow(made[match[2]])}\n{match[3]}", text)
         for path, text in documents.items()
     }
 
