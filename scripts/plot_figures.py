@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the plots of docs/images from the files of benchmarks/results: `python scripts/plot_figures.py` (needs matplotlib).
+"""Draw the plots of docs/images from benchmarks/results: `python scripts/plot_figures.py` (needs matplotlib).
 
 A file has a title, the ways that were compared, and for each load the lowest, middle and highest figure of each way.
 """
@@ -7,6 +7,7 @@ A file has a title, the ways that were compared, and for each load the lowest, m
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         axes.bar(places, middles, WIDTH * 0.92, label=way, color=color, yerr=errors, error_kw={"elinewidth": 0.8})
     axes.axhline(1, color="#333333", linewidth=0.8, zorder=0)
     middle = WIDTH * (len(ways) - 1) / 2
-    axes.set_xticks([place + middle for place in range(len(rows))], [load.replace(", ", ",\n") for load in rows])
+    axes.set_xticks([place + middle for place in range(len(rows))], [textwrap.fill(load, 16) for load in rows])
     axes.set_title(figures["title"], fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(length=0)
