@@ -116,7 +116,12 @@ class ModelSettings(BaseModel):
     """Settings of a model folder. Subclass it to add your own; the model's `settings_class` names the subclass."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, str_strip_whitespace=True
+        defer_build=True,
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        str_strip_whitespace=True,
     )
 
     huggingface_model: Annotated[str, annotated_types.MinLen(1)]

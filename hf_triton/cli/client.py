@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from hf_triton.cli.openai import PACKAGES
 from hf_triton.errors import HfTritonError, ServerError, clip
+from hf_triton.openai import PACKAGES
 from hf_triton.server import first_sentence
 from hf_triton.settings import SERVER_VARIABLE
 

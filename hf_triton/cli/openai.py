@@ -7,16 +7,15 @@ import asyncio
 import contextlib
 import importlib.util
 import signal
-from typing import Any, Final
+from typing import Any
 
 import click
 
 from hf_triton.cli.gateway_options import ALONE, gateway_options, read_config
 from hf_triton.cli.ports import check_host, check_ports
 from hf_triton.errors import ServerError
+from hf_triton.openai import PACKAGES
 from hf_triton.openai.config import GatewayConfig
-
-PACKAGES: Final = ("fastapi", "grpc", "prometheus_client", "tritonclient", "uvicorn")
 
 
 @click.command()

@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 
 def show_table(rows: Sequence[Mapping[str, object]]) -> None:
@@ -23,6 +20,10 @@ def show_table(rows: Sequence[Mapping[str, object]]) -> None:
     if not sys.stdout.isatty():
         click.echo("\n".join("\t".join(" ".join(cell.split()) for cell in line) for line in [columns, *cells]))
         return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")

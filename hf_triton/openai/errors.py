@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from hf_triton.errors import CODES, clip
 from hf_triton.protocol.validation import suggest
 from hf_triton.server import first_sentence
+
+if TYPE_CHECKING:  # the commands read errors too, and need no FastAPI
+    from fastapi import FastAPI, Request
 
 INVALID: Final = "invalid_request_error"
 STATUS: Final[Mapping[str, int]] = {
@@ -238,9 +239,8 @@ def _plain_sentence(request: Request, status: int, error: Exception) -> str:
     return str(getattr(error, "detail", ""))
 
 
-async def _answer_validation_error(request: Request, error: Exception) -> JSONResponse:
+async def _answer_validation_error(request: Request, error: Any) -> JSONResponse:
     """An error of FastAPI's own checks: no body, no JSON, a wrong content type; fields are checked by `fields.py`."""
-    assert isinstance(error, RequestValidationError)
     details = error.errors()[0]
     if details["type"] == "json_invalid":
         reason = details.get("ctx", {}).get("error", "")
@@ -254,5 +254,7 @@ async def _answer_validation_error(request: Request, error: Exception) -> JSONRe
 
 def install_handlers(app: FastAPI) -> None:
     """Make every error of `app` an error object."""
+    from fastapi.exceptions import RequestValidationError
+
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)

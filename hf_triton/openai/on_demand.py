@@ -18,11 +18,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from hf_triton.errors import clip, where
 from hf_triton.openai.errors import ApiError, model_not_found
-from hf_triton.openai.metrics import Metrics
+
+if TYPE_CHECKING:
+    from hf_triton.openai.metrics import Metrics
 
 LOG: Final = logging.getLogger("hf_triton.openai")
 TICK_S: Final = 0.25
