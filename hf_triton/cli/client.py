@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 CALL_TIMEOUT_S: Final = 10.0
 """Limit of a call that neither loads nor generates."""
+NUM_NAMED: Final = 8
+"""Models that an error lists."""
 READY: Final = "READY"
 NO_HOST: Final = "errors resolving"
 """In gRPC's sentence: errors resolving nohost:8001: [... Domain name not found]."""
@@ -109,7 +111,8 @@ class Triton:
             return self.unreachable("the connection was refused, or broke off")
         if error.code == "restricted":
             return ServerError("restricted", _restricted(error.message))
-        return ServerError(error.code or "server_failed", error.message)
+        sentence = error.message.replace("the prompt row 0", "the prompt")  # a command sends one
+        return ServerError(error.code or "server_failed", sentence)
 
     async def choose(self, models: TritonModels, name: str | None) -> Model:
         """The model of a name, or the only one that generates text.
@@ -134,7 +137,9 @@ class Triton:
         if name is not None:
             raise self._not_served(name, served, ready.get(name))
         if len(served) > 1:
-            raise click.UsageError(f"there are several models, name one: {', '.join(served)}")
+            some = ", ".join(list(served)[:NUM_NAMED])
+            more = f" and {len(served) - NUM_NAMED} more" if len(served) > NUM_NAMED else ""
+            raise click.UsageError(f"there are several models, name one: {some}{more}")
         if not served:
             raise ServerError("model_not_found", "no model that generates text is ready: `hf-triton list` shows all")
         return next(iter(served.values()))
@@ -163,9 +168,9 @@ class Triton:
 
 
 def unknown_model(name: str, known: Mapping[str, object] | Sequence[str]) -> ServerError:
-    """No model has this name; the message has a near one, or all."""
-    close = difflib.get_close_matches(name[:60], list(known), n=1)
-    hint = f", did you mean '{close[0]}'?" if close else f"; there are {', '.join(known)}" if known else ""
+    """No model has this name; the message has near ones, or where all are listed."""
+    close = difflib.get_close_matches(name[:60], list(known))
+    hint = f", did you mean {' or '.join(map(repr, close))}?" if close else "; `hf-triton list` shows all"
     return ServerError("model_not_found", f"there is no model {clip(name)}{hint}")
 
 

@@ -35,7 +35,7 @@ def load(name: str, triton: str, headers: dict[str, str], timeout: float) -> Non
     server = Triton(triton, headers)
     doors = _require_folder(server, name)
     started_s = time.monotonic()
-    with _explicit(name), _progress(f"Loading {name}"), server.connect() as client:
+    with _explicit(name), show_progress(f"Loading {name}"), server.connect() as client:
         for folder in (name, *doors):
             client.load_model(folder, headers=headers, client_timeout=timeout)
     states = [entry for entry in server.index() if entry.name == name]
@@ -58,7 +58,7 @@ def unload(name: str, triton: str, headers: dict[str, str], timeout: float) -> N
     server = Triton(triton, headers)
     folders = [*_require_folder(server, name), name]
     started_s = time.monotonic()
-    with _explicit(name), _progress(f"Unloading {name}"):
+    with _explicit(name), show_progress(f"Unloading {name}"):
         with server.connect() as client:
             for folder in folders:
                 client.unload_model(folder, headers=headers, client_timeout=timeout)
@@ -104,7 +104,7 @@ def _explicit(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(title: str) -> Iterator[None]:
+def show_progress(title: str) -> Iterator[None]:
     """Show that something is under way: a spinner with the time on a terminal, otherwise one line."""
     if not sys.stderr.isatty():
         click.echo(f"{title} ...", err=True)

@@ -12,6 +12,7 @@ import click
 from hf_triton.cli.download import fetch, use_standard_cache
 from hf_triton.cli.model_folder import SET, check_settings, model_settings
 from hf_triton.cli.staging import publish, staging_folder
+from hf_triton.cli.tables import size_words
 from hf_triton.errors import HubError
 
 
@@ -33,7 +34,7 @@ def pull(models: Sequence[str], into_folder: Path | None, settings: Mapping[str,
         if into_folder is not None:
             folder = _copy(folder, into_folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        click.echo(f"{model}: {folder} ({size / 1e9:.2f} GB)")
+        click.echo(f"{model}: {folder} ({size_words(size)})")
 
 
 def _copy(snapshot: Path, folder: Path) -> Path:

@@ -14,6 +14,7 @@ import click
 from hf_triton.cli.download import fetch, use_standard_cache
 from hf_triton.cli.folders import is_checkpoint, is_model_folder, model_folders
 from hf_triton.cli.model_folder import HUB_NAME, check_settings, folder_name, model_settings, write_model_folder
+from hf_triton.cli.repositories import DEMO_NAME, demo_repository
 from hf_triton.errors import HubError, clip
 
 
@@ -43,7 +44,7 @@ def model_repository(what: Sequence[str], settings: Mapping[str, str], *, stream
     Checkpoints of the Hub are downloaded first.
 
     Args:
-        what: Hub names, and paths of checkpoints, model folders and model repositories.
+        what: Hub names, and paths of checkpoints, model folders and model repositories; `demo` is the demo model.
         settings: Of each checkpoint's folder, by name.
         stream: Whether these folders stream themselves.
 
@@ -52,10 +53,13 @@ def model_repository(what: Sequence[str], settings: Mapping[str, str], *, stream
         HfTritonError: A model does not exist, cannot be downloaded, or has a wrong setting.
     """
     use_standard_cache()
-    with tempfile.TemporaryDirectory(prefix="hf_triton_served_") as root:
+    with tempfile.TemporaryDirectory(prefix="hf_triton_served_") as root, contextlib.ExitStack() as stack:
         for word in what:
             path = Path(word).expanduser()
-            if is_model_folder(path):
+            if word == DEMO_NAME and not path.exists():
+                _refuse_settings(word, settings, stream=stream)
+                _link(stack.enter_context(demo_repository()) / DEMO_NAME, Path(root))
+            elif is_model_folder(path):
                 _refuse_settings(word, settings, stream=stream)
                 _link(path, Path(root))
             elif is_repository(word):

@@ -98,6 +98,24 @@ class Hub:
             return next((folder for folder in folders if (folder / "config.json").exists()), None)
         return None
 
+    def fetch_config(self) -> None:
+        """Download the small files, which say what the model does, unless a config.json is on disk.
+
+        Raises:
+            HubError: The checkpoint cannot be found or downloaded.
+            CheckpointError: It has no config.json.
+        """
+        settings = self._settings
+        spec = CheckpointSpec(
+            settings.huggingface_model,
+            settings.revision,
+            needs_weights=False,
+            needs_tokenizer=False,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        if not spec.is_local and self.find_config_folder() is None:
+            self._resolve(spec)
+
     def resolve_tokenizer(self) -> Path | None:
         """Return the folder of a separate tokenizer; None if the model's own is used."""
         settings = self._settings
