@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hf_triton.openai.triton import Model, TritonModels
 
 RETURNS: Final = ("message", "finish_reason", "num_input_tokens", "num_output_tokens")
-TYPED_NAMES: Final = {"max_new_tokens": "max_tokens"}
+TYPED_NAMES: Final = {"max_new_tokens": "max_tokens", "messages": "the conversation"}
 COMMANDS: Final[Mapping[str, str]] = {
     "/reset": "forget the conversation",
     "/system TEXT": "set the system prompt, and forget the conversation; without TEXT, none",
