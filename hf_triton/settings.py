@@ -478,7 +478,9 @@ def _reject_unknown(
                 f"'{key}' in config.pbtxt would be shown to every client by GET /v2/models/NAME/config: "
                 "set the access token in the environment variable HF_TOKEN, or the path of its file in HF_TOKEN_PATH"
             )
-        raise SettingsError(f"there is no setting '{key}' (from {origin}){suggest(key, names, 'docs/settings.md')}")
+        raise SettingsError(
+            f"there is no setting '{key}' (from {origin}){suggest(key, set(names.values()), 'docs/settings.md')}"
+        )
     names = {**SETTING_NAMES, **names}  # the environment is that of all folders
     for variable in environment:
         if variable == SERVER_VARIABLE:

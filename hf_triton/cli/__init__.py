@@ -53,7 +53,7 @@ Examples:
     sections=SECTIONS,
     modules=MODULES,
     epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="hf-triton")
 def cli() -> None:
@@ -63,7 +63,7 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; an error becomes one line on standard error and an exit code."""
     try:
-        sys.exit(cli.main(arguments, standalone_mode=False))
+        sys.exit(cli.main(arguments, prog_name="hf-triton", standalone_mode=False))
     except HfTritonError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(EXIT_CODES.get(error.code, FAILED))

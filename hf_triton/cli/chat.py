@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from hf_triton.cli.client import Triton, require_client, triton_options
+from hf_triton.cli.client import Triton, complete_models, require_client, triton_options
 from hf_triton.cli.generate import sampling_options, split_parameters
 from hf_triton.cli.session import COMMANDS, Session
 
@@ -20,7 +20,7 @@ QUOTES: Final = '"""'
 
 
 @click.command(epilog='Example: hf-triton chat demo --system "Be brief." --max-tokens 200')
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=complete_models)
 @triton_options
 @sampling_options
 @click.option("--system", metavar="TEXT", help="System prompt.")

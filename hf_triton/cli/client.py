@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from hf_triton.openai.triton import Model, TritonModels
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+DEFAULT_ADDRESS: Final = "localhost:8001"
 CALL_TIMEOUT_S: Final = 10.0
 """Limit of a call that neither loads nor generates."""
 NUM_NAMED: Final = 8
@@ -198,6 +200,14 @@ def _transport_reason(details: str) -> str:
     return "the connection broke off"
 
 
+def complete_models(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """The names of models for a shell's completion; none if no Triton answers."""
+    address = context.params.get("triton") or os.environ.get(SERVER_VARIABLE) or DEFAULT_ADDRESS
+    with contextlib.suppress(HfTritonError):
+        return sorted({entry.name for entry in Triton(address, {}).index() if entry.name.startswith(incomplete)})
+    return []
+
+
 def triton_options(command: Command) -> Command:
     """Give a command `--triton` and `--header`; it gets them as `triton`."""
     header = click.option(
@@ -212,7 +222,7 @@ def triton_options(command: Command) -> Command:
         "--triton",
         metavar="HOST:PORT",
         envvar=SERVER_VARIABLE,
-        default="localhost:8001",
+        default=DEFAULT_ADDRESS,
         show_default=True,
         show_envvar=True,
         callback=_read_address,

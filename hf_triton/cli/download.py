@@ -10,15 +10,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
+from hf_triton.errors import HubError
 from hf_triton.hub.process import download
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 
 Event = Mapping[str, Any]
+TYPED: Final[Mapping[str, str]] = {
+    "correct huggingface_model": "correct the name",
+    "set huggingface_model to": "name",
+    "set revision to it": "name it behind @",
+}
 
 
 def use_standard_cache() -> None:
@@ -46,6 +52,14 @@ def fetch(model_folder: Path, settings: ModelSettings) -> Path:
         folder = hub.resolve_model()
         hub.resolve_tokenizer()
     return folder
+
+
+def as_typed(error: HubError) -> HubError:
+    """An error about a model whose name was typed: its remedy speaks of the name, not of the settings of a folder."""
+    sentence = error.sentence
+    for setting, name in TYPED.items():
+        sentence = sentence.replace(setting, name)
+    return HubError(error.code, sentence)
 
 
 @contextlib.contextmanager

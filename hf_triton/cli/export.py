@@ -40,12 +40,15 @@ NAMES: Final = ("huggingface_model", "tokenizer")
 """Settings that hold a Hub name or a path."""
 
 
-@click.group()
+@click.group(epilog="Example: hf-triton export vllm model_repository/llama7b --into vllm_repository/llama7b")
 def export() -> None:
     """Write a model folder for another server."""
 
 
-@export.command(epilog="Example: hf-triton export vllm model_repository/llama7b --into vllm_repository/llama7b")
+@export.command(
+    short_help="Write a folder of NVIDIA's vllm_backend.",
+    epilog="Example: hf-triton export vllm model_repository/llama7b --into vllm_repository/llama7b",
+)
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--into", type=click.Path(path_type=Path), help="The folder to write.  [default: FOLDER's name + _vllm]")
 def vllm(folder: Path, into: Path | None) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from hf_triton.cli.client import Triton, require_client, triton_options
+from hf_triton.cli.client import Triton, complete_models, require_client, triton_options
 from hf_triton.cli.exit_codes import INTERRUPTED
 from hf_triton.cli.model_folder import read_settings
 from hf_triton.cli.tables import printable
@@ -41,10 +41,15 @@ COMMAND_DECIDES: Final = ("stream", "exclude_input_in_output", "sampling_paramet
 def sampling_options(command: Command) -> Command:
     """Give a command options for generation parameters; it gets them as `sampling`'s arguments."""
     options = (
-        click.option("--max-tokens", type=click.IntRange(1), help="Maximum number of tokens to generate."),
-        click.option("--temperature", type=click.FloatRange(0, 100), help="0 is greedy."),
-        click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Sample from the likeliest tokens."),
-        click.option("--seed", type=click.IntRange(0), help="Seed of the random generator."),
+        click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Maximum number of tokens to generate."),
+        click.option("--temperature", type=click.FloatRange(0, 100), metavar="NUMBER", help="0 is greedy."),
+        click.option(
+            "--top-p",
+            type=click.FloatRange(0, 1, min_open=True),
+            metavar="NUMBER",
+            help="Sample from the likeliest tokens.",
+        ),
+        click.option("--seed", type=click.IntRange(0), metavar="N", help="Seed of the random generator."),
         click.option("--stop", multiple=True, metavar="TEXT", help="Generation stops before TEXT. Repeatable."),
         click.option(
             "--param",
@@ -98,7 +103,9 @@ def typed_names(params: Mapping[str, object]) -> dict[str, str]:
 
 @click.command(epilog='Example: hf-triton generate "The model" -m demo --max-tokens 20 --temperature 0.8 --seed 7')
 @click.argument("words", nargs=-1, metavar="[PROMPT]")
-@click.option("-m", "--model", metavar="MODEL", help="May be left out if one is served.")
+@click.option(
+    "-m", "--model", metavar="MODEL", shell_complete=complete_models, help="May be left out if one is served."
+)
 @triton_options
 @sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print the whole answer as a JSON object.")

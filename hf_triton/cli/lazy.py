@@ -76,7 +76,8 @@ class LazyGroup(click.Group):
             return None
         module, _, attribute = self._modules.get(cmd_name, f"{cmd_name}:{cmd_name}").partition(":")
         command: click.Command = getattr(importlib.import_module(f"hf_triton.cli.{module}"), attribute)
-        command.context_class = HelpContext
+        for each in (command, *getattr(command, "commands", {}).values()):
+            each.context_class = HelpContext
         return command
 
     def resolve_command(

@@ -11,7 +11,7 @@ from typing import Final
 
 import click
 
-from hf_triton.cli.client import READY, Triton, require_client, triton_options, unknown_model
+from hf_triton.cli.client import READY, Triton, complete_models, require_client, triton_options, unknown_model
 from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.server import first_sentence
 from hf_triton.stream_door.model import SUFFIX
@@ -26,7 +26,7 @@ TIMEOUT: Final = click.option(
 
 
 @click.command(epilog="Example: hf-triton load llama7b")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_models)
 @triton_options
 @TIMEOUT
 def load(name: str, triton: str, headers: dict[str, str], timeout: float) -> None:
@@ -46,7 +46,7 @@ def load(name: str, triton: str, headers: dict[str, str], timeout: float) -> Non
 
 
 @click.command(epilog="Example: hf-triton unload llama7b")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_models)
 @triton_options
 @TIMEOUT
 def unload(name: str, triton: str, headers: dict[str, str], timeout: float) -> None:

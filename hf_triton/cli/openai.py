@@ -18,7 +18,7 @@ from hf_triton.openai import PACKAGES
 from hf_triton.openai.config import GatewayConfig
 
 
-@click.command()
+@click.command(epilog="Example: hf-triton openai --triton gpu1:8001 --port 9000 --api-key-file keys")
 @gateway_options(ALONE)
 def openai(**values: Any) -> None:
     """Speak OpenAI's API in front of a Triton that runs elsewhere.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from hf_triton.cli.download import fetch, use_standard_cache
+from hf_triton.cli.download import as_typed, fetch, use_standard_cache
 from hf_triton.cli.folders import is_checkpoint, is_model_folder, model_folders
 from hf_triton.cli.model_folder import HUB_NAME, check_settings, folder_name, model_settings, write_model_folder
 from hf_triton.cli.repositories import DEMO_NAME, demo_repository
@@ -98,7 +98,7 @@ def _write(model: str, repository: Path, settings: Mapping[str, str], *, stream:
         similar = Path(model).parent if Path(model).parent.is_dir() and "/" in model else None
         more = f" (there is no such folder in {similar} either)" if similar else ""
         more = more or ("" if "/" in model else f" (there is no folder {clip(model)} here either)")
-        raise HubError(error.code, error.sentence + more) from None
+        raise HubError(error.code, as_typed(error).sentence + more) from None
 
 
 def _may_exist(name: str) -> bool:

@@ -12,7 +12,15 @@ from typing import Any, Final
 
 import click
 
-from hf_triton.cli.client import CALL_TIMEOUT_S, READY, Triton, require_client, triton_options, unknown_model
+from hf_triton.cli.client import (
+    CALL_TIMEOUT_S,
+    READY,
+    Triton,
+    complete_models,
+    require_client,
+    triton_options,
+    unknown_model,
+)
 from hf_triton.cli.listing import describe_models
 from hf_triton.cli.tables import show_table, size_words
 from hf_triton.server import open_local
@@ -31,7 +39,7 @@ Figures = Mapping[str, float]
 
 
 @click.command(epilog="Example: hf-triton status demo --json")
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=complete_models)
 @triton_options
 @click.option(
     "--metrics",

@@ -160,8 +160,9 @@ class ApiError(HTTPException):
         return JSONResponse(self.body(path), self.status_code, self.headers)
 
 
-def model_not_found(name: str) -> ApiError:
-    return ApiError(404, f"the model {clip(name)} does not exist", param="model", code="model_not_found")
+def model_not_found(name: str, known: Collection[str] = ()) -> ApiError:
+    hint = suggest(name, known, "GET /v1/models") if known else ""
+    return ApiError(404, f"the model {clip(name)} does not exist{hint}", param="model", code="model_not_found")
 
 
 def too_large(max_bytes: int) -> ApiError:

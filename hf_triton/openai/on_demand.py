@@ -237,7 +237,7 @@ class OnDemand:
         if name not in self._names:
             await asyncio.shield(self._look())
             if name not in self._names:
-                raise model_not_found(name)
+                raise model_not_found(name, self._names)
         entry = self._entries.setdefault(name, _Entry(name))
         if entry.state is State.READY and not entry.waiting:
             entry.use()

@@ -48,6 +48,16 @@ def generate(port: int, name: str) -> object:
     return ask(port, f"/v2/models/{name}/generate", {"text_input": "Hello", "max_new_tokens": 4})["text_output"]
 
 
+def test_a_folder_that_names_an_encoder_of_the_hub_loads_at_the_first_start(hub: LoopbackHub, tmp_path: Path) -> None:
+    hub.add("someone/labels", save_task_checkpoint(tmp_path / "labels", "text-classification"))
+    assert hf_triton("new", "mine", "--model=someone/labels", f"--into={tmp_path / 'repository'}").returncode == 0
+    environment = hub.environment() | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": ""}
+    with running(str(tmp_path / "repository"), output=tmp_path / "output", **environment) as serving:
+        serving.wait_for("Ready: mine.")
+        answer = ask(serving.http_port, "/v2/models/mine/generate", {"text": "The harbour is far."})
+        assert answer["label"]
+
+
 def test_names_checkpoints_and_folders_are_served_at_once(hub: LoopbackHub, checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(ROOT / "falcon7b", folder)

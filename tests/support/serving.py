@@ -46,10 +46,10 @@ class Serving:
 
     def descendants(self) -> list[int]:
         """All processes below this one, in any group or session."""
-        return _descendants(self.process.pid)
+        return descendants(self.process.pid)
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -58,7 +58,7 @@ def _descendants(pid: int) -> list[int]:
             continue
         if int(fields[1]) == pid:
             children.append(int(stat.parent.name))
-    return children + [descendant for child in children for descendant in _descendants(child)]
+    return children + [descendant for child in children for descendant in descendants(child)]
 
 
 @contextlib.contextmanager
