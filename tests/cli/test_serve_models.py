@@ -49,7 +49,7 @@ def generate(port: int, name: str) -> object:
 
 
 def test_a_folder_that_names_an_encoder_of_the_hub_loads_at_the_first_start(hub: LoopbackHub, tmp_path: Path) -> None:
-    hub.add("someone/labels", save_task_checkpoint(tmp_path / "labels", "text-classification"))
+    hub.add("someone/labels", save_task_checkpoint(tmp_path / "labels", "bert", "sequence"))
     assert hf_triton("new", "mine", "--model=someone/labels", f"--into={tmp_path / 'repository'}").returncode == 0
     environment = hub.environment() | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": ""}
     with running(str(tmp_path / "repository"), output=tmp_path / "output", **environment) as serving:
