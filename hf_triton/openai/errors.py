@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 
 from hf_triton.errors import CODES, clip
 from hf_triton.protocol.validation import suggest
@@ -17,6 +16,7 @@ from hf_triton.server import first_sentence
 
 if TYPE_CHECKING:  # the commands read errors too, and need no FastAPI
     from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse
 
 INVALID: Final = "invalid_request_error"
 STATUS: Final[Mapping[str, int]] = {
@@ -157,6 +157,8 @@ class ApiError(HTTPException):
 
     def response(self, path: str = "") -> JSONResponse:
         """The HTTP response of the endpoint at `path`."""
+        from starlette.responses import JSONResponse
+
         return JSONResponse(self.body(path), self.status_code, self.headers)
 
 
