@@ -16,6 +16,7 @@ from hf_triton.cli.markdown import split_blocks
 from hf_triton.cli.status import triton_release
 from hf_triton.cli.tables import show_table
 from hf_triton.settings import ModelSettings
+from tests.support.paths import ROOT
 
 NAMES = [name for section in SECTIONS.values() for name in section]
 
@@ -41,6 +42,11 @@ def test_help_has_sections_and_whole_sentences(capsys: pytest.CaptureFixture[str
 def test_each_command_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(name, "--help") == 0
     assert re.search(rf"Examples?:\s+hf-triton {name}\b", capsys.readouterr().out)
+
+
+def test_the_documents_name_each_command() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    assert [name for name in NAMES if f"hf-triton {name}" not in text] == []
 
 
 def test_a_terminal_gets_colours_and_no_color_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
