@@ -24,6 +24,8 @@ _MODULES: Final = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("errors", "model", "settings"):
+        return importlib.import_module(f"hf_triton.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'hf_triton' has no attribute {name!r}")
     return getattr(importlib.import_module(f"hf_triton.{_MODULES[name]}"), name)

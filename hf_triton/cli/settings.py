@@ -12,8 +12,6 @@ from hf_triton.errors import SettingsError, clip
 from hf_triton.protocol.validation import allowed, default_words, suggest
 from hf_triton.settings import SETTING_NAMES, ModelSettings
 
-MEANING_WIDTH = 60
-
 
 @click.command(epilog="Example: hf-triton settings max_num_seqs")
 @click.argument("name", required=False)
@@ -23,18 +21,13 @@ def settings(name: str | None) -> None:
     They stand in config.pbtxt, in environment variables (HF_TRITON_ and the name in capitals), or in --set.
     """
     fields = ModelSettings.model_fields
-    if name is not None and name not in SETTING_NAMES:
+    key = SETTING_NAMES.get(name or "", "")
+    if name is not None and key not in fields:
         raise SettingsError(f"there is no setting {clip(name)}{suggest(name, fields, '`hf-triton settings`')}")
+    meanings = {each: " ".join((field.description or "").split()) for each, field in fields.items()}
     if name is None:
-        meanings = {key: " ".join((field.description or "").split()) for key, field in fields.items()}
-        show_table(
-            [
-                {"setting": key, "default": default_words(field), "meaning": meanings[key].partition(". ")[0]}
-                for key, field in fields.items()
-            ]
-        )
+        rows = ((each, default_words(field), meanings[each].partition(". ")[0]) for each, field in fields.items())
+        show_table([dict(zip(("setting", "default", "meaning"), row, strict=True)) for row in rows])
         return
-    field = fields[SETTING_NAMES[name]]
-    meaning = " ".join((field.description or "").split())
-    click.echo(f"{click.style(SETTING_NAMES[name], bold=True)}: {allowed(field)}; default {default_words(field)}\n")
-    click.echo(textwrap.fill(meaning, 100))
+    click.echo(f"{click.style(key, bold=True)}: {allowed(fields[key])}; default {default_words(fields[key])}\n")
+    click.echo(textwrap.fill(meanings[key], 100))

@@ -70,6 +70,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "wrong address": (["list", "--triton=here"], "must be HOST:PORT, got 'here'"),
     "no such folder": (["check", "nowhere"], "Path 'nowhere' does not exist"),
     "setting of no name": (["settings", "zzz"], "there is no setting 'zzz'; the nearest are "),
+    "setting of a stream door": (["settings", "stream_of"], "there is no setting 'stream_of'"),
     "misspelt setting": (["settings", "dtipe"], "there is no setting 'dtipe', did you mean 'dtype'?"),
     "setting of a folder": (["new", "x", "--model=a/b", "--set", "zzz=1"], "and docs/settings.md lists all"),
     "settings without a model": (["run", "--set", "dtype=auto"], "--set is for models: name one"),
