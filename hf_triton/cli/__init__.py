@@ -64,17 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; an error becomes one line on standard error and an exit code."""
     try:
         sys.exit(cli.main(arguments, prog_name="hf-triton", standalone_mode=False))
-    except HfTritonError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(EXIT_CODES.get(error.code, FAILED))
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
-    except click.ClickException as error:
-        click.echo(f"error: wrong_usage: {_sentence(error)}", err=True)
-        sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(INTERRUPTED)
+    except click.ClickException as error:
+        failure = HfTritonError("wrong_usage", _sentence(error))
+    except HfTritonError as error:
+        failure = error
+    click.echo(f"error: {failure}", err=True)
+    sys.exit(EXIT_CODES.get(failure.code, FAILED))
 
 
 def _sentence(error: click.ClickException) -> str:
