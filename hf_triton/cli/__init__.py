@@ -22,6 +22,7 @@ from hf_triton.cli.optimize import optimize
 from hf_triton.cli.pull import pull
 from hf_triton.cli.serve import serve
 from hf_triton.cli.status import status
+from hf_triton.cli.typed import as_typed
 from hf_triton.errors import HfTritonError
 
 
@@ -42,5 +43,5 @@ def main() -> None:
     try:
         cli()
     except HfTritonError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(as_typed(f"error: {error}"), err=True)
         sys.exit(EXIT_CODES.get(error.code, FAILED))

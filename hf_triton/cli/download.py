@@ -56,11 +56,20 @@ def _progress(name: str) -> Iterator[Callable[[Event], None]]:
             yield lambda event: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
+        TaskProgressColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
@@ -85,7 +94,9 @@ def _log_lines() -> Iterator[None]:
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            click.echo(record.getMessage(), err=True)
+            message = record.getMessage()
+            if ": found in the " not in message:
+                click.echo(message, err=True)
 
     log, handler = logging.getLogger("hf_triton.hub"), Lines(logging.INFO)
     level = log.level
