@@ -56,7 +56,7 @@ class ModelInfo:
             self.architecture,
             self.task if self.engine not in ENGINES else "",
             f"{self.dtype} on {self.device}",
-            f"{self.memory_bytes / 1e9:.2g} GB" if self.memory_bytes else "",
+            f"{self.memory_bytes / 1e9:.2f} GB" if self.memory_bytes > 1e7 else f"{self.memory_bytes / 1e6:.1f} MB",
             ENGINES.get(self.engine, self.engine),
             f"KV cache of {max_cache_tokens:,} tokens" if max_cache_tokens else "",
         )
