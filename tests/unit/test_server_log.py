@@ -11,7 +11,9 @@ from hf_triton.cli.server_log import Event, ServerLog, parse_line
 from hf_triton.server import describe_log
 
 HEAD = 'I1127 06:35:10.776028 22625 model_lifecycle.cc:777] "{}"'
-FAILED = r"failed to load 'm' version 1: Internal: TritonModelException: hub_gated: say \"please\"\n\nAt:\n  /srv/a.py(3): load\n"
+FAILED = (
+    r"failed to load 'm' version 1: Internal: TritonModelException: hub_gated: say \"please\"\n\nAt:\n  /srv/a.py(3)\n"
+)
 LINES: dict[str, Event | None] = {
     HEAD.format("loading: m:1"): Event("m", "loading"),
     "2026-11-27T06:35:10Z I 22625 model_lifecycle.cc:777] loading: m:12": Event("m", "loading"),
