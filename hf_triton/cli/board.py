@@ -20,7 +20,8 @@ COLOURS: Final = {"loading": "yellow", "ready": "green", "failed": "red", "unloa
 
 
 class Board:
-    """Shows the models' states, as a context manager: on a terminal in place, elsewhere a line for each change.
+    """Shows the models' states, as a context manager: on a terminal in place, elsewhere a line for each change,
+    that a model has failed on standard error.
 
     Once it is closed, when all is loaded, each change is a line, and that a model begins to load is none.
     """
@@ -70,7 +71,7 @@ class Board:
         if self._is_starting and self._live is not None:
             return
         if self._is_starting or state != "loading":
-            click.echo(f"{name}: {self._lines[name]}")
+            click.echo(f"{name}: {self._lines[name]}", err=state == "failed")
 
     def _table(self) -> Table:
         from rich.table import Table
