@@ -20,10 +20,10 @@ COLOURS: Final = {"loading": "yellow", "ready": "green", "failed": "red", "unloa
 
 
 class Board:
-    """Shows the models' states, as a context manager: on a terminal in place, elsewhere a line for each change,
-    that a model has failed on standard error.
+    """Shows the models' states, as a context manager: on a terminal in place, elsewhere a line for each change.
 
-    Once it is closed, when all is loaded, each change is a line, and that a model begins to load is none.
+    A line that a model has failed goes to standard error. Once it is closed, when all is loaded, each change
+    is a line, and that a model begins to load is none.
     """
 
     def __init__(self) -> None:
