@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from hf_triton.cli.board import Board
@@ -25,8 +26,8 @@ class ModelStates:
         self._hidden = hidden
         self._facts: dict[str, str] = {}
         self._loaded: set[str] = set()
-        self._replaced: set[str] = set()
-        """Models that load again; Triton unloads the former one once the new one is ready."""
+        self._num_former: Counter[str] = Counter()
+        """Of models that load again: Triton unloads each former one some time after the new one is ready."""
         self._is_stopping = False
 
     def update(self) -> None:
@@ -56,16 +57,16 @@ class ModelStates:
                 self._facts[name] = event.text
             case "loading":
                 self._board.show(name, "loading")
-                self._replaced |= {name} & self._loaded
+                self._num_former[name] += name in self._loaded
             case "ready":
                 self._board.show(name, "ready", self._facts.get(name, ""))
                 self._loaded.add(name)
             case "failed":
-                former = " (the former one goes on)" if name in self._replaced else ""
+                former = " (the former one goes on)" if name in self._loaded else ""
                 self._board.show(name, "failed", with_remedy(event.text) + former)
-                self._replaced.discard(name)
-            case "unloaded" if name in self._replaced:
-                self._replaced.discard(name)
+                self._num_former[name] -= name in self._loaded
+            case "unloaded" if self._num_former[name] > 0:
+                self._num_former[name] -= 1
             case "unloaded":
                 self._board.show(name, "unloaded")
                 self._loaded.discard(name)

@@ -284,7 +284,7 @@ def test_server_is_not_started_if_all_folders_have_defects(tmp_path: Path, make_
     (make_folder(tmp_path / "repository", "bare", huggingface_model="./x") / "1" / "model.py").unlink()
     result = serve_until_exit(tmp_path / "repository")
     assert (result.returncode, result.stdout) == (1, "")
-    assert f"Not served: bare: {REASONS['bare']}\nerror: server_failed: no model is served" in result.stderr
+    assert f"bare: failed: {REASONS['bare']}\nerror: server_failed: no model is served" in result.stderr
 
 
 def test_folder_without_model_folders_is_refused(tmp_path: Path) -> None:
