@@ -24,14 +24,17 @@ class Board:
 
     A line that a model has failed goes to standard error. Once it is closed, when all is loaded, each change
     is a line, and that a model begins to load is none.
+
+    Args:
+        may_be_live: Whether a terminal is this board's alone until it is closed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_be_live: bool = False) -> None:
         self._states: dict[str, tuple[State, str]] = {}
         self._lines: dict[str, str] = {}
         self._since_s: dict[str, float] = {}
         self._is_starting = True
-        self._live = _start_live(self._table) if sys.stdout.isatty() else None
+        self._live = _start_live(self._table) if may_be_live and sys.stdout.isatty() else None
 
     def __enter__(self) -> Board:
         return self

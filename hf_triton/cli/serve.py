@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -105,8 +106,8 @@ def serve(
 ) -> None:
     """Serve models: names on the Hub, paths of checkpoints, model folders, or a model repository.
 
-    Without any, serve the small demo model that comes with hf_triton. Nothing is written but to the Hub's cache. Flags
-    of tritonserver itself follow behind `--`.
+    Without any, serve the small demo model that comes with hf_triton. Nothing is written but a log, and to the Hub's
+    cache. Flags of tritonserver itself follow behind `--`.
     """
     what, flags = split_flags(what)
     settings = with_task(settings, task)
@@ -149,11 +150,9 @@ def serve(
         )
         gateway = None if config is None else GatewayProcess(config, file, restricted_protocol_headers(flags))
         click.echo(f"Starting tritonserver{f'; its log: {log.path}' if log else ''}")
-        board = stack.enter_context(Board())
+        board = stack.enter_context(Board(may_be_live=log is not None))
         _show_failed(board, excluded)
-        states = ModelStates(
-            board, log, [folder.name for folder in model_folders(door_folders)] if door_folders else ()
-        )
+        states = ModelStates(board, log, os.listdir(door_folders) if door_folders else ())
         was_ready = False
         with contextlib.suppress(KeyboardInterrupt), _running(server, gateway, states):
             if on_demand:

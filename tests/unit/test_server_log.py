@@ -72,8 +72,8 @@ def test_a_start_is_two_lines_a_model_without_doors(
         (f"{LOADED}; successfully unloaded 'm' version 1", ["m: ready in 1 s: A, 1 GB"]),
         ("successfully unloaded 'm' version 1", ["m: unloaded"]),
         (
-            f"{LOADED}; loading: m:1; successfully unloaded 'm' version 1; successfully loaded 'm'; successfully unloaded "
-            "'m' version 1",
+            f"{LOADED}; loading: m:1; successfully unloaded 'm' version 1; successfully loaded 'm'; "
+            "successfully unloaded 'm' version 1",
             ["m: ready in 1 s: A, 1 GB"] * 2,
         ),
         (
