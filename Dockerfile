@@ -62,7 +62,7 @@ USER 1000:1000
 # Relative paths (`model_repository`) start here. The entrypoint is NVIDIA's.
 WORKDIR /opt/tritonserver
 EXPOSE 8000 8001 8002 9000
-CMD ["hf-triton", "serve", "model_repository", "--host", "0.0.0.0", "--exit-on-error"]
+CMD ["hf-triton", "serve", "model_repository", "--host", "0.0.0.0", "--exit-on-error", "--verbose"]
 
 # The first start may download for a long time, which does not make the container unhealthy. A container with the
 # gateway alone is healthy if its Triton is ready.

@@ -365,17 +365,14 @@ class LoadedSettings(Generic[AnySettings]):
     sources: Mapping[str, str]
     """By setting: `config.pbtxt` or where else the parameters stand, the environment variable's name, or `default`."""
 
-    def describe(self) -> list[str]:
-        """The start-up table: one setting a line, with its source."""
-        values = {name: getattr(self.settings, name) for name in type(self.settings).model_fields}
-        width = max(map(len, values))
-        return [f"{name:<{width}} = {_shown(value)}  ({self.sources[name]})" for name, value in values.items()]
+    def describe(self) -> str:
+        """The settings that have another source than their defaults, on one line."""
+        values = {name: getattr(self.settings, name) for name, source in self.sources.items() if source != "default"}
+        return ", ".join(f"{name} = {_shown(value)} ({self.sources[name]})" for name, value in values.items())
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return json.dumps(value)
-    return "-" if value is None else str(value)
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def default_model(task: str | None) -> dict[str, str]:

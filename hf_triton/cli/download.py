@@ -54,7 +54,7 @@ def fetch(model_folder: Path, settings: ModelSettings) -> Path:
     return folder
 
 
-def as_typed(error: HubError) -> HubError:
+def in_typed_words(error: HubError) -> HubError:
     """An error about a model whose name was typed: its remedy speaks of the name, not of the settings of a folder."""
     sentence = error.sentence
     for setting, name in TYPED.items():
@@ -70,11 +70,20 @@ def _progress(name: str) -> Iterator[Callable[[Event], None]]:
             yield lambda event: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
+        TaskProgressColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
@@ -99,7 +108,9 @@ def _log_lines() -> Iterator[None]:
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            click.echo(record.getMessage(), err=True)
+            message = record.getMessage()
+            if ": found in the " not in message:
+                click.echo(message, err=True)
 
     log, handler = logging.getLogger("hf_triton.hub"), Lines(logging.INFO)
     level = log.level

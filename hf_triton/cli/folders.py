@@ -167,7 +167,7 @@ def guess_reason(folder: Path) -> str:
             parse_message(folder)
         except SettingsError as error:
             return error.sentence
-    return "see Triton's log above"
+    return "see Triton's log"
 
 
 def _hint(sentence: str, config: str, fields: Mapping[str, object]) -> str:

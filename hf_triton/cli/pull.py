@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from hf_triton.cli.download import as_typed, fetch, use_standard_cache
+from hf_triton.cli.download import fetch, in_typed_words, use_standard_cache
 from hf_triton.cli.model_folder import SET, check_settings, model_settings
 from hf_triton.cli.staging import publish, staging_folder
 from hf_triton.cli.tables import size_words
@@ -34,7 +34,7 @@ def pull(models: Sequence[str], into_folder: Path | None, settings: Mapping[str,
         try:
             folder = fetch(Path.cwd(), loaded)
         except HubError as error:
-            raise as_typed(error) from None
+            raise in_typed_words(error) from None
         if into_folder is not None:
             folder = _copy(folder, into_folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -4,18 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 import hf_triton
-from hf_triton.cli.exit_codes import EXIT_CODES, UNREACHABLE
-from hf_triton.cli.folders import load_folder_settings, model_folders, parse_config
-from hf_triton.errors import HfTritonError
-from hf_triton.hub.resolve import Hub
-from hf_triton.settings import ModelSettings
+from hf_triton.cli.folders import model_folders
 
 DEMO_NAME: Final = "demo"
 DEMO_CONFIG: Final = """backend: "python"
@@ -27,28 +22,10 @@ DEMO_MODEL: Final = "from hf_triton import TritonPythonModel as TritonPythonMode
 
 
 def served_repository(given: Path | None, excluded: Collection[str]) -> contextlib.AbstractContextManager[Path]:
-    """The repository to serve: the given one without excluded folders, or the demo's.
-
-    What says the task of its checkpoints is downloaded first: Triton asks a folder for its inputs before it is loaded.
-    """
+    """The repository to serve: the given one without excluded folders, or the demo's."""
     if given is None:
         return demo_repository()
-    _fetch_configs([folder for folder in model_folders(given) if folder.name not in excluded])
     return _linked_repository(given, excluded) if excluded else contextlib.nullcontext(given)
-
-
-def _fetch_configs(folders: Iterable[Path]) -> None:
-    """Download the configs of checkpoints whose task no setting says; a load tells what fails, and is slow to."""
-    for folder in folders:
-        try:
-            settings = load_folder_settings(parse_config(folder), ModelSettings).settings
-            if settings.task is None:
-                Hub(folder, settings, os.environ).fetch_config()
-        except ImportError:  # the container has no tritonclient
-            return
-        except HfTritonError as error:
-            if EXIT_CODES.get(error.code) == UNREACHABLE:
-                return
 
 
 @contextlib.contextmanager

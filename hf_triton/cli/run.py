@@ -20,7 +20,7 @@ from hf_triton.cli.model_folder import SET
 from hf_triton.cli.models import show_progress
 from hf_triton.cli.repositories import DEMO_NAME, served_repository
 from hf_triton.cli.session import Session
-from hf_triton.cli.sources import is_repository, model_repository
+from hf_triton.cli.sources import fetch_models, is_repository, model_repository
 from hf_triton.errors import ServerError
 from hf_triton.server import TritonServer
 
@@ -79,7 +79,7 @@ def _serving(model: str | None, settings: Mapping[str, Any]) -> Iterator[tuple[s
     with contextlib.ExitStack() as stack:
         given = None if model is None else stack.enter_context(model_repository([model], settings, stream=False))
         name = DEMO_NAME if given is None else model_folders(given)[0].name
-        for defect in (defects(given) if given else {}).values():
+        for defect in ({**defects(given), **fetch_models(model_folders(given))} if given else {}).values():
             raise ServerError("server_failed", f"{name} cannot be served: {defect}")
         repository = stack.enter_context(served_repository(given, ()))
         doors = stack.enter_context(door_repository(repository, ()))
