@@ -231,7 +231,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "model not ready": (["generate", "broken", "x"], 1, "the model 'broken' is not ready: path_not_found"),
     "chat with a model not ready": (["chat", "spare"], 1, "the model 'spare' is not ready"),
     "model that cannot be loaded": (["load", "broken"], 1, "broken: path_not_found"),
-    "folder that cannot be read": (["load", "garbled"], 1, "garbled: its config.pbtxt or folder cannot be read: `hf-"),
+    "folder that cannot be read": (["load", "garbled"], 1, "garbled: its config.pbtxt or folder cannot be read: `"),
     "stream door": (["generate", "demo_stream", "x"], 1, "wrong_task: the model 'demo_stream' generates no text but"),
     "adapter": (["generate", "demo:sql", "x"], 3, "an adapter of demo is named by --param lora_name=sql"),
     "unknown command of chat": (["chat", "demo"], 2, "there is no command /foo: /help lists them"),
