@@ -45,6 +45,8 @@ class ModelInfo:
     """Whether the chat template reads `tools`."""
     reasons: bool = False
     """Whether messages may have `reasoning_content`."""
+    defaults: Mapping[str, float] | None = None
+    """`temperature` (0: greedy), `top_p` and `max_tokens` of a request that names none; None: it generates no text."""
 
     def to_json(self) -> str:
         """The output's text."""
