@@ -145,7 +145,7 @@ docs: $(SETUP) ## Write the generated tables of README.md and docs/
 
 test-page: $(SETUP) ## Test the chat page in a headless Chromium
 	tests/openai/setup.sh
-	REQUIRE_CHROMIUM=1 $(BIN)/pytest tests/openai/test_page.py
+	REQUIRE_CHROMIUM=1 $(BIN)/pytest tests/openai/test_page*.py
 
 test-container: $(SETUP) ## Build the container image on a stand-in base and try it (podman or docker)
 	tests/container/setup.sh

@@ -11,7 +11,19 @@ from typing import Final
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from hf_triton.openai import chat, completions, embeddings, health, hints, messages, models, responses, scores, tokenize
+from hf_triton.openai import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    hints,
+    messages,
+    models,
+    responses,
+    scores,
+    token_tasks,
+    tokenize,
+)
 from hf_triton.openai.api_page import mount_api_page
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.errors import RESPONSES, install_handlers
@@ -37,6 +49,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     tokenize.router,
     embeddings.router,
     scores.router,
+    token_tasks.router,
     health.router,
 )
 """One for each module of endpoints."""

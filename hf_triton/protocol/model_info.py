@@ -49,6 +49,8 @@ class ModelInfo:
     """Whether messages may have `reasoning_content`."""
     architecture: str = ""
     """The model's class, `LlamaForCausalLM`; empty: it is not known."""
+    defaults: Mapping[str, float] | None = None
+    """`temperature` (0: greedy), `top_p` and `max_tokens` of a request that names none; None: it generates no text."""
 
     def describe(self, max_cache_tokens: int = 0) -> str:
         """One line for people; `max_cache_tokens` are those of the KV cache, 0 if the engine manages none."""
