@@ -9,4 +9,4 @@ from hf_triton.model import TritonPythonModel as TritonPythonModel
 from hf_triton.settings import ModelSettings as ModelSettings
 from hf_triton.stream_door.model import StreamDoor as StreamDoor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -97,7 +97,8 @@ def find_tritonserver(scratch: Path) -> Installation:
     if spec is None or spec.origin is None:
         raise ServerError(
             "server_not_found",
-            "there is no tritonserver on PATH and no nvidia-pytriton wheel; run `make setup`, or use the container",
+            "there is no tritonserver on PATH and no nvidia-pytriton wheel: `pip install 'hf-triton[server]'`, or use "
+            "the container",
         )
     root = Path(spec.origin).parent / "tritonserver"
     return Installation(root / "bin" / "tritonserver", _assemble_backend(root, scratch))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hf_triton.cli.client import Triton, require_client, triton_options
+from hf_triton.cli.client import Triton, triton_options
 from hf_triton.cli.exit_codes import INTERRUPTED
 from hf_triton.cli.generate import sampling_options, shown, split_parameters
 from hf_triton.errors import HfTritonError
@@ -54,7 +54,6 @@ def chat(
 
     From a pipe, each line is one message.
     """
-    require_client()
     sampling, options = split_parameters(
         params, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from hf_triton.cli.client import Triton, require_client, triton_options
+from hf_triton.cli.client import Triton, triton_options
 from hf_triton.cli.exit_codes import INTERRUPTED
 from hf_triton.cli.model_folder import read_settings
 from hf_triton.cli.tables import printable
@@ -106,7 +106,6 @@ def generate(
     One argument is the prompt if standard input is a terminal, and the model if it is not; PROMPT - also reads the
     standard input. MODEL may be left out if one is served. Ctrl+C cancels the request.
     """
-    require_client()
     name, prompt = _read_words(words)
     sampling, options = split_parameters(
         params, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop

@@ -26,7 +26,6 @@ from hf_triton.cli.folders import defects, guess_reason, model_folders, with_rem
 from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.gateway_options import BESIDE_TRITON, gateway_options, read_config
 from hf_triton.cli.model_folder import SET, TASK, with_task
-from hf_triton.cli.openai import require_gateway
 from hf_triton.cli.ports import PORT, check_host, check_ports
 from hf_triton.cli.repositories import served_repository
 from hf_triton.cli.sources import is_repository, model_repository, split_flags
@@ -127,7 +126,6 @@ def serve(
     if on_demand and EXPLICIT not in flags:
         flags = [*flags, EXPLICIT]
     if openai:
-        require_gateway()
         triton = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{grpc_port}"
         metrics = {"triton_metrics": triton.replace(f":{grpc_port}", f":{metrics_port}")} if on_demand else {}
         config = read_config(BESIDE_TRITON, gateway_values, triton=triton, host=host, port=openai_port, **metrics)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from hf_triton.cli.client import CALL_TIMEOUT_S, READY, Triton, require_client, triton_options, unknown_model
+from hf_triton.cli.client import CALL_TIMEOUT_S, READY, Triton, triton_options, unknown_model
 from hf_triton.cli.listing import describe_models
 from hf_triton.cli.tables import show_table
 from hf_triton.server import open_local
@@ -40,7 +40,6 @@ Figures = Mapping[str, float]
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def status(model: str | None, triton: str, headers: dict[str, str], metrics: str | None, as_json: bool) -> None:
     """Show whether a running Triton is ready, and the load of its models, or of MODEL alone."""
-    require_client()
     server = Triton(triton, headers)
     described = _describe_server(server)
     models = describe_models(server)
