@@ -22,10 +22,11 @@ define pytest
 endef
 
 BIN := .venv/bin
-# uv installs faster than pip, and takes PyTorch's build for this machine; UV_TORCH_BACKEND=cpu is the CPU's.
+# uv installs faster than pip, and takes PyTorch for this machine; UV_TORCH_BACKEND=cpu is the small build, and `make UV= ...`
+# takes pip. Modules are compiled when they are imported, which halves the work.
 UV := $(shell command -v uv)
 export UV_TORCH_BACKEND ?= auto
-INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/pip install) --constraint constraints.txt --editable
+INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/pip install --no-compile) --constraint constraints.txt --editable
 TORCH := $(if $(UV),uv takes PyTorch for this machine,without a GPU set PIP_EXTRA_INDEX_URL to PyTorch's CPU index: 1.5 GB in place of 6)
 SERVER := .venv/.server
 SETUP := .venv/.set-up

@@ -12,8 +12,8 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)")
-SOURCE = re.compile(r'\bsrc(set)?="(?!https?:)([^"]+)"')
+RELATIVE = r"(?!https?:|#)([^)\s\"]+)"
+PICTURES = (".gif", ".jpg", ".png", ".svg")
 
 
 class ProjectMetadata(MetadataHookInterface):
@@ -36,7 +36,11 @@ class ProjectMetadata(MetadataHookInterface):
 def absolute_links(text: str, address: str, version: str) -> str:
     """The description with links to the files of a tag; without an address, with the words of links alone."""
     if not address:
-        return re.sub(r"<img [^>]*>", "", LINK.sub(lambda link: "" if link[1] else link[2], text))
-    files, pictures = f"{address}/blob/v{version}/", f"{address}/raw/v{version}/"
-    text = LINK.sub(lambda link: f"{link[1]}[{link[2]}]({pictures if link[1] else files}{link[3]})", text)
-    return SOURCE.sub(lambda source: f'src{source[1] or ""}="{pictures}{source[2]}"', text)
+        text = re.sub(rf"!\[[^\[\]]*\]\({RELATIVE}\)|<img [^>]*>", "", text)
+        return re.sub(rf"\[([^\[\]]*)\]\({RELATIVE}\)", r"\1", text)
+
+    def absolute(link: re.Match[str]) -> str:
+        kind = "raw" if link[2].endswith(PICTURES) else "blob"
+        return f"{link[1]}{address}/{kind}/v{version}/{link[2]}"
+
+    return re.sub(rf'(\]\(|\bsrc="|\bsrcset="){RELATIVE}', absolute, text)
