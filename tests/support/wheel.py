@@ -16,7 +16,7 @@ SOURCES = ("hf_triton", "stream_door", "pyproject.toml", "hatch_build.py", "READ
 def build_wheel(folder: Path, **environment: str) -> Path:
     """Build the wheel into a folder by its build backend, which pip takes from an index."""
     source = folder / "source"
-    source.mkdir()
+    source.mkdir(parents=True)
     for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, symlinks=True)
