@@ -133,12 +133,14 @@ $(GPTQ): $(SETUP) requirements-gptq.txt
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(@D) --requirement requirements-gptq.txt
 	@touch $@
 
-check: $(SETUP) ## Check format, lint, types, import contracts, and the Dockerfile
+check: $(SETUP) ## Check format, lint, types, import contracts, the Dockerfile, and GitHub's files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
 
 format: $(SETUP) ## Format the code
 	$(BIN)/ruff format .
