@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hf_triton.settings import ModelSettings as ModelSettings
     from hf_triton.stream_door.model import StreamDoor as StreamDoor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _MODULES: Final = {
     "HfTritonError": "errors",
     "ModelSettings": "settings",

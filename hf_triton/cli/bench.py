@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hf_triton.cli.client import Triton, complete_models, require_client, triton_options
+from hf_triton.cli.client import Triton, complete_models, triton_options
 from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.numbers import NUMBERS
 from hf_triton.cli.tables import new_figure, rounded, show_table
@@ -68,7 +68,6 @@ def bench(
 
     Requests go through an OpenAI gateway that the command starts and stops. AIPerf comes by `pipx install aiperf`.
     """
-    require_client()
     program = shutil.which("aiperf")
     if program is None:
         raise ServerError("client_missing", f"there is no aiperf on PATH: `{INSTALL}`")

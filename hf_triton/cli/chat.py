@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from hf_triton.cli.client import Triton, complete_models, require_client, triton_options
+from hf_triton.cli.client import Triton, complete_models, triton_options
 from hf_triton.cli.generate import sampling_options, split_parameters
 from hf_triton.cli.session import COMMANDS, Session
 
@@ -40,7 +40,6 @@ def chat(
 
     From a pipe, each line is one message.
     """
-    require_client()
     sampling, options = split_parameters(
         params, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
     )

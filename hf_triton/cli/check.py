@@ -13,7 +13,6 @@ from typing import Final
 
 import click
 
-from hf_triton.cli.client import require_client
 from hf_triton.cli.exit_codes import UNSERVABLE
 from hf_triton.cli.folders import is_checkpoint, is_model_folder, model_folders
 from hf_triton.cli.tables import show_table
@@ -32,7 +31,6 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
     """
     from hf_triton.cli.findings import FolderCheck
 
-    require_client()
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     checks = {folder: FolderCheck(folder) for given in folders for folder in _folders(given)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from hf_triton.errors import HfTritonError, ServerError, clip
-from hf_triton.openai import PACKAGES
 from hf_triton.server import first_sentence
 from hf_triton.settings import SERVER_VARIABLE
 
@@ -247,14 +245,3 @@ def _read_headers(context: click.Context, option: click.Parameter, values: Seque
             raise click.BadParameter("must be NAME:VALUE in ASCII")  # without the value, which is a key
         headers[matched[1]] = matched[2]
     return headers
-
-
-def require_client() -> None:
-    """Check that the packages of the clients are installed.
-
-    Raises:
-        ServerError: One is not.
-    """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ServerError("client_missing", f"this needs {', '.join(missing)}: `pip install 'hf-triton[openai]'`")

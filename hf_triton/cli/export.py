@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import click
 
-from hf_triton.cli.client import require_client
 from hf_triton.cli.folders import folder_defect, load_folder_settings, parse_config
 from hf_triton.cli.own_code import own_class
 from hf_triton.cli.staging import publish, staging_folder
@@ -56,7 +55,6 @@ def vllm(folder: Path, into: Path | None) -> None:
 
     What has no counterpart there is named on standard error.
     """
-    require_client()
     folder = folder.resolve()
     target = into or Path(f"{folder.name}_vllm")
     if os.path.lexists(target):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from hf_triton.cli.client import Triton, complete_models, require_client, triton_options
+from hf_triton.cli.client import Triton, complete_models, triton_options
 from hf_triton.cli.exit_codes import INTERRUPTED
 from hf_triton.cli.model_folder import read_settings
 from hf_triton.cli.tables import printable
@@ -127,7 +127,6 @@ def generate(
     Without PROMPT, or if it is -, standard input is read. MODEL PROMPT in place of --model does too. Ctrl+C cancels
     the request.
     """
-    require_client()
     name, prompt = _read_words(words, model)
     sampling, options = split_parameters(
         params, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop

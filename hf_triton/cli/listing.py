@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hf_triton.cli.client import Triton, require_client, triton_options
+from hf_triton.cli.client import Triton, triton_options
 from hf_triton.cli.tables import show_table, size_words
 from hf_triton.server import first_sentence
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
 def list_models(triton: str, headers: dict[str, str], as_json: bool) -> None:
     """Show the models of a running Triton: state, version, task, engine, context, stream door, adapters."""
-    require_client()
     models = describe_models(Triton(triton, headers))
     if as_json:
         click.echo(json.dumps(models, ensure_ascii=False, indent=2))

@@ -11,7 +11,7 @@ from typing import Final
 
 import click
 
-from hf_triton.cli.client import READY, Triton, complete_models, require_client, triton_options, unknown_model
+from hf_triton.cli.client import READY, Triton, complete_models, triton_options, unknown_model
 from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.server import first_sentence
 from hf_triton.stream_door.model import SUFFIX
@@ -31,7 +31,6 @@ TIMEOUT: Final = click.option(
 @TIMEOUT
 def load(name: str, triton: str, headers: dict[str, str], timeout: float) -> None:
     """Load the model folder NAME, or load it again, and wait until it is ready; its stream door NAME_stream too."""
-    require_client()
     server = Triton(triton, headers)
     doors = _require_folder(server, name)
     started_s = time.monotonic()
@@ -54,7 +53,6 @@ def unload(name: str, triton: str, headers: dict[str, str], timeout: float) -> N
 
     It waits until the requests in flight are answered and the model is out of memory.
     """
-    require_client()
     server = Triton(triton, headers)
     folders = [*_require_folder(server, name), name]
     started_s = time.monotonic()

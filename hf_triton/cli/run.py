@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from hf_triton.cli.chat import talk
-from hf_triton.cli.client import Triton, require_client
+from hf_triton.cli.client import Triton
 from hf_triton.cli.doors import door_repository
 from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
 from hf_triton.cli.generate import sampling_options, split_parameters
@@ -55,7 +55,6 @@ def run(
     MODEL is what `hf-triton serve` takes: a name on the Hub, a checkpoint or a model folder. Without it, the demo model
     is served. It is served to this terminal alone: `hf-triton serve` opens ports for others.
     """
-    require_client()
     sampling, options = split_parameters(
         params, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
     )

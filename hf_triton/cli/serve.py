@@ -22,7 +22,6 @@ from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.gateway_options import BESIDE_TRITON, gateway_options, read_config
 from hf_triton.cli.model_folder import SET, TASK, with_task
 from hf_triton.cli.model_states import ModelStates
-from hf_triton.cli.openai import require_gateway
 from hf_triton.cli.ports import PORT, check_host, check_ports
 from hf_triton.cli.repositories import served_repository
 from hf_triton.cli.server_log import ServerLog
@@ -124,7 +123,6 @@ def serve(
         flags = [*flags, EXPLICIT]
     config = None
     if openai:
-        require_gateway()
         triton = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{grpc_port}"
         metrics = {"triton_metrics": triton.replace(f":{grpc_port}", f":{metrics_port}")} if on_demand else {}
         config = read_config(BESIDE_TRITON, gateway_values, triton=triton, host=host, port=openai_port, **metrics)

@@ -17,7 +17,6 @@ from hf_triton.cli.client import (
     READY,
     Triton,
     complete_models,
-    require_client,
     triton_options,
     unknown_model,
 )
@@ -49,7 +48,6 @@ Figures = Mapping[str, float]
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def status(model: str | None, triton: str, headers: dict[str, str], metrics: str | None, as_json: bool) -> None:
     """Show whether a running Triton is ready, and the load of its models, or of MODEL alone."""
-    require_client()
     server = Triton(triton, headers)
     described = _describe_server(server)
     models = describe_models(server)

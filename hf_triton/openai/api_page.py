@@ -12,10 +12,10 @@ from hf_triton.openai.page import FOLDER, PageFiles
 
 
 def mount_api_page(app: FastAPI) -> None:
-    """Add the page to a gateway, unless the package fastapi-offline is missing."""
+    """Add the page to a gateway."""
     package = importlib.util.find_spec("fastapi_offline")
-    if package is None or package.origin is None:
-        return
+    assert package is not None
+    assert package.origin is not None
     page = PageFiles(directory=FOLDER)
 
     async def get_page(request: Request) -> Response:

@@ -225,14 +225,6 @@ def test_the_gateways_busy_port_is_named(command: str) -> None:
     assert f"port {port} in use" in result.stderr
 
 
-def test_a_missing_package_is_named(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['uvicorn'] = None\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    result = subprocess.run([COMMAND, "openai"], capture_output=True, text=True, env=environment, timeout=LIMIT_S)
-    assert result.returncode == 1
-    assert "gateway_failed: the OpenAI gateway needs uvicorn: `pip install 'hf-triton[openai]'`" in result.stderr
-
-
 def test_options_and_config_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "keys").touch()
     changed = {

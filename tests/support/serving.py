@@ -8,8 +8,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from hf_triton.server import free_ports
 
@@ -20,17 +21,26 @@ PORTS = ("http", "grpc", "metrics", "openai")
 class Serving:
     """A `hf-triton serve` process and what it has printed."""
 
-    def __init__(self, *arguments: str, output: Path, **environment: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        output: Path,
+        command: Path = COMMAND,
+        folder: Path | None = None,
+        environment: Mapping[str, str] = os.environ,
+        **variables: str,
+    ) -> None:
         ports = free_ports(len(PORTS))
         self.http_port, self.openai_port = ports[0], ports[-1]
         self._output = output
         with output.open("wb") as file:
             self.process = subprocess.Popen(
-                [COMMAND, "serve", *port_options(ports), *arguments],
+                [command, "serve", *port_options(ports), *arguments],
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                env=os.environ | environment,
+                cwd=folder,
+                env={**environment, **variables},
             )
 
     def wait_for(self, output: str, limit_s: float = 120.0) -> str:
@@ -62,8 +72,8 @@ def descendants(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def running(*arguments: str, output: Path, **environment: str) -> Iterator[Serving]:
-    serving = Serving(*arguments, output=output, **environment)
+def running(*arguments: str, output: Path, **options: Any) -> Iterator[Serving]:
+    serving = Serving(*arguments, output=output, **options)
     try:
         yield serving
     finally:
