@@ -4,13 +4,10 @@
 import re
 
 import httpx
-import pytest
 
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import free_ports
 from tests.support.gateway import GatewayThread
-
-pytest.importorskip("fastapi_offline", reason="the page's files are not installed: make setup")
 
 
 def test_the_page_and_its_files_come_from_the_gateway() -> None:
