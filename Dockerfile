@@ -29,9 +29,9 @@ COPY constraints.txt ./
 RUN pip install --no-cache-dir --constraint constraints.txt torch
 
 # The library's dependencies, installed with an empty package of its name: a change of code does not reinstall them.
-COPY pyproject.toml ./
+COPY pyproject.toml hatch_build.py ./
 RUN mkdir hf_triton && touch README.md LICENSE hf_triton/__init__.py \
-    && pip install --no-cache-dir --constraint constraints.txt '.[cpu,cuda,lora,openai,optimize,quantized,tracing]'
+    && pip install --no-cache-dir --constraint constraints.txt '.[cpu,cuda,lora,optimize,quantized,tracing]'
 
 # A pip requirement; empty keeps the pinned version. Only torch and numpy stay pinned with it, because a newer
 # transformers may need newer versions of its other dependencies.
@@ -62,7 +62,7 @@ USER 1000:1000
 # Relative paths (`model_repository`) start here. The entrypoint is NVIDIA's.
 WORKDIR /opt/tritonserver
 EXPOSE 8000 8001 8002 9000
-CMD ["hf-triton", "serve", "model_repository", "--host", "0.0.0.0", "--exit-on-error"]
+CMD ["hf-triton", "serve", "model_repository", "--host", "0.0.0.0", "--exit-on-error", "--verbose"]
 
 # The first start may download for a long time, which does not make the container unhealthy. A container with the
 # gateway alone is healthy if its Triton is ready.

@@ -22,6 +22,13 @@ define pytest
 endef
 
 BIN := .venv/bin
+# uv installs faster than pip, and takes PyTorch for this machine; UV_TORCH_BACKEND=cpu is the small build, and `make UV= ...`
+# takes pip. Modules are compiled when they are imported, which halves the work.
+UV := $(shell command -v uv)
+export UV_TORCH_BACKEND ?= auto
+INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/pip install --no-compile) --constraint constraints.txt --editable
+TORCH := $(if $(UV),uv takes PyTorch for this machine,without a GPU set PIP_EXTRA_INDEX_URL to PyTorch's CPU index: 1.5 GB in place of 6)
+SERVER := .venv/.server
 SETUP := .venv/.set-up
 PERF_ANALYZER := .venv/perf_analyzer/.set-up
 LITELLM := .venv/litellm/.set-up
@@ -34,24 +41,30 @@ GPTQ := .venv/gptq/.set-up
 PROGRAMS := .venv/programs/.set-up
 TRITON := .venv/triton/.set-up
 
-.PHONY: help setup serve test test-all test-clients bench soak check format docs test-gptq test-page test-container clean
+.PHONY: help setup serve test test-all test-clients bench soak check format docs test-gptq test-page test-container wheel \
+  clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(SETUP) ## Make .venv with everything in it
 
-$(SETUP): pyproject.toml constraints.txt
+# What serving needs.
+$(SERVER): pyproject.toml constraints.txt
 	@test ! -L .venv || { echo ".venv is a link: run make setup in the checkout that it belongs to" >&2; exit 1; }
 	@$(or $(PYTHON),false) -c '$(IS_FIT)' 2>/dev/null || \
 	  { echo "Python 3.11 or 3.12 is needed: install one, or say which: make PYTHON=/path/to/python3.12" >&2; exit 1; }
-	@echo "Setting up .venv; PyTorch and the server are downloaded, which takes some minutes."
+	@echo "Setting up .venv with PyTorch and the server, which takes minutes ($(TORCH))."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) '.[server]'
 	@touch $@
 
-serve: $(SETUP) ## Serve the demo model, or the folders in MODELS=...
+# What the tests need too.
+$(SETUP): $(SERVER)
+	$(INSTALL) '.[dev]'
+	@touch $@
+
+serve: $(SERVER) ## Serve the demo model, or the folders in MODELS=...
 	@exec $(BIN)/hf-triton serve $(MODELS) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
 	  --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT)
 
@@ -120,19 +133,21 @@ $(GPTQ): $(SETUP) requirements-gptq.txt
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(@D) --requirement requirements-gptq.txt
 	@touch $@
 
-check: $(SETUP) ## Check format, lint, types, import contracts, and the Dockerfile
+check: $(SETUP) ## Check format, lint, types, import contracts, the Dockerfile, and GitHub's files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
 
 format: $(SETUP) ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 bench: $(SETUP) ## Measure the engine and the server; figures and plots go to .venv/bench
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(INSTALL) '.[bench]'
 	$(BIN)/python benchmarks/engine.py --out .venv/bench
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/server.py --out .venv/bench
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gateway.py --beside --out .venv/bench/gateway.json
@@ -145,11 +160,14 @@ docs: $(SETUP) ## Write the generated tables of README.md and docs/
 
 test-page: $(SETUP) ## Test the chat page in a headless Chromium
 	tests/openai/setup.sh
-	REQUIRE_CHROMIUM=1 $(BIN)/pytest tests/openai/test_page.py
+	REQUIRE_CHROMIUM=1 $(BIN)/pytest tests/openai/test_page*.py
 
 test-container: $(SETUP) ## Build the container image on a stand-in base and try it (podman or docker)
 	tests/container/setup.sh
 	REQUIRE_CONTAINER=1 $(BIN)/pytest -m container tests/container
+
+wheel: $(SERVER) ## Build the wheel in dist/; PROJECT_URL=https://... is the repository's address in its metadata
+	$(BIN)/pip wheel --no-deps --wheel-dir dist .
 
 clean: ## Remove .venv and caches
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

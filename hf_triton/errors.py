@@ -85,6 +85,7 @@ CODES: dict[str, str] = {
     "model_not_found": "Triton has no model of this name",
     "wrong_task": "the model is loaded, and does not do what the command or the endpoint is for",
     "restricted": "Triton restricts the API, and the command did not send the key",
+    "wrong_usage": "a command was called with arguments that it does not take",
     "client_missing": "packages that a command needs are not installed",
     "gateway_failed": "the OpenAI gateway did not start, or exited",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from hf_triton.tasks.interface import LoadedTask, ResponseConfig
     from hf_triton.tasks.meter import Meter
     from hf_triton.triton_backend.service import Service
+
+logger = logging.getLogger(__name__)
 
 
 class TritonPythonModel(Hooks):
@@ -114,9 +117,18 @@ class TritonPythonModel(Hooks):
 def declared_task(
     own: type[EncoderTask[Any]] | None, settings: ModelSettings, model_folder: Path
 ) -> TaskDeclaration | None:
-    """What the folder's task takes and gives; None for text generation. Arguments as `folder_task` has them."""
+    """What the folder's task takes and gives; None for text generation. Arguments as `folder_task` has them.
+
+    What a checkpoint of the Hub does stands in its small files, which are downloaded if no cache has them.
+
+    Raises:
+        LoadError: They cannot be.
+    """
+    from hf_triton.hub.resolve import Hub
     from hf_triton.tasks.registry import folder_task
 
+    if own is None and settings.task is None:
+        Hub(model_folder, settings, os.environ).fetch_config()
     task = folder_task(own, settings, model_folder)
     return None if task is None else task.declaration
 
@@ -173,6 +185,8 @@ def start_service(
     if tracer is not None:
         service.closers = (*service.closers, tracer.close)
     freeze_objects()
+    if task.info is not None:
+        logger.info("loaded: %s", task.info.describe(task.load().max_used_tokens))
     return service
 
 

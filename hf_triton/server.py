@@ -44,6 +44,11 @@ STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 STOP_GRACE_S = 30.0
 NOT_HEALTHY: Final = re.compile(r"(Internal: )?Stub process '[^']*' is not healthy\.?")
 STOOD_STILL: Final = "its process died or stood still while it loaded: give it memory and processor time; load it again"
+NOT_TELLING: Final = re.compile(
+    r"I\d{4} |\d{4}-\d\d-\d\d\S* (\S+ )?I(NFO)? |[+|]|\s*$|.*(NVML|DCGM|CudaDriver|pinned_memory|torchao|_pytree)"
+)
+"""Lines of a log that tell nothing of a failure: information, tables, and what every start says without a GPU."""
+TELLING_LINES: Final = 12
 STACK_BYTES = 256 << 20
 OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -79,6 +84,21 @@ def first_sentence(reason: str) -> str:
     return NOT_HEALTHY.sub(STOOD_STILL, message.partition("\n")[0].strip())
 
 
+def describe_log(text: str, log: int | Path | None) -> str:
+    """The end of an error message: the last lines of a program's log that may say why, or a pointer to them.
+
+    Args:
+        text: The log.
+        log: Where it is kept, if it is.
+    """
+    if not text:
+        return ": its log above says why"
+    lines = text.splitlines()
+    telling = [line for line in lines if not NOT_TELLING.match(line)]
+    named = f", {log}, says" if isinstance(log, Path) else " ends"
+    return f"; its log{named}:\n" + "\n".join(telling[-TELLING_LINES:] or lines[-TELLING_LINES:])
+
+
 def find_tritonserver(scratch: Path) -> Installation:
     """Find a tritonserver: on PATH, else in the nvidia-pytriton wheel.
 
@@ -97,7 +117,8 @@ def find_tritonserver(scratch: Path) -> Installation:
     if spec is None or spec.origin is None:
         raise ServerError(
             "server_not_found",
-            "there is no tritonserver on PATH and no nvidia-pytriton wheel; run `make setup`, or use the container",
+            "there is no tritonserver on PATH and no nvidia-pytriton wheel: `pip install 'hf-triton[server]'`, or use "
+            "the container",
         )
     root = Path(spec.origin).parent / "tritonserver"
     return Installation(root / "bin" / "tritonserver", _assemble_backend(root, scratch))
@@ -263,7 +284,8 @@ class TritonServer:
         environment: Variables to set on top of the current ones.
         ready_timeout_s: Limit for loading the models, in seconds, downloads included.
         exit_on_error: Whether the server exits if a folder fails to load; by default it serves the other folders.
-        log: A file descriptor for the server's output; by default a temporary file, which `read_log` returns.
+        log: A file descriptor for the server's output, or a file that it is appended to; by default a temporary file.
+            `read_log` returns what is in a file.
     """
 
     def __init__(
@@ -276,7 +298,7 @@ class TritonServer:
         environment: Mapping[str, str] | None = None,
         ready_timeout_s: float = 120.0,
         exit_on_error: bool = False,
-        log: int | None = None,
+        log: int | Path | None = None,
     ) -> None:
         self.model_repository = Path(model_repository)
         self.model_repositories = [self.model_repository, *map(Path, more_repositories)]
@@ -323,12 +345,13 @@ class TritonServer:
         repositories = [
             self._safe_path(path, scratch / f"models{number}") for number, path in enumerate(self.model_repositories)
         ]
-        with (scratch / "log").open("wb") as own_log, delayed_signals():
+        log = (self._log_file or scratch / "log").open("ab")
+        with log, delayed_signals():
             self.process = subprocess.Popen(
                 self.command(installation, repositories),
                 env=self._environment | {"TMPDIR": str(scratch)},  # deleted with what Triton leaves in it
                 stdin=subprocess.DEVNULL,
-                stdout=own_log if self._log is None else self._log,
+                stdout=self._log if isinstance(self._log, int) else log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl+C reaches this process alone, which stops the server gracefully
                 preexec_fn=_prepare_process,
@@ -437,19 +460,23 @@ class TritonServer:
             return json.load(response)
 
     def read_log(self) -> str:
-        """The output of the server and its models so far; empty if `log` was given."""
-        if self._scratch is None:
-            return ""
-        return (Path(self._scratch.name) / "log").read_text(errors="replace")
+        """The output of the server and its models so far; empty if `log` is a descriptor."""
+        file = self._log_file
+        return "" if file is None else file.read_text(errors="replace")
+
+    @property
+    def _log_file(self) -> Path | None:
+        if isinstance(self._log, Path):
+            return self._log
+        return None if self._scratch is None or self._log is not None else Path(self._scratch.name) / "log"
 
     def log_tail(self, lines: int = 30) -> str:
         """The last `lines` lines of the log."""
         return "\n".join(self.read_log().splitlines()[-lines:])
 
     def describe_log(self) -> str:
-        """The end of an error message: the log's tail, or a pointer to the log."""
-        tail = self.log_tail()
-        return f"; its log ends:\n{tail}" if tail else ": its log above says why"
+        """The end of an error message: the last lines of the log that may say why, or a pointer to the log."""
+        return describe_log(self.read_log(), self._log)
 
     def describe_exit(self) -> str:
         """How the process exited, for an error message."""

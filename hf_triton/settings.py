@@ -116,7 +116,12 @@ class ModelSettings(BaseModel):
     """Settings of a model folder. Subclass it to add your own; the model's `settings_class` names the subclass."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, str_strip_whitespace=True
+        defer_build=True,
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        str_strip_whitespace=True,
     )
 
     huggingface_model: Annotated[str, annotated_types.MinLen(1)]
@@ -360,17 +365,14 @@ class LoadedSettings(Generic[AnySettings]):
     sources: Mapping[str, str]
     """By setting: `config.pbtxt` or where else the parameters stand, the environment variable's name, or `default`."""
 
-    def describe(self) -> list[str]:
-        """The start-up table: one setting a line, with its source."""
-        values = {name: getattr(self.settings, name) for name in type(self.settings).model_fields}
-        width = max(map(len, values))
-        return [f"{name:<{width}} = {_shown(value)}  ({self.sources[name]})" for name, value in values.items()]
+    def describe(self) -> str:
+        """The settings that have another source than their defaults, on one line."""
+        values = {name: getattr(self.settings, name) for name, source in self.sources.items() if source != "default"}
+        return ", ".join(f"{name} = {_shown(value)} ({self.sources[name]})" for name, value in values.items())
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return json.dumps(value)
-    return "-" if value is None else str(value)
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def default_model(task: str | None) -> dict[str, str]:
@@ -473,7 +475,9 @@ def _reject_unknown(
                 f"'{key}' in config.pbtxt would be shown to every client by GET /v2/models/NAME/config: "
                 "set the access token in the environment variable HF_TOKEN, or the path of its file in HF_TOKEN_PATH"
             )
-        raise SettingsError(f"there is no setting '{key}' (from {origin}){suggest(key, names, 'docs/settings.md')}")
+        raise SettingsError(
+            f"there is no setting '{key}' (from {origin}){suggest(key, set(names.values()), 'docs/settings.md')}"
+        )
     names = {**SETTING_NAMES, **names}  # the environment is that of all folders
     for variable in environment:
         if variable == SERVER_VARIABLE:

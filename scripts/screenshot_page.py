@@ -49,7 +49,7 @@ def converse(page: Page, url: str) -> None:
     for number, prompt in enumerate(PROMPTS, 1):
         page.get_by_label("Message").fill(prompt)
         page.get_by_label("Message").press("Enter")
-        expect(page.locator(".figures", has_text="tokens/s")).to_have_count(number)
+        expect(page.locator(".actions:visible")).to_have_count(number)
 
 
 def main() -> None:

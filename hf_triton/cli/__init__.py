@@ -4,43 +4,85 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import click
 
 from hf_triton import __version__
-from hf_triton.cli.bench import bench
-from hf_triton.cli.chat import chat
-from hf_triton.cli.check import check
-from hf_triton.cli.exit_codes import EXIT_CODES, FAILED
-from hf_triton.cli.export import export
-from hf_triton.cli.generate import generate
-from hf_triton.cli.listing import list_models
-from hf_triton.cli.models import load, unload
-from hf_triton.cli.new import new
-from hf_triton.cli.openai import openai
-from hf_triton.cli.optimize import optimize
-from hf_triton.cli.pull import pull
-from hf_triton.cli.serve import serve
-from hf_triton.cli.status import status
+from hf_triton.cli.exit_codes import EXIT_CODES, FAILED, INTERRUPTED
+from hf_triton.cli.lazy import LazyGroup
+from hf_triton.cli.typed import as_typed
 from hf_triton.errors import HfTritonError
 
+SECTIONS: Final[Mapping[str, Mapping[str, str]]] = {
+    "Serve": {
+        "run": "Serve a model and talk to it in this terminal.",
+        "serve": "Serve models of the Hub or of folders, beside an OpenAI API.",
+        "openai": "Speak OpenAI's API in front of a Triton elsewhere.",
+    },
+    "Model folders": {
+        "new": "Write a model folder.",
+        "check": "Say what is wrong with folders, without serving them.",
+        "pull": "Download checkpoints.",
+        "settings": "List the settings of a folder, or explain one.",
+        "optimize": "Measure runtimes for an encoder, and keep the fastest.",
+        "export": "Write a folder for another server.",
+    },
+    "A running server": {
+        "list": "Show the models: state, task, engine, context.",
+        "status": "Show what the server and its models do now.",
+        "load": "Load a model folder, or load it again.",
+        "unload": "Unload a model folder.",
+        "generate": "Print a completion of a prompt.",
+        "chat": "Talk to a model.",
+        "bench": "Measure a model under load with AIPerf.",
+    },
+}
+"""The help's lines, by section and command."""
+MODULES: Final = {"list": "listing:list_models", "load": "models:load", "unload": "models:unload"}
+EPILOG: Final = """\b
+Examples:
+  hf-triton run Qwen/Qwen3-0.6B "Why is the sky blue?"
+  hf-triton serve model_repository
+  hf-triton COMMAND --help
+"""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(
+    cls=LazyGroup,
+    sections=SECTIONS,
+    modules=MODULES,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="hf-triton")
 def cli() -> None:
     """Serve Hugging Face models on Triton Inference Server: a model is a folder."""
 
 
-cli.add_command(serve)
-cli.add_command(openai)
-for command in (new, pull, check, optimize, export, list_models, status, load, unload, generate, chat, bench):
-    cli.add_command(command)
-
-
-def main() -> None:
-    """Run the command; an `HfTritonError` becomes one line on standard error and an exit code."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; an error becomes one line on standard error and an exit code."""
     try:
-        cli()
+        sys.exit(cli.main(arguments, prog_name="hf-triton", standalone_mode=False))
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(INTERRUPTED)
+    except click.ClickException as error:
+        failure = HfTritonError("wrong_usage", _sentence(error))
     except HfTritonError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(EXIT_CODES.get(error.code, FAILED))
+        failure = error
+    click.echo(as_typed(f"error: {failure}"), err=True)
+    sys.exit(EXIT_CODES.get(failure.code, FAILED))
+
+
+def _sentence(error: click.ClickException) -> str:
+    """Click's message in the form of our own: one line, a small first letter, no full stop."""
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    if message[1:2].islower():
+        message = message[0].lower() + message[1:]
+    if isinstance(error, click.NoSuchOption | click.MissingParameter) and error.ctx:
+        message += f"; `{error.ctx.command_path} --help` lists what there is"
+    return message

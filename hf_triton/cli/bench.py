@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hf_triton.cli.client import Triton, require_client, triton_options
+from hf_triton.cli.client import Triton, complete_models, triton_options
 from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.numbers import NUMBERS
 from hf_triton.cli.tables import new_figure, rounded, show_table
@@ -41,7 +41,7 @@ TIMES: Final[Mapping[str, str]] = {
 
 
 @click.command(epilog="Example: hf-triton bench demo --concurrency 1,4,16 --requests 64 --out bench")
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=complete_models)
 @triton_options
 @click.option(
     "--concurrency", type=NUMBERS, default="1,4,16", show_default=True, metavar="N,N,...", help="Requests at a time."
@@ -66,9 +66,8 @@ def bench(
 ) -> None:
     """Measure MODEL under load with AIPerf; MODEL may be left out if one is served.
 
-    Requests go through an OpenAI gateway that the command starts and stops.
+    Requests go through an OpenAI gateway that the command starts and stops. AIPerf comes by `pipx install aiperf`.
     """
-    require_client()
     program = shutil.which("aiperf")
     if program is None:
         raise ServerError("client_missing", f"there is no aiperf on PATH: `{INSTALL}`")

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import click
 
-from hf_triton.cli.client import require_client
 from hf_triton.cli.exit_codes import UNSERVABLE
 from hf_triton.cli.folders import is_checkpoint, is_model_folder, model_folders
 from hf_triton.cli.tables import show_table
+
+NOISY: Final = ("torchao", "torch.utils._pytree")
+"""Loggers that warn of torchao's own parts while transformers imports it."""
 
 
 @click.command(epilog="Example: hf-triton check model_repository/falcon7b --json")
@@ -27,7 +31,8 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
     """
     from hf_triton.cli.findings import FolderCheck
 
-    require_client()
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     checks = {folder: FolderCheck(folder) for given in folders for folder in _folders(given)}
     for each in checks.values():
         each.run()

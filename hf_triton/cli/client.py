@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from hf_triton.cli.openai import PACKAGES
 from hf_triton.errors import HfTritonError, ServerError, clip
 from hf_triton.server import first_sentence
 from hf_triton.settings import SERVER_VARIABLE
@@ -28,8 +27,11 @@ if TYPE_CHECKING:
     from hf_triton.openai.triton import Model, TritonModels
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+DEFAULT_ADDRESS: Final = "localhost:8001"
 CALL_TIMEOUT_S: Final = 10.0
 """Limit of a call that neither loads nor generates."""
+NUM_NAMED: Final = 8
+"""Models that an error lists."""
 READY: Final = "READY"
 NO_HOST: Final = "errors resolving"
 """In gRPC's sentence: errors resolving nohost:8001: [... Domain name not found]."""
@@ -109,7 +111,8 @@ class Triton:
             return self.unreachable("the connection was refused, or broke off")
         if error.code == "restricted":
             return ServerError("restricted", _restricted(error.message))
-        return ServerError(error.code or "server_failed", error.message)
+        sentence = error.message.replace("the prompt row 0", "the prompt")  # a command sends one
+        return ServerError(error.code or "server_failed", sentence)
 
     async def choose(self, models: TritonModels, name: str | None) -> Model:
         """The model of a name, or the only one that generates text.
@@ -134,7 +137,9 @@ class Triton:
         if name is not None:
             raise self._not_served(name, served, ready.get(name))
         if len(served) > 1:
-            raise click.UsageError(f"there are several models, name one: {', '.join(served)}")
+            some = ", ".join(list(served)[:NUM_NAMED])
+            more = f" and {len(served) - NUM_NAMED} more" if len(served) > NUM_NAMED else ""
+            raise click.UsageError(f"there are several models, name one: {some}{more}")
         if not served:
             raise ServerError("model_not_found", "no model that generates text is ready: `hf-triton list` shows all")
         return next(iter(served.values()))
@@ -163,9 +168,9 @@ class Triton:
 
 
 def unknown_model(name: str, known: Mapping[str, object] | Sequence[str]) -> ServerError:
-    """No model has this name; the message has a near one, or all."""
-    close = difflib.get_close_matches(name[:60], list(known), n=1)
-    hint = f", did you mean '{close[0]}'?" if close else f"; there are {', '.join(known)}" if known else ""
+    """No model has this name; the message has near ones, or where all are listed."""
+    close = difflib.get_close_matches(name[:60], list(known))
+    hint = f", did you mean {' or '.join(map(repr, close))}?" if close else "; `hf-triton list` shows all"
     return ServerError("model_not_found", f"there is no model {clip(name)}{hint}")
 
 
@@ -193,6 +198,14 @@ def _transport_reason(details: str) -> str:
     return "the connection broke off"
 
 
+def complete_models(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """The names of models for a shell's completion; none if no Triton answers."""
+    address = context.params.get("triton") or os.environ.get(SERVER_VARIABLE) or DEFAULT_ADDRESS
+    with contextlib.suppress(HfTritonError):
+        return sorted({entry.name for entry in Triton(address, {}).index() if entry.name.startswith(incomplete)})
+    return []
+
+
 def triton_options(command: Command) -> Command:
     """Give a command `--triton` and `--header`; it gets them as `triton`."""
     header = click.option(
@@ -207,7 +220,7 @@ def triton_options(command: Command) -> Command:
         "--triton",
         metavar="HOST:PORT",
         envvar=SERVER_VARIABLE,
-        default="localhost:8001",
+        default=DEFAULT_ADDRESS,
         show_default=True,
         show_envvar=True,
         callback=_read_address,
@@ -232,14 +245,3 @@ def _read_headers(context: click.Context, option: click.Parameter, values: Seque
             raise click.BadParameter("must be NAME:VALUE in ASCII")  # without the value, which is a key
         headers[matched[1]] = matched[2]
     return headers
-
-
-def require_client() -> None:
-    """Check that the packages of the clients are installed.
-
-    Raises:
-        ServerError: One is not.
-    """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ServerError("client_missing", f"this needs {', '.join(missing)}: `pip install 'hf-triton[openai]'`")

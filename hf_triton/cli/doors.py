@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import re
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any, Final
 import hf_triton
 from hf_triton.cli.folders import load_folder_settings, model_file, model_folders, parse_config, read_config
 from hf_triton.errors import HfTritonError
+from hf_triton.hub.resolve import Hub
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.settings import MODEL_SETTINGS, ModelSettings
 from hf_triton.stream_door.model import SUFFIX
@@ -22,6 +24,7 @@ from hf_triton.tasks.registry import folder_task
 
 DOOR_FOLDER: Final = Path(hf_triton.__file__).parent / "stream_door" / "folder"
 MODEL_CLASS: Final = "TritonPythonModel"
+CHAT_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 OUR_MODULES: Final = ("hf_triton", "hf_triton.model")
 
 _TEXT_OR_COMMENT: Final = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|#.*""")
@@ -79,6 +82,20 @@ def encoder_declaration(folder: Path) -> TaskDeclaration | None:
         return None
     task = folder_task(None, settings, folder)
     return None if task is None else task.declaration
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a folder's model renders chats, by its files; True if they are not on disk: most models do."""
+    try:
+        settings = load_folder_settings(parse_config(folder), ModelSettings).settings
+    except (HfTritonError, ImportError):
+        return True
+    checkpoint = Hub(folder, settings, os.environ).find_config_folder()
+    if settings.chat_template is not None or checkpoint is None:
+        return True
+    config = checkpoint / "tokenizer_config.json"
+    is_inside = config.exists() and '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")
+    return is_inside or any((checkpoint / name).exists() for name in CHAT_TEMPLATES)
 
 
 def _answers_in_one_piece(folder: Path) -> bool:

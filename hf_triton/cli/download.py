@@ -10,15 +10,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
+from hf_triton.errors import HubError
 from hf_triton.hub.process import download
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 
 Event = Mapping[str, Any]
+TYPED: Final[Mapping[str, str]] = {
+    "correct huggingface_model": "correct the name",
+    "set huggingface_model to": "name",
+    "set revision to it": "name it behind @",
+}
 
 
 def use_standard_cache() -> None:
@@ -48,6 +54,14 @@ def fetch(model_folder: Path, settings: ModelSettings) -> Path:
     return folder
 
 
+def in_typed_words(error: HubError) -> HubError:
+    """An error about a model whose name was typed: its remedy speaks of the name, not of the settings of a folder."""
+    sentence = error.sentence
+    for setting, name in TYPED.items():
+        sentence = sentence.replace(setting, name)
+    return HubError(error.code, sentence)
+
+
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[Callable[[Event], None]]:
     """Show a download: a bar on a terminal, otherwise the library's own log lines."""
@@ -56,11 +70,20 @@ def _progress(name: str) -> Iterator[Callable[[Event], None]]:
             yield lambda event: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
+        TaskProgressColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
@@ -85,7 +108,9 @@ def _log_lines() -> Iterator[None]:
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            click.echo(record.getMessage(), err=True)
+            message = record.getMessage()
+            if ": found in the " not in message:
+                click.echo(message, err=True)
 
     log, handler = logging.getLogger("hf_triton.hub"), Lines(logging.INFO)
     level = log.level

@@ -5,31 +5,35 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.server import TritonServer, open_local
 
-TRY = """
+READY: Final = """
+Triton        http://{host}:{http_port} (gRPC {grpc_port}, metrics {metrics_port}){gateway}
+
 Try, in another terminal:
 
 {requests}
 
-Ctrl+C stops the server.
-"""
+Ctrl+C stops the server."""
+GATEWAY: Final = """
+OpenAI's API  http://{host}:{port}/v1
+Page          http://{host}:{port}/"""
 GENERATE = """  curl -X POST {host}:{port}/v2/models/{name}/generate -d '{{{fields}}}'"""
-INFER = """  curl -X POST {host}:{port}/v2/models/{name}/infer \\
-    -d '{{"inputs":[{{"name":"text_input","datatype":"BYTES","shape":{shape},"data":["I am going"]}}]}}'"""
 STREAM = """  curl -N -X POST {host}:{port}/v2/models/{name}/generate_stream \\
     -d '{{"text_input":"How can you be","stream":true}}'"""
 OPENAI = """  curl {host}:{port}/v1/{path} -H 'Content-Type: application/json' {key}\\
-    -d '{{"model":"{name}",{prompt}}}'"""
+    -d '{{"model":"{name}",{fields}}}'"""
 KEY = """-H "Authorization: Bearer $OPENAI_API_KEY" """
-PAGE = "\n\nA page to chat on: http://{host}:{port}/"
 MESSAGES = '[{"role":"user","content":"How can you be"}]'
 PROMPT = '"text_input":"How can you be"'
+CHAT: Final = ("chat/completions", f'"messages":{MESSAGES}')
+COMPLETION: Final = ("completions", '"prompt":"How can you be"')
+TakesChats = Callable[[str], bool]
 ENCODERS: Final[Mapping[str, tuple[str, tuple[str, str] | None]]] = {
     "embedding": ('"text":"How far is the harbour?"', ("embeddings", '"input":"How far is the harbour?"')),
     "documents": (
@@ -45,50 +49,72 @@ ENCODERS: Final[Mapping[str, tuple[str, tuple[str, str] | None]]] = {
 fields, if it has one for the task."""
 
 
-def example_requests(configs: Iterable[Mapping[str, Any]], host: str, http_port: int) -> str:
-    """The curl lines for one of the folders, given their configs."""
-    config = choose_folder(configs)
-    shape = "[1,1]" if config.get("max_batch_size", 0) > 0 else "[1]"
-    encoder = _encoder(config)
-    lines = [GENERATE] if encoder else [STREAM] if _is_decoupled(config) else [GENERATE, INFER]
-    values = {"port": http_port, "name": config["name"], "shape": shape, "fields": encoder[0] if encoder else PROMPT}
-    return "\n".join(line.format(host=_reachable(host), **values) for line in lines)
+def ready_text(
+    server: TritonServer, gateway: GatewayConfig | None, configs: Iterable[Mapping[str, Any]], takes_chats: TakesChats
+) -> str:
+    """The addresses, and a request for each kind of model.
+
+    Args:
+        server: Triton.
+        gateway: The gateway's config, if there is one.
+        configs: The folders' configs, by Triton or of `config_of_task`.
+        takes_chats: Whether a folder that generates text renders chats.
+    """
+    requests: dict[str, str] = {}
+    for config in sorted(configs, key=lambda config: (_encoder(config) is not None, _is_decoupled(config))):
+        for kind, request in _requests(config, server, gateway, takes_chats):
+            requests.setdefault(kind, request)
+    shown = GATEWAY.format(host=_reachable(gateway.host), port=gateway.port) if gateway else ""
+    return READY.format(
+        host=_reachable(server.host),
+        http_port=server.http_port,
+        grpc_port=server.grpc_port,
+        metrics_port=server.metrics_port,
+        gateway=shown,
+        requests="\n".join(requests.values()),
+    )
+
+
+def _requests(
+    config: Mapping[str, Any], server: TritonServer, gateway: GatewayConfig | None, takes_chats: TakesChats
+) -> Iterator[tuple[str, str]]:
+    """Requests to a folder, each with the kind of model that it is for."""
+    encoder, is_loaded, names = _encoder(config), "backend" in config, _ports(config)
+    if encoder is None and names and "text_input" not in names:  # a task of the folder's own
+        return
+    fields = PROMPT if encoder is None else encoder[0]
+    if is_loaded and (gateway is None or encoder is None or encoder[1] is None):
+        line = STREAM if _is_decoupled(config) else GENERATE
+        yield (
+            fields,
+            line.format(host=_reachable(server.host), port=server.http_port, name=config["name"], fields=fields),
+        )
+    if encoder is None:
+        asked: tuple[str, str] | None = CHAT if gateway and takes_chats(config["name"]) else COMPLETION
+    else:
+        asked = encoder[1]
+    if gateway is not None and asked is not None:
+        path, fields = asked
+        key = KEY if gateway.api_key_file is not None else ""
+        host = _reachable(gateway.host)
+        yield path, OPENAI.format(host=host, port=gateway.port, path=path, key=key, name=config["name"], fields=fields)
 
 
 def _encoder(config: Mapping[str, Any]) -> tuple[str, tuple[str, str] | None] | None:
     """The example of a folder with a task of an encoder; None if it generates text."""
-    names = {port["name"] for side in ("input", "output") for port in config.get(side, ())}
+    names = _ports(config)
     return None if "finish_reason" in names else next((ENCODERS[name] for name in ENCODERS if name in names), None)
+
+
+def _ports(config: Mapping[str, Any]) -> set[str]:
+    """The names of a folder's inputs and outputs."""
+    return {port["name"] for side in ("input", "output") for port in config.get(side, ())}
 
 
 def config_of_task(name: str, task: TaskDeclaration | None) -> Mapping[str, Any]:
     """What the config of a folder that is not loaded will say of its inputs and outputs; nothing of text generation."""
     ports = {"input": task.input_types, "output": task.all_outputs} if task else {}
     return {"name": name, **{side: [{"name": port} for port in found] for side, found in ports.items()}}
-
-
-def gateway_request(config: Mapping[str, Any], gateway: GatewayConfig, takes_chats: Callable[[], bool]) -> str:
-    """The curl line for the gateway, with the address of its page for text; empty if it has no endpoint for the task.
-
-    `takes_chats` is asked of a folder that generates text.
-    """
-    encoder = _encoder(config)
-    if encoder is None:
-        request = OPENAI + PAGE
-        chat, plain = ("chat/completions", f'"messages":{MESSAGES}'), ("completions", '"prompt":"How can you be"')
-        path, fields = chat if takes_chats() else plain
-    elif encoder[1] is None:
-        return ""
-    else:
-        request, (path, fields) = OPENAI, encoder[1]
-    key = KEY if gateway.api_key_file is not None else ""
-    host = _reachable(gateway.host)
-    return request.format(host=host, port=gateway.port, path=path, key=key, name=config["name"], prompt=fields)
-
-
-def choose_folder(configs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The folder to show; folders that generate text and accept /infer are preferred."""
-    return min(configs, key=lambda config: (_encoder(config) is not None, _is_decoupled(config)))
 
 
 def takes_chats(server: TritonServer, name: str) -> bool:

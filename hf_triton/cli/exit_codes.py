@@ -8,7 +8,6 @@ from typing import Final
 
 FAILED: Final = 1
 WRONG: Final = 2
-"""Click's own, for wrong usage."""
 NOT_FOUND: Final = 3
 UNREACHABLE: Final = 4
 UNSERVABLE: Final = 5
@@ -20,6 +19,6 @@ EXIT_CODES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("hub_not_found", "hub_revision_not_found", "hub_auth", "hub_gated"), NOT_FOUND),
     **dict.fromkeys(("server_unreachable", "hub_unavailable", "hub_timeout", "hub_rate_limited"), UNREACHABLE),
     "offline_and_not_cached": UNREACHABLE,
-    "invalid_setting": WRONG,
+    **dict.fromkeys(("invalid_setting", "wrong_usage"), WRONG),
 }
 """Other errors are FAILED."""

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import click
 
-from hf_triton.cli.client import require_client
 from hf_triton.cli.folders import folder_defect, load_folder_settings, parse_config
 from hf_triton.cli.own_code import own_class
 from hf_triton.cli.staging import publish, staging_folder
@@ -40,12 +39,15 @@ NAMES: Final = ("huggingface_model", "tokenizer")
 """Settings that hold a Hub name or a path."""
 
 
-@click.group()
+@click.group(epilog="Example: hf-triton export vllm model_repository/llama7b --into vllm_repository/llama7b")
 def export() -> None:
     """Write a model folder for another server."""
 
 
-@export.command(epilog="Example: hf-triton export vllm model_repository/llama7b --into vllm_repository/llama7b")
+@export.command(
+    short_help="Write a folder of NVIDIA's vllm_backend.",
+    epilog="Example: hf-triton export vllm model_repository/llama7b --into vllm_repository/llama7b",
+)
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--into", type=click.Path(path_type=Path), help="The folder to write.  [default: FOLDER's name + _vllm]")
 def vllm(folder: Path, into: Path | None) -> None:
@@ -53,7 +55,6 @@ def vllm(folder: Path, into: Path | None) -> None:
 
     What has no counterpart there is named on standard error.
     """
-    require_client()
     folder = folder.resolve()
     target = into or Path(f"{folder.name}_vllm")
     if os.path.lexists(target):

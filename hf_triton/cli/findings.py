@@ -20,11 +20,13 @@ from hf_triton.cli.folders import (
     load_folder_settings,
     parse_config,
 )
+from hf_triton.cli.model_folder import TASKS
 from hf_triton.cli.own_code import own_class
 from hf_triton.cli.sizes import cache_bytes_per_token, loaded_bytes
 from hf_triton.cli.tensors import check_tensors
 from hf_triton.errors import HfTritonError, HubError, SettingsError
 from hf_triton.hub.failures import explain_download
+from hf_triton.hub.kind import find_task
 from hf_triton.hub.pretrained import is_quantized
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.spec import CheckpointSpec
@@ -118,10 +120,10 @@ class FolderCheck:
 
         task = folder_task(own.task_class, settings, self._folder)
         name = task.declaration.name if task else settings.task or "text-generation"
-        self._add("task", "ok", name)
+        hub = Hub(self._folder, settings, os.environ, download=_refuse_download)
+        self._check_task(hub.find_config_folder(), settings.task or (name if task else None))
         with self._errors("ports"):
             _check_ports(config, task.declaration if task else None)
-        hub = Hub(self._folder, settings, os.environ, download=_refuse_download)
         checkpoint = self._find_checkpoint(hub)
         if checkpoint is None:
             return
@@ -147,6 +149,18 @@ class FolderCheck:
                 hub.resolve_tokenizer() or checkpoint, settings, renders_chats=name == "text-generation"
             )
         self._check_adapters(hub, settings)
+
+    def _check_task(self, config_folder: Path | None, decided: str | None) -> None:
+        """What the folder is for, by its settings and code, or else by what its checkpoint's files say."""
+        found = decided or (config_folder and find_task(config_folder)) or "text-generation"
+        if decided is None and config_folder is None:
+            self._add("task", "warning", f"{found}, unless the checkpoint says otherwise, which is not on disk")
+        elif decided is None and found not in TASKS:
+            self._add(
+                "task", "error", f"the checkpoint is for {found}, which is not served: set task, or another model"
+            )
+        else:
+            self._add("task", "ok", found)
 
     def _find_checkpoint(self, hub: Hub) -> Path | None:
         """The checkpoint's folder; None if it is not on disk."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import re
@@ -162,12 +161,11 @@ def guess_reason(folder: Path) -> str:
     name = re.search(r'^name\s*:\s*"([^"]*)"', config, flags=re.MULTILINE)
     if name and name[1] != folder.name:
         return f"{CONFIG} names the model {name[1]}, and Triton expects the folder's name: remove the line name:"
-    with contextlib.suppress(ImportError):  # the container has no tritonclient
-        try:
-            parse_message(folder)
-        except SettingsError as error:
-            return error.sentence
-    return "see Triton's log above"
+    try:
+        parse_message(folder)
+    except SettingsError as error:
+        return error.sentence
+    return "see Triton's log"
 
 
 def _hint(sentence: str, config: str, fields: Mapping[str, object]) -> str:

@@ -13,19 +13,18 @@ import time
 import urllib.error
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from hf_triton.cli.gateway_options import as_arguments
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.server import delayed_signals, describe_status, end_with_parent, open_local
+from hf_triton.server import delayed_signals, describe_log, describe_status, end_with_parent, open_local
 
 START_LIMIT_S: Final = 60.0
 CONNECT_LIMIT_S: Final = 2.0
 ANSWERS_PER_WORKER: Final = 4
 STOP_GRACE_S: Final = 5.0
 """For what is left of responses when tritonserver has ended."""
-TAIL_LINES: Final = 20
 
 
 class GatewayProcess:
@@ -33,13 +32,16 @@ class GatewayProcess:
 
     Args:
         config: The gateway's.
-        log: File descriptor for its output; by default a temporary file, whose end is shown if it fails.
+        log: File descriptor for its output, or a file that it is appended to; see `TritonServer`.
         headers: To send to Triton with every call, unless the config names a file of them.
     """
 
-    def __init__(self, config: GatewayConfig, log: int | None = None, headers: Mapping[str, str] | None = None) -> None:
-        self._log = log
+    def __init__(
+        self, config: GatewayConfig, log: int | Path | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_gateway_")  # for this user alone
+        self._kept_log = log
+        self._log = Path(self._scratch.name) / "log" if log is None else log
         if headers and config.triton_headers_file is None:
             file = Path(self._scratch.name) / "triton_headers"  # an argument would be shown to all users
             file.write_text("".join(f"{name}: {value}\n" for name, value in headers.items()))
@@ -49,20 +51,17 @@ class GatewayProcess:
 
     def start(self) -> None:
         """Start the process and return at once."""
-        with self._own_log.open("wb") as own_log, delayed_signals():
+        log: IO[bytes] | int = self._log.open("ab") if isinstance(self._log, Path) else self._log
+        with contextlib.nullcontext(log) if isinstance(log, int) else log, delayed_signals():
             self._process = subprocess.Popen(
                 # -P: no file of the folder that the command runs in takes the place of a module.
                 [sys.executable, "-P", "-m", "hf_triton.cli", "openai", *as_arguments(self.config)],
                 stdin=subprocess.DEVNULL,
-                stdout=own_log if self._log is None else self._log,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl+C reaches the command alone
                 preexec_fn=end_with_parent,
             )
-
-    @property
-    def _own_log(self) -> Path:
-        return Path(self._scratch.name) / "log"
 
     def wait_until_started(self) -> None:
         """Wait until it answers requests, be it that Triton is not there yet.
@@ -86,7 +85,7 @@ class GatewayProcess:
         num_answers = 0  # any worker may give one
         while num_answers < ANSWERS_PER_WORKER * self.config.workers and time.monotonic() < deadline:
             num_answers = num_answers + 1 if self._health() == 200 else 0
-            time.sleep(0.01 if num_answers else 0.2)  # each refusal is a line of the log
+            time.sleep(0.01 if num_answers else 0.5)  # each refusal is a line of the log
 
     def _health(self) -> int:
         """The HTTP status of its health; 0 if it does not answer."""
@@ -107,15 +106,9 @@ class GatewayProcess:
         """
         status = None if self._process is None else self._process.poll()
         if status is not None:
-            raise ServerError(
-                "gateway_failed", f"the OpenAI gateway exited {describe_status(status)}{self._describe_log()}"
-            )
-
-    def _describe_log(self) -> str:
-        if self._log is not None:
-            return ": its log above may say why"
-        lines = self._own_log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        return "; its log ends:\n" + "\n".join(lines)
+            text = self._log.read_text(errors="replace") if isinstance(self._log, Path) else ""
+            reason = describe_log(text, self._kept_log)
+            raise ServerError("gateway_failed", f"the OpenAI gateway exited {describe_status(status)}{reason}")
 
     def terminate(self) -> None:
         """Tell the process to finish the requests in flight and to end."""

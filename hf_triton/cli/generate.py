@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from hf_triton.cli.client import Triton, require_client, triton_options
+from hf_triton.cli.client import Triton, complete_models, triton_options
 from hf_triton.cli.exit_codes import INTERRUPTED
 from hf_triton.cli.model_folder import read_settings
 from hf_triton.cli.tables import printable
@@ -28,16 +28,28 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 SEVERAL: Final = ("n", "num_return_sequences", "best_of")
 """Parameters with which the completions come at once, not in pieces."""
+OPTION_NAMES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("max_tokens", "max_new_tokens"), "--max-tokens"),
+    **{name: f"--{name}" for name in ("temperature", "seed", "stop")},
+    "top_p": "--top-p",
+    "text_input": "the prompt",
+}
+"""What was typed, by the names in the server's sentences."""
 COMMAND_DECIDES: Final = ("stream", "exclude_input_in_output", "sampling_parameters", "cancel", "messages")
 
 
 def sampling_options(command: Command) -> Command:
     """Give a command options for generation parameters; it gets them as `sampling`'s arguments."""
     options = (
-        click.option("--max-tokens", type=click.IntRange(1), help="Maximum number of tokens to generate."),
-        click.option("--temperature", type=click.FloatRange(0, 100), help="0 is greedy."),
-        click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Sample from the likeliest tokens."),
-        click.option("--seed", type=click.IntRange(0), help="Seed of the random generator."),
+        click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Maximum number of tokens to generate."),
+        click.option("--temperature", type=click.FloatRange(0, 100), metavar="NUMBER", help="0 is greedy."),
+        click.option(
+            "--top-p",
+            type=click.FloatRange(0, 1, min_open=True),
+            metavar="NUMBER",
+            help="Sample from the likeliest tokens.",
+        ),
+        click.option("--seed", type=click.IntRange(0), metavar="N", help="Seed of the random generator."),
         click.option("--stop", multiple=True, metavar="TEXT", help="Generation stops before TEXT. Repeatable."),
         click.option(
             "--param",
@@ -84,13 +96,22 @@ def _scalar(value: object) -> bool | int | str:
     return value if isinstance(value, bool | int | str) else json.dumps(value)
 
 
-@click.command(epilog='Example: hf-triton generate demo "The model" --max-tokens 20 --temperature 0.8 --seed 7')
-@click.argument("words", nargs=-1, metavar="[MODEL] [PROMPT]")
+def typed_names(params: Mapping[str, object]) -> dict[str, str]:
+    """The names in a sentence that were typed otherwise; those of `--param` were typed as they are."""
+    return {name: typed for name, typed in OPTION_NAMES.items() if name not in params}
+
+
+@click.command(epilog='Example: hf-triton generate "The model" -m demo --max-tokens 20 --temperature 0.8 --seed 7')
+@click.argument("words", nargs=-1, metavar="[PROMPT]")
+@click.option(
+    "-m", "--model", metavar="MODEL", shell_complete=complete_models, help="May be left out if one is served."
+)
 @triton_options
 @sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print the whole answer as a JSON object.")
 def generate(
     words: tuple[str, ...],
+    model: str | None,
     triton: str,
     headers: dict[str, str],
     max_tokens: int | None,
@@ -103,47 +124,36 @@ def generate(
 ) -> None:
     """Generate a completion of PROMPT, and print it as it comes.
 
-    One argument is the prompt if standard input is a terminal, and the model if it is not; PROMPT - also reads the
-    standard input. MODEL may be left out if one is served. Ctrl+C cancels the request.
+    Without PROMPT, or if it is -, standard input is read. MODEL PROMPT in place of --model does too. Ctrl+C cancels
+    the request.
     """
-    require_client()
-    name, prompt = _read_words(words)
+    name, prompt = _read_words(words, model)
     sampling, options = split_parameters(
         params, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
     )
+    names = typed_names(params)
     try:
-        asyncio.run(_generate(Triton(triton, headers), name, prompt, sampling, options, as_json))
+        asyncio.run(_generate(Triton(triton, headers), name, prompt, sampling, options, names, as_json))
     except KeyboardInterrupt:
         click.echo("\nCancelled.", err=True)
         sys.exit(INTERRUPTED)
 
 
-def _read_words(words: tuple[str, ...]) -> tuple[str | None, str]:
+def _read_words(words: tuple[str, ...], model: str | None) -> tuple[str | None, str]:
     """The model, if it is named, and the prompt.
 
     Raises:
-        click.UsageError: There is no prompt, or there are more than two words.
+        click.UsageError: There is no prompt, or there are too many words.
     """
-    if len(words) > 2:
-        raise click.UsageError("there are more than MODEL and PROMPT: quote the prompt")
-    is_piped = not sys.stdin.isatty()
-    if len(words) == 2:
-        name, prompt = words
-    elif len(words) == 1 and (words[0] == "-" or not is_piped):
-        name, prompt = None, words[0]
-    elif is_piped:
-        name, prompt = (words[0] if words else None), "-"
-    else:
+    if len(words) > (2 if model is None else 1):
+        raise click.UsageError("there is more than a prompt: quote it, and name the model with --model")
+    *named, prompt = words or ["-"]
+    if not words and sys.stdin.isatty():
         raise click.UsageError("there is no prompt: give it as an argument, or pipe it in")
     text = _read_stdin() if prompt == "-" else prompt
-    if not text and len(words) == 1 and prompt != words[0]:
-        raise click.UsageError(
-            "the prompt is empty: standard input has no text. It is no terminal, so that one argument is the model: "
-            "`hf-triton generate MODEL PROMPT`"
-        )
     if not text:
-        raise click.UsageError("the prompt is empty: standard input has no text")
-    return name, text
+        raise click.UsageError(f"the prompt is empty{': standard input has no text' if prompt == '-' else ''}")
+    return (named[0] if named else model), text
 
 
 def _read_stdin() -> str:
@@ -159,6 +169,7 @@ async def _generate(
     prompt: str,
     sampling: Mapping[str, object],
     options: Mapping[str, Any],
+    names: Mapping[str, str],
     as_json: bool,
 ) -> None:
     from hf_triton.openai.errors import ApiError
@@ -168,7 +179,7 @@ async def _generate(
     try:
         model = await triton.choose(models, name)
         options = {**options, "exclude_input_in_output": True}
-        generation = Generation(model.name, uuid.uuid4().hex, sampling, options, prompts=[prompt])
+        generation = Generation(model.name, uuid.uuid4().hex, sampling, options, prompts=[prompt], names=names)
         if as_json:
             _print_json(model.name, await models.generate(generation))
         elif model.door is None or any(parameter in sampling for parameter in SEVERAL):
@@ -182,12 +193,15 @@ async def _generate(
 
 
 async def _print_stream(models: TritonModels, model: Model, generation: Generation) -> None:
+    has_begun = False
     async with aclosing(models.stream(generation)) as responses:
         try:
             async for outputs in responses:
+                has_begun = True
                 click.echo(shown(texts_of(outputs)[0]), nl=False)
         finally:
-            click.echo()  # an error begins on a line of its own
+            if has_begun:
+                click.echo()  # an error begins on a line of its own
 
 
 def texts_of(outputs: Outputs) -> list[str]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hf_triton.cli.client import Triton, require_client, triton_options
-from hf_triton.cli.tables import show_table
+from hf_triton.cli.client import Triton, triton_options
+from hf_triton.cli.tables import show_table, size_words
 from hf_triton.server import first_sentence
 
 if TYPE_CHECKING:
@@ -23,14 +23,20 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
 def list_models(triton: str, headers: dict[str, str], as_json: bool) -> None:
     """Show the models of a running Triton: state, version, task, engine, context, stream door, adapters."""
-    require_client()
     models = describe_models(Triton(triton, headers))
     if as_json:
         click.echo(json.dumps(models, ensure_ascii=False, indent=2))
     elif not models:
         click.echo("There is no model: the model repository is empty.")
     else:
-        show_table([{**model, "adapters": ", ".join(model["adapters"])} for model in models])
+        show_table(list(map(_row, models)), below="reason")
+
+
+def _row(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model as the table has it."""
+    num_bytes = model["memory_bytes"]
+    words = {"memory_bytes": num_bytes and size_words(num_bytes), "adapters": ", ".join(model["adapters"])}
+    return {"size" if name == "memory_bytes" else name: words.get(name, value) for name, value in model.items()}
 
 
 def describe_models(triton: Triton) -> list[dict[str, Any]]:
@@ -67,6 +73,7 @@ def _describe(entry: Any, folder: Folder | None, doors: Mapping[str, str]) -> di
         "task": info.task if info else folder and folder.task,
         "engine": info and info.engine,
         "context": info and info.context_length,
+        "memory_bytes": info and (info.memory_bytes or None),
         "stream": streams,
         "adapters": folder.adapters if folder else [],
         "reason": first_sentence(entry.reason),

@@ -11,7 +11,7 @@ from typing import Final
 
 import click
 
-from hf_triton.cli.client import READY, Triton, require_client, triton_options, unknown_model
+from hf_triton.cli.client import READY, Triton, complete_models, triton_options, unknown_model
 from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.server import first_sentence
 from hf_triton.stream_door.model import SUFFIX
@@ -26,16 +26,15 @@ TIMEOUT: Final = click.option(
 
 
 @click.command(epilog="Example: hf-triton load llama7b")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_models)
 @triton_options
 @TIMEOUT
 def load(name: str, triton: str, headers: dict[str, str], timeout: float) -> None:
     """Load the model folder NAME, or load it again, and wait until it is ready; its stream door NAME_stream too."""
-    require_client()
     server = Triton(triton, headers)
     doors = _require_folder(server, name)
     started_s = time.monotonic()
-    with _explicit(name), _progress(f"Loading {name}"), server.connect() as client:
+    with _explicit(name), show_progress(f"Loading {name}"), server.connect() as client:
         for folder in (name, *doors):
             client.load_model(folder, headers=headers, client_timeout=timeout)
     states = [entry for entry in server.index() if entry.name == name]
@@ -46,7 +45,7 @@ def load(name: str, triton: str, headers: dict[str, str], timeout: float) -> Non
 
 
 @click.command(epilog="Example: hf-triton unload llama7b")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_models)
 @triton_options
 @TIMEOUT
 def unload(name: str, triton: str, headers: dict[str, str], timeout: float) -> None:
@@ -54,11 +53,10 @@ def unload(name: str, triton: str, headers: dict[str, str], timeout: float) -> N
 
     It waits until the requests in flight are answered and the model is out of memory.
     """
-    require_client()
     server = Triton(triton, headers)
     folders = [*_require_folder(server, name), name]
     started_s = time.monotonic()
-    with _explicit(name), _progress(f"Unloading {name}"):
+    with _explicit(name), show_progress(f"Unloading {name}"):
         with server.connect() as client:
             for folder in folders:
                 client.unload_model(folder, headers=headers, client_timeout=timeout)
@@ -104,7 +102,7 @@ def _explicit(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(title: str) -> Iterator[None]:
+def show_progress(title: str) -> Iterator[None]:
     """Show that something is under way: a spinner with the time on a terminal, otherwise one line."""
     if not sys.stderr.isatty():
         click.echo(f"{title} ...", err=True)

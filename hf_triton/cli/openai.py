@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import signal
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -16,10 +15,8 @@ from hf_triton.cli.ports import check_host, check_ports
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
 
-PACKAGES: Final = ("fastapi", "grpc", "prometheus_client", "tritonclient", "uvicorn")
 
-
-@click.command()
+@click.command(epilog="Example: hf-triton openai --triton gpu1:8001 --port 9000 --api-key-file keys")
 @gateway_options(ALONE)
 def openai(**values: Any) -> None:
     """Speak OpenAI's API in front of a Triton that runs elsewhere.
@@ -27,7 +24,6 @@ def openai(**values: Any) -> None:
     The gateway starts at once and answers 503 until Triton does. Any number of them may stand before one Triton.
     """
     config = read_config(ALONE, values)
-    require_gateway()
     check_host(config.host)
     check_ports({ALONE["port"]: config.port})
     from hf_triton.openai.server import run
@@ -62,18 +58,3 @@ def _require_explicit_mode(config: GatewayConfig) -> None:
     except ApiError as error:
         if error.code == "not_loaded":
             raise ServerError("gateway_failed", error.message) from None
-
-
-def require_gateway() -> None:
-    """Check that the packages of the gateway are installed.
-
-    Raises:
-        ServerError: One is not.
-    """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ServerError(
-            "gateway_failed",
-            f"the OpenAI gateway needs {', '.join(missing)}: `pip install 'hf-triton[openai]'`; hf-triton serve "
-            "--no-openai does without",
-        )

@@ -47,14 +47,21 @@ few know how far it is to go by train or why the letter came late but every morn
 
 @click.command(
     cls=SeveralNumbers,
-    epilog="Example: hf-triton optimize model_repository/minilm --seq-len 16 128 --batch 1 8 --texts mine.txt",
+    epilog="Example: hf-triton optimize model_repository/minilm --seq-len 16,128 --batch 1,8 --texts mine.txt",
 )
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--into", type=click.Path(path_type=Path), help="The folder to write.  [default: FOLDER_optimized]")
 @click.option(
-    "--seq-len", type=NUMBERS, default="16,128,384", show_default=True, help="Tokens of a text, up to the model's."
+    "--seq-len",
+    type=NUMBERS,
+    default="16,128,384",
+    show_default=True,
+    metavar="N,N,...",
+    help="Tokens of a text, up to the model's.",
 )
-@click.option("--batch", type=NUMBERS, default="1,8,32", show_default=True, help="Texts of a request.")
+@click.option(
+    "--batch", type=NUMBERS, default="1,8,32", show_default=True, metavar="N,N,...", help="Texts of a request."
+)
 @click.option("--texts", "file", type=click.File(encoding="utf-8"), help="Your texts, one a line, to compare outputs.")
 @click.option(
     "--tolerance",
@@ -85,7 +92,8 @@ def optimize(
     ONNX Runtime's providers for CUDA and TensorRT.
 
     The folder serves on this machine without Hub and without the original weights. A candidate that differs from
-    PyTorch by more than the tolerance is refused. Below a gain of 10 % PyTorch stays, and nothing is written.
+    PyTorch by more than the tolerance is refused. Below a gain of 10 % PyTorch stays, and nothing is written. It needs
+    pip install 'hf-triton[optimize]'.
     """
     folder = folder.resolve()
     target = (into or folder.with_name(f"{folder.name}_optimized")).absolute()

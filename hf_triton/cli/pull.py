@@ -9,9 +9,10 @@ from pathlib import Path
 
 import click
 
-from hf_triton.cli.download import fetch, use_standard_cache
+from hf_triton.cli.download import fetch, in_typed_words, use_standard_cache
 from hf_triton.cli.model_folder import SET, check_settings, model_settings
 from hf_triton.cli.staging import publish, staging_folder
+from hf_triton.cli.tables import size_words
 from hf_triton.errors import HubError
 
 
@@ -29,11 +30,15 @@ def pull(models: Sequence[str], into_folder: Path | None, settings: Mapping[str,
         raise click.UsageError("--into-folder takes one model and a folder that is empty or does not exist")
     use_standard_cache()
     for model in models:
-        folder = fetch(Path.cwd(), check_settings(model_settings(model, settings)).settings)
+        loaded = check_settings(model_settings(model, settings)).settings
+        try:
+            folder = fetch(Path.cwd(), loaded)
+        except HubError as error:
+            raise in_typed_words(error) from None
         if into_folder is not None:
             folder = _copy(folder, into_folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        click.echo(f"{model}: {folder} ({size / 1e9:.2f} GB)")
+        click.echo(f"{model}: {folder} ({size_words(size)})")
 
 
 def _copy(snapshot: Path, folder: Path) -> Path:

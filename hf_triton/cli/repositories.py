@@ -24,7 +24,7 @@ DEMO_MODEL: Final = "from hf_triton import TritonPythonModel as TritonPythonMode
 def served_repository(given: Path | None, excluded: Collection[str]) -> contextlib.AbstractContextManager[Path]:
     """The repository to serve: the given one without excluded folders, or the demo's."""
     if given is None:
-        return _demo_repository()
+        return demo_repository()
     return _linked_repository(given, excluded) if excluded else contextlib.nullcontext(given)
 
 
@@ -39,7 +39,7 @@ def _linked_repository(given: Path, excluded: Collection[str]) -> Iterator[Path]
 
 
 @contextlib.contextmanager
-def _demo_repository() -> Iterator[Path]:
+def demo_repository() -> Iterator[Path]:
     """A temporary repository with the demo folder."""
     checkpoint = Path(hf_triton.__file__).parent / "demo"
     with tempfile.TemporaryDirectory(prefix="hf_triton_demo_") as root:

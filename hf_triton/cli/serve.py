@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -13,23 +14,19 @@ from typing import Any, Final
 
 import click
 
-from hf_triton.cli.doors import door_repository, encoder_declaration, streamed_folder
-from hf_triton.cli.examples import (
-    TRY,
-    choose_folder,
-    config_of_task,
-    example_requests,
-    gateway_request,
-    takes_chats,
-)
+from hf_triton.cli.board import Board
+from hf_triton.cli.doors import door_repository, encoder_declaration, has_chat_template, streamed_folder
+from hf_triton.cli.examples import config_of_task, ready_text, takes_chats
 from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
 from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.gateway_options import BESIDE_TRITON, gateway_options, read_config
 from hf_triton.cli.model_folder import SET, TASK, with_task
-from hf_triton.cli.openai import require_gateway
+from hf_triton.cli.model_states import ModelStates
 from hf_triton.cli.ports import PORT, check_host, check_ports
 from hf_triton.cli.repositories import served_repository
-from hf_triton.cli.sources import is_repository, model_repository, split_flags
+from hf_triton.cli.server_log import ServerLog
+from hf_triton.cli.sources import fetch_models, is_repository, model_repository, split_flags
+from hf_triton.cli.typed import as_typed
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import TritonServer, restricted_protocol_headers
@@ -87,7 +84,7 @@ class _ServeCommand(click.Command):
     help="Add a stream door, NAME_stream, beside each folder that does not stream itself.",
 )
 @click.option("--exit-on-error", is_flag=True, help="Exit if a folder cannot be loaded, instead of serving the others.")
-@click.option("--verbose", is_flag=True, help="Show the server's own log, which is shown anyway if models are named.")
+@click.option("--verbose", is_flag=True, help="Show the log of Triton and the gateway here; else it goes to a file.")
 @gateway_options(BESIDE_TRITON)
 def serve(
     what: Sequence[str],
@@ -108,8 +105,8 @@ def serve(
 ) -> None:
     """Serve models: names on the Hub, paths of checkpoints, model folders, or a model repository.
 
-    Without any, serve the small demo model that comes with hf_triton. Nothing is written but to the Hub's cache. Flags
-    of tritonserver itself follow behind `--`.
+    Without any, serve the small demo model that comes with hf_triton. Nothing is written but a log, and to the Hub's
+    cache. Flags of tritonserver itself follow behind `--`.
     """
     what, flags = split_flags(what)
     settings = with_task(settings, task)
@@ -119,28 +116,27 @@ def serve(
     check_host(host)
     ports = {"--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port}
     check_ports(ports | ({"--openai-port": openai_port} if openai else {}))
-    log = sys.stderr.fileno() if verbose or what else None
-    gateway = None
     on_demand = bool(gateway_values["on_demand"])
     if on_demand and not openai:
         raise click.UsageError("--on-demand needs the gateway, which loads the models: leave --no-openai out")
     if on_demand and EXPLICIT not in flags:
         flags = [*flags, EXPLICIT]
+    config = None
     if openai:
-        require_gateway()
         triton = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{grpc_port}"
         metrics = {"triton_metrics": triton.replace(f":{grpc_port}", f":{metrics_port}")} if on_demand else {}
         config = read_config(BESIDE_TRITON, gateway_values, triton=triton, host=host, port=openai_port, **metrics)
-        gateway = GatewayProcess(config, log, restricted_protocol_headers(flags))
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's `&` ignores SIGINT
         signal.signal(number, signal.default_int_handler)
     with contextlib.ExitStack() as stack:
         given = Path(what[0]) if len(what) == 1 and is_repository(what[0]) and not (settings or stream) else None
         if given is None and what:
             given = stack.enter_context(model_repository(what, settings, stream=stream))
-        excluded = {} if given is None else _check_folders(given, exit_on_error)
+        excluded = {} if given is None else _find_defects(given, exit_on_error, may_fetch=EXPLICIT not in flags)
         repository = stack.enter_context(served_repository(given, excluded))
         door_folders = stack.enter_context(door_repository(repository, excluded)) if doors else None
+        log = None if verbose else ServerLog()
+        file = sys.stderr.fileno() if log is None else log.path
         server = TritonServer(
             repository,
             *([door_folders] if door_folders else []),
@@ -148,18 +144,23 @@ def serve(
             host=host,
             arguments=[*flags, *_load_doors(flags, door_folders)],
             ready_timeout_s=load_timeout,
-            log=log,
+            log=file,
         )
-        loading = "; models are loaded when they are asked for" if on_demand else " and loading models"
-        click.echo(f"Starting tritonserver{loading}; a model that is not cached is downloaded first.")
+        gateway = None if config is None else GatewayProcess(config, file, restricted_protocol_headers(flags))
+        click.echo(f"Starting tritonserver{f'; its log: {log.path}' if log else ''}")
+        board = stack.enter_context(Board(may_be_live=log is not None))
+        _show_failed(board, excluded)
+        states = ModelStates(board, log, os.listdir(door_folders) if door_folders else ())
         was_ready = False
-        with contextlib.suppress(KeyboardInterrupt), _running(server, gateway):
-            if on_demand and gateway is not None:
-                _show_on_demand(server, gateway.config, excluded)
+        with contextlib.suppress(KeyboardInterrupt), _running(server, gateway, states):
+            if on_demand:
+                ready = _describe_on_demand(server, config, excluded)
             else:
-                _show(server, gateway, excluded, exit_on_error, is_explicit=EXPLICIT in flags)
+                ready = _describe_ready(server, config, states, exit_on_error, is_explicit=EXPLICIT in flags)
+            board.close()
+            click.echo(ready)
             was_ready = True
-            _wait(server, gateway)
+            _wait(server, gateway, states)
     was_killed = was_ready and server.process is not None and server.process.returncode != 0
     click.echo(
         "Stopped after Triton's time to exit: a connection was still open, or a model was not unloaded."
@@ -169,30 +170,40 @@ def serve(
 
 
 @contextlib.contextmanager
-def _running(server: TritonServer, gateway: GatewayProcess | None) -> Iterator[None]:
+def _running(server: TritonServer, gateway: GatewayProcess | None, states: ModelStates) -> Iterator[None]:
     """Start both; at the end both finish their requests in flight at the same time.
 
     Raises:
         ServerError: One of them does not start.
     """
+
+    def check() -> None:
+        states.update()
+        if gateway is not None:
+            gateway.check()
+
     with contextlib.ExitStack() as stack:
         if gateway is not None:
             stack.callback(gateway.stop)
             gateway.start()
         stack.callback(server.stop)
         server.start()
-        if gateway is None:
-            server.wait_until_started()
-        else:
+        if gateway is not None:
             stack.callback(gateway.terminate)
             gateway.wait_until_started()  # a matter of seconds, unlike the models
-            server.wait_until_started(gateway.check)
+        server.wait_until_started(check)
+        if gateway is not None:
             gateway.wait_until_connected()
         yield
 
 
-def _check_folders(repository: Path, exit_on_error: bool) -> Mapping[str, str]:
+def _find_defects(repository: Path, exit_on_error: bool, *, may_fetch: bool) -> Mapping[str, str]:
     """The defects, by name, of folders that must be kept from tritonserver.
+
+    Args:
+        repository: The folders.
+        exit_on_error: Whether one with a defect is an error.
+        may_fetch: Whether checkpoints are downloaded; one that cannot be is a defect.
 
     Raises:
         click.UsageError: The folder is not a model repository.
@@ -201,9 +212,11 @@ def _check_folders(repository: Path, exit_on_error: bool) -> Mapping[str, str]:
     folders = model_folders(repository)
     if not folders:
         raise click.UsageError(f"there is no model folder in {repository}: copy one in; a checkpoint has a config.json")
-    excluded = defects(repository)
+    excluded = dict(defects(repository))
+    if may_fetch:
+        excluded |= fetch_models([folder for folder in folders if folder.name not in excluded])
     if len(excluded) == len(folders) or (excluded and exit_on_error):
-        _show_reasons(excluded)
+        _show_failed(Board(), excluded)
         raise ServerError("server_failed", _refusal(len(excluded) == len(folders)))
     return excluded
 
@@ -229,18 +242,18 @@ def _load_doors(flags: Sequence[str], doors: Path | None) -> list[str]:
 
 def _refusal(is_none_served: bool) -> str:
     subject = "no model is served" if is_none_served else "a model cannot be served, and --exit-on-error is set"
-    return f"{subject}: correct the errors above"
+    return f"{subject}: correct what is said above"
 
 
-def _show(
+def _describe_ready(
     server: TritonServer,
-    gateway: GatewayProcess | None,
-    excluded: Mapping[str, str],
+    config: GatewayConfig | None,
+    states: ModelStates,
     exit_on_error: bool,
     *,
     is_explicit: bool,
-) -> None:
-    """Print which folders are served, and why the others are not.
+) -> str:
+    """Show which folders are served, and why the others are not; returns what to say of those that are.
 
     Raises:
         ServerError: No folder is served, or one is not and `exit_on_error` is set.
@@ -248,48 +261,37 @@ def _show(
     models = server.models()
     served = {folder.name for folder in model_folders(server.model_repository)}
     loaded = {model.name for model in models if model.state == "READY"}
-    ready = sorted(served & loaded)
     reasons = {
         model.name: with_remedy(model.sentence) or guess_reason(server.model_repository / model.name)
         for model in models
         if model.name in served - loaded and (model.reason or not is_explicit)
     }
-    _show_reasons({**excluded, **reasons})
-    configs = [server.model_config(name) for name in ready]
-    configs = [config for config in configs if (streamed_folder(config) or config["name"]) in loaded]
-    ready = [config["name"] for config in configs]
-    if is_explicit and not (ready or reasons):
-        click.echo("Ready; no model is loaded: `hf-triton load NAME` loads one.")
-        return
-    if not ready or (reasons and exit_on_error):
-        more = "--verbose shows the server's log" if server.read_log() else "the log above it may say more"
-        raise ServerError("server_failed", f"{_refusal(not ready)}; {more}")
-    click.echo(f"Ready: {', '.join(ready)}.")
-    requests = example_requests(configs, server.host, server.http_port)
-    if gateway is not None:
-        folder = choose_folder(configs)
-        requests += "\n" + gateway_request(folder, gateway.config, lambda: takes_chats(server, folder["name"]))
-    click.echo(TRY.format(requests=requests))
+    configs = [server.model_config(name) for name in sorted(served & loaded)]
+    configs = [each for each in configs if (streamed_folder(each) or each["name"]) in loaded]
+    states.settle([each["name"] for each in configs], reasons)
+    if is_explicit and not (configs or reasons):
+        return as_typed("Ready; no model is loaded: `hf-triton load NAME` loads one.")
+    if not configs or (reasons and exit_on_error):
+        raise ServerError("server_failed", _refusal(not configs))
+    return ready_text(server, config, configs, lambda name: takes_chats(server, name))
 
 
-def _show_on_demand(server: TritonServer, config: GatewayConfig, excluded: Mapping[str, str]) -> None:
-    """Print which folders are loaded when they are asked for, and why the others are not served."""
-    _show_reasons(excluded)
+def _describe_on_demand(server: TritonServer, config: GatewayConfig | None, excluded: Mapping[str, str]) -> str:
+    """What to say of folders that are loaded when they are asked for."""
     folders = {folder.name for folder in model_folders(server.model_repository)} - set(excluded)
-    names = sorted(name for name in folders if name.removesuffix("_stream") not in folders - {name})
-    click.echo(f"Loaded on demand: {', '.join(names)}.")
-    tasks = {name: encoder_declaration(server.model_repository / name) for name in names}
-    name = min(names, key=lambda name: tasks[name] is not None)
-    folder = config_of_task(name, tasks[name])
-    click.echo(TRY.format(requests=gateway_request(folder, config, lambda: False)))
+    names = sorted(name for name in folders if name.removesuffix(SUFFIX) not in folders - {name})
+    paths = {name: server.model_repository / name for name in names}
+    configs = [config_of_task(name, encoder_declaration(path)) for name, path in paths.items()]
+    requests = ready_text(server, config, configs, lambda name: has_chat_template(paths[name]))
+    return f"Loaded when asked for: {', '.join(names)}.\n{requests}"
 
 
-def _show_reasons(reasons: Mapping[str, str]) -> None:
+def _show_failed(board: Board, reasons: Mapping[str, str]) -> None:
     for name, reason in sorted(reasons.items()):
-        click.echo(f"Not served: {name}: {reason}", err=True)
+        board.show(name, "failed", reason)
 
 
-def _wait(server: TritonServer, gateway: GatewayProcess | None) -> None:
+def _wait(server: TritonServer, gateway: GatewayProcess | None, states: ModelStates) -> None:
     """Wait until a signal comes.
 
     Raises:
@@ -298,6 +300,7 @@ def _wait(server: TritonServer, gateway: GatewayProcess | None) -> None:
     """
     try:
         while server.is_running():
+            states.update()
             if gateway is not None:
                 gateway.check()
             time.sleep(0.2)
@@ -307,4 +310,5 @@ def _wait(server: TritonServer, gateway: GatewayProcess | None) -> None:
     except ServerError:
         click.echo("Stopping, because the OpenAI gateway has ended.", err=True)
         raise
+    states.update()
     raise ServerError("server_failed", f"tritonserver exited {server.describe_exit()}{server.describe_log()}")

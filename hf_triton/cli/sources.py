@@ -6,15 +6,17 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
 
-from hf_triton.cli.download import fetch, use_standard_cache
-from hf_triton.cli.folders import is_checkpoint, is_model_folder, model_folders
+from hf_triton.cli.download import fetch, in_typed_words, use_standard_cache
+from hf_triton.cli.folders import is_checkpoint, is_model_folder, load_folder_settings, model_folders, parse_config
 from hf_triton.cli.model_folder import HUB_NAME, check_settings, folder_name, model_settings, write_model_folder
-from hf_triton.errors import HubError, clip
+from hf_triton.cli.repositories import DEMO_NAME, demo_repository
+from hf_triton.errors import HfTritonError, HubError, SettingsError, clip
+from hf_triton.settings import ModelSettings
 
 
 def is_repository(path: str) -> bool:
@@ -43,7 +45,7 @@ def model_repository(what: Sequence[str], settings: Mapping[str, str], *, stream
     Checkpoints of the Hub are downloaded first.
 
     Args:
-        what: Hub names, and paths of checkpoints, model folders and model repositories.
+        what: Hub names, and paths of checkpoints, model folders and model repositories; `demo` is the demo model.
         settings: Of each checkpoint's folder, by name.
         stream: Whether these folders stream themselves.
 
@@ -52,10 +54,13 @@ def model_repository(what: Sequence[str], settings: Mapping[str, str], *, stream
         HfTritonError: A model does not exist, cannot be downloaded, or has a wrong setting.
     """
     use_standard_cache()
-    with tempfile.TemporaryDirectory(prefix="hf_triton_served_") as root:
+    with tempfile.TemporaryDirectory(prefix="hf_triton_served_") as root, contextlib.ExitStack() as stack:
         for word in what:
             path = Path(word).expanduser()
-            if is_model_folder(path):
+            if word == DEMO_NAME and not path.exists():
+                _refuse_settings(word, settings, stream=stream)
+                _link(stack.enter_context(demo_repository()) / DEMO_NAME, Path(root))
+            elif is_model_folder(path):
                 _refuse_settings(word, settings, stream=stream)
                 _link(path, Path(root))
             elif is_repository(word):
@@ -65,6 +70,25 @@ def model_repository(what: Sequence[str], settings: Mapping[str, str], *, stream
             else:
                 _write(word, Path(root), settings, stream=stream)
         yield Path(root)
+
+
+def fetch_models(folders: Iterable[Path]) -> Mapping[str, str]:
+    """Download what folders need that no cache has.
+
+    A folder that has settings of its own or wrong ones is left to its process.
+
+    Returns:
+        By folder, why its checkpoint cannot be found or downloaded.
+    """
+    failures = {}
+    for folder in folders:
+        with contextlib.suppress(SettingsError, ImportError):
+            settings = load_folder_settings(parse_config(folder), ModelSettings).settings
+            try:
+                fetch(folder, settings)
+            except HfTritonError as error:
+                failures[folder.name] = str(error)
+    return failures
 
 
 def _refuse_settings(word: str, settings: Mapping[str, str], *, stream: bool) -> None:
@@ -94,7 +118,7 @@ def _write(model: str, repository: Path, settings: Mapping[str, str], *, stream:
         similar = Path(model).parent if Path(model).parent.is_dir() and "/" in model else None
         more = f" (there is no such folder in {similar} either)" if similar else ""
         more = more or ("" if "/" in model else f" (there is no folder {clip(model)} here either)")
-        raise HubError(error.code, error.sentence + more) from None
+        raise HubError(error.code, in_typed_words(error).sentence + more) from None
 
 
 def _may_exist(name: str) -> bool:

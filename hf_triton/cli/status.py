@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,9 +12,16 @@ from typing import Any, Final
 
 import click
 
-from hf_triton.cli.client import CALL_TIMEOUT_S, READY, Triton, require_client, triton_options, unknown_model
+from hf_triton.cli.client import (
+    CALL_TIMEOUT_S,
+    READY,
+    Triton,
+    complete_models,
+    triton_options,
+    unknown_model,
+)
 from hf_triton.cli.listing import describe_models
-from hf_triton.cli.tables import show_table
+from hf_triton.cli.tables import show_table, size_words
 from hf_triton.server import open_local
 
 PREFIX: Final = "hf_triton_"
@@ -30,7 +38,7 @@ Figures = Mapping[str, float]
 
 
 @click.command(epilog="Example: hf-triton status demo --json")
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=complete_models)
 @triton_options
 @click.option(
     "--metrics",
@@ -40,7 +48,6 @@ Figures = Mapping[str, float]
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def status(model: str | None, triton: str, headers: dict[str, str], metrics: str | None, as_json: bool) -> None:
     """Show whether a running Triton is ready, and the load of its models, or of MODEL alone."""
-    require_client()
     server = Triton(triton, headers)
     described = _describe_server(server)
     models = describe_models(server)
@@ -57,9 +64,9 @@ def status(model: str | None, triton: str, headers: dict[str, str], metrics: str
         click.echo(json.dumps({"server": described, "models": rows}, ensure_ascii=False, indent=2))
         return
     state = "ready" if described["ready"] else "live, but not ready" if described["live"] else "not live"
-    click.echo(f"{described['name']} {described['version']} at {triton}: {state}")
-    click.echo(f"Extensions: {', '.join(described['extensions'])}")
-    show_table([{**row, "kv_use": row["kv_use"] if row["kv_use"] is None else f"{row['kv_use']:.0%}"} for row in rows])
+    release = f"{described['release']} ({described['version']})" if described["release"] else described["version"]
+    click.echo(f"Triton {release} at {triton}: {click.style(state, fg='green' if described['ready'] else 'yellow')}")
+    show_table(list(map(_shown_row, rows)), below="reason")
     if figures is None:
         click.echo("No figures of the engines: the metrics port does not answer; name it with --metrics HOST:PORT.")
 
@@ -74,8 +81,29 @@ def _describe_server(triton: Triton) -> dict[str, Any]:
             "ready": client.is_server_ready(headers=headers, client_timeout=timeout_s),
             "name": about.name,
             "version": about.version,
+            "release": triton_release(about.version),
             "extensions": list(about.extensions),
         }
+
+
+def triton_release(version: str) -> str | None:
+    """The release, as its container is named, of a version of the server; None: it is not known.
+
+    One minor version a month: 2.41.0 is of 23.12, and 2.59.0 of 25.06.
+    """
+    matched = re.fullmatch(r"2\.(\d+)\.0", version)
+    if matched is None or not 41 <= int(matched[1]) <= 59:
+        return None
+    year, month = divmod(int(matched[1]) - 41 + 11, 12)
+    return f"{23 + year}.{month + 1:02}"
+
+
+def _shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as the table has it."""
+    use, num_bytes = row["kv_use"], row["memory_bytes"]
+    words = {"kv_use": use if use is None else f"{use:.0%}", "memory_bytes": num_bytes and size_words(num_bytes)}
+    names = {"memory_bytes": "size", "prompt_tokens": "tokens_in", "generated_tokens": "tokens_out"}
+    return {names.get(name, name): words.get(name, value) for name, value in row.items() if name != "version"}
 
 
 def _count_requests(triton: Triton) -> dict[str, int]:
@@ -97,6 +125,7 @@ def _describe_model(model: Mapping[str, Any], figures: Figures | None, num_infer
         "version": model["version"],
         "state": model["state"],
         "engine": model["engine"],
+        "memory_bytes": model["memory_bytes"],
         "running": _whole(known.get(RUNNING)),
         "waiting": _whole(known.get(WAITING)),
         "kv_use": known.get(USED_TOKENS, 0.0) / max_tokens if max_tokens else None,

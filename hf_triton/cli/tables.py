@@ -6,16 +6,25 @@ from __future__ import annotations
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+
+COLOURS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("READY", "ok"), "green"),
+    **dict.fromkeys(("LOADING", "UNLOADING", "warning"), "yellow"),
+    **dict.fromkeys(("UNAVAILABLE", "error"), "red"),
+}
+"""Of states."""
 
 
-def show_table(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print rows of the same columns; None is shown as a dash."""
+def show_table(rows: Sequence[Mapping[str, object]], below: str = "") -> None:
+    """Print rows of the same columns; None is shown as a dash.
+
+    Args:
+        rows: Values by column; the first one names the row.
+        below: A column that a terminal shows under the table, with the row's name.
+    """
     if not rows:
         return
     columns = list(rows[0])
@@ -23,12 +32,28 @@ def show_table(rows: Sequence[Mapping[str, object]]) -> None:
     if not sys.stdout.isatty():
         click.echo("\n".join("\t".join(" ".join(cell.split()) for cell in line) for line in [columns, *cells]))
         return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    above = [number for number, column in enumerate(columns) if column != below]
+    for number in above:
+        table.add_column(columns[number].replace("_", " "), overflow="fold")
     for line in cells:
-        table.add_row(*map(Text, line))
-    Console().print(table)
+        table.add_row(*(Text(line[number], COLOURS.get(line[number], "")) for number in above))
+    console = Console()
+    console.print(table)
+    for row in rows:
+        if row.get(below):
+            console.print(Text.assemble((f"{row[columns[0]]}: ", "bold"), printable(str(row[below]))))
+
+
+def size_words(num_bytes: int) -> str:
+    """A size as people write it: `2.9 MB`."""
+    from rich.filesize import decimal
+
+    return decimal(num_bytes)
 
 
 def new_figure() -> Any:

@@ -77,8 +77,9 @@ def check_graph(folder: Path, settings: ModelSettings) -> tuple[GraphFacts, Path
     if version is None:
         provider = GPU_PROVIDERS.get(settings.runtime)
         needed = f"the {provider} of {package}" if provider else package
+        wanted = package if provider else f"'hf-triton[{settings.runtime}]'"
         raise SettingsError(
-            f"runtime {settings.runtime} needs {needed}, which is not installed: `pip install {package}`, or set "
+            f"runtime {settings.runtime} needs {needed}, which is not installed: `pip install {wanted}`, or set "
             "runtime to torch"
         )
     file = folder / GRAPHS[settings.precision]

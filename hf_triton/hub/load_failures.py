@@ -17,6 +17,8 @@ NEEDS_GPTQMODEL: Final = "requires (gptqmodel|optimum)(?![\\w-])|GPU is required
 NEEDS_GPU: Final = "(requires a|No) GPU|A GPU is needed|only supported on GPUs"
 REMOVE_SETTING: Final = ", or leave out the setting that asks for it"
 NEEDS_PACKAGE: Final = r"pip install (?:-U |--upgrade )?[`'\"]?([\w.-]*\w)|pypi\.org/project/([\w.-]*\w)"
+QUANTIZED_PACKAGES: Final = ("bitsandbytes", "compressed-tensors", "compressed_tensors", "torchao")
+"""Those of the extra `quantized`."""
 OUT_OF_MEMORY: Final = "out of memory|can't allocate memory|cannot allocate memory"
 DAMAGED: Final = (
     "not a valid JSON|Unable to (load|open) (weights|file)|PytorchStreamReader|unpickl|"
@@ -72,10 +74,11 @@ def explain_load(
         )
     package = _package(error, message, folder)
     if package is not None:
+        remedy = "`pip install 'hf-triton[quantized]'`" if package in QUANTIZED_PACKAGES else f"install {package}"
         of_setting = REMOVE_SETTING if has_quantization_setting or "attention" in message.lower() else ""
         return CheckpointError(
             "checkpoint_invalid",
-            f"{part} of {name} cannot be loaded without a Python package ({short}): install {package}{of_setting}",
+            f"{part} of {name} cannot be loaded without a Python package ({short}): {remedy}{of_setting}",
         )
     remedy = _remedy(error, message, part, folder)
     if has_quantization_setting and part == "the weights":

@@ -73,18 +73,31 @@ class Hub:
         """
         settings = self._settings
         self._warn_of_unused_settings()
-        folder = self._resolve(
-            CheckpointSpec(
-                settings.huggingface_model,
-                settings.revision,
-                needs_weights=settings.load_format == "auto" and settings.has_weights and settings.runtime == "torch",
-                needs_tokenizer=settings.tokenizer is None,
-                allow_pickle=settings.allow_pickle,
-                trust_remote_code=settings.trust_remote_code,
-            )
-        )
+        needs_weights = settings.load_format == "auto" and settings.has_weights and settings.runtime == "torch"
+        folder = self._resolve(self._model_spec(needs_weights=needs_weights))
         check_weights_named(folder)
         return folder
+
+    def fetch_config(self) -> None:
+        """Download the model's small files, which say what it does, unless they are on disk.
+
+        Raises:
+            LoadError: They cannot be found or downloaded.
+        """
+        spec = self._model_spec(needs_weights=False)
+        if not spec.is_local and self.find_config_folder() is None:
+            self._resolve(spec)
+
+    def _model_spec(self, *, needs_weights: bool) -> CheckpointSpec:
+        settings = self._settings
+        return CheckpointSpec(
+            settings.huggingface_model,
+            settings.revision,
+            needs_weights=needs_weights,
+            needs_tokenizer=settings.tokenizer is None,
+            allow_pickle=settings.allow_pickle,
+            trust_remote_code=settings.trust_remote_code,
+        )
 
     def find_config_folder(self) -> Path | None:
         """The folder on disk with the model's config.json, complete or not; None if it would have to be downloaded."""

@@ -11,7 +11,20 @@ from typing import Final
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from hf_triton.openai import chat, completions, embeddings, health, hints, messages, models, responses, scores, tokenize
+from hf_triton.openai import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    hints,
+    messages,
+    models,
+    responses,
+    scores,
+    token_tasks,
+    tokenize,
+)
+from hf_triton.openai.api_page import mount_api_page
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.errors import RESPONSES, install_handlers
 from hf_triton.openai.gateway import Gateway
@@ -36,6 +49,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     tokenize.router,
     embeddings.router,
     scores.router,
+    token_tasks.router,
     health.router,
 )
 """One for each module of endpoints."""
@@ -70,6 +84,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router, responses=RESPONSES)
     mount_page(app)
+    mount_api_page(app)
     install_handlers(app)
     app.add_middleware(Limits, config=config)
     if keys is not None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from hf_triton.errors import CODES, clip
 from hf_triton.protocol.validation import suggest
 from hf_triton.server import first_sentence
+
+if TYPE_CHECKING:  # the commands read errors too, and need no FastAPI
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse
 
 INVALID: Final = "invalid_request_error"
 STATUS: Final[Mapping[str, int]] = {
@@ -156,11 +157,14 @@ class ApiError(HTTPException):
 
     def response(self, path: str = "") -> JSONResponse:
         """The HTTP response of the endpoint at `path`."""
+        from starlette.responses import JSONResponse
+
         return JSONResponse(self.body(path), self.status_code, self.headers)
 
 
-def model_not_found(name: str) -> ApiError:
-    return ApiError(404, f"the model {clip(name)} does not exist", param="model", code="model_not_found")
+def model_not_found(name: str, known: Collection[str] = ()) -> ApiError:
+    hint = suggest(name, known, "GET /v1/models") if known else ""
+    return ApiError(404, f"the model {clip(name)} does not exist{hint}", param="model", code="model_not_found")
 
 
 def too_large(max_bytes: int) -> ApiError:
@@ -238,9 +242,8 @@ def _plain_sentence(request: Request, status: int, error: Exception) -> str:
     return str(getattr(error, "detail", ""))
 
 
-async def _answer_validation_error(request: Request, error: Exception) -> JSONResponse:
+async def _answer_validation_error(request: Request, error: Any) -> JSONResponse:
     """An error of FastAPI's own checks: no body, no JSON, a wrong content type; fields are checked by `fields.py`."""
-    assert isinstance(error, RequestValidationError)
     details = error.errors()[0]
     if details["type"] == "json_invalid":
         reason = details.get("ctx", {}).get("error", "")
@@ -254,5 +257,7 @@ async def _answer_validation_error(request: Request, error: Exception) -> JSONRe
 
 def install_handlers(app: FastAPI) -> None:
     """Make every error of `app` an error object."""
+    from fastapi.exceptions import RequestValidationError
+
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)

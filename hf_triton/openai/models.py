@@ -40,6 +40,8 @@ def _describe(model: Model) -> list[dict[str, Any]]:
     if model.folder.info is not None:  # in vLLM's names
         described["root"] = model.folder.info.model
         described["max_model_len"] = model.folder.info.context_length
+        if model.folder.info.defaults is not None:  # in OpenAI's
+            described["defaults"] = model.folder.info.defaults
     if model.is_loaded is not None:
         described["loaded"] = model.is_loaded
     adapters = (f"{model.name}{ADAPTER_MARK}{name}" for name in model.folder.adapters)

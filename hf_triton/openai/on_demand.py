@@ -18,11 +18,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from hf_triton.errors import clip, where
 from hf_triton.openai.errors import ApiError, model_not_found
-from hf_triton.openai.metrics import Metrics
+
+if TYPE_CHECKING:
+    from hf_triton.openai.metrics import Metrics
 
 LOG: Final = logging.getLogger("hf_triton.openai")
 TICK_S: Final = 0.25
@@ -235,7 +237,7 @@ class OnDemand:
         if name not in self._names:
             await asyncio.shield(self._look())
             if name not in self._names:
-                raise model_not_found(name)
+                raise model_not_found(name, self._names)
         entry = self._entries.setdefault(name, _Entry(name))
         if entry.state is State.READY and not entry.waiting:
             entry.use()

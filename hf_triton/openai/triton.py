@@ -183,7 +183,7 @@ class TritonModels:
             reason = load_reason(entry.reason) or ("it is being loaded" if entry.state == "LOADING" else "")
             if reason:
                 return ApiError(503, f"the model {clip(name)} is not ready: {reason}", param="model", code="not_loaded")
-        return model_not_found(name)
+        return model_not_found(name, self._models)
 
     async def _index(self, *, is_ready: bool = False) -> Sequence[Any]:
         """Triton's index: every folder with its state, or those that are ready."""
@@ -212,7 +212,7 @@ class TritonModels:
     def _unknown(self, name: str) -> ApiError:
         """Triton does not know a request's model; with loading on demand the folder exists, and others unloaded it."""
         if self._on_demand is None:
-            return model_not_found(name)
+            return model_not_found(name, self._models)
         return ApiError(503, f"the model {clip(name)} was unloaded: send the request again later", code="not_loaded")
 
     async def folder(self, name: str, *, task: str = TEXT_GENERATION, is_stream: bool = False) -> Folder:

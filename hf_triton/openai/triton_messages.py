@@ -30,6 +30,8 @@ TEXT_GENERATION: Final = "text-generation"
 EMBEDDINGS: Final = "embeddings"
 RERANK: Final = "rerank"
 CLASSIFICATION: Final = "text-classification"
+TOKEN_CLASSIFICATION: Final = "token-classification"
+FILL_MASK: Final = "fill-mask"
 EMBEDDING: Final = "embedding"
 """The output of a model for embeddings."""
 ENDPOINTS: Final[Mapping[str, str]] = {
@@ -37,6 +39,8 @@ ENDPOINTS: Final[Mapping[str, str]] = {
     EMBEDDINGS: "/v1/embeddings",
     RERANK: "/v1/rerank",
     CLASSIFICATION: "/v1/classify",
+    TOKEN_CLASSIFICATION: "/v1/token-classification",
+    FILL_MASK: "/v1/fill-mask",
 }
 """Where models of each task are asked."""
 TASKS: Final[Mapping[str, str | None]] = {

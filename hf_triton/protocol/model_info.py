@@ -15,6 +15,8 @@ from typing import Final
 
 MODEL_INFO: Final = "model_info"
 """The parameter."""
+ENGINES: Final[Mapping[str, str]] = {"continuous": "continuous batching", "batch": "a batch at a time"}
+"""Engines of text generation, in words."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,22 @@ class ModelInfo:
     """Whether the chat template reads `tools`."""
     reasons: bool = False
     """Whether messages may have `reasoning_content`."""
+    architecture: str = ""
+    """The model's class, `LlamaForCausalLM`; empty: it is not known."""
+    defaults: Mapping[str, float] | None = None
+    """`temperature` (0: greedy), `top_p` and `max_tokens` of a request that names none; None: it generates no text."""
+
+    def describe(self, max_cache_tokens: int = 0) -> str:
+        """One line for people; `max_cache_tokens` are those of the KV cache, 0 if the engine manages none."""
+        facts = (
+            self.architecture,
+            self.task if self.engine not in ENGINES else "",
+            f"{self.dtype} on {self.device}",
+            f"{self.memory_bytes / 1e9:.2f} GB" if self.memory_bytes > 1e7 else f"{self.memory_bytes / 1e6:.1f} MB",
+            ENGINES.get(self.engine, self.engine),
+            f"KV cache of {max_cache_tokens:,} tokens" if max_cache_tokens else "",
+        )
+        return ", ".join(filter(None, facts))
 
     def to_json(self) -> str:
         """The output's text."""

@@ -333,11 +333,11 @@ def table(model: type[BaseModel], extra: Mapping[str, str] | None = None) -> str
     for name, field in model.model_fields.items():
         meaning = " ".join((field.description or "").split())
         values = allowed(field)
-        lines.append(f"| `{name}`{(extra or {}).get(name, '')} | {values} | {_default_words(field)} | {meaning} |")
+        lines.append(f"| `{name}`{(extra or {}).get(name, '')} | {values} | {default_words(field)} | {meaning} |")
     return "\n".join(lines)
 
 
-def _default_words(field: FieldInfo) -> str:
+def default_words(field: FieldInfo) -> str:
     if field.is_required():
         return "(required)"
     default = field.get_default(call_default_factory=True)

@@ -76,6 +76,7 @@ def model_info(checkpoint: Checkpoint, settings: ModelSettings, *, task: str, en
         dtype=str(model.dtype).removeprefix("torch.") if settings.runtime == "torch" else settings.precision,
         device=str(model.device),
         memory_bytes=footprint() if settings.has_weights and callable(footprint) else 0,
+        architecture=type(model).__name__,
         max_prompts=settings.max_prompts,
         max_waiting_prompts=settings.max_waiting_prompts,
         **chat,

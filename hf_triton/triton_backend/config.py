@@ -76,8 +76,7 @@ def read_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) 
         SettingsError: A setting cannot be used.
     """
     loaded = _load_settings(config, settings_class)
-    for line in loaded.describe():
-        logger.info(line)
+    logger.info("settings: %s", loaded.describe() or "all have their defaults")
     return loaded.settings
 
 

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Final
 
 import triton_python_backend_utils as pb_utils
@@ -156,6 +157,10 @@ def _use_utf8() -> None:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
+def _call(log: Callable[[str], None], text: str) -> None:
+    log(text)
+
+
 class TritonLogHandler(logging.Handler):
     """Sends log records to the server's log."""
 
@@ -163,11 +168,14 @@ class TritonLogHandler(logging.Handler):
         try:
             text = self.format(record)
             if record.levelno >= logging.ERROR:
-                pb_utils.Logger.log_error(text)
+                log = pb_utils.Logger.log_error
             elif record.levelno >= logging.WARNING:
-                pb_utils.Logger.log_warn(text)
+                log = pb_utils.Logger.log_warn
             else:
-                pb_utils.Logger.log_info(text)
+                log = pb_utils.Logger.log_info
+            # Triton writes file and line of its caller: those of the record, not of this handler.
+            code = _call.__code__.replace(co_filename=record.filename, co_firstlineno=record.lineno - 1)
+            FunctionType(code, globals())(log, text)
         except Exception:  # such as a folder's `logger.info("%d", "x")`: serving continues without the line
             self.handleError(record)
 

@@ -99,6 +99,9 @@ def test_ready_folders_and_a_repository(tmp_path: Path, folder: Path) -> None:
     found = {Path(each["folder"]).name: each for each in json.loads(result.stdout)}
     assert list(found) == ["bge", "falcon7b", "falcon7b_stream", "mine"]
     assert found["bge"]["findings"][2]["finding"] == "embeddings"
+    task = found["falcon7b"]["findings"][2]
+    assert (task["about"], task["state"]) == ("task", "warning")
+    assert task["finding"] == "text-generation, unless the checkpoint says otherwise, which is not on disk"
     last = {name: each["findings"][-1] for name, each in found.items()}
     assert last["falcon7b"]["state"] == "warning"
     assert "tiiuae/falcon-7b is in no cache, and is downloaded at load" in last["falcon7b"]["finding"]
@@ -321,6 +324,11 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda it: ((it / "chat.jinja").write_text("{% if %}"), add(it, "chat_template", "chat.jinja")),
         "tokenizer",
         "chat.jinja",
+    ),
+    "a task that is not served": (
+        lambda it: edit_json(checkpoint_of(it) / "config.json", architectures=["Wav2Vec2ForCTC"]),
+        "task",
+        "the checkpoint is for ctc, which is not served",
     ),
     "missing adapter": (lambda it: add(it, "adapters", '{"sql": "./nowhere"}'), "adapter sql", "there is no folder"),
 }

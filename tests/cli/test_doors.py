@@ -116,7 +116,7 @@ def test_one_folder_answers_infer_and_streams(tmp_path: Path, make_folder: Calla
     with running(str(repository), output=tmp_path / "output") as serving:
         output = serving.wait_for("Ctrl+C stops the server")
         models = f"http://127.0.0.1:{serving.http_port}/v2/models"
-        assert "\nReady: mine.\n" in output
+        assert "\nmine: ready in " in output
         assert len(events(f"{models}/mine_stream/generate_stream")) > 1
         assert len(events(f"{models}/mine/generate_stream")) == 1
         assert len(openai_chunks(serving.openai_port)) > 2
@@ -140,5 +140,5 @@ def test_exit_on_error_names_the_folder_and_exits(tmp_path: Path, make_folder: C
     make_folder(tmp_path / "repository", "bad", huggingface_model="./nowhere")
     with running(str(tmp_path / "repository"), "--exit-on-error", output=tmp_path / "output") as serving:
         assert serving.process.wait(timeout=120) == 1
-        assert "\nNot served: bad: path_not_found: " in serving.output()
+        assert "\nbad: failed: path_not_found: " in serving.output()
         assert "error: server_failed: a model cannot be served, and --exit-on-error is set" in serving.output()

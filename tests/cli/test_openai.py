@@ -95,7 +95,7 @@ def test_a_gateway_that_dies_during_a_load_is_noticed(tmp_path: Path) -> None:
         os.kill(gateway_pid(serving), signal.SIGKILL)
         assert serving.process.wait(timeout=LIMIT_S) == 1
         assert "error: gateway_failed: the OpenAI gateway exited by signal 9 (Killed)" in serving.output()
-        assert "Ready: " not in serving.output()
+        assert ": ready" not in serving.output()
 
 
 def test_a_gateway_that_cannot_start_is_an_error(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ REFUSALS = {
     "openai --port=70000": "--port must be an integer >= 0 and <= 65535, got '70000'",
     "openai --workers=0": "--workers must be an integer >= 1 and <= 2147483647, got '0'",
     "openai --timeout-s=never": "--timeout-s must be a number > 0",
-    "openai --api-key-file=nowhere": "'--api-key-file': File 'nowhere' does not exist.",
+    "openai --api-key-file=nowhere": "'--api-key-file': File 'nowhere' does not exist",
     "openai --keep-alive=10m": "--keep-alive needs --on-demand",
     "openai --max-loaded=2": "--max-loaded needs --on-demand",
     "openai --on-demand --max-loaded=0": "--max-loaded must be an integer >= 1 and <= 2147483647, got '0'",
@@ -196,11 +196,11 @@ REFUSALS = {
     "serve --on-demand --no-openai": "--on-demand needs the gateway",
     "serve --keep-alive=10m": "--keep-alive needs --on-demand",
     "serve --on-demand --openai-workers=2": "needs one worker, got 2",
-    "openai --tritn=a:1": "No such option '--tritn'.",
-    "serve --model-control-mode=explicit": "'--model-control-mode'. Flags of tritonserver follow behind --.",
-    "serve --openai-port=0": "'--openai-port': 0 is not in the range 1<=x<=65535.",
+    "openai --tritn=a:1": "no such option '--tritn'",
+    "serve --model-control-mode=explicit": "'--model-control-mode'. Flags of tritonserver follow behind --",
+    "serve --openai-port=0": "'--openai-port': 0 is not in the range 1<=x<=65535",
     "serve --openai-workers=many": "--openai-workers must be an integer >= 1 and <= 2147483647, got 'many'",
-    "serve --api-key-file=nowhere": "'--api-key-file': File 'nowhere' does not exist.",
+    "serve --api-key-file=nowhere": "'--api-key-file': File 'nowhere' does not exist",
 }
 """By command, the sentence that it ends with."""
 
@@ -209,7 +209,8 @@ REFUSALS = {
 def test_wrong_options_are_refused_in_one_sentence(command: str) -> None:
     result = subprocess.run([COMMAND, *command.split()], capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 2
-    [sentence] = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    [sentence] = result.stderr.splitlines()
+    assert sentence.startswith("error: wrong_usage: ")
     assert REFUSALS[command] in sentence
 
 
@@ -222,14 +223,6 @@ def test_the_gateways_busy_port_is_named(command: str) -> None:
         result = subprocess.run([COMMAND, *command.split(), str(port)], capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 2
     assert f"port {port} in use" in result.stderr
-
-
-def test_a_missing_package_is_named(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['uvicorn'] = None\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    result = subprocess.run([COMMAND, "openai"], capture_output=True, text=True, env=environment, timeout=LIMIT_S)
-    assert result.returncode == 1
-    assert "gateway_failed: the OpenAI gateway needs uvicorn: `pip install 'hf-triton[openai]'`" in result.stderr
 
 
 def test_options_and_config_are_the_same(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 """`list`, `status`, `load`, `unload`, `generate` and `chat` on a real server, and their wrong uses."""
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ def run(server: TritonServer, *arguments: str, stdin: str = "") -> subprocess.Co
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
     """The sentence of a command that failed: one line, no traceback."""
-    [line] = [line for line in done.stderr.splitlines() if line.lower().startswith("error: ")]
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.stderr
     return line
 
@@ -84,6 +85,17 @@ def test_status_shows_server_and_figures(server: TritonServer) -> None:
     assert (model["engine"], model["running"], model["waiting"]) == ("continuous", 0, 0)
     assert 0 <= model["kv_use"] <= 1
     assert model["generated_tokens"] >= 4
+    assert (answer["server"]["release"], model["memory_bytes"] > 1e6) == ("24.10", True)
+
+
+def test_status_on_a_terminal_has_reasons_below(server: TritonServer) -> None:
+    with Terminal("status", f"--triton={server.grpc_url}") as terminal:
+        assert terminal.wait() == 0
+    lines = re.sub(r"\x1b\[[\d;]*m", "", terminal.output).splitlines()
+    assert lines[0].startswith("Triton 24.10 (2.51.0) at ")
+    assert all(len(line) <= 120 for line in lines)
+    assert [line.split()[0] for line in lines[1:7]] == ["model", "broken", "demo", "garbled", "slow", "spare"]
+    assert lines[7].startswith("broken: path_not_found: there is no folder ")
 
 
 def test_a_distant_triton_is_reached(server: TritonServer) -> None:
@@ -132,8 +144,9 @@ def test_generate_streams_what_generate_returns(server: TritonServer) -> None:
     assert completion["text"]
     assert streamed.stdout == completion["text"] + "\n"
     assert completion["num_output_tokens"] <= 12
-    piped = run(server, "generate", "demo", "--max-tokens=12", stdin="The model")
-    assert piped.stdout == streamed.stdout
+    for arguments in (("-m", "demo"), ("--model=demo", "-"), ("--model=demo", "The model")):
+        piped = run(server, "generate", *arguments, "--max-tokens=12", stdin="The model")
+        assert piped.stdout == streamed.stdout
 
 
 def test_generate_takes_any_parameter(server: TritonServer) -> None:
@@ -174,8 +187,40 @@ def test_chat_on_a_terminal(server: TritonServer) -> None:
         wait_until(lambda: num_running(server) == 0)
         terminal.type("/nonsense\n")
         terminal.wait_for("there is no command /nonsense")
-        terminal.type("/quit\n")
+        terminal.type("\x03")
+        terminal.wait_for("Ctrl+C again, or /bye, ends.")
+        terminal.type("\x03")
         assert terminal.wait() == 0
+
+
+def test_chat_on_a_terminal_has_commands(server: TritonServer) -> None:
+    steps = {
+        "/stats": "There is no answer yet.",
+        "/set temprature 1": "did you mean 'temperature'?",
+        "/set stream true": "stream is for the command to decide",
+        "/set max-tokens 600": "max_tokens = 600",
+        "Hello": "the conversation has ",
+        "/set max_tokens 8": "max_tokens = 8",
+        '"""\nHow are you?\nToday?\n"""': "... ",
+        "/model nobody": "there is no model 'nobody'",
+        "/model slow": "slow",
+    }
+    with Terminal("chat", "demo", f"--triton={server.grpc_url}") as terminal:
+        assert "(continuous engine, float32, context of 512 tokens)" in terminal.wait_for(">>> ")
+        for typed, sentence in steps.items():
+            terminal.type(f"{typed}\n")
+            terminal.wait_for(sentence)
+            terminal.wait_for(">>> ")
+        terminal.type("/set\n/stats\n")
+        terminal.wait_for("8 tokens in ")
+        terminal.wait_for(" tokens/s; the first after ")
+        terminal.type("/bye\n")
+        assert terminal.wait() == 0
+
+
+def test_a_shell_completes_models(server: TritonServer) -> None:
+    words = {"COMP_WORDS": "hf-triton status s", "COMP_CWORD": "2", "_HF_TRITON_COMPLETE": "bash_complete"}
+    assert hf_triton(HF_TRITON_SERVER=server.grpc_url, **words).stdout.split() == ["plain,slow", "plain,spare"]
 
 
 WRONG: dict[str, tuple[list[str], int, str]] = {
@@ -186,18 +231,18 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "model not ready": (["generate", "broken", "x"], 1, "the model 'broken' is not ready: path_not_found"),
     "chat with a model not ready": (["chat", "spare"], 1, "the model 'spare' is not ready"),
     "model that cannot be loaded": (["load", "broken"], 1, "broken: path_not_found"),
-    "folder that cannot be read": (["load", "garbled"], 1, "garbled: its config.pbtxt or folder cannot be read: `hf-"),
+    "folder that cannot be read": (["load", "garbled"], 1, "garbled: its config.pbtxt or folder cannot be read: `"),
     "stream door": (["generate", "demo_stream", "x"], 1, "wrong_task: the model 'demo_stream' generates no text but"),
     "adapter": (["generate", "demo:sql", "x"], 3, "an adapter of demo is named by --param lora_name=sql"),
     "unknown command of chat": (["chat", "demo"], 2, "there is no command /foo: /help lists them"),
-    "file that chat cannot write": (["chat", "demo"], 1, "nowhere/chat.json cannot be written"),
+    "file that chat cannot write": (["chat", "demo"], 2, "nowhere/chat.json cannot be written"),
     "several models": (["generate", "-"], 2, "there are several models, name one: demo, slow"),
-    "three words": (["generate", "demo", "The", "model"], 2, "quote the prompt"),
+    "three words": (["generate", "demo", "The", "model"], 2, "more than a prompt: quote it"),
     "empty prompt": (["generate", "demo", "-"], 2, "the prompt is empty"),
-    "empty prompt, one word": (["generate", "How can you be"], 2, "one argument is the model: `hf-triton"),
+    "too many tokens": (["generate", "demo", "x", "--max-tokens=1000"], 1, "leaves room for --max-tokens <= "),
     "temperature": (["generate", "demo", "x", "--temperature=-1"], 2, "-1"),
     "top_p": (["generate", "demo", "x", "--top-p=0"], 2, "0"),
-    "unknown parameter": (["generate", "demo", "x", "--param=tempratur=1"], 1, "did you mean 'temperature'?"),
+    "unknown parameter": (["generate", "demo", "x", "--param=tempratur=1"], 1, "did you mean '--temperature'?"),
     "value of a parameter": (["generate", "demo", "x", "--param=top_k=many"], 1, "top_k must be an integer"),
     "parameter without value": (["generate", "demo", "x", "--param=top_k"], 2, "must be KEY=VALUE, got 'top_k'"),
     "parameter twice": (["generate", "demo", "x", "--seed=1", "--param=seed=2"], 2, "seed is given twice"),
@@ -209,7 +254,6 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
 
 STDIN = {
     "empty prompt": "",
-    "empty prompt, one word": "",
     "unknown command of chat": "/foo\nHello",
     "file that chat cannot write": "/save nowhere/chat.json\nHello",
 }
@@ -224,6 +268,7 @@ def test_wrong_use_is_one_sentence(server: TritonServer, case: str) -> None:
     done = hf_triton(*arguments, *address, stdin=stdin)
     assert done.returncode == code, done.stderr
     assert sentence in refusal(done)
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 """`hf-triton serve` with names, checkpoints and folders, with tritonserver's flags, and wrong uses of both."""
 
 import json
+import re
 import shutil
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,17 +49,24 @@ def generate(port: int, name: str) -> object:
     return ask(port, f"/v2/models/{name}/generate", {"text_input": "Hello", "max_new_tokens": 4})["text_output"]
 
 
-def test_names_checkpoints_and_folders_are_served_at_once(hub: LoopbackHub, checkpoint: Path, tmp_path: Path) -> None:
+def test_names_checkpoints_and_folders_are_served_at_once(
+    hub: LoopbackHub, checkpoint: Path, tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    hub.add("a/classifier", save_task_checkpoint(tmp_path / "classifier", "bert", "sequence", num_labels=3))
+    labels = make_folder(tmp_path / "repository", "labels", huggingface_model="a/classifier")
     folder = tmp_path / "mine"
     shutil.copytree(ROOT / "falcon7b", folder)
     config = folder / "config.pbtxt"
     config.write_text(config.read_text().replace("tiiuae/falcon-7b", str(checkpoint)))
     before = sorted(tmp_path.rglob("*"))
-    what = [NAME, str(checkpoint), str(folder)]
+    what = [NAME, str(checkpoint), str(folder), str(labels)]
     environment = hub.environment() | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": ""}
     with running(*what, output=tmp_path / "output", **environment) as serving:
-        output = serving.wait_for("Ready: mine, qwen3-0.6b, tiny.")
-        serving.wait_for("/v1/")
+        output = serving.wait_for("/v1/")
+        assert len(re.findall(r"^(labels|mine|qwen3-0.6b|tiny): ready in ", output, re.MULTILINE)) == 4
+        serving.wait_for("Ctrl+C stops the server")
+        assert "label" in send(next(line for line in curl_lines(serving.output()) if "/v1/classify" in line[1]))
+        assert len(serving.output().splitlines()) <= 30
         texts = {generate(serving.http_port, name) for name in ("mine", "qwen3-0.6b", "tiny")}
     assert len(texts) == 1
     assert f"{NAME} (revision main): downloading" in output
@@ -70,7 +78,7 @@ def test_names_checkpoints_and_folders_are_served_at_once(hub: LoopbackHub, chec
 def test_settings_apply_to_what_has_no_folder(checkpoint: Path, tmp_path: Path) -> None:
     arguments = [str(checkpoint), "--stream", "--set", "max_output_length=3", "--no-openai"]
     with running(*arguments, output=tmp_path / "output") as serving:
-        serving.wait_for("Ready: tiny.")
+        serving.wait_for("tiny: ready in ")
         config = ask(serving.http_port, "/v2/models/tiny/config")
     assert config["model_transaction_policy"] == {"decoupled": True}
     assert config["parameters"]["max_output_length"] == {"string_value": "3"}  # type: ignore[index]
@@ -152,6 +160,6 @@ def test_printed_requests_fit_an_encoder(tmp_path: Path, head: str, config: dict
     with running(str(checkpoint), output=tmp_path / "output") as serving:
         output = serving.wait_for("Ctrl+C stops the server")
         answers = [json.loads(send(line)) for line in curl_lines(output)]
-    assert len(answers) == (1 if head == "answers" else 2)
+    assert len(answers) == 1
     assert all("error" not in answer for answer in answers)
     assert "encoder_stream" not in output

@@ -25,7 +25,7 @@ from tests.support.paths import ROOT, load_script
 
 README = ROOT / "README.md"
 DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
-GUIDES = (*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
+GUIDES = (*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md")
 DEMO = ROOT / "hf_triton" / "demo"
 MAX_README_LINES = 250
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One tritonserver and one gateway in front of it for all modules of a worker, and the real `openai` client."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anthropic
 import openai
@@ -14,9 +15,14 @@ from hf_triton.openai.config import GatewayConfig
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.chat import build_chat_checkpoint
 from tests.support.gateway import GatewayThread, add_demo
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, load_script
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL
 from tests.support.writing_model import CHATML, WRITING_MODEL
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from tests.support.chat_page import Chat
 
 NUM_TOKENS = 8
 """`max_output_length` of the tiny models, which never end by themselves."""
@@ -88,3 +94,32 @@ def responses(openai_agent: openai.OpenAI) -> Any:
 def messages(agents: GatewayThread) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=agents.url, api_key="none", max_retries=0, timeout=60) as connected:
         yield connected.messages
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    """A Chromium without a window; skips without one, unless REQUIRE_CHROMIUM=1 is set: `apt-get install chromium`."""
+    screenshot = load_script("screenshot_page")
+    executable = screenshot.find_chromium()
+    if executable is None and not os.environ.get("REQUIRE_CHROMIUM"):
+        pytest.skip("there is no Chromium: apt-get install chromium")
+    with screenshot.open_browser(executable) as browser:
+        yield browser
+
+
+@pytest.fixture
+def open_page(browser: "Browser") -> Iterator[Callable[..., "Chat"]]:
+    """Open a tab of a width, with its own storage: `open_page(390, color_scheme="dark")`."""
+    from tests.support.chat_page import WIDE, Chat
+
+    contexts = []
+
+    def open_(width: int = WIDE, **options: Any) -> Chat:
+        context = browser.new_context(viewport={"width": width, "height": 800}, **options)
+        context.set_default_timeout(20_000)
+        contexts.append(context)
+        return Chat(context.new_page())
+
+    yield open_
+    for context in contexts:
+        context.close()

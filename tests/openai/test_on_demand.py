@@ -315,7 +315,7 @@ def test_serve_loads_on_demand(repository: Path, tmp_path: Path) -> None:
     options = ("--on-demand", "--keep-alive=1h", "--max-loaded=1")
     with running(str(repository), *options, output=tmp_path / "output") as serving:
         output = serving.wait_for("Ctrl+C stops the server")
-        assert "Loaded on demand: broken, one, three, two." in output
+        assert "Loaded when asked for: broken, one, three, two." in output
         url = f"http://127.0.0.1:{serving.openai_port}"
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
             assert loaded(client) == set()

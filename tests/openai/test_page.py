@@ -7,28 +7,25 @@ Skipped without Chromium, unless REQUIRE_CHROMIUM=1 is set: `apt-get install chr
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Request, expect
+from playwright.sync_api import expect
 
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.testing import TritonServer
+from tests.support.chat_page import NARROW, WIDE, Chat, delta
 from tests.support.gateway import GatewayThread, num_running, wait_until
-from tests.support.paths import load_script
 
 pytestmark = pytest.mark.full  # `make test-page` runs it, too
 
-FIGURES = re.compile(r"\d+ tokens · [\d.e+]+ tokens/s · first token after [\d.]+ s")
+FIGURES = re.compile(r"[\d,]+ tokens · [\d,.]+ tokens/s · first token after [\d.]+ s")
 HTML = "<img src=x onerror=document.title='run'><b>bold</b>"
-WIDE, NARROW = 1280, 390
 IS_AT_END = "(e => e.scrollTop > 0 && e.scrollHeight - e.clientHeight - e.scrollTop < 2)(document.documentElement)"
 FOCUS_RING = """() => {
     const box = document.activeElement.closest(".box");
@@ -38,103 +35,9 @@ FOCUS_RING = """() => {
 ACCENTS = {"light": "rgb(11, 107, 93)", "dark": "rgb(98, 201, 181)"}
 
 
-class Chat:
-    """The page as its reader uses it, and what it asked of the network."""
-
-    def __init__(self, page: Page) -> None:
-        self.page = page
-        self.requests: list[Request] = []
-        self.errors: list[str] = []
-        page.on("request", lambda request: self.requests.append(request))
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("console", lambda line: self.errors.append(line.text) if line.type == "error" else None)
-
-    def open(self, url: str, model: str = "demo") -> Chat:
-        self.page.goto(url)
-        expect(self.page.locator("#model option").first).to_be_attached()
-        self.page.get_by_label("Model").select_option(model)
-        return self
-
-    def choose_slow(self) -> None:
-        """Choose the model of 10 tokens/s, and ask it for 15 seconds."""
-        self.page.get_by_label("Model").select_option("slow")
-        self.page.get_by_label("max_tokens").fill("150")
-
-    @property
-    def prompt(self) -> Any:
-        return self.page.get_by_label("Message", exact=True)
-
-    @property
-    def turn(self) -> Any:
-        return self.page.locator(".turn").last
-
-    @property
-    def answer(self) -> Any:
-        return self.turn.locator(".content")
-
-    def send(self, text: str) -> None:
-        self.prompt.fill(text)
-        self.prompt.press("Enter")
-
-    def ask(self, text: str) -> str:
-        """Send, and wait for the whole answer."""
-        self.send(text)
-        self.wait()
-        return str(self.answer.text_content())
-
-    def wait(self) -> None:
-        expect(self.turn.locator(".actions")).to_be_visible()
-
-    def do(self, action: str) -> None:
-        self.turn.get_by_role("button", name=action, exact=True).click()
-
-    def bodies(self) -> list[dict[str, Any]]:
-        """The bodies of the requests for answers, in order."""
-        return [json.loads(request.post_data or "") for request in self.requests if request.method == "POST"]
-
-    def script(self, *events: object, end: str = "data: [DONE]\n\n") -> None:
-        """Answer requests for chats with these events instead of the gateway's."""
-        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + end
-        headers = {"Content-Type": "text/event-stream"}
-        self.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=text, headers=headers))
-
-
-def delta(**fields: object) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
-
-
-# --- gateway and browser ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def url(gateway: GatewayThread) -> str:
     return gateway.url
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    screenshot = load_script("screenshot_page")
-    executable = screenshot.find_chromium()
-    if executable is None and not os.environ.get("REQUIRE_CHROMIUM"):
-        pytest.skip("there is no Chromium: apt-get install chromium")
-    with screenshot.open_browser(executable) as browser:
-        yield browser
-
-
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[..., Chat]]:
-    """Open a tab of a width, with its own storage: `open_page(390, color_scheme="dark")`."""
-    contexts = []
-
-    def open_(width: int = WIDE, **options: Any) -> Chat:
-        context = browser.new_context(viewport={"width": width, "height": 800}, **options)
-        context.set_default_timeout(20_000)
-        contexts.append(context)
-        return Chat(context.new_page())
-
-    yield open_
-    for context in contexts:
-        context.close()
 
 
 @pytest.fixture
@@ -182,6 +85,71 @@ def test_motion_stops_where_it_is_not_wanted(open_page: Callable[..., Chat], url
     assert chat.page.evaluate(caret) == "none"
 
 
+CONTRASTS = """() => {
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const rgb = (color, behind = [0, 0, 0]) => {
+        canvas.fillStyle = `rgb(${behind})`;
+        canvas.fillRect(0, 0, 1, 1);
+        canvas.fillStyle = color;
+        canvas.fillRect(0, 0, 1, 1);
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const light = (color) => color.map((value) => value / 255)
+        .map((value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4))
+        .reduce((sum, value, index) => sum + value * [0.2126, 0.7152, 0.0722][index], 0);
+    const background = (element) => {
+        if (!element) return [255, 255, 255];
+        return rgb(getComputedStyle(element).backgroundColor, background(element.parentElement));
+    };
+    const own = (element) => [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    const shown = [...document.body.querySelectorAll("*")].filter((element) =>
+        element.checkVisibility() && own(element) && !element.closest(".unseen, option"));
+    return shown.map((element) => {
+        const behind = background(element);
+        const [one, other] = [light(behind), light(rgb(getComputedStyle(element).color, behind))];
+        const contrast = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+        return [Math.round(contrast * 100) / 100, element.outerHTML.slice(0, 80)];
+    }).filter(([contrast]) => contrast < 4.5);
+}"""
+EVERYTHING = "# A\n\n**b** `c` [d](https://e.f)\n\n> g\n\n|h|i|\n|-|-|\n|j|k|\n\n```python\nl\n```"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_text_is_readable(open_page: Callable[..., Chat], url: str, width: int, scheme: str) -> None:
+    chat = open_page(width, color_scheme="light").open(url)
+    if width == NARROW:
+        chat.page.get_by_role("button", name="Settings").click()
+    chat.page.get_by_text(scheme.title(), exact=True).click()  # instead of the system's
+    chat.page.get_by_label("Other fields, as JSON").fill("{")
+    assert chat.page.evaluate(CONTRASTS) == []
+    chat.page.get_by_label("Other fields, as JSON").fill("")
+    if width == NARROW:
+        chat.page.get_by_role("button", name="Close").click()
+    chat.script(delta(reasoning_content="m"), delta(content=EVERYTHING), end="")
+    chat.send("Hello")
+    chat.wait()
+    expect(chat.turn.locator(".error")).to_be_visible()
+    chat.page.get_by_role("button", name="History").click()
+    assert chat.page.evaluate(CONTRASTS) == []
+    assert chat.page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    chat.page.reload()
+    expect(chat.page.locator("html")).to_have_css("color-scheme", scheme)
+
+
+def test_a_touch_screen_is_told_of_no_keys(open_page: Callable[..., Chat], url: str) -> None:
+    chat = open_page(NARROW, has_touch=True, is_mobile=True).open(url)
+    expect(chat.page.locator(".keys").first).to_be_hidden()
+    toggle = chat.page.get_by_role("button", name="Settings")
+    toggle.tap()
+    expect(toggle).to_have_attribute("aria-expanded", "true")
+    chat.page.get_by_role("button", name="Close").tap()
+    expect(chat.page.get_by_label("temperature")).to_be_hidden()
+    chat.page.get_by_role("button", name="Why are there two tides a day?").tap()
+    chat.wait()
+    assert chat.bodies()[0]["messages"][0]["content"] == "Why are there two tides a day?"
+
+
 # --- asking -----------------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +160,7 @@ def test_stop_keeps_what_has_come_and_frees_the_model(chat: Chat, triton: Triton
     chat.page.get_by_role("button", name="Stop").click()
     chat.wait()
     kept = chat.answer.text_content()
-    expect(chat.turn.locator(".figures")).to_have_text(re.compile("stopped$"))
+    expect(chat.turn.locator(".figures")).to_have_text(re.compile(r"[\d,.]+ tokens/s .* stopped$"))
     expect(chat.page.get_by_role("button", name="Send")).to_be_visible()
     wait_until(lambda: num_running(triton) == 0, timeout_s=5)
     chat.page.get_by_label("max_tokens").fill("2")
@@ -229,7 +197,8 @@ def test_each_turn_sends_the_conversation(chat: Chat) -> None:
 
 def test_parameters_reach_the_body_and_empty_ones_are_not_sent(chat: Chat) -> None:
     messages = [{"role": "user", "content": "Hello"}]
-    common = {"model": "demo", "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+    common = {"model": "demo", "messages": messages, "stream": True}
+    common["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     chat.ask("Hello")
     chat.page.get_by_role("button", name="New chat").click()
     for label, value in {"temperature": "0", "top_p": "0.9", "max_tokens": "12", "seed": "7"}.items():
@@ -244,10 +213,15 @@ def test_parameters_reach_the_body_and_empty_ones_are_not_sent(chat: Chat) -> No
 @pytest.mark.parametrize("fields", ['{"top_k": 5', "[1]", '{"n": 2}', '{"stream": false}'])
 def test_other_fields_that_cannot_be_sent_are_refused(chat: Chat, fields: str) -> None:
     chat.page.get_by_label("Other fields, as JSON").fill(fields)
+    problem = chat.page.locator("#extra-problem")
+    expect(problem).to_have_text(re.compile("^(This is not JSON|Write an object|The page sends)"))
     chat.send("Hello")
     expect(chat.page.get_by_label("Other fields, as JSON")).to_be_focused()
     expect(chat.prompt).to_have_value("Hello")
+    expect(problem).to_be_visible()
     assert chat.bodies() == []
+    chat.page.get_by_label("Other fields, as JSON").fill("")
+    expect(problem).to_be_hidden()
 
 
 def test_an_error_is_the_gateways_sentence(chat: Chat) -> None:
@@ -374,7 +348,10 @@ def test_keys_alone_suffice(chat: Chat) -> None:
 def test_escape_stops_and_the_focus_returns(chat: Chat) -> None:
     chat.choose_slow()
     chat.send("river")
-    chat.page.keyboard.press("Enter")  # nothing to send: an answer is running
+    chat.page.keyboard.type("mountain")
+    chat.page.keyboard.press("Enter")
+    expect(chat.page.locator("#note")).to_have_text(re.compile("^An answer is running"))
+    expect(chat.prompt).to_have_value("mountain")
     chat.page.keyboard.press("Escape")
     expect(chat.turn.locator(".figures")).to_have_text(re.compile("stopped$"))
     expect(chat.prompt).to_be_focused()
@@ -392,7 +369,9 @@ def test_settings_open_and_close_on_a_narrow_screen(open_page: Callable[..., Cha
     tab_to(chat, "temperature")
     chat.page.keyboard.type("0.5")
     chat.page.keyboard.press("Escape")
-    expect(chat.page.get_by_role("button", name="Settings")).to_be_focused()
+    toggle = chat.page.get_by_role("button", name="Settings")
+    expect(toggle).to_be_focused()
+    expect(toggle).to_have_attribute("aria-expanded", "false")
     tab_to(chat, "Message")
     chat.ask("Hello")
     assert chat.bodies()[0]["temperature"] == 0.5
@@ -455,7 +434,9 @@ def test_the_page_asks_for_the_key_and_keeps_it_in_the_tab(
         command = chat.page.evaluate("navigator.clipboard.readText()")
         assert '-H "Authorization: Bearer $OPENAI_API_KEY"' in command
         assert "right-key" not in command
-        assert chat.page.evaluate("[localStorage.length, document.cookie, sessionStorage.length]") == [0, "", 1]
+        kept = chat.page.evaluate("[Object.entries(localStorage).join(), document.cookie]")
+        assert "right-key" not in kept[0]
+        assert kept[1] == ""
         (tmp_path / "keys").write_text("new-key\n")
         chat.page.wait_for_timeout(1_100)  # the gateway looks at the file once a second
         chat.send("Hello again")

@@ -28,6 +28,8 @@ READY: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Folders: the model that each names, the head that it needs and its config."""
 FAMILIES = {"sentiment": "distilbert", "ner": "bert", "qa": "roberta", "reranker": "xlm-roberta"}
+MASKS = "acme/masks"
+"""A name on the Hub: on the first start no file of it is on disk."""
 INFERRED = {"masks": "masks", "scores": "sequence"}
 LABELS = {"id2label": {0: "contradiction", 1: "entailment"}, "label2id": {"contradiction": 0, "entailment": 1}}
 
@@ -51,10 +53,11 @@ def server(
     repository = tmp_path_factory.mktemp("repository")
     for name in READY:
         shutil.copytree(ROOT / name, repository / name)
-    make_folder(repository, "masks", huggingface_model=checkpoints["masks"])  # its files say what it does
+    make_folder(repository, "masks", huggingface_model=MASKS)  # its files say what it does
     make_folder(repository, "labels", huggingface_model=checkpoints["labels"], task="zero-shot-classification")
     shutil.copytree(ROOT / "qa", repository / "transformer")
     with LoopbackHub() as hub:
+        hub.add(MASKS, checkpoints["masks"])
         for name, (model, _, _) in READY.items():
             hub.add(model, checkpoints[name])
         home = {"HF_HOME": str(tmp_path_factory.mktemp("home"))}

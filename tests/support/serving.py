@@ -8,8 +8,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from hf_triton.server import free_ports
 
@@ -20,17 +21,26 @@ PORTS = ("http", "grpc", "metrics", "openai")
 class Serving:
     """A `hf-triton serve` process and what it has printed."""
 
-    def __init__(self, *arguments: str, output: Path, **environment: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        output: Path,
+        command: Path = COMMAND,
+        folder: Path | None = None,
+        environment: Mapping[str, str] = os.environ,
+        **variables: str,
+    ) -> None:
         ports = free_ports(len(PORTS))
         self.http_port, self.openai_port = ports[0], ports[-1]
         self._output = output
         with output.open("wb") as file:
             self.process = subprocess.Popen(
-                [COMMAND, "serve", *port_options(ports), *arguments],
+                [command, "serve", *port_options(ports), *arguments],
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                env=os.environ | environment,
+                cwd=folder,
+                env={**environment, **variables},
             )
 
     def wait_for(self, output: str, limit_s: float = 120.0) -> str:
@@ -46,10 +56,10 @@ class Serving:
 
     def descendants(self) -> list[int]:
         """All processes below this one, in any group or session."""
-        return _descendants(self.process.pid)
+        return descendants(self.process.pid)
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -58,12 +68,12 @@ def _descendants(pid: int) -> list[int]:
             continue
         if int(fields[1]) == pid:
             children.append(int(stat.parent.name))
-    return children + [descendant for child in children for descendant in _descendants(child)]
+    return children + [descendant for child in children for descendant in descendants(child)]
 
 
 @contextlib.contextmanager
-def running(*arguments: str, output: Path, **environment: str) -> Iterator[Serving]:
-    serving = Serving(*arguments, output=output, **environment)
+def running(*arguments: str, output: Path, **options: Any) -> Iterator[Serving]:
+    serving = Serving(*arguments, output=output, **options)
     try:
         yield serving
     finally:

@@ -16,3 +16,10 @@ def test_importing_loads_nothing_heavy(module: str) -> None:
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert module in listed
     assert HEAVY & set(listed) == set()
+
+
+@pytest.mark.parametrize("module", ["hf_triton", "hf_triton.cli"])
+def test_a_command_starts_without_what_others_need(module: str) -> None:
+    command = [sys.executable, "-c", LISTS_MODULES.format(module=module)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert {"fastapi", "grpc", "numpy", "pydantic", "rich"} & set(listed) == set()

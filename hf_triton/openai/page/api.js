@@ -4,17 +4,21 @@
 const ROOT = new URL("../", import.meta.url);
 
 export class ApiError extends Error {
-  constructor(message, status) {
+  constructor(message, status, code) {
     super(message);
-    this.status = status;
+    Object.assign(this, { status, code });
   }
 }
 
-/** The names of the models. */
+/** The models: of each its `id`, its `task`, and what else the gateway tells. */
 export async function listModels(key) {
-  const response = await call("v1/models", key);
-  const models = (await response.json()).data;
-  return models.filter((model) => (model.task ?? "text-generation") === "text-generation").map((model) => model.id);
+  const models = (await (await call("v1/models", key)).json()).data;
+  return models.map((model) => ({ task: "text-generation", ...model })); // one that was never loaded tells no task
+}
+
+/** POST a body; the answer. */
+export async function post({ path, body }, key) {
+  return (await call(path, key, { method: "POST", body })).json();
 }
 
 /** POST a body and yield the stream's chunks. */
@@ -23,7 +27,7 @@ export async function* stream({ path, body }, key, signal) {
   for await (const data of readEvents(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new ApiError(chunk.error.message, response.status);
+    if (chunk.error) throw new ApiError(chunk.error.message, response.status, chunk.error.code);
     yield chunk;
   }
   throw new ApiError("The connection ended before the answer did.", response.status);
@@ -55,15 +59,11 @@ async function call(path, key, options = {}) {
 
 async function readError(response) {
   const text = await response.text();
-  return new ApiError(errorSentence(text) ?? `The gateway answers ${response.status}: ${text.slice(0, 300)}`, response.status);
-}
-
-function errorSentence(text) {
+  let error = { message: `The gateway answers ${response.status}: ${text.slice(0, 300)}` };
   try {
-    return JSON.parse(text).error?.message;
-  } catch {
-    return undefined;
-  }
+    error = JSON.parse(text).error ?? error;
+  } catch {} // a proxy's page
+  return new ApiError(error.message, response.status, error.code);
 }
 
 /** Yield the data of each event. A line ends with a newline; what is no `data:` line carries nothing here. */

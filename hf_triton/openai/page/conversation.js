@@ -5,47 +5,33 @@ const OF_THE_PAGE = ["model", "messages", "prompt", "stream", "stream_options", 
 
 /** A prompt and its answer, as far as it has come. Times are milliseconds since the page was opened. */
 export function newTurn(prompt, settings) {
-  return {
-    prompt,
-    model: settings.model,
-    mode: settings.mode,
-    request: null,
-    isRunning: true,
-    wasStopped: false,
-    error: null,
-    content: "",
-    reasoning: "",
-    toolCalls: [],
-    usage: null,
-    finishReason: null,
-    startMs: performance.now(),
-    firstMs: null,
-    lastMs: null,
-  };
+  const state = { isRunning: true, wasStopped: false, error: null, usage: null, finishReason: null };
+  const times = { startMs: performance.now(), firstMs: null, lastMs: null };
+  return { prompt, settings, content: "", reasoning: "", toolCalls: [], ...state, ...times };
 }
 
 /** The path and the body that ask for a turn's answer, after the turns before it. */
-export function buildRequest(turns, prompt, settings) {
-  const isChat = settings.mode === "chat";
-  const input = isChat ? { messages: [...history(turns, settings.system), { role: "user", content: prompt }] } : { prompt };
-  const streaming = { stream: true, stream_options: { include_usage: true } };
-  return {
-    path: isChat ? "v1/chat/completions" : "v1/completions",
-    body: JSON.stringify({ model: settings.model, ...input, ...settings.parameters, ...streaming }),
-  };
+export function buildRequest(turns, turn) {
+  const { prompt, settings } = turn;
+  const before = history(turns.slice(0, turns.indexOf(turn)), settings.system);
+  const [path, input] =
+    settings.mode === "chat"
+      ? ["v1/chat/completions", { messages: [...before, { role: "user", content: prompt }] }]
+      : ["v1/completions", { prompt }];
+  const streaming = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+  return { path, body: JSON.stringify({ model: settings.model, ...input, ...settings.parameters, ...streaming }) };
 }
 
 /** Why text cannot be the other fields of a request; empty if it can. */
 export function otherFieldsProblem(text) {
-  let fields;
   try {
-    fields = JSON.parse(text || "{}");
+    const fields = JSON.parse(text || "{}");
+    if (Object.prototype.toString.call(fields) !== "[object Object]") return 'Write an object, such as {"top_k": 40}.';
+    const taken = OF_THE_PAGE.find((name) => name in fields);
+    return taken ? `The page sends ${taken} itself, and shows one answer: leave it out.` : "";
   } catch (error) {
     return `This is not JSON: ${error.message}`;
   }
-  if (fields === null || typeof fields !== "object" || Array.isArray(fields)) return 'Write an object, such as {"top_k": 40}.';
-  const taken = OF_THE_PAGE.find((name) => name in fields);
-  return taken ? `The page sends ${taken} itself, and shows one answer: leave it out.` : "";
 }
 
 /** Add a chunk of the stream to its turn. */
@@ -64,26 +50,45 @@ export function addChunk(turn, chunk) {
   }
 }
 
+/** A number as people write it, of three significant digits or all before the point: 0.042, 1,140. */
+export function figure(number) {
+  return number.toLocaleString("en-US", number < 100 ? { maximumSignificantDigits: 3 } : { maximumFractionDigits: 0 });
+}
+
 /** The figures of an answer in words: tokens, their rate, the time to the first one, how it ended. */
 export function describe(turn) {
   const tokens = turn.usage?.completion_tokens;
   const figures = [];
-  if (tokens !== undefined) figures.push(`${tokens} ${tokens === 1 ? "token" : "tokens"}`);
-  if (tokens > 0 && turn.firstMs !== null) figures.push(`${tokensPerSecond(turn, tokens).toPrecision(3)} tokens/s`);
+  if (tokens !== undefined) figures.push(`${figure(tokens)} ${tokens === 1 ? "token" : "tokens"}`);
+  if (tokens > 0 && turn.firstMs !== null) figures.push(`${figure(tokensPerSecond(turn, tokens))} tokens/s`);
   if (turn.firstMs !== null) figures.push(`first token after ${((turn.firstMs - turn.startMs) / 1000).toFixed(2)} s`);
   if (turn.wasStopped) figures.push("stopped");
+  else if (turn.finishReason === "length") figures.push("cut at max_tokens");
   else if (turn.finishReason && turn.finishReason !== "stop") figures.push(`ended by ${turn.finishReason}`);
   return figures.join(" · ");
+}
+
+/** Tokens of the model's context that a conversation takes, by its last answer; 0 if none says. */
+export function contextUsed(turns) {
+  const { prompt_tokens: prompt = 0, completion_tokens: completion = 0 } = turns.findLast(({ usage }) => usage)?.usage ?? {};
+  return prompt + completion;
+}
+
+/** After an error about the context: the `max_tokens` that would fit, 0 if none does; undefined after other errors. */
+export function roomLeft({ error }) {
+  if (error?.code !== "context_length_exceeded") return undefined;
+  return Number(/max_tokens <= (\d+)/.exec(error.message)?.[1] ?? 0);
 }
 
 /** After the first token; over the whole answer if it came in one piece. */
 function tokensPerSecond(turn, tokens) {
   const streamedMs = turn.lastMs - turn.firstMs;
-  return streamedMs > 0 && tokens > 1 ? ((tokens - 1) * 1000) / streamedMs : (tokens * 1000) / (turn.lastMs - turn.startMs);
+  if (streamedMs > 0 && tokens > 1) return ((tokens - 1) * 1000) / streamedMs;
+  return (tokens * 1000) / (turn.lastMs - turn.startMs);
 }
 
 function history(turns, system) {
-  const answered = turns.filter((turn) => turn.mode === "chat" && (turn.content || turn.toolCalls.length));
+  const answered = turns.filter((turn) => turn.settings.mode === "chat" && (turn.content || turn.toolCalls.length));
   const messages = answered.flatMap((turn) => [{ role: "user", content: turn.prompt }, assistantMessage(turn)]);
   return system ? [{ role: "system", content: system }, ...messages] : messages;
 }

@@ -1,150 +1,214 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chat page: what a key or a button does. The key of the gateway lives in this tab's sessionStorage alone.
+// The page: what a key or a button does. The key of the gateway lives in this tab's sessionStorage alone.
 
 import { ApiError, curlCommand, listModels, stream } from "./api.js";
-import { addChunk, buildRequest, newTurn } from "./conversation.js";
-import { readSettings, watchOtherFields } from "./settings.js";
+import { addChunk, buildRequest, contextUsed, figure, newTurn, roomLeft } from "./conversation.js";
+import * as history from "./history.js";
+import * as settings from "./settings.js";
+import { hasForm, showForm } from "./tasks.js";
+import { attempt } from "./store.js";
 import { TurnView, announce, copy, followTheEnd } from "./view.js";
 
 const KEY = "hf_triton.openai.key";
+const OPEN = "hf_triton.open"; // the conversation of this tab
+const NEARLY_FULL = 0.9; // of a model's context
 const WIDE = window.matchMedia("(min-width: 60rem)");
 const $ = (id) => document.getElementById(id);
+const form = $("settings-form");
+const keptModel = settings.restoreSettings(form);
 
-let turns = [];
+let models = [];
+let conversation = history.newConversation();
 let running = null; // the AbortController of the answer that is streaming
 let isEditing = false;
 let retryWithKey = null; // what to do again once there is a key
 
-// --- asking ---------------------------------------------------------------------------------------------------------
+const theKey = () => attempt(() => sessionStorage.getItem(KEY), null);
+const model = () => models.find(({ id }) => id === $("model").value);
 
-/** Ask, instead of the last turn or after it; false if something is running or a setting is bad. */
+// --- asking ---------------------------------------------------------------------------------------------------------
+/** Ask, instead of the last turn or after it; false if an answer is running or a setting is bad. */
 function ask(prompt, { instead = false } = {}) {
   if (!isSettled()) return false;
-  const settings = { ...readSettings($("settings-form")), model: $("model").value };
-  if (instead) turns.pop().view.element.remove();
-  const turn = newTurn(prompt, settings);
-  turn.request = buildRequest(turns, prompt, settings);
-  turn.view = new TurnView(turn);
-  turns.push(turn);
-  endEditing();
-  followTheEnd(() => $("turns").append(turn.view.element));
+  if (instead) conversation.turns.pop().view.element.remove();
+  const turn = newTurn(prompt, { ...settings.readSettings(form), model: model().id });
+  setEditing(null);
+  followTheEnd(() => addTurn(turn));
   window.scrollTo(0, document.documentElement.scrollHeight);
   run(turn);
   return true;
 }
 
+function addTurn(turn) {
+  turn.view = new TurnView(turn);
+  conversation.turns.push(turn);
+  $("turns").append(turn.view.element);
+}
+
 async function run(turn) {
   const controller = new AbortController();
+  const { turns } = conversation;
   setRunning(controller);
+  keep();
   announce("The model answers.");
   try {
-    for await (const chunk of stream(turn.request, sessionStorage.getItem(KEY), controller.signal)) {
+    for await (const chunk of stream(buildRequest(turns, turn), theKey(), controller.signal)) {
       addChunk(turn, chunk);
-      turn.view.update();
+      turn.view.updateSoon();
     }
   } catch (error) {
     fail(turn, error, controller.signal.aborted);
   }
-  if (running === controller) setRunning(null);
   turn.isRunning = false;
   turn.view.update();
+  if (running !== controller) return; // another conversation is open
+  setRunning(null);
+  keep();
   announce(turn.error?.message ?? turn.content);
 }
 
 function fail(turn, error, isAborted) {
-  if (isAborted) {
-    turn.wasStopped = true;
-    return;
-  }
-  turn.error = error instanceof ApiError ? error : new ApiError(`The connection broke: ${error.message}`, 0);
-  if (error.status === 401) askForKey(() => turns.at(-1) === turn && ask(turn.prompt, { instead: true }));
+  turn.wasStopped = isAborted;
+  if (isAborted) return;
+  const message = error instanceof ApiError ? error.message : `The connection broke: ${error.message}`;
+  turn.error = { message, code: error.code };
+  if (error.status === 401) askForKey(() => conversation.turns.at(-1) === turn && ask(turn.prompt, { instead: true }));
 }
 
-/** Whether a model is chosen, nothing is running, and the browser accepts the settings; it shows the first bad one. */
+/** Whether a model is chosen, nothing is running, and the settings can be sent; it shows the first that cannot. */
 function isSettled() {
-  if (running || !$("model").value) return false;
-  if ($("settings-form").checkValidity()) return true;
-  showSettings(true);
-  return $("settings-form").reportValidity();
-}
-
-function stop() {
-  running?.abort();
-  $("prompt").focus();
+  show("note", running ? "An answer is running. Stop it first, or wait: your text stays." : "");
+  if (running || !model()) return false;
+  if (form.checkValidity()) return true;
+  showPanel("settings", true);
+  if (form.elements.extra.validity.customError) form.elements.extra.focus(); // its problem stands beside it
+  else form.reportValidity();
+  return false;
 }
 
 function setRunning(controller) {
   running = controller;
   $("send").textContent = running ? "Stop" : "Send";
   document.body.classList.toggle("busy", Boolean(running));
+  show("note", "");
 }
 
 // --- the composer ---------------------------------------------------------------------------------------------------
-
 function send() {
   const text = $("prompt").value;
   if (text.trim() && ask(text, { instead: isEditing })) $("prompt").value = "";
 }
 
-function edit(turn) {
-  isEditing = true;
-  $("editing").hidden = false;
-  turn.view.element.classList.add("edited");
-  $("prompt").value = turn.prompt;
+/** Edit a turn, the last one, or none. */
+function setEditing(turn) {
+  if (turn || isEditing) $("prompt").value = turn?.prompt ?? ""; // otherwise a draft stays
+  isEditing = Boolean(turn);
+  $("editing").hidden = !turn;
+  conversation.turns.at(-1)?.view.element.classList.toggle("edited", isEditing);
   $("prompt").focus();
 }
 
-function endEditing() {
-  isEditing = false;
-  $("editing").hidden = true;
-  turns.at(-1)?.view.element.classList.remove("edited");
-}
-
-function clear() {
-  running?.abort();
-  setRunning(null);
-  turns = [];
-  endEditing();
-  $("turns").replaceChildren();
-  $("prompt").focus();
+/** Show a sentence, or take it away if it is empty. */
+function show(id, sentence) {
+  $(id).textContent = sentence;
+  $(id).hidden = !sentence;
 }
 
 const ACTIONS = {
   copy: (turn, button) => copy(turn.content, button),
-  curl: (turn, button) => copy(curlCommand(turn.request, sessionStorage.getItem(KEY) !== null), button),
-  edit: (turn) => edit(turn),
+  "copy-code": (turn, button) => copy(button.closest(".code").querySelector("code").textContent, button),
+  curl: (turn, button) => copy(curlCommand(buildRequest(conversation.turns, turn), theKey() !== null), button),
+  edit: setEditing,
   regenerate: (turn) => ask(turn.prompt, { instead: true }),
   switch: (turn) => {
-    $("settings-form").elements.mode.value = "completion";
-    showMode();
-    ask(turn.prompt, { instead: turn === turns.at(-1) });
+    form.elements.mode.value = "completion";
+    onSettings();
+    ask(turn.prompt, { instead: turn === conversation.turns.at(-1) });
+  },
+  anew: (turn) => {
+    open(history.newConversation());
+    ask(turn.prompt);
+  },
+  lower: (turn) => {
+    form.elements.max_tokens.value = roomLeft(turn);
+    onSettings();
+    ask(turn.prompt, { instead: true });
   },
 };
 
 function act(event) {
   const button = event.target.closest("[data-action]");
-  const turn = turns.find(({ view }) => view.element.contains(button));
+  const turn = conversation.turns.find(({ view }) => view.element.contains(button));
   if (turn) ACTIONS[button.dataset.action](turn, button);
 }
 
-// --- models, key, settings ------------------------------------------------------------------------------------------
+// --- conversations --------------------------------------------------------------------------------------------------
+/** Show a conversation instead of the one that is open, whose answer stops. */
+function open(other) {
+  stopAndKeep();
+  setRunning(null);
+  setEditing(null);
+  if (!WIDE.matches) showPanels();
+  conversation = { ...other, turns: [] };
+  attempt(() => sessionStorage.setItem(OPEN, conversation.id));
+  $("turns").replaceChildren();
+  other.turns.forEach(addTurn);
+  window.scrollTo(0, document.documentElement.scrollHeight);
+  showHistory();
+}
 
+function stopAndKeep() {
+  if (!running) return;
+  running.abort();
+  keep();
+}
+
+/** Keep the conversation in this browser, and draw what tells its state. */
+function keep() {
+  const isKept = !conversation.turns.length || history.saveConversation(conversation);
+  $("unkept").hidden = isKept;
+  showHistory();
+}
+
+function showHistory() {
+  history.drawHistory($("chats"), conversation.id);
+  const [used, size] = [contextUsed(conversation.turns), model()?.max_model_len ?? 0];
+  $("context").hidden = !used || !size;
+  Object.assign($("context-meter"), { max: size, value: used, high: NEARLY_FULL * size });
+  const advice = used > NEARLY_FULL * size ? " It is nearly full: start a new chat." : "";
+  $("context-text").textContent = `${figure(used)} of ${figure(size)} tokens of context.${advice}`;
+}
+
+function onHistory({ target }) {
+  const { open: opened, remove } = target.closest("button")?.dataset ?? {};
+  if (opened) open(history.openConversation(opened));
+  else if (remove) forget([remove]);
+}
+
+/** Delete what is kept, and open a new conversation if the open one was among it. */
+function forget(ids) {
+  ids.forEach(history.deleteConversation);
+  if (!ids.includes(conversation.id)) return showHistory();
+  conversation.turns = [];
+  open(history.newConversation());
+}
+
+// --- models, key, settings ------------------------------------------------------------------------------------------
 async function loadModels() {
   try {
-    const names = await listModels(sessionStorage.getItem(KEY));
-    const chosen = $("model").value;
-    $("model").replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
-    showProblem(names.length ? "" : "The server has no model that is ready. Load one, then reload this page.");
+    const chosen = $("model").value || keptModel;
+    models = (await listModels(theKey())).filter(({ task }) => task === "text-generation" || hasForm(task));
+    $("model").replaceChildren(...models.map(({ id }) => new Option(id, id, false, id === chosen)));
+    show("problem", models.length ? "" : "The server has no model that is ready for this page. Load one, then reload.");
   } catch (error) {
     if (error.status === 401) askForKey(loadModels);
-    else showProblem(error.message);
+    else show("problem", error.message);
   }
-  showModel();
+  onModel();
 }
 
 function askForKey(retry) {
-  const isRefused = sessionStorage.getItem(KEY) !== null;
-  showProblem(isRefused ? "The gateway refuses this API key." : "");
+  show("problem", theKey() === null ? "" : "The gateway refuses this API key.");
   retryWithKey = retry;
   $("key-form").hidden = false;
   $("key").focus();
@@ -159,29 +223,44 @@ async function useKey() {
   if (retryWithKey !== loadModels && $("key-form").hidden) retryWithKey();
 }
 
-function showProblem(sentence) {
-  $("problem").textContent = sentence;
-  $("problem").hidden = !sentence;
+/** Show what the chosen model can do: a conversation, or the form of its task. */
+function onModel() {
+  const isEncoder = hasForm(model()?.task);
+  document.body.classList.toggle("encoder", isEncoder);
+  document.querySelectorAll(".model-name").forEach((element) => (element.textContent = $("model").value));
+  $("task-name").textContent = model()?.task ?? "";
+  if (isEncoder) showForm($("task"), model(), theKey);
+  settings.showDefaults(form, model()?.defaults);
+  showHistory();
+  onSettings();
 }
 
-function showModel() {
-  document.querySelector("#welcome .name").textContent = $("model").value;
-}
-
-function showMode() {
-  const mode = $("settings-form").elements.mode.value;
+function onSettings() {
+  const mode = form.elements.mode.value;
   document.body.dataset.mode = mode;
+  document.documentElement.dataset.theme = form.elements.theme.value;
   $("prompt").placeholder = mode === "chat" ? "Message" : "Text to continue";
+  settings.checkOtherFields(form);
+  $("settings-toggle").classList.toggle("changed", settings.hasSettings(form));
+  if (models.length) settings.keepSettings(form, $("model").value);
 }
 
-/** On a narrow screen the settings cover the conversation, which then takes no focus. */
-function showSettings(isShown) {
-  $("settings").hidden = !isShown;
-  $("toggle").setAttribute("aria-expanded", isShown);
+// --- panels and keys ------------------------------------------------------------------------------------------------
+/** Show or hide the history or the settings. On a narrow screen they cover the conversation, which takes no focus. */
+function showPanel(name, isShown) {
+  if (!isShown && $(name).contains(document.activeElement)) $(`${name}-toggle`).focus();
+  for (const panel of ["history", "settings"]) {
+    if (panel === name) $(panel).hidden = !isShown;
+    else if (isShown && !WIDE.matches) $(panel).hidden = true;
+    $(`${panel}-toggle`).setAttribute("aria-expanded", !$(panel).hidden);
+  }
   document.querySelector("main").inert = isShown && !WIDE.matches;
 }
 
-// --- keys -----------------------------------------------------------------------------------------------------------
+function showPanels() {
+  showPanel("history", false);
+  showPanel("settings", WIDE.matches);
+}
 
 function onPromptKey(event) {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -191,35 +270,42 @@ function onPromptKey(event) {
 
 function onEscape(event) {
   if (event.key !== "Escape" || $("copy-dialog").open) return;
-  if (running) stop();
-  else if (isEditing) {
-    $("prompt").value = "";
-    endEditing();
-  } else if (!WIDE.matches && !$("settings").hidden) {
-    showSettings(false);
-    $("toggle").focus();
-  }
+  const shown = WIDE.matches ? undefined : ["history", "settings"].find((name) => !$(name).hidden);
+  if (shown) showPanel(shown, false);
+  else if (running) running.abort();
+  else if (isEditing) setEditing(null);
 }
 
-function onSubmit(form, action) {
-  $(form).addEventListener("submit", (event) => {
-    event.preventDefault();
-    action();
+/** Do something at an event of an element; the page sends no form itself. */
+function on(id, type, action) {
+  $(id).addEventListener(type, (event) => {
+    if (type === "submit") event.preventDefault();
+    action(event);
   });
 }
 
-onSubmit("composer", () => (running ? stop() : send()));
-onSubmit("key-form", useKey);
-onSubmit("settings-form", () => {});
-watchOtherFields($("settings-form"));
-$("prompt").addEventListener("keydown", onPromptKey);
-$("turns").addEventListener("click", act);
-$("clear").addEventListener("click", clear);
-$("model").addEventListener("change", showModel);
-$("toggle").addEventListener("click", () => showSettings($("settings").hidden));
-$("settings-form").addEventListener("change", showMode);
+on("composer", "submit", () => (running ? running.abort() : send()));
+on("key-form", "submit", useKey);
+on("settings-form", "submit", () => {});
+on("settings-form", "input", onSettings);
+on("prompt", "keydown", onPromptKey);
+on("turns", "click", act);
+on("starters", "click", ({ target }) => target.matches("button") && ask(target.textContent));
+on("model", "change", onModel);
+on("new", "click", () => open(history.newConversation()));
+on("chats", "click", onHistory);
+on("delete-all", "click", () => window.confirm("Delete all conversations?") && forget(history.keptIds()));
+on("export-json", "click", () => history.exportConversation(conversation, "json"));
+on("export-markdown", "click", () => history.exportConversation(conversation, "md"));
+on("reset", "click", () => settings.resetSettings(form));
+for (const name of ["history", "settings"]) {
+  on(`${name}-toggle`, "click", () => showPanel(name, $(name).hidden));
+  on(`${name}-close`, "click", () => showPanel(name, false));
+}
 document.addEventListener("keydown", onEscape);
-WIDE.addEventListener("change", () => showSettings(WIDE.matches));
-showSettings(WIDE.matches);
-showMode();
+window.addEventListener("pagehide", stopAndKeep);
+WIDE.addEventListener("change", showPanels);
+showPanels();
+onSettings();
+open(history.openConversation(attempt(() => sessionStorage.getItem(OPEN))));
 loadModels();

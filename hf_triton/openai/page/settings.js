@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads the settings' form. A field that is left empty is not sent; what a value may be is the gateway's to say.
+// Reads and keeps the settings' form. An empty field is not sent; what a value may be is the gateway's to say.
 
 import { otherFieldsProblem } from "./conversation.js";
+import { read, write } from "./store.js";
 
+const SETTINGS = "settings";
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const SENT = [...NUMBERS, "system", "stop", "extra"];
 const ESCAPES = { "\\n": "\n", "\\t": "\t", "\\\\": "\\" };
 
 /** The mode, the system prompt, and the parameters as they are sent. The form must be valid. */
@@ -22,10 +25,42 @@ export function readSettings(form) {
   };
 }
 
-/** Let the browser refuse other fields that cannot be sent. */
-export function watchOtherFields(form) {
+/** Fill the form with what was kept; the model that was chosen. */
+export function restoreSettings(form) {
+  const { model, ...kept } = read(SETTINGS) ?? {};
+  for (const [name, value] of Object.entries(kept)) {
+    if (name in form.elements) form.elements[name].value = value;
+  }
+  checkOtherFields(form);
+  return model;
+}
+
+export function keepSettings(form, model) {
+  write(SETTINGS, { ...Object.fromEntries(new FormData(form)), model });
+}
+
+export function resetSettings(form) {
+  SENT.forEach((name) => (form.elements[name].value = ""));
+  form.dispatchEvent(new Event("input"));
+}
+
+/** Whether a request would differ from one without settings. */
+export function hasSettings(form) {
+  return SENT.some((name) => form.elements[name].value.trim());
+}
+
+/** Show what holds for empty fields: `defaults` of the model. */
+export function showDefaults(form, defaults = {}) {
+  NUMBERS.forEach((name) => (form.elements[name].placeholder = defaults[name] ?? ""));
+}
+
+/** Say beside the field why other fields cannot be sent. */
+export function checkOtherFields(form) {
   const { extra } = form.elements;
-  extra.addEventListener("input", () => extra.setCustomValidity(otherFieldsProblem(extra.value)));
+  const problem = otherFieldsProblem(extra.value);
+  extra.setCustomValidity(problem);
+  extra.ariaInvalid = String(Boolean(problem));
+  document.getElementById("extra-problem").textContent = problem;
 }
 
 function unescape(line) {

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Draws turns. A model's output is data: it enters the document as text, never as markup.
 
-import { describe } from "./conversation.js";
+import { describe, roomLeft } from "./conversation.js";
+import { make } from "./inline.js";
+import { Markdown } from "./markdown.js";
 
 const NEAR_THE_END_PX = 80;
 
@@ -9,11 +11,12 @@ const NEAR_THE_END_PX = 80;
 export class TurnView {
   constructor(turn) {
     this.turn = turn;
+    this.isChat = turn.settings.mode === "chat";
     this.element = document.getElementById("turn-template").content.firstElementChild.cloneNode(true);
     this.part(".prompt").textContent = turn.prompt;
-    this.part(".speaker").textContent = turn.model;
-    this.content = addText(this.part(".content"));
-    this.reasoning = addText(this.part(".reasoning .text"));
+    this.part(".speaker").textContent = turn.settings.model;
+    this.part(".content").classList.toggle("text", !this.isChat);
+    this.markdown = new Markdown(this.part(".content"));
     this.update();
   }
 
@@ -21,21 +24,35 @@ export class TurnView {
     return this.element.querySelector(selector);
   }
 
+  /** Draw before the next frame, however many chunks come until then. */
+  updateSoon() {
+    this.frame ??= requestAnimationFrame(() => this.update());
+  }
+
   update() {
-    const { turn } = this;
-    followTheEnd(() => {
-      grow(this.content, turn.mode === "chat" ? turn.content.trimStart() : turn.content);
-      grow(this.reasoning, turn.reasoning.trimStart());
-      this.part(".reasoning").hidden = !turn.reasoning;
-      this.part(".tool-calls").replaceChildren(...turn.toolCalls.map(drawToolCall));
-      this.part(".error").textContent = turn.error?.message ?? "";
-      this.part(".error").hidden = !turn.error;
-      this.part(".figures").textContent = describe(turn);
-      this.part(".actions").hidden = turn.isRunning;
-      this.part("[data-action=switch]").hidden = !lacksChatTemplate(turn);
-      this.part("[data-action=copy]").hidden = !turn.content;
-      this.element.classList.toggle("running", turn.isRunning);
-    });
+    cancelAnimationFrame(this.frame);
+    this.frame = undefined;
+    followTheEnd(() => this.draw(this.turn));
+  }
+
+  draw(turn) {
+    if (this.isChat) this.markdown.update(turn.content.trimStart());
+    else grow(this.part(".content"), turn.content);
+    grow(this.part(".reasoning .text"), turn.reasoning.trimStart());
+    this.part(".reasoning").hidden = !turn.reasoning;
+    const calls = turn.toolCalls.map(({ function: called }) => make("pre", "", `${called.name}(${called.arguments})`));
+    this.part(".tool-calls").replaceChildren(...calls);
+    this.part(".error").textContent = turn.error?.message ?? "";
+    this.part(".error").hidden = !turn.error;
+    this.part(".figures").textContent = describe(turn);
+    this.part(".actions").hidden = turn.isRunning;
+    const room = roomLeft(turn);
+    this.part("[data-action=switch]").hidden = !this.isChat || !/chat template/i.test(turn.error?.message ?? "");
+    this.part("[data-action=anew]").hidden = room === undefined;
+    this.part("[data-action=lower]").hidden = !room;
+    this.part("[data-action=lower]").textContent = `Lower max_tokens to ${room}`;
+    this.part("[data-action=copy]").hidden = !turn.content;
+    this.element.classList.toggle("running", turn.isRunning);
   }
 }
 
@@ -71,20 +88,8 @@ function confirmOn(button) {
   setTimeout(() => (button.textContent = label), 1500);
 }
 
-function lacksChatTemplate(turn) {
-  return turn.mode === "chat" && !turn.isRunning && /chat template/i.test(turn.error?.message ?? "");
-}
-
-function drawToolCall({ function: called }) {
-  const element = document.createElement("pre");
-  element.textContent = `${called.name}(${called.arguments})`;
-  return element;
-}
-
-function addText(element) {
-  return element.appendChild(document.createTextNode(""));
-}
-
-function grow(node, text) {
+/** Add what a text has more than the element. */
+function grow(element, text) {
+  const node = element.firstChild ?? element.appendChild(document.createTextNode(""));
   if (text.length > node.length) node.appendData(text.slice(node.length));
 }

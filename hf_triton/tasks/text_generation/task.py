@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hf_triton.engine.sequence import Completion, SequenceGroup
@@ -107,7 +108,7 @@ class TextGeneration(EngineTask[GenerationResponse]):
         self._begin(response, len(checked.prompts), deadline_s, is_quick=self._preparer.is_quick(checked))
 
     def check_defaults(self) -> None:
-        """Check that a request without parameters of its own can be answered.
+        """Check that a request without parameters of its own can be answered, and tell its defaults in `info`.
 
         Raises:
             SettingsError: It cannot.
@@ -123,6 +124,11 @@ class TextGeneration(EngineTask[GenerationResponse]):
                 f"a request without parameters of its own could not be answered ({error.sentence}): change "
                 "generation_defaults, max_output_length, or the setting that this names"
             ) from None
+        if self.info is not None:
+            params = prompt.params
+            temperature = params.temperature if params.do_sample else 0.0
+            defaults = {"temperature": temperature, "top_p": params.top_p, "max_tokens": params.max_new_tokens}
+            self.info = replace(self.info, defaults=defaults)
 
     # --- from a checked request to the engine ------------------------------------------------------------------------
 

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton run`: serves one model and talks to it in the same terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+
+from hf_triton.cli.chat import talk
+from hf_triton.cli.client import Triton
+from hf_triton.cli.doors import door_repository
+from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
+from hf_triton.cli.generate import sampling_options, split_parameters
+from hf_triton.cli.model_folder import SET
+from hf_triton.cli.models import show_progress
+from hf_triton.cli.repositories import DEMO_NAME, served_repository
+from hf_triton.cli.session import Session
+from hf_triton.cli.sources import fetch_models, is_repository, model_repository
+from hf_triton.errors import ServerError
+from hf_triton.server import TritonServer
+
+LOAD_TIMEOUT_S = 7200.0
+EXAMPLES = """\b
+Examples:
+  hf-triton run Qwen/Qwen3-0.6B
+  hf-triton run Qwen/Qwen3-0.6B "Why is the sky blue?" --max-tokens 200
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("model", required=False)
+@click.argument("prompt", required=False)
+@sampling_options
+@click.option("--system", metavar="TEXT", help="System prompt.")
+@SET
+def run(
+    model: str | None,
+    prompt: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    seed: int | None,
+    stop: tuple[str, ...],
+    params: dict[str, object],
+    system: str | None,
+    settings: Mapping[str, str],
+) -> None:
+    """Serve MODEL and talk to it here, or print its answer to PROMPT; /bye ends both.
+
+    MODEL is what `hf-triton serve` takes: a name on the Hub, a checkpoint or a model folder. Without it, the demo model
+    is served. It is served to this terminal alone: `hf-triton serve` opens ports for others.
+    """
+    sampling, options = split_parameters(
+        params, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left behind
+    with _serving(model, settings) as (name, server), asyncio.Runner() as runner:
+        talk(Session(Triton(server.grpc_url, {}), runner, sampling, options, system), name, prompt)
+
+
+@contextlib.contextmanager
+def _serving(model: str | None, settings: Mapping[str, Any]) -> Iterator[tuple[str, TritonServer]]:
+    """A server with one model, on free ports; and the model's name.
+
+    Raises:
+        click.UsageError: It is a model repository, or settings are given for a folder.
+        HfTritonError: The model does not exist, or cannot be loaded.
+    """
+    if model is None and settings:
+        raise click.UsageError("--set is for models: name one")
+    if model is not None and is_repository(model):
+        raise click.UsageError(f"{model} is a model repository: name one of its folders, or use `hf-triton serve`")
+    with contextlib.ExitStack() as stack:
+        given = None if model is None else stack.enter_context(model_repository([model], settings, stream=False))
+        name = DEMO_NAME if given is None else model_folders(given)[0].name
+        for defect in ({**defects(given), **fetch_models(model_folders(given))} if given else {}).values():
+            raise ServerError("server_failed", f"{name} cannot be served: {defect}")
+        repository = stack.enter_context(served_repository(given, ()))
+        doors = stack.enter_context(door_repository(repository, ()))
+        server = TritonServer(repository, doors, ready_timeout_s=LOAD_TIMEOUT_S)
+        with show_progress(f"Loading {name}"):
+            stack.enter_context(server)
+        state = next(entry for entry in server.models() if entry.name == name)
+        if state.state != "READY":
+            reason = with_remedy(state.sentence) or guess_reason(repository / name)
+            raise ServerError("server_failed", f"{name} cannot be served: {reason}")
+        yield name, server

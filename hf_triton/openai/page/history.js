@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// The conversations that this browser keeps, each under a name of its own: two tabs do not overwrite each other's.
+
+import { make } from "./inline.js";
+import { names, read, remove, write } from "./store.js";
+
+const CHAT = "chat.";
+const FORMAT = 1; // of what is kept; others are passed over
+
+export function newConversation() {
+  return { format: FORMAT, id: `${Date.now()}-${Math.random().toString(36).slice(2, 8)}`, savedMs: 0, turns: [] };
+}
+
+/** A conversation that was kept, or a new one. Of an answer that was running, what had come is kept. */
+export function openConversation(id) {
+  const kept = read(CHAT + id);
+  if (kept?.format !== FORMAT) return newConversation();
+  for (const turn of kept.turns) Object.assign(turn, turn.isRunning && { isRunning: false, wasStopped: true });
+  return kept;
+}
+
+/** Keep a conversation; false if the browser does not. */
+export function saveConversation(conversation) {
+  conversation.savedMs = Date.now();
+  return write(CHAT + conversation.id, { ...conversation, turns: conversation.turns.map(({ view, ...turn }) => turn) });
+}
+
+export function deleteConversation(id) {
+  remove(CHAT + id);
+}
+
+export function keptIds() {
+  return names(CHAT).map((name) => name.slice(CHAT.length));
+}
+
+/** Draw the list, the last conversation first. */
+export function drawHistory(list, openId) {
+  const kept = names(CHAT).map(read).filter((chat) => chat?.format === FORMAT && chat.turns.length);
+  kept.sort((one, other) => other.savedMs - one.savedMs);
+  list.replaceChildren(...kept.map((chat) => drawEntry(chat, chat.id === openId)));
+}
+
+function drawEntry({ id, savedMs, turns }, isOpen) {
+  const title = turns[0].prompt.trim().slice(0, 80);
+  const form = { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" };
+  const time = make("time", "", new Date(savedMs).toLocaleString([], form));
+  const open = make("button", { type: "button", className: "open" }, make("span", "title", title), time);
+  const remover = make("button", { type: "button", title: "Delete", ariaLabel: `Delete “${title}”` }, "×");
+  open.dataset.open = remover.dataset.remove = id;
+  if (isOpen) open.ariaCurrent = "true";
+  return make("li", "", open, remover);
+}
+
+/** Offer a conversation as a file, `json` or `md`. */
+export function exportConversation({ turns }, ending) {
+  const withoutView = (name, value) => (name === "view" ? undefined : value);
+  const text = ending === "json" ? JSON.stringify(turns, withoutView, 2) : asMarkdown(turns);
+  const link = make("a", { download: `conversation.${ending}`, href: URL.createObjectURL(new Blob([text])) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+function asMarkdown(turns) {
+  const parts = turns.flatMap(({ prompt, settings, content, toolCalls }) => [
+    ...["## You", prompt, `## ${settings.model}`, content.trim()],
+    ...toolCalls.map(({ function: called }) => `\`${called.name}(${called.arguments})\``),
+  ]);
+  return `${parts.filter(Boolean).join("\n\n")}\n`;
+}

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/token-classification` and `/v1/fill-mask`: entities of texts and tokens for masks, as transformers' pipelines.
+
+OpenAI's and vLLM's APIs have no form for them; these have that of `/v1/classify`, but no usage: a client that names
+both outputs of such a folder is taken as one that names none, and gets no count of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Final, Literal
+
+import annotated_types
+from fastapi import APIRouter, Request
+
+from hf_triton.openai.answers import now_s
+from hf_triton.openai.bodies import JsonRoute
+from hf_triton.openai.encoders import EncoderFields, encode, text_list
+from hf_triton.openai.errors import RESPONSES
+from hf_triton.openai.fields import Texts
+from hf_triton.openai.gateway import request_id_of
+from hf_triton.openai.triton_messages import FILL_MASK, TOKEN_CLASSIFICATION
+from hf_triton.protocol.ports import JSON_OUTPUT
+
+router = APIRouter(route_class=JsonRoute)
+TEXT: Final = "text"
+"""The models' input."""
+
+
+class _TextRequest(EncoderFields):
+    input: str | Texts
+    """A text, or a list of them."""
+
+
+class TokenClassificationRequest(_TextRequest):
+    """The texts, and how tokens become entities."""
+
+    aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = None
+    """As in transformers' pipeline. `none` gives each token, and is the default."""
+
+
+class FillMaskRequest(_TextRequest):
+    """The texts with mask tokens."""
+
+    top_k: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
+    """How many tokens to list for each mask, the likeliest first. By default 5."""
+
+
+@router.post("/v1/token-classification", responses=RESPONSES)
+async def classify_tokens(body: TokenClassificationRequest, request: Request) -> dict[str, Any]:
+    """The entities of each text, with their places in code points."""
+    return await _answer(
+        body, request, TOKEN_CLASSIFICATION, "entities", aggregation_strategy=body.aggregation_strategy
+    )
+
+
+@router.post("/v1/fill-mask", responses=RESPONSES)
+async def fill_mask(body: FillMaskRequest, request: Request) -> dict[str, Any]:
+    """The likeliest tokens for the mask of each text; of several masks, a list for each."""
+    return await _answer(body, request, FILL_MASK, "fills", top_k=body.top_k)
+
+
+async def _answer(body: _TextRequest, request: Request, task: str, name: str, **parameters: Any) -> dict[str, Any]:
+    texts = {TEXT: text_list("input", body.input)}
+    outputs = await encode(request, body, task, texts, [JSON_OUTPUT], parameters=parameters, names={TEXT: "input"})
+    results = map(json.loads, outputs[JSON_OUTPUT])
+    return {
+        "id": f"{task}-{request_id_of(request)}",
+        "object": "list",
+        "created": now_s(),
+        "model": body.model,
+        "data": [{"index": index, name: result} for index, result in enumerate(results)],
+    }

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GET /docs`: the page of the gateway's API loads nothing from another host."""
+
+import re
+
+import httpx
+
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.server import free_ports
+from tests.support.gateway import GatewayThread
+
+
+def test_the_page_and_its_files_come_from_the_gateway() -> None:
+    with GatewayThread(GatewayConfig(triton=f"127.0.0.1:{free_ports(1)[0]}", port=0)) as gateway:
+        page = httpx.get(f"{gateway.url}/docs")
+        assert page.status_code == 200
+        assert "script-src 'self'" in page.headers["content-security-policy"]
+        files = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+        assert len(files) == 4
+        for file in [*files, "/openapi.json"]:
+            assert httpx.get(gateway.url + file).status_code == 200, file
