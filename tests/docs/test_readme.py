@@ -24,10 +24,12 @@ from tests.support.client import post
 from tests.support.paths import ROOT, load_script
 
 README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
 GUIDES = (*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md")
 DEMO = ROOT / "hf_triton" / "demo"
 MAX_README_LINES = 250
+MAX_CELL = 200
 
 
 def blocks(language: str, *documents: Path) -> list[str]:
@@ -85,7 +87,7 @@ def test_ci_runs_the_documented_commands() -> None:
 
 
 def _tree() -> list[tuple[str, str]]:
-    [tree] = blocks("", README)
+    [tree] = blocks("", CONTRIBUTING)
     entries, folder = [], ""
     for line in tree.splitlines():
         names, purpose = re.fullmatch(r"( *(?:\S+ ?)+?)(?:  +(.*))?", line).groups()  # type: ignore[union-attr]
@@ -127,6 +129,12 @@ def _anchors(document: Path) -> set[str]:
     """The anchors that GitHub makes of a document's headings."""
     titles = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_tables_can_be_read_on_a_narrow_page(path: Path) -> None:
+    rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert [row[:80] for row in rows if max(map(len, row.split(" | "))) > MAX_CELL + len("|  |")] == []
 
 
 def test_every_document_is_linked_from_the_readme() -> None:
@@ -279,6 +287,11 @@ def test_openai_client_gets_an_answer(demo: TritonServer, gateway: str, capsys: 
 
 def test_the_stream_has_several_pieces(demo: TritonServer) -> None:
     assert len(stream_pieces(demo)) > 1
+
+
+def test_the_stream_door_streams(demo: TritonServer) -> None:
+    [line] = curls("demo_stream", "text_input")
+    assert run(demo, line).count("data: ") > 1
 
 
 def test_the_python_client_gets_the_pieces(demo: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
