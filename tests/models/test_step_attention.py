@@ -12,20 +12,16 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     chunked_overlay,
+    or_masks,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_bidirectional_overlay,
     sliding_window_causal_mask_function,
     sliding_window_overlay,
 )
 
+from hf_triton.runner.attention import NotPackableError, TorchAttention, attend, attention_of
 from hf_triton.runner.cpu import paged_attention as kernel
-from hf_triton.runner.paged_attention import (
-    MaskRule,
-    NotPagedError,
-    TorchAttention,
-    attend,
-    attention_of,
-    mask_of_rule,
-    window_of,
-)
+from hf_triton.runner.mask_rules import MaskRule, Window, mask_of_rule
 from hf_triton.runner.paged_cache import PagedCache
 from hf_triton.runner.step import TokenRange
 from hf_triton.runner.step_tensors import StepTensors
@@ -46,31 +42,40 @@ def skips_one(batch: Any, head: Any, query: Any, key: Any) -> Any:
 @pytest.mark.parametrize(
     ("rule", "window"),
     [
-        (causal_mask_function, 0),
-        (sliding_window_causal_mask_function(1), 1),
-        (sliding_window_causal_mask_function(5), 5),
-        (sliding_window_causal_mask_function(4096), 4096),
-        (and_masks(sliding_window_overlay(9), sliding_window_overlay(5), causal_mask_function), 5),
+        (causal_mask_function, Window(0, is_causal=True)),
+        (sliding_window_causal_mask_function(1), Window(1, is_causal=True)),
+        (sliding_window_causal_mask_function(5), Window(5, is_causal=True)),
+        (sliding_window_causal_mask_function(4096), Window(4096, is_causal=True)),
+        (
+            and_masks(sliding_window_overlay(9), sliding_window_overlay(5), causal_mask_function),
+            Window(5, is_causal=True),
+        ),
+        (bidirectional_mask_function, Window(0, is_causal=False)),
+        (sliding_window_bidirectional_mask_function(5), Window(6, is_causal=False)),
+        (or_masks(causal_mask_function, bidirectional_mask_function), Window(0, is_causal=False)),
+        (or_masks(causal_mask_function, sliding_window_bidirectional_overlay(5)), None),
         (chunked(16), None),
         (chunked(8192), None),
-        (bidirectional_mask_function, None),
+        (chunked_overlay(16, torch.zeros(1, dtype=torch.int64)), None),
         (skips_one, None),
+        (lambda batch, head, query, key: key < 0, None),
     ],
 )
-def test_a_rule_is_recognized_by_what_it_shows(rule: Rule, window: int | None) -> None:
-    assert window_of(rule) == window
-    assert window_of(rule) == window  # now from the cache
+def test_a_rule_is_recognized_by_what_it_shows(rule: Rule, window: Window | None) -> None:
+    assert mask_of_rule(mask_function=rule).rule.window == window
+    assert mask_of_rule(mask_function=rule).rule.window == window  # now from the cache
 
 
 def test_equal_code_with_another_window_is_another_rule() -> None:
-    assert [window_of(sliding_window_causal_mask_function(size)) for size in (7, 8, 7)] == [7, 8, 7]
+    rules = [mask_of_rule(mask_function=sliding_window_causal_mask_function(size)).rule for size in (7, 8, 7)]
+    assert [rule.window for rule in rules] == [Window(size, is_causal=True) for size in (7, 8, 7)]
 
 
 def test_a_mask_keeps_its_rule_on_its_way_to_a_device_alone() -> None:
     mask = mask_of_rule(mask_function=causal_mask_function, device=CPU)
     assert isinstance(mask, MaskRule)
     for moved in (mask.to("meta"), mask.to(CPU), mask.to(torch.bool)):
-        assert moved.rule is causal_mask_function  # type: ignore[attr-defined]
+        assert moved.rule.function is causal_mask_function  # type: ignore[attr-defined]
     for changed in (mask[:, :, :, :1], mask & mask, ~mask, mask.expand(2, 1, 1, 1), mask.float(), mask.clone()):
         assert not hasattr(changed, "rule")
 
@@ -246,7 +251,7 @@ def test_torchs_attention_is_replaced_for_the_caches_keys_alone() -> None:
 def test_what_a_model_changes_on_the_way_is_refused(change: Callable[..., Any], words: str) -> None:
     layer = Layer(ALL)
     call = {"query": layer.query, "key": layer.keys, "value": layer.values, "attention_mask": None}
-    with attention_of(layer.cache), pytest.raises(NotPagedError, match=words):
+    with attention_of(layer.cache), pytest.raises(NotPackableError, match=words):
         attend(MODULE, **change(call))
-    with pytest.raises(NotPagedError, match="no step runs in this thread"):
+    with pytest.raises(NotPackableError, match="no step runs in this thread"):
         attend(MODULE, **call)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole sequences in one row: a step of which nothing is stored, as a transformers cache."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache
+
+from hf_triton.runner.step_tensors import StepTensors
+
+
+class EqualLengths(NamedTuple):
+    """Sequences of one length that lie side by side in a row."""
+
+    start: int
+    """Their first token in the row."""
+    num_sequences: int
+    length: int
+
+
+class PackedRow(Cache):
+    """A row `[1, tokens]` of whole sequences. It is a cache: given none, transformers makes masks of position ids.
+
+    Args:
+        step: Ranges from 0, which need no blocks.
+    """
+
+    def __init__(self, step: StepTensors) -> None:
+        super().__init__(layers=[])
+        self.step = step
+        self.num_attention_calls = 0
+        """How often attention was computed for the row."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as they came."""
+        return key_states, value_states
+
+    @cached_property
+    def groups(self) -> list[EqualLengths]:
+        """The row's sequences, neighbours of one length together."""
+        groups, start = [], 0
+        for length, equal in itertools.groupby(self.step.ends):
+            groups.append(EqualLengths(start, sum(1 for _ in equal), length))
+            start += groups[-1].num_sequences * length
+        return groups
