@@ -12,6 +12,7 @@ import torch
 
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.runner.faults import described
+from hf_triton.runner.numerics import HALF_TOLERANCE
 from hf_triton.runner.positions import max_positions
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,6 @@ MEANING: Final = {"packed": "in one row, without padding", "padded": "in batches
 """For the log."""
 TOLERANCE: Final = 1e-4
 """Part of the largest output that rounding may change."""
-HALF_TOLERANCE: Final = 5e-2
-"""Of 16 bits."""
 WINDOWS: Final = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size")
 """Where configs say how far attention reaches."""
 MAX_WINDOW: Final = 1024

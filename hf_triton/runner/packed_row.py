@@ -5,21 +5,12 @@ from __future__ import annotations
 
 import itertools
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
 from hf_triton.runner.step_tensors import StepTensors
-
-
-class EqualLengths(NamedTuple):
-    """Sequences of one length that lie side by side in a row."""
-
-    start: int
-    """Their first token in the row."""
-    num_sequences: int
-    length: int
 
 
 class PackedRow(Cache):
@@ -42,10 +33,10 @@ class PackedRow(Cache):
         return key_states, value_states
 
     @cached_property
-    def groups(self) -> list[EqualLengths]:
-        """The row's sequences, neighbours of one length together."""
+    def groups(self) -> list[tuple[int, int, int]]:
+        """Neighbours of one length together: their first token in the row, how many they are, and their length."""
         groups, start = [], 0
         for length, equal in itertools.groupby(self.step.ends):
-            groups.append(EqualLengths(start, sum(1 for _ in equal), length))
-            start += groups[-1].num_sequences * length
+            groups.append((start, len(list(equal)), length))
+            start += groups[-1][1] * length
         return groups

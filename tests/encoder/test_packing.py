@@ -9,7 +9,6 @@ from hf_triton.encoder.packing import pack_row, split
 from hf_triton.encoder.probe import probe_inputs
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.runner.dtypes import has_instructions, serving_dtype
-from hf_triton.runner.packed_row import EqualLengths
 from tests.support.encoders import build_model
 
 CPU = torch.device("cpu")
@@ -21,7 +20,7 @@ def test_a_row_knows_its_sequences() -> None:
     assert row.ids.tolist() == [[7, 8, 5, 6, 1, 2, 3]]
     assert row.position_ids.tolist() == [[0, 1, 0, 1, 0, 1, 2]]
     assert row.type_ids is None
-    assert row.packed.groups == [EqualLengths(0, 2, 2), EqualLengths(4, 1, 3)]
+    assert row.packed.groups == [(0, 2, 2), (4, 1, 3)]
     numbers = row.packed.step.device_step(CPU)
     assert numbers.sequences.tolist() == [0, 0, 1, 1, 2, 2, 2]
     assert numbers.bounds.tolist() == [0, 2, 4, 7]

@@ -9,9 +9,9 @@ import torch
 from accelerate import dispatch_model
 
 from hf_triton.encoder.forward import build_forward
-from hf_triton.encoder.probe import HALF_TOLERANCE
 from hf_triton.runner import attention
 from hf_triton.runner.cuda import attention as cuda_attention
+from hf_triton.runner.numerics import HALF_TOLERANCE
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
 
 pytestmark = pytest.mark.full

@@ -22,6 +22,7 @@ from transformers.masking_utils import (
 from hf_triton.runner.attention import NotPackableError, TorchAttention, attend, attention_of
 from hf_triton.runner.cpu import paged_attention as kernel
 from hf_triton.runner.mask_rules import MaskRule, Window, mask_of_rule
+from hf_triton.runner.packed_row import PackedRow
 from hf_triton.runner.paged_cache import PagedCache
 from hf_triton.runner.step import TokenRange
 from hf_triton.runner.step_tensors import StepTensors
@@ -89,6 +90,11 @@ RULES: dict[str, Rule | None] = {
     "window 40": sliding_window_causal_mask_function(40),
     "chunks of 16": chunked(16),
 }
+BOTH_SIDES: dict[str, Rule] = {
+    "all": bidirectional_mask_function,
+    "window of 6 on both sides": sliding_window_bidirectional_mask_function(5),
+    "chunks of 16, all of them": chunked_overlay(16, torch.zeros(1, dtype=torch.int64)),
+}
 PARTS = {
     "decode": [(0, 1), (63, 64), (15, 16), (16, 17), (80, 81)],
     "prompts": [(0, 1), (0, 16), (0, 37), (0, 65)],
@@ -136,9 +142,9 @@ class Layer:
         keys, values = (torch.cat(each, 1).unsqueeze(0) for each in zip(*new, strict=True))
         return self.cache.update(keys, values, 0)
 
-    def attend(self, rule: Rule | None, **options: Any) -> torch.Tensor:
+    def attend(self, rule: Rule | None, row: PackedRow | None = None, **options: Any) -> torch.Tensor:
         mask = None if rule is None else mask_of_rule(mask_function=rule)
-        with attention_of(self.cache), torch.inference_mode():
+        with attention_of(self.cache if row is None else row), torch.inference_mode():
             return attend(MODULE, self.query, self.keys, self.values, mask, scaling=0.3, **options)[0]
 
     def exact(self, rule: Rule | None, softcap: float | None = None, s_aux: torch.Tensor | None = None) -> torch.Tensor:
@@ -202,6 +208,24 @@ def test_gathered_keys(rule: Rule | None) -> None:
 def test_sixteen_bits(dtype: torch.dtype) -> None:
     layer = Layer(ALL, dtype=dtype)
     torch.testing.assert_close(layer.attend(None), layer.exact(None))
+
+
+@pytest.mark.parametrize("rule", (RULES | BOTH_SIDES).values(), ids=RULES | BOTH_SIDES)
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.5}, {"s_aux": torch.tensor([-1.0, 0.0, 1.0, 3.0])}], ids=str)
+def test_a_row_of_whole_sequences(options: dict[str, Any], rule: Rule | None) -> None:
+    layer = Layer([(0, 1), (0, 9), (0, 9), (0, 37), (0, 530)])
+    found = layer.attend(rule, PackedRow(layer.cache.step), **options)
+    torch.testing.assert_close(found, layer.exact(rule, **options), rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_mask_a_row_is_causal_if_its_layer_is() -> None:
+    layer, module = Layer([(0, 9), (0, 37)]), torch.nn.Module()
+    module.is_causal = False  # type: ignore[assignment]
+    with attention_of(PackedRow(layer.cache.step)):
+        found, _ = attend(module, layer.query, layer.keys, layer.values, None, scaling=0.3)
+        with pytest.raises(NotPackableError, match="keys of its own"):
+            attend(module, layer.query[:, :, 1:], layer.keys, layer.values, None)
+    torch.testing.assert_close(found, layer.exact(bidirectional_mask_function), rtol=1e-4, atol=1e-5)
 
 
 def test_softmax_with_sinks_has_the_scores_type() -> None:
