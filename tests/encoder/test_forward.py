@@ -6,6 +6,7 @@ from typing import Final
 
 import pytest
 import torch
+import transformers
 from transformers import BertConfig, BertModel, LongformerConfig, LongformerForQuestionAnswering
 
 from hf_triton.encoder.forward import build_forward
@@ -14,13 +15,10 @@ from hf_triton.runner.cpu.linear import PackedLinear
 from tests.support.encoders import ALONE, BASE, HEADS, PACKED, PADDED, build_model, expected_outputs, random_inputs
 
 LENGTHS = [5, 60, 3, 60, 12, 12, 41]
-NO_HEADS = dict.fromkeys(("qwen3", "mistral", "gpt"), ("masks",)) | dict.fromkeys(
-    ("gemma2", "gemma3"), ("masks", "answers")
-)
 HAVE_HEAD = [
     (family, head)
     for family, head in itertools.product(PACKED, HEADS)
-    if head not in NO_HEADS.get(family.partition("-")[0], ())
+    if getattr(transformers, PACKED[family][0]) in getattr(transformers, HEADS[head][0])._model_mapping
 ]
 ROUNDING: Final = {"rtol": 1e-6, "atol": 3e-6}
 """Libraries order sums by the number of rows, each processor in its own way."""
