@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
 from hf_triton.errors import RequestError
 from hf_triton.protocol.parameters import (
@@ -16,19 +16,12 @@ from hf_triton.protocol.parameters import (
     check_min_new_tokens,
 )
 from hf_triton.protocol.structured_output import Grammar
-from hf_triton.protocol.tool_choice import ForcedCall
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.types import Constraint
-from hf_triton.tasks.text_generation.detokenizer import TextStream
-from hf_triton.tasks.text_generation.message import MessagePlan
-
-if TYPE_CHECKING:
-    from hf_triton.runner.adapters import Adapter
 
 
-@dataclass
-class PreparedPrompt:
-    """One prompt of a request: what it asks of the task, and what is added on the way."""
+@dataclass(frozen=True)
+class TaskParams:
+    """What a prompt asks of the task itself, beside sampling."""
 
     stop_strings: tuple[str, ...] = ()
     includes_stop: bool = False
@@ -48,24 +41,16 @@ class PreparedPrompt:
     """Languages of the task `translation`."""
     lora_name: str = ""
     """Of the adapter; empty: none."""
-    adapter: Adapter | None = None
     grammar: Grammar | None = None
     """What the completions must follow."""
-    forced_call: ForcedCall | None = None
-    """The tool call that the grammar stands for."""
-    params: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=1))
-    ids: list[int] = field(default_factory=list)
-    """The prompt's tokens."""
-    preceding_ids: list[int] = field(default_factory=list)
-    """The tokens that its completions continue: its own, or none for an encoder-decoder model."""
-    text: str = ""
-    """What its outputs begin with: the prompt, or nothing."""
-    message_plan: MessagePlan | None = None
-    """How its completions become messages; None: the request does not ask for them."""
-    constraint: Callable[[], Constraint] | None = None
-    """Makes the constraint of one completion; None: no grammar."""
-    streams: list[TextStream] = field(default_factory=list)
-    """The detokenizer of each sequence; empty if no token has to be decoded before the end."""
+
+
+SAMPLING_FIELDS: Final = frozenset(field.name for field in fields(SamplingParams))
+TASK_FIELDS: Final = frozenset(field.name for field in fields(TaskParams)) - {"grammar"}
+TASK_NAMES: Final = {"include_stop_str_in_output": "includes_stop", "max_time": "max_time_s"}
+"""Parameters whose field has another name."""
+OF_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "typical_p", "seed")
+"""Parameters without a meaning if nothing is sampled."""
 
 
 def resolve_sampling_params(*layers: GenerationParameters, max_new_tokens: int = 1) -> SamplingParams:
@@ -83,60 +68,37 @@ def resolve_sampling_params(*layers: GenerationParameters, max_new_tokens: int =
         RequestError: The layers contradict each other.
     """
     merged = _merge(layers)
-    num_beams = _num_beams(layers)
+    num_beams = merged["num_beams"] = _num_beams(layers)
     do_sample = next((asked for layer in layers if (asked := layer.wants_sampling) is not None), False)
-    do_sample = do_sample and num_beams == 1
-    temperature = float(merged.get("temperature", 1.0))
-    if do_sample and temperature < GREEDY_BELOW:
-        temperature = 1.0  # a lower layer is greedy, the layer above it asks to sample and names no temperature
-    params = SamplingParams(
-        max_new_tokens=int(merged.get("max_new_tokens", max_new_tokens)),
-        min_new_tokens=int(merged.get("min_new_tokens", 0)),
-        do_sample=do_sample,
-        temperature=temperature if do_sample else 1.0,
-        top_p=float(merged.get("top_p", 1.0)) if do_sample else 1.0,
-        top_k=max(int(merged.get("top_k", 0)), 0) if do_sample else 0,
-        min_p=float(merged.get("min_p", 0.0)) if do_sample else 0.0,
-        typical_p=float(merged.get("typical_p", 1.0)) if do_sample else 1.0,
-        seed=merged.get("seed") if do_sample else None,
-        repetition_penalty=float(merged.get("repetition_penalty", 1.0)),
-        presence_penalty=float(merged.get("presence_penalty", 0.0)),
-        frequency_penalty=float(merged.get("frequency_penalty", 0.0)),
-        no_repeat_ngram_size=int(merged.get("no_repeat_ngram_size", 0)),
-        logit_bias=tuple((token_id, float(bias)) for token_id, bias in merged.get("logit_bias", {}).items()),
-        eos_ids=_eos_ids(layers),
-        num_return_sequences=int(merged.get("num_return_sequences", 1)),
-        best_of=merged.get("best_of") if num_beams == 1 else None,
-        logprobs=merged.get("logprobs"),
-        prompt_logprobs=merged.get("prompt_logprobs"),
-        num_beams=num_beams,
-        length_penalty=merged.get("length_penalty"),
-        early_stopping=merged.get("early_stopping"),
-    )
+    do_sample = merged["do_sample"] = do_sample and num_beams == 1
+    if num_beams > 1:
+        merged.pop("best_of", None)
+    if not do_sample:
+        merged = {name: value for name, value in merged.items() if name not in OF_SAMPLING}
+    elif merged.get("temperature", 1.0) < GREEDY_BELOW:
+        merged["temperature"] = 1.0  # of a lower layer, which is greedy; the layer above asks to sample
+    if "logit_bias" in merged:
+        merged["logit_bias"] = tuple((token_id, float(bias)) for token_id, bias in merged["logit_bias"].items())
+    merged["top_k"] = max(merged.get("top_k", 0), 0)  # transformers' -1 keeps all tokens, too
+    merged["eos_ids"] = _eos_ids(layers)
+    values = {"max_new_tokens": max_new_tokens, **merged}
+    params = SamplingParams(**{name: value for name, value in values.items() if name in SAMPLING_FIELDS})
     _check_params(params, layers[0])
     return params
 
 
-def resolve_request_params(*layers: GenerationParameters) -> PreparedPrompt:
-    """Resolve what the task does itself, from the same layers; the prompt's tokens are still to come.
+def resolve_task_params(*layers: GenerationParameters) -> TaskParams:
+    """Resolve what the task does itself, from the same layers.
 
     Raises:
         RequestError: A layer's end-of-sequence tokens contradict the grammar of a layer below.
     """
     grammar, merged = _grammar(layers), _merge(layers)
-    return PreparedPrompt(
-        stop_strings=merged.get("stop_strings", ()) if grammar is None else _stop_strings_beside(layers),
-        includes_stop=merged.get("include_stop_str_in_output", False),
-        stop_token_ids=merged.get("stop_token_ids", ()) if grammar is None else (),
-        truncate_prompt_tokens=merged.get("truncate_prompt_tokens"),
-        bad_words=merged.get("bad_words", ()),
-        max_time_s=merged.get("max_time"),
-        queue_priority=merged.get("queue_priority", 0),
-        src_lang=merged.get("src_lang"),
-        tgt_lang=merged.get("tgt_lang"),
-        lora_name=merged.get("lora_name", ""),
-        grammar=grammar,
-    )
+    if grammar is not None:
+        merged |= {"stop_strings": _stop_strings_beside(layers), "stop_token_ids": ()}
+    values = {TASK_NAMES.get(name, name): value for name, value in merged.items()}
+    own = {name: value for name, value in values.items() if name in TASK_FIELDS}
+    return TaskParams(**own, grammar=grammar)
 
 
 def check_token_ids(params: SamplingParams, vocabulary_size: int) -> None:
