@@ -123,10 +123,10 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
         if flags:
             raise RequestError("unknown_parameter", f"{flags[0]} goes with {EMBEDDING_REQUEST}: leave it out")
         request = super().read(inputs, parameters, limits)
-        self._check_options(request.options)
         return dataclasses.replace(request, default_outputs=outputs)
 
-    def _check_options(self, options: EmbeddingOptions) -> None:
+    def check_options(self, options: EmbeddingOptions) -> None:
+        """See `EncoderTask`."""
         size = self._head.num_outputs
         if options.dimensions is not None and options.dimensions > size:
             raise RequestError(

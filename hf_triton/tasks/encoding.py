@@ -20,6 +20,7 @@ from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_own_error, panics_as_errors
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
+from hf_triton.protocol.request_values import in_row
 from hf_triton.protocol.task_declaration import JSON_OUTPUT
 from hf_triton.protocol.task_requests import Row, TaskRequest, encode_results, outputs_to_fill
 from hf_triton.protocol.tensors import Array
@@ -74,8 +75,8 @@ class EncoderService(EngineTask["_Response"]):
         checked = self._task.read(request.inputs(), request.parameters, self._limits)
         if config.is_batching:
             checked = dataclasses.replace(checked, shape=(len(checked.rows), 1))
-        requested, declared = request.requested_outputs(), config.output_names
-        names = outputs_to_fill(self._task.declaration, requested, declared, checked.default_outputs)
+        declaration, named = self._task.declaration, config.named_outputs(request)
+        names = outputs_to_fill(declaration, named, config.output_names, checked.default_outputs)
         if (*names,) == checked.default_outputs == (JSON_OUTPUT,) and len(checked.shape) == 1:
             checked = dataclasses.replace(checked, shape=(*checked.shape, 1))  # MLServer's
         response = _Response(request, self._task, checked, names, self._meter, self._pool)
@@ -173,7 +174,7 @@ class _Response(EncoderListener):
             except RequestError as error:
                 if len(self._checked.rows) == 1:
                     raise
-                raise RequestError(error.code, f"{error.sentence} (row {number})") from None
+                raise in_row(error, number) from None
         self._meter.on_encoded(sum(self.nums_tokens))
         return [item for row in self._rows for item in row.inputs]
 

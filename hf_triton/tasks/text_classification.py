@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar, Final, Literal
 import annotated_types
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import (
     TEXT_ALIASES,
     TOKEN_TEXTS,
@@ -18,8 +17,7 @@ from hf_triton.protocol.task_declaration import (
     TaskOutput,
     TextInput,
 )
-from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, best_first, sigmoid, softmax
 
@@ -67,15 +65,11 @@ class TextClassification(EncoderTask[ClassificationOptions]):
     )
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
 
-    def read(
-        self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
-    ) -> TaskRequest[ClassificationOptions]:
+    def check_options(self, options: ClassificationOptions) -> None:
         """See `EncoderTask`."""
-        request = super().read(inputs, parameters, limits)
-        top_k, num_labels = request.options.top_k, self.config.num_labels
+        top_k, num_labels = options.top_k, self.config.num_labels
         if top_k is not None and top_k > num_labels:
             raise RequestError("invalid_parameter", f"top_k must be an integer >= 1 and <= {num_labels}, got {top_k}")
-        return request
 
     def encode(self, row: Row, options: ClassificationOptions) -> EncodedRow:
         """See `EncoderTask`."""

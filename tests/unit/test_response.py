@@ -22,9 +22,10 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.hooks import Hooks
+from hf_triton.tasks.text_generation.outputs import FINISH_REASONS, LEAST_LOGPROB
 from hf_triton.tasks.text_generation.prepare import PreparedPrompt
 from hf_triton.tasks.text_generation.resolve import TaskParams
-from hf_triton.tasks.text_generation.response import FINISH_REASONS, LEAST_LOGPROB, GenerationResponse
+from hf_triton.tasks.text_generation.response import GenerationResponse
 from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import codec_of, raw_ids
 

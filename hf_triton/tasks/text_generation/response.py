@@ -6,61 +6,29 @@ Knows neither engine nor Triton: deltas and response go to an `InferenceRequest`
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, Final
 
-from hf_triton.engine.sequence import Completion, FinishReason, Outcome, SequenceGroup, SequenceListener
+from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup, SequenceListener
 from hf_triton.errors import CancelledError, HfTritonError, as_own_error, panics_as_errors
-from hf_triton.protocol.ports import JSON_OUTPUT, LEGACY_TEXT, MESSAGE, PROMPT_LOGPROBS, TEXT
 from hf_triton.protocol.requests import GenerationRequest
-from hf_triton.protocol.responses import encode_output, encode_timings, outputs_to_fill
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.responses import encode_timings
 from hf_triton.sampling.types import LogitsProcessor, TokenLogprobs
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.text_generation.detokenizer import MarkedTextStream, TextStream, up_to_stop
 from hf_triton.tasks.text_generation.message import MessagePlan, MessageReader
+from hf_triton.tasks.text_generation.outputs import OutputEncoder, Piece
 from hf_triton.tasks.text_generation.prepare import PreparedPrompt, PromptPreparer
 
-FINISH_REASONS: Final[dict[FinishReason, str]] = {
-    "eos": "stop",
-    "stop_string": "stop",
-    "length": "length",
-    "deadline": "deadline",
-}
-"""The engine's finish reasons, and the clients' names for them."""
 MAX_QUICK_TOKENS: Final = 4096
 """New tokens of a response that the sender's thread builds itself, in 20 ms."""
 MAX_QUICK_LOGPROBS: Final = 256
 """The same for tokens with log probabilities, the prompt's included."""
-LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity; the number is OpenAI's
-STREAMED: Final = frozenset({TEXT, LEGACY_TEXT, MESSAGE, "token_ids", "logprobs"})
-"""The outputs that each response of a stream has."""
-FIRST_STREAMED: Final = STREAMED | {"num_input_tokens", "prompt_token_ids"}
-"""Those that its first one has."""
-UNFINISHED: Final = Completion([], "length", logprobs=[])
-
-
-@dataclass
-class _Piece:
-    """What one response has of a completion: in a stream what is new since the last one, otherwise all of it."""
-
-    text: str = ""
-    unread: str = ""
-    """The same for the reader of its message."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    message: dict[str, Any] = field(default_factory=dict)
-    stop_string: str = ""
-    """The one that ended the completion, or ""."""
-    completion: Completion = UNFINISHED
 
 
 @dataclass
@@ -74,13 +42,13 @@ class _Writing:
     """Reads the message of a stream."""
     seen: str = ""
     """The text that a stopping rule has seen."""
-    piece: _Piece = field(default_factory=_Piece)
+    piece: Piece = field(default_factory=Piece)
     """What is new since the last send."""
     num_sent_tokens: int = 0
 
-    def take_piece(self) -> _Piece:
+    def take_piece(self) -> Piece:
         """What is new, which is sent now."""
-        piece, self.piece = self.piece, _Piece()
+        piece, self.piece = self.piece, Piece()
         self.num_sent_tokens += len(piece.token_ids)
         return piece
 
@@ -119,7 +87,7 @@ class GenerationResponse(SequenceListener):
         self.prompts: list[PreparedPrompt] = []
         """The prompts that are prepared, in order."""
         self._config = config
-        self._preparer = preparer
+        self._encoder = OutputEncoder(checked, config.output_names, preparer)
         self._codec = preparer.codec
         self._hooks = preparer.hooks
         self._pool = pool
@@ -292,11 +260,10 @@ class GenerationResponse(SequenceListener):
             pieces = [each.take_piece() for _, each in writing]
         for (_, each), piece in zip(writing, pieces, strict=True):
             piece.message = each.read(piece.unread)
-        streamed = STREAMED if self._has_sent else FIRST_STREAMED
-        names = [name for name in outputs_to_fill(self.checked, self._config.output_names) if name in streamed]
+        deltas = [(prompt, piece) for (prompt, _), piece in zip(writing, pieces, strict=True)]
+        outputs = self._encoder.encode_deltas(deltas, is_first=not self._has_sent)
         self._has_sent = True
-        prompts = [prompt for prompt, _ in writing]
-        self.request.add(self._encode(names, [*zip(prompts, pieces, strict=True)]))
+        self.request.add(outputs)
 
     def _send_from_pool(self) -> None:
         """Send the final response from the pool, after the deltas that the sender's thread has sent."""
@@ -314,7 +281,13 @@ class GenerationResponse(SequenceListener):
                 self.request.refuse(CancelledError())
                 return
             with panics_as_errors():
-                outputs = self._outputs()
+                outputs = self._encoder.encode(
+                    [
+                        (prompt, self._last_piece(row, index, completion))
+                        for row, prompt in enumerate(self.prompts)
+                        for index, completion in enumerate(self._completions[row])
+                    ]
+                )
             times = self.request.times
             timings = encode_timings(
                 times.arrival_s,
@@ -332,56 +305,14 @@ class GenerationResponse(SequenceListener):
         finally:
             self.request.refuse(error)
 
-    def _outputs(self) -> dict[str, Array]:
-        """The outputs of the final response."""
-        pieces = [
-            (prompt, self._last_piece(row, index, completion))
-            for row, prompt in enumerate(self.prompts)
-            for index, completion in enumerate(self._completions[row])
-        ]
-        has_logprobs = any(piece.completion.prompt_logprobs is not None for _, piece in pieces)
-        names = outputs_to_fill(self.checked, self._config.output_names, has_prompt_logprobs=has_logprobs)
-        return self._encode(names, pieces)
-
-    def _encode(self, names: list[str], pieces: list[tuple[PreparedPrompt, _Piece]]) -> dict[str, Array]:
-        values = [self._values(names, *piece) for piece in pieces]
-        return {name: encode_output(name, [each[name] for each in values], self.checked.shape) for name in names}
-
-    def _values(self, names: list[str], prompt: PreparedPrompt, piece: _Piece) -> dict[str, Any]:
-        """What outputs have of a completion, or of its part in a stream's response."""
-        completion = piece.completion
-        values: dict[str, Callable[[], Any]] = {
-            TEXT: lambda: piece.text,
-            LEGACY_TEXT: lambda: piece.text,
-            MESSAGE: lambda: json.dumps(piece.message),
-            "finish_reason": lambda: "stop" if piece.stop_string else FINISH_REASONS[completion.finish_reason],
-            "stop_string": lambda: piece.stop_string,
-            "num_input_tokens": lambda: len(prompt.ids),
-            "num_output_tokens": lambda: len(completion.token_ids),
-            "prompt_token_ids": lambda: json.dumps(prompt.ids),
-            "token_ids": lambda: json.dumps(piece.token_ids),
-            "cumulative_logprob": lambda: sum(each.logprob for each in completion.logprobs or ()),
-            "logprobs": lambda: "" if completion.logprobs is None else self._logprobs_json(piece.logprobs),
-            PROMPT_LOGPROBS: lambda: self._prompt_logprobs(completion),
-            JSON_OUTPUT: lambda: self._json(prompt, piece.text),
-        }
-        return {name: values[name]() for name in names}
-
-    def _json(self, prompt: PreparedPrompt, text: str) -> str:
-        """The output `output`: a completion's text in MLServer's form, or a prompt's tokens."""
-        value = {self._preparer.text_field: text}
-        if self.checked.options.tokenize_only:
-            value = self._preparer.describe_tokens(prompt)
-        return json.dumps(value, ensure_ascii=False)
-
-    def _last_piece(self, row: int, index: int, completion: Completion) -> _Piece:
+    def _last_piece(self, row: int, index: int, completion: Completion) -> Piece:
         """A completion, or of a stream what no delta had.
 
         A stop string may be known only now: with `bc` and `abcd`, `abc` stops once no more tokens follow.
         """
         prompt = self.prompts[row]
         if self.checked.options.tokenize_only:
-            return _Piece(prompt.text, completion=completion)
+            return Piece(prompt.text, completion=completion)
         if self._sends_deltas:
             writing = self._writing[row][index]
             rest, num_sent = writing.stream.finish(), writing.num_sent_tokens
@@ -392,7 +323,7 @@ class GenerationResponse(SequenceListener):
             new, stop_string = up_to_stop(whole, prompt.asked.stop_strings, includes_stop=prompt.asked.includes_stop)
             message = {} if prompt.message_plan is None else self._message(prompt, prompt.message_plan, new, completion)
             text, num_sent = prompt.text + self._hooks.postprocess(new), 0
-        return _Piece(
+        return Piece(
             text,
             token_ids=completion.token_ids[num_sent:],
             logprobs=(completion.logprobs or [])[num_sent:],
@@ -420,31 +351,7 @@ class GenerationResponse(SequenceListener):
             message["content"] = self._hooks.postprocess(message["content"])
         return message
 
-    def _prompt_logprobs(self, completion: Completion) -> str:
-        logprobs = completion.prompt_logprobs
-        return "null" if logprobs is None else self._logprobs_json([None, *logprobs])
-
-    def _logprobs_json(self, logprobs: Iterable[TokenLogprobs | None]) -> str:
-        """Log probabilities in the vLLM backend's form: for each position an object of tokens by their ids, or null.
-
-        Position by position, because `json` lets no other thread run: a long prompt has a hundred thousand entries.
-        """
-        decode = cache(lambda token_id: self._codec.decode([token_id]))
-        return f"[{', '.join(json.dumps(each and _position(decode, each)) for each in logprobs)}]"
-
 
 def _marked(stream: TextStream, text: str) -> str:
     """New text of a stream, with the special tokens that a message's reader has to see."""
     return stream.take_marked() if isinstance(stream, MarkedTextStream) else text
-
-
-def _position(decode: Callable[[int], str], logprobs: TokenLogprobs) -> dict[int, dict[str, object]]:
-    ranks = {token_id: rank for rank, (token_id, _) in enumerate(logprobs.top, start=1)}
-    return {
-        token_id: {
-            "logprob": logprob if math.isfinite(logprob) else LEAST_LOGPROB,
-            "rank": ranks.get(token_id),
-            "decoded_token": decode(token_id),
-        }
-        for token_id, logprob in {logprobs.token_id: logprobs.logprob, **dict(logprobs.top)}.items()
-    }

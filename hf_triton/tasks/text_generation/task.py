@@ -85,11 +85,11 @@ class TextGeneration(EngineTask[GenerationResponse]):
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Check a request and start it, see `Task`."""
         inputs = request.inputs()
-        parameters = with_named_outputs(request.parameters, inputs, request.requested_outputs(), config.output_names)
-        checked = parse_request(inputs, parameters, self._limits)
+        named = config.named_outputs(request)
+        checked = parse_request(inputs, with_named_outputs(request.parameters, inputs, named), self._limits)
         checked = with_default_outputs(
             checked,
-            names_outputs=len(request.requested_outputs()) < len(config.output_names),
+            names_outputs=bool(named),
             has_json=JSON_OUTPUT in config.output_names and not config.streams_if(checked.options.stream),
             fills_json=self._preparer.fills_json,
         )
