@@ -50,11 +50,9 @@ def given_name(names: Collection[str], given: Collection[str]) -> str | None:
     return used[0] if used else None
 
 
-def values_of(name: str, value: object, num_rows: int = 1, *, is_array: bool) -> list[object]:
-    """A parameter's value for each row; of a tensor as `values_per_prompt` has it."""
-    if isinstance(value, np.ndarray):
-        return values_per_prompt(name, value, num_rows, is_array=is_array)
-    return [value] * num_rows
+def one_value(name: str, value: object, *, is_array: bool) -> object:
+    """The value of a parameter that holds for all rows, which may be a tensor."""
+    return values_per_prompt(name, value, 1, is_array=is_array)[0] if isinstance(value, np.ndarray) else value
 
 
 def in_row(error: RequestError, row: int) -> RequestError:

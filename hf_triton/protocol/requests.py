@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, TypeVar
 
-import numpy as np
 from pydantic import BaseModel
 
 from hf_triton.errors import RequestError, clip
@@ -32,8 +31,8 @@ from hf_triton.protocol.prompts import (
     decode_token_ids,
     prompt_shape,
 )
-from hf_triton.protocol.request_values import given_name, in_row, is_triton_parameter, merge_values, values_of
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.request_values import given_name, in_row, is_triton_parameter, merge_values
+from hf_triton.protocol.tensors import Array, values_per_prompt
 from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, reject_duplicates
 
 PARAMETER_NAMES: Final = frozenset({*PARAMETERS, *ALIASES, BEAM_SEARCH, *GUIDES, *SOURCES})
@@ -201,13 +200,13 @@ def _parameters_per_prompt(
     inputs: Mapping[str, Array], parameters: Mapping[str, object], num_rows: int
 ) -> list[dict[str, object]]:
     """Each prompt's parameters, from request parameters and from tensors."""
-    rows: list[dict[str, object]] = [{} for _ in range(num_rows)]
-    for name, given in merge_values(inputs, parameters).items():
-        if name in SOURCES:
-            continue
-        is_list = isinstance(given, np.ndarray) and is_array(name)
-        for row, value in zip(rows, values_of(name, given, num_rows, is_array=is_list), strict=True):
-            row[name] = value
+    given = merge_values(inputs, parameters)
+    rows = [{name: value for name, value in given.items() if name not in SOURCES} for _ in range(num_rows)]
+    for name, array in inputs.items():
+        if name not in SOURCES:
+            values = values_per_prompt(name, array, num_rows, is_array=is_array(name))
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
     return rows
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_triton.protocol.ports import OUTPUTS, PROMPT_LOGPROBS, TEXT_OUTPUTS
+from hf_triton.protocol.ports import LEGACY_TEXT, OUTPUTS, PROMPT_LOGPROBS, TEXT
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.tensors import Array, encode_strings
 
@@ -23,13 +23,10 @@ def outputs_to_fill(
         declared: The outputs that the folder declares.
         has_prompt_logprobs: Whether any prompt has `prompt_logprobs`.
     """
-
-    def is_filled(name: str) -> bool:
-        if name == PROMPT_LOGPROBS:
-            return has_prompt_logprobs
-        return request.fills_text if name in TEXT_OUTPUTS else bool(getattr(request.options, f"return_{name}"))
-
-    return list(filter(is_filled, declared))
+    implied = {TEXT: request.fills_text, LEGACY_TEXT: request.fills_text, PROMPT_LOGPROBS: has_prompt_logprobs}
+    return [
+        name for name in declared if (implied[name] if name in implied else getattr(request.options, f"return_{name}"))
+    ]
 
 
 def encode_output(name: str, values: Sequence[Any], shape: tuple[int, ...]) -> Array:

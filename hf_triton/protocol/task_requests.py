@@ -12,7 +12,7 @@ import numpy as np
 
 from hf_triton.errors import HfTritonError, RequestError, clip
 from hf_triton.protocol.prompts import PROMPT_ALIASES, Limits, decode_texts
-from hf_triton.protocol.request_values import given_name, merge_values, values_of
+from hf_triton.protocol.request_values import given_name, merge_values, one_value
 from hf_triton.protocol.requests import PARAMETER_NAMES
 from hf_triton.protocol.task_declaration import (
     JSON_OUTPUT,
@@ -80,7 +80,7 @@ def read_task_request(
         raise _unknown(declaration, unknown)
     names = [name for name in options.model_fields if name in given]
     asked = validated(
-        options, {name: values_of(name, given[name], is_array=value_type(options, name)[1])[0] for name in names}
+        options, {name: one_value(name, given[name], is_array=value_type(options, name)[1]) for name in names}
     )
     tokens = {name: given[name] for name in declaration.token_names if name in given}
     if tokens:

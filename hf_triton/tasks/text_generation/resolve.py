@@ -46,11 +46,11 @@ class TaskParams:
 
 
 SAMPLING_FIELDS: Final = frozenset(field.name for field in fields(SamplingParams))
-TASK_FIELDS: Final = frozenset(field.name for field in fields(TaskParams)) - {"grammar"}
-TASK_NAMES: Final = {"include_stop_str_in_output": "includes_stop", "max_time": "max_time_s"}
-"""Parameters whose field has another name."""
-OF_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "typical_p", "seed")
-"""Parameters without a meaning if nothing is sampled."""
+GREEDY_FIELDS: Final = SAMPLING_FIELDS - {"temperature", "top_p", "top_k", "min_p", "typical_p", "seed"}
+"""Those that have a meaning if nothing is sampled."""
+RENAMED: Final = {"includes_stop": "include_stop_str_in_output", "max_time_s": "max_time"}
+TASK_FIELDS: Final = {RENAMED.get(field.name, field.name): field.name for field in fields(TaskParams)}
+"""The fields of `TaskParams` by parameter."""
 
 
 def resolve_sampling_params(*layers: GenerationParameters, max_new_tokens: int = 1) -> SamplingParams:
@@ -73,16 +73,15 @@ def resolve_sampling_params(*layers: GenerationParameters, max_new_tokens: int =
     do_sample = merged["do_sample"] = do_sample and num_beams == 1
     if num_beams > 1:
         merged.pop("best_of", None)
-    if not do_sample:
-        merged = {name: value for name, value in merged.items() if name not in OF_SAMPLING}
-    elif merged.get("temperature", 1.0) < GREEDY_BELOW:
+    if do_sample and merged.get("temperature", 1.0) < GREEDY_BELOW:
         merged["temperature"] = 1.0  # of a lower layer, which is greedy; the layer above asks to sample
     if "logit_bias" in merged:
         merged["logit_bias"] = tuple((token_id, float(bias)) for token_id, bias in merged["logit_bias"].items())
     merged["top_k"] = max(merged.get("top_k", 0), 0)  # transformers' -1 keeps all tokens, too
     merged["eos_ids"] = _eos_ids(layers)
-    values = {"max_new_tokens": max_new_tokens, **merged}
-    params = SamplingParams(**{name: value for name, value in values.items() if name in SAMPLING_FIELDS})
+    merged.setdefault("max_new_tokens", max_new_tokens)
+    names = SAMPLING_FIELDS if do_sample else GREEDY_FIELDS
+    params = SamplingParams(**{name: value for name, value in merged.items() if name in names})
     _check_params(params, layers[0])
     return params
 
@@ -96,8 +95,7 @@ def resolve_task_params(*layers: GenerationParameters) -> TaskParams:
     grammar, merged = _grammar(layers), _merge(layers)
     if grammar is not None:
         merged |= {"stop_strings": _stop_strings_beside(layers), "stop_token_ids": ()}
-    values = {TASK_NAMES.get(name, name): value for name, value in merged.items()}
-    own = {name: value for name, value in values.items() if name in TASK_FIELDS}
+    own = {field: merged[name] for name, field in TASK_FIELDS.items() if name in merged}
     return TaskParams(**own, grammar=grammar)
 
 
@@ -121,7 +119,9 @@ def _merge(layers: Sequence[GenerationParameters]) -> dict[str, Any]:
     """The parameters that any layer sets, by name; the first layer that sets one wins."""
     merged: dict[str, Any] = {}
     for layer in reversed(layers):
-        merged |= {name: value for name, value in vars(layer).items() if value is not None}
+        for name, value in vars(layer).items():
+            if value is not None:
+                merged[name] = value
     return merged
 
 

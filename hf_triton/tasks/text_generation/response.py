@@ -252,6 +252,8 @@ class GenerationResponse(SequenceListener):
 
     def _send_deltas(self) -> None:
         """Send what is new, if any sequence has text; tokens without text wait for the next one."""
+        if not self._sends_deltas:
+            return
         writing = [(prompt, each) for prompt, row in zip(self.prompts, self._writing, strict=False) for each in row]
         with self._lock:
             self._has_queued_deltas = False
