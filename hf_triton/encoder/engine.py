@@ -201,7 +201,7 @@ def _not_finite(job: Job) -> HfTritonError:
     return GenerationError(
         "not_finite",
         f"the model's outputs for text {job.index} are NaN or infinite: its weights are broken, or its numbers are too "
-        "large for 16 bits, which the setting dtype float32 mends",
+        "large for 16 bits (set dtype to float32)",
     )
 
 

@@ -78,11 +78,6 @@ class RequestTimes:
         if self.admitted_s is None:
             self.admitted_s = now_s
 
-    def note_token(self, now_s: float) -> None:
-        """A sequence has a token."""
-        if self.first_token_s is None:
-            self.first_token_s = now_s
-
 
 class SequenceObserver:
     """Observes one sequence group, see `Observer`."""

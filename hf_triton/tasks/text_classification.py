@@ -10,7 +10,9 @@ import annotated_types
 
 from hf_triton.errors import RequestError
 from hf_triton.protocol.task_declaration import (
-    TEXT_ALIASES,
+    PAIR,
+    TEXT,
+    TEXTS,
     TOKEN_TEXTS,
     TaskDeclaration,
     TaskOptions,
@@ -27,8 +29,6 @@ FUNCTIONS: Final[Mapping[ScoreFunction, Callable[[Floats], Floats]]] = {
     "sigmoid": sigmoid,
     "none": lambda logits: logits,
 }
-TEXT: Final = "text"
-PAIR: Final = "text_pair"
 
 
 class ClassificationOptions(TaskOptions):
@@ -48,7 +48,7 @@ class TextClassification(EncoderTask[ClassificationOptions]):
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="text-classification",
         texts=(
-            TextInput(TEXT, "the texts", TEXT_ALIASES),
+            TEXTS,
             TextInput(PAIR, "a second text for each, of models that compare two", is_optional=True),
             TOKEN_TEXTS,
         ),

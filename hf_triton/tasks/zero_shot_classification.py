@@ -13,19 +13,12 @@ import numpy as np
 from pydantic import BeforeValidator
 
 from hf_triton.errors import CheckpointError, RequestError, clip
-from hf_triton.protocol.task_declaration import (
-    TEXT_ALIASES,
-    TaskDeclaration,
-    TaskOptions,
-    TaskOutput,
-    TextInput,
-)
+from hf_triton.protocol.task_declaration import TEXT, TEXT_ALIASES, TaskDeclaration, TaskOptions, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.protocol.validation import read_strings
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, best_first, softmax
 
-TEXT = "text"
 MAX_LABELS = 100
 ENTAILMENT = "entail"
 """How the label of models that entail begins."""
