@@ -29,7 +29,8 @@ from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.text_generation.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.detokenizer import TextStream
-from hf_triton.tasks.text_generation.prepare import PromptDefaults, PromptPreparer
+from hf_triton.tasks.text_generation.prepare import PromptPreparer
+from hf_triton.tasks.text_generation.resolve import PromptDefaults
 from hf_triton.tasks.text_generation.response_template import MessageFormat
 from hf_triton.tasks.text_generation.task import NUM_HOOK_THREADS, TextGeneration
 from hf_triton.tasks.text_generation.tokenizer import TextCodec

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_triton.errors import RequestError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.chat import Chat
-from hf_triton.protocol.options import RequestOptions
-from hf_triton.protocol.parameters import GenerationParameters, beam_conflict
+from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.prompts import PROMPT_TOKEN_IDS, Prompt, prompt_name
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.tool_choice import ForcedCall
@@ -23,10 +22,13 @@ from hf_triton.tasks.text_generation.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.message import MessagePlan
 from hf_triton.tasks.text_generation.resolve import (
+    PromptDefaults,
     TaskParams,
+    beam_obstacle,
     check_token_ids,
     resolve_sampling_params,
     resolve_task_params,
+    without_beams,
 )
 from hf_triton.tasks.text_generation.response_template import MessageFormat
 from hf_triton.tasks.text_generation.text_to_text import TEXT_FIELDS, Direction, TextToText
@@ -39,30 +41,7 @@ MAX_INLINE_CHARACTERS = 1000  # of a prompt that is tokenized in the caller's th
 NUM_BAD_WORDS_KEPT = 32  # prompts of a request, and often requests of a client, share their bad words
 NOTHING: Final = SamplingParams(max_new_tokens=1)
 """The parameters of a prompt that is only tokenized."""
-
-
-@dataclass(frozen=True)
-class PromptDefaults:
-    """What a folder and its checkpoint say of every prompt."""
-
-    layers: tuple[GenerationParameters, ...]
-    """The folder's and the checkpoint's parameters; the first that sets one wins."""
-    eos_ids: frozenset[int]
-    """The model's own end-of-sequence tokens."""
-    context_length: int
-    """Tokens that a prompt and its completion may have together."""
-    max_output_length: int
-    """New tokens if neither request nor layers set a number."""
-    max_num_seqs: int
-    """Sequences that one prompt may ask for."""
-    is_encoder_decoder: bool = False
-    """Whether prompt and completion are bounded each, and outputs never contain the prompt (T5)."""
-    excludes_prompt: bool = False
-    """Whether outputs leave the prompt out if the request does not say."""
-
-    def first(self, name: str) -> Any:
-        """A parameter's value in the first layer that sets it; None: none does."""
-        return next((value for layer in self.layers if (value := getattr(layer, name)) is not None), None)
+NO_DIRECTION: Final = Direction()
 
 
 @dataclass(frozen=True)
@@ -181,7 +160,7 @@ class PromptPreparer:
         plan = None
         if options.return_message:
             plan = self._messages.plan(chat, model_text or "", is_constrained=asked.grammar is not None)
-        parameters = _without_beams(parameters, _beam_obstacle(asked, forced_call, options, streams=streams))
+        parameters = without_beams(parameters, beam_obstacle(asked, forced_call, options, streams=streams))
         params = self._sampling_params(asked, len(ids), prompt_name(source, row), parameters)
         if streams and params.num_sequences > params.num_return_sequences:
             raise RequestError("invalid_parameter", "best_of cannot be streamed: leave it out, or say stream false")
@@ -222,7 +201,7 @@ class PromptPreparer:
             raise RequestError(
                 "invalid_parameter", f"{name} is for the task translation: leave it out, or set the folder's task to it"
             )
-        return Direction()
+        return NO_DIRECTION
 
     def _encode(
         self, source: Prompt, row: int, direction: Direction, adds_special_tokens: bool | None
@@ -316,30 +295,3 @@ class PromptPreparer:
             eos_ids = defaults.eos_ids if params.eos_ids is None else params.eos_ids
             params = replace(params, eos_ids=eos_ids.union(asked.stop_token_ids))
         return params
-
-
-def _beam_obstacle(
-    asked: TaskParams, forced_call: ForcedCall | None, options: RequestOptions, *, streams: bool
-) -> str | None:
-    """What a request asks for, beside a prompt's own parameters, that beam search does not give."""
-    if streams:
-        return "stream"
-    if forced_call is not None:
-        return "tool_choice"
-    if asked.grammar is not None:
-        return asked.grammar.parameter
-    names = ("return_logprobs", "return_cumulative_logprob")
-    return next((name for name in names if getattr(options, name)), None)
-
-
-def _without_beams(parameters: GenerationParameters, obstacle: str | None) -> GenerationParameters:
-    """A prompt's parameters; with an obstacle without the beams that are a default.
-
-    Raises:
-        RequestError: The request itself asks for beams.
-    """
-    if obstacle is None:
-        return parameters
-    if parameters.num_beams is not None and parameters.num_beams > 1:
-        raise RequestError("invalid_parameter", beam_conflict(obstacle, parameters.num_beams))
-    return parameters.model_copy(update={"num_beams": 1})

@@ -8,14 +8,17 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from hf_triton.errors import RequestError
+from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import (
     GREEDY_BELOW,
     GenerationParameters,
+    beam_conflict,
     check_beams,
     check_best_of,
     check_min_new_tokens,
 )
 from hf_triton.protocol.structured_output import Grammar
+from hf_triton.protocol.tool_choice import ForcedCall
 from hf_triton.sampling.params import SamplingParams
 
 
@@ -43,6 +46,30 @@ class TaskParams:
     """Of the adapter; empty: none."""
     grammar: Grammar | None = None
     """What the completions must follow."""
+
+
+@dataclass(frozen=True)
+class PromptDefaults:
+    """What a folder and its checkpoint say of every prompt."""
+
+    layers: tuple[GenerationParameters, ...]
+    """The folder's and the checkpoint's parameters; the first that sets one wins."""
+    eos_ids: frozenset[int]
+    """The model's own end-of-sequence tokens."""
+    context_length: int
+    """Tokens that a prompt and its completion may have together."""
+    max_output_length: int
+    """New tokens if neither request nor layers set a number."""
+    max_num_seqs: int
+    """Sequences that one prompt may ask for."""
+    is_encoder_decoder: bool = False
+    """Whether prompt and completion are bounded each, and outputs never contain the prompt (T5)."""
+    excludes_prompt: bool = False
+    """Whether outputs leave the prompt out if the request does not say."""
+
+    def first(self, name: str) -> Any:
+        """A parameter's value in the first layer that sets it; None: none does."""
+        return next((value for layer in self.layers if (value := getattr(layer, name)) is not None), None)
 
 
 SAMPLING_FIELDS: Final = frozenset(field.name for field in fields(SamplingParams))
@@ -97,6 +124,33 @@ def resolve_task_params(*layers: GenerationParameters) -> TaskParams:
         merged |= {"stop_strings": _stop_strings_beside(layers), "stop_token_ids": ()}
     own = {field: merged[name] for name, field in TASK_FIELDS.items() if name in merged}
     return TaskParams(**own, grammar=grammar)
+
+
+def beam_obstacle(
+    asked: TaskParams, forced_call: ForcedCall | None, options: RequestOptions, *, streams: bool
+) -> str | None:
+    """What a request asks for, beside a prompt's own parameters, that beam search does not give."""
+    if streams:
+        return "stream"
+    if forced_call is not None:
+        return "tool_choice"
+    if asked.grammar is not None:
+        return asked.grammar.parameter
+    names = ("return_logprobs", "return_cumulative_logprob")
+    return next((name for name in names if getattr(options, name)), None)
+
+
+def without_beams(parameters: GenerationParameters, obstacle: str | None) -> GenerationParameters:
+    """A prompt's parameters; with an obstacle without the beams that are a default.
+
+    Raises:
+        RequestError: The request itself asks for beams.
+    """
+    if obstacle is None:
+        return parameters
+    if parameters.num_beams is not None and parameters.num_beams > 1:
+        raise RequestError("invalid_parameter", beam_conflict(obstacle, parameters.num_beams))
+    return parameters.model_copy(update={"num_beams": 1})
 
 
 def check_token_ids(params: SamplingParams, vocabulary_size: int) -> None:

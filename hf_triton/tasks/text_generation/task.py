@@ -34,7 +34,8 @@ from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.text_generation.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
-from hf_triton.tasks.text_generation.prepare import PromptDefaults, PromptPreparer
+from hf_triton.tasks.text_generation.prepare import PromptPreparer
+from hf_triton.tasks.text_generation.resolve import PromptDefaults
 from hf_triton.tasks.text_generation.response import GenerationResponse
 from hf_triton.tasks.text_generation.response_template import Spec, build_message_format
 from hf_triton.tasks.text_generation.text_to_text import build_text_to_text, max_new_tokens
