@@ -290,16 +290,18 @@ class GenerationResponse(SequenceListener):
                         for index, completion in enumerate(self._completions[row])
                     ]
                 )
-            times = self.request.times
-            timings = encode_timings(
-                times.arrival_s,
-                admitted_s=times.admitted_s,
-                first_token_s=times.first_token_s,
-                answered_s=time.monotonic(),
-            )
-            self.request.answer(outputs, timings if self.checked.options.return_timings else {})
+            self.request.answer(outputs, self._timings() if self.checked.options.return_timings else {})
         except Exception as error:  # want of memory, for a long response
             self.request.refuse(as_own_error("building the response", error))
+
+    def _timings(self) -> dict[str, int]:
+        times = self.request.times
+        return encode_timings(
+            times.arrival_s,
+            admitted_s=times.admitted_s,
+            first_token_s=times.first_token_s,
+            answered_s=time.monotonic(),
+        )
 
     def _send_error(self, error: HfTritonError) -> None:
         try:
