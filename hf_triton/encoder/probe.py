@@ -56,7 +56,7 @@ def probe_way(
             logger.info("sequences run %s (%s): in a probe each has the outputs that it has alone", way, MEANING[way])
             return way
         logger.info("sequences do not run %s (%s): %s", way, MEANING[way], failure)
-    logger.warning("every sequence runs alone, which is slow under load: in company its outputs would differ")
+    logger.warning("every sequence runs alone, which is slow under load: batched outputs would differ")
     return "alone"
 
 

@@ -12,6 +12,7 @@ import transformers
 from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import EncoderForward
 from hf_triton.encoder.types import EncoderGroup, EncoderInput
+from tests.support.listener import Functions
 
 BASE: dict[str, Any] = {
     "vocab_size": 200,
@@ -163,7 +164,9 @@ class Answer:
         self.is_cancelled = False
         self._came = threading.Event()
         self.group = EncoderGroup(
-            inputs, on_finish=self._take, is_cancelled=lambda: self.is_cancelled, deadline_s=deadline_s
+            inputs,
+            listener=Functions(on_finish=self._take, is_cancelled=lambda: self.is_cancelled),
+            deadline_s=deadline_s,
         )
 
     def _take(self, answer: Any) -> None:
