@@ -33,7 +33,7 @@ from folders import save, take_turns
 
 from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import EncoderForward, build_forward
-from hf_triton.encoder.types import EncoderGroup, EncoderInput
+from hf_triton.encoder.types import EncoderGroup, EncoderInput, EncoderListener
 
 NUM_CLIENTS = 64
 MINILM = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
@@ -113,8 +113,18 @@ def running(forward: EncoderForward, **options: Any) -> Iterator[EncoderEngine]:
         engine.close()
 
 
+class OnFinish(EncoderListener):
+    """Passes outcomes on."""
+
+    def __init__(self, finish: Callable[[Any], None]) -> None:
+        self._finish = finish
+
+    def on_finish(self, row: int, outcome: Any) -> None:
+        self._finish(outcome)
+
+
 def ask(engine: EncoderEngine, inputs: list[EncoderInput], on_done: Callable[[Any], None]) -> None:
-    engine.submit([EncoderGroup(inputs, on_finish=on_done)])
+    engine.submit([EncoderGroup(inputs, listener=OnFinish(on_done))])
 
 
 def clients(encoders: Encoders, way: str) -> float:

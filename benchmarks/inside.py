@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import hf_triton
-from hf_triton.engine.sequence import Outcome, SequenceGroup
+from hf_triton.engine.sequence import Outcome, SequenceGroup, SequenceListener
 from hf_triton.engine.types import GenerationEngine
 from hf_triton.protocol.ports import TEXT
 from hf_triton.protocol.prompts import PROMPT
@@ -33,6 +33,20 @@ Request = tuple[list[int], int]
 """A prompt's tokens, and the number of tokens to generate."""
 
 
+class OnFinish(SequenceListener):
+    """Passes outcomes on.
+
+    Args:
+        finish: Takes them.
+    """
+
+    def __init__(self, finish: Callable[[Outcome], object]) -> None:
+        self._finish = finish
+
+    def on_finish(self, row: int, outcome: Outcome) -> None:
+        self._finish(outcome)
+
+
 def run_requests(engine: GenerationEngine, requests: list[Request], width: int) -> None:
     """The engine, with `width` requests in flight."""
     room, done = threading.Semaphore(width), threading.Semaphore(0)
@@ -45,7 +59,7 @@ def run_requests(engine: GenerationEngine, requests: list[Request], width: int) 
 
     for prompt, count in requests:
         room.acquire()
-        engine.submit([SequenceGroup(prompt, SamplingParams(count), on_finish=finish)])
+        engine.submit([SequenceGroup(prompt, SamplingParams(count), listener=OnFinish(finish))])
     for _ in requests:
         done.acquire()
     for outcome in outcomes:

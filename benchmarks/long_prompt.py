@@ -34,7 +34,7 @@ from engine import VOCABULARY, build_packed_model
 from folders import processor
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.sequence import Outcome, SequenceGroup
+from hf_triton.engine.sequence import Outcome, SequenceGroup, SequenceListener
 from hf_triton.errors import HfTritonError
 from hf_triton.runner import device
 from hf_triton.sampling.params import SamplingParams
@@ -59,7 +59,7 @@ class Figures:
     first_s: float
 
 
-class Generation:
+class Generation(SequenceListener):
     """A running sequence, and when its tokens came."""
 
     def __init__(self, prompt: list[int], max_new_tokens: int) -> None:
@@ -67,18 +67,16 @@ class Generation:
         self.cpu_times_s: list[float] = []
         self._came = threading.Condition()
         self._outcome: Outcome | None = None
-        self.sequence = SequenceGroup(
-            prompt, SamplingParams(max_new_tokens), on_finish=self._finish, on_token=self._note
-        )
+        self.sequence = SequenceGroup(prompt, SamplingParams(max_new_tokens), listener=self, listens_to_tokens=True)
 
-    def _note(self, *_: object) -> bool:
+    def on_token(self, row: int, index: int, token_id: int, logprobs: object) -> bool:
         with self._came:
             self.times_s.append(time.perf_counter())
             self.cpu_times_s.append(time.thread_time())
             self._came.notify()
         return False
 
-    def _finish(self, outcome: Outcome) -> None:
+    def on_finish(self, row: int, outcome: Outcome) -> None:
         with self._came:
             self._outcome = outcome
             self._came.notify()

@@ -28,6 +28,7 @@ import torch
 import transformers
 from engine import VOCABULARY, build_packed_model
 from folders import processor
+from inside import OnFinish
 from transformers.cache_utils import DynamicCache
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
@@ -88,7 +89,7 @@ def complete(engine: ContinuousBatchingEngine, prompts: TokenLists, num_new: int
 
     for number, prompt in enumerate(prompts):
         room.acquire()
-        engine.submit([SequenceGroup(prompt, SamplingParams(num_new), on_finish=partial(finish, number))])
+        engine.submit([SequenceGroup(prompt, SamplingParams(num_new), listener=OnFinish(partial(finish, number)))])
     for _ in range(WIDTH):
         room.acquire()
     return [_text(outcomes[number]) for number in range(len(prompts))]

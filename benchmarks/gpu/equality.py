@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from figures import Figures, read_options
+from loads import Listener
 from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
@@ -67,7 +68,7 @@ def in_company(engine: ContinuousBatchingEngine, given: list[Item]) -> list[list
     answers = [Future[Outcome]() for _ in given]
     engine.submit(
         [
-            SequenceGroup(prompt, SamplingParams(count), on_finish=answer.set_result)
+            SequenceGroup(prompt, SamplingParams(count), listener=Listener(answer.set_result))
             for (prompt, count), answer in zip(given, answers, strict=True)
         ]
     )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.sequence import Outcome, SequenceGroup
+from hf_triton.engine.sequence import Outcome, SequenceGroup, SequenceListener
 from hf_triton.engine.types import Observer
 from hf_triton.errors import CancelledError
 from hf_triton.runner.step import Step
@@ -29,6 +29,34 @@ from hf_triton.sampling.types import Constraint
 MAX_WAIT_S = 120.0
 MEAN_PROMPT, MEAN_NEW, DEVIATION = 220, 190, 1.0
 """Of the tokens of ShareGPT's conversations, about; the deviation of their logarithms."""
+
+
+class Listener(SequenceListener):
+    """Calls functions.
+
+    Args:
+        finish: Takes outcomes.
+        note: Called at every token.
+        is_cancelled: Whether the requests are cancelled.
+    """
+
+    def __init__(
+        self,
+        finish: Callable[[Outcome], object],
+        note: Callable[[], None] = lambda: None,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._finish, self._note, self._asks = finish, note, is_cancelled
+
+    def is_cancelled(self) -> bool:
+        return self._asks()
+
+    def on_token(self, row: int, index: int, token_id: int, logprobs: object) -> bool:
+        self._note()
+        return False
+
+    def on_finish(self, row: int, outcome: Outcome) -> None:
+        self._finish(outcome)
 
 
 @dataclass(frozen=True)
@@ -172,9 +200,8 @@ def decoding(
     run_requests(engine, [Request(prompt, SamplingParams(1)) for prompt in prompts], len(prompts))
     is_over, outcomes = threading.Event(), queue.SimpleQueue[Outcome]()
     meter.clear(len(prompts))
-    engine.submit(
-        [SequenceGroup(prompt, params, on_finish=outcomes.put, is_cancelled=is_over.is_set) for prompt in prompts]
-    )
+    listener = Listener(outcomes.put, is_cancelled=is_over.is_set)
+    engine.submit([SequenceGroup(prompt, params, listener=listener) for prompt in prompts])
     try:
         yield
     finally:
@@ -192,9 +219,8 @@ class Times:
     submitted_s: float
     tokens_s: list[float] = field(default_factory=list)
 
-    def note(self, *_: object) -> bool:
+    def note(self) -> None:
         self.tokens_s.append(time.perf_counter())
-        return False
 
 
 def run_requests(engine: ContinuousBatchingEngine, requests: list[Request], width: int) -> dict[str, float]:
@@ -213,9 +239,13 @@ def run_requests(engine: ContinuousBatchingEngine, requests: list[Request], widt
     for each in requests:
         room.acquire()
         times.append(Times(time.perf_counter()))
-        on_token = times[-1].note
+        listener = Listener(finish, note=times[-1].note)
         engine.submit(
-            [SequenceGroup(each.prompt, each.params, on_token=on_token, on_finish=finish, constraint=each.constraint)]
+            [
+                SequenceGroup(
+                    each.prompt, each.params, listener=listener, listens_to_tokens=True, constraint=each.constraint
+                )
+            ]
         )
     for _ in requests:
         outcome = outcomes.get(timeout=MAX_WAIT_S)

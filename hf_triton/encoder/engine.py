@@ -18,7 +18,7 @@ import torch
 
 from hf_triton.encoder.forward import EncoderForward, Reduce, build_forward
 from hf_triton.encoder.probe import Way
-from hf_triton.encoder.types import EncoderGroup, EncoderInput, Job
+from hf_triton.encoder.types import EncoderGroup, EncoderInput, EncoderListener, Job, Outputs
 from hf_triton.engine.types import EngineLoad
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import GenerationError, HfTritonError
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 LINGER_S: Final = 0.001
 """How long the cores are kept without work: a client that asks again at once finds them."""
 MAX_BATCH_TOKENS: Final = {"cpu": 1024, "cuda": 16384}
-"""Tokens of a forward, by torch's device type: a newcomer waits for one. Other accelerators take CUDA's. A CPU computes
-4096 at a time only two percent faster."""
+"""Tokens of a forward, by torch's device type: a new request waits for one at most. Other accelerators take CUDA's. A
+CPU computes 4096 at a time only two percent faster."""
 MIN_BATCH_TOKENS: Final = 512
 """What is tried however often the memory had no room for more; a sixteenth is added after every forward."""
 
@@ -69,6 +69,16 @@ def build_encoder(
         model.to(dtype)
     forward = build_forward(model, outputs, per_token=per_token, reduce=reduce, pack_weights=pack_weights, way=way)
     return EncoderEngine(forward, max_batch_tokens=max_batch_tokens, on_fatal=on_fatal)
+
+
+class _Waiter(EncoderListener):
+    """Keeps an outcome for the thread that waits for it."""
+
+    def __init__(self) -> None:
+        self.answers: queue.SimpleQueue[Outputs | HfTritonError] = queue.SimpleQueue()
+
+    def on_finish(self, row: int, outcome: Outputs | HfTritonError) -> None:
+        self.answers.put(outcome)
 
 
 class EncoderEngine(Worker[EncoderGroup]):
@@ -115,9 +125,9 @@ class EncoderEngine(Worker[EncoderGroup]):
         Raises:
             HfTritonError: The engine refuses one, or fails on it.
         """
-        answers: queue.SimpleQueue[list[npt.NDArray[np.float32]] | HfTritonError] = queue.SimpleQueue()
-        self.submit([EncoderGroup(inputs, on_finish=answers.put)])
-        answer = answers.get()
+        waiter = _Waiter()
+        self.submit([EncoderGroup(inputs, listener=waiter)])
+        answer = waiter.answers.get()
         if isinstance(answer, HfTritonError):
             raise answer
         return answer
@@ -191,7 +201,7 @@ def _not_finite(job: Job) -> HfTritonError:
     return GenerationError(
         "not_finite",
         f"the model's outputs for text {job.index} are NaN or infinite: its weights are broken, or its numbers are too "
-        "large for 16 bits, which the setting dtype float32 mends",
+        "large for 16 bits (set dtype to float32)",
     )
 
 

@@ -10,9 +10,8 @@ from typing import Any, Final, Literal
 
 import torch
 
-from hf_triton.encoder.attention import running
 from hf_triton.encoder.packed_base import PackedBase
-from hf_triton.encoder.packing import pack_row, pad_batch, split_by_padding, split_by_total
+from hf_triton.encoder.packing import pack_row, pad_batch, split, wanted_positions
 from hf_triton.encoder.probe import Way, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import HfTritonError, RequestError
@@ -89,7 +88,7 @@ class EncoderForward:
         way: How sequences share a forward, see `probe_way`.
 
     Raises:
-        NotPackableError: `way` is `packed`, and the model has no place for it.
+        NotPackableError: `way` is `packed`, and the model takes no position ids.
     """
 
     def __init__(
@@ -102,12 +101,10 @@ class EncoderForward:
         self.way: Way = way
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
-        self.num_attention_calls = 0
-        """How often the last call computed attention in a packed row."""
         _make_no_cache(model)
         self._base = PackedBase(model, per_token=per_token) if way == "packed" else None
         pad_id = getattr(model.config.get_text_config(), "pad_token_id", None)
-        self._pad_id = pad_id if isinstance(pad_id, int) else 0
+        self._pad_id = max(pad_id, 0) if isinstance(pad_id, int) else 0
         kind = model.computes_on if isinstance(model, GraphModel) else self.device.type
         self._max_padded = MAX_PADDED_TOKENS.get(kind, MAX_PADDED_TOKENS["cuda"])
         self._max_padding = MAX_PADDING.get(kind, math.inf)
@@ -128,7 +125,7 @@ class EncoderForward:
         results: list[torch.Tensor | None] = [None] * len(inputs)
         for batch in self._split(inputs, order):
             members = [inputs[index] for index in batch]
-            outputs = self._packed(members) if self._base else self._padded(members)
+            outputs = self._packed(self._base, members) if self._base else self._padded(members)
             for index, output in zip(batch, outputs, strict=True):
                 results[index] = self._finish(output)
         return [result for result in results if result is not None]
@@ -148,39 +145,30 @@ class EncoderForward:
             return RequestError("invalid_input", f"token types must be in 0 to {self._num_types - 1}")
         return None
 
-    def release(self) -> None:
-        """Give the model back as it was."""
-        if self._base:
-            self._base.restore()
-
     def _split(self, inputs: list[EncoderInput], order: list[int]) -> list[list[int]]:
         """What is computed together, of inputs whose `order` is by length, ascending."""
         lengths = [len(each.ids) for each in inputs]
         if self.way == "alone":
             return [[index] for index in order]
         if self.way == "padded":
-            return list(split_by_padding(order, lengths, self._max_padded, self._max_padding))
+            return list(split(order, lengths, max_padded=self._max_padded, max_padding=self._max_padding))
         if self._per_token:
-            counts = [_num_wanted(each) for each in inputs]
-            return list(split_by_total(order, counts, MAX_OUTPUTS // self._width))
-        return list(split_by_padding(order, lengths, self._max_states))
+            counts = [len(wanted_positions(each)) for each in inputs]
+            return list(split(order, counts, max_total=MAX_OUTPUTS // self._width))
+        return list(split(order, lengths, max_padded=self._max_states))
 
-    def _packed(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
-        assert self._base is not None
-        row = pack_row(inputs, self._base.position_ids, self.device)
-        with running(row):
+    def _packed(self, base: PackedBase, inputs: list[EncoderInput]) -> list[torch.Tensor]:
+        row = pack_row(inputs, base.position_ids, self.device)
+        with base.running(row):
             if self._per_token:
                 outputs = self._run(row.ids, row.type_ids, None)[:, 0]
-                parts = torch.split(outputs, [_num_wanted(each) for each in inputs], dim=1)
+                parts = torch.split(outputs, [len(wanted_positions(each)) for each in inputs], dim=1)
             else:
-                batch = pad_batch(inputs, self._pad_id, self.device)
-                parts = self._run(batch.ids, batch.type_ids, batch.mask).unbind(1)
-        self.num_attention_calls = row.num_attention_calls
+                parts = self._run(*pad_batch(inputs, base.pad_id, self.device)).unbind(1)
         return [self._unstack(part) for part in parts]
 
     def _padded(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
-        batch = pad_batch(inputs, max(self._pad_id, 0), self.device)
-        rows = self._run(batch.ids, batch.type_ids, batch.mask).unbind(1)
+        rows = self._run(*pad_batch(inputs, self._pad_id, self.device)).unbind(1)
         if self._per_token:
             rows = tuple(_wanted(row, each) for row, each in zip(rows, inputs, strict=True))
         return [self._unstack(row) for row in rows]
@@ -205,10 +193,6 @@ def _make_no_cache(model: Any) -> None:
     for config in (model.config, model.config.get_text_config()):
         if getattr(config, "use_cache", False):
             config.use_cache = False
-
-
-def _num_wanted(each: EncoderInput) -> int:
-    return len(each.ids) if each.output_positions is None else len(each.output_positions)
 
 
 def _wanted(row: torch.Tensor, each: EncoderInput) -> torch.Tensor:

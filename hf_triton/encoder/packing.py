@@ -1,195 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lays sequences one behind the other in one row, or beside each other with padding. Knows no model."""
+"""Lays sequences one behind the other in one row, and says which share a forward. Knows no model."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hf_triton.encoder.types import EncoderInput
+from hf_triton.runner.packed_row import PackedRow
+from hf_triton.runner.padding import pad
+from hf_triton.runner.step import TokenRange
+from hf_triton.runner.step_tensors import StepTensors
+from hf_triton.runner.transfer import array_to_device
 
 PositionIds = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 """The position ids of one sequence's token ids, both `[tokens]`."""
 
 
-@dataclass(frozen=True)
-class EqualLengths:
-    """Sequences of one length that lie side by side in a packed row."""
-
-    start: int
-    count: int
-    length: int
-
-    @property
-    def tokens(self) -> slice:
-        """Their tokens in the row."""
-        return slice(self.start, self.start + self.count * self.length)
-
-
 @dataclass
-class PackedRow:
-    """Sequences in one row `[1, tokens]`, the shortest first."""
+class EncoderRow:
+    """Sequences in one row, the shortest first; `[1, tokens]` on the device."""
 
+    packed: PackedRow
     ids: torch.Tensor
-    type_ids: torch.Tensor | None
     position_ids: torch.Tensor
-    lengths: list[int]
-    """Tokens of each sequence, ascending."""
-    kept: torch.Tensor | None = None
-    """Indices of the tokens whose outputs are wanted; None: all."""
-    num_attention_calls: int = 0
-    """How often attention was computed for the row."""
-    masks: dict[tuple[torch.device, int, int, int, int, bool], torch.Tensor] = field(default_factory=dict)
-    """Masks of sliding windows, by device and shape: every layer needs the same."""
-
-    @cached_property
-    def blocks(self) -> list[EqualLengths]:
-        """The row's sequences by length."""
-        blocks, start = [], 0
-        for length, equal in itertools.groupby(self.lengths):
-            blocks.append(EqualLengths(start, sum(1 for _ in equal), length))
-            start += blocks[-1].count * length
-        return blocks
-
-    @cached_property
-    def sequences(self) -> torch.Tensor:
-        """The sequence of each token, `[tokens]` int64 on the device."""
-        lengths = torch.tensor(self.lengths)
-        return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(self.ids.device)
-
-    @cached_property
-    def bounds(self) -> torch.Tensor:
-        """Where sequences begin, and the row's end, `[sequences + 1]` int64 on the device."""
-        return torch.tensor([0, *itertools.accumulate(self.lengths)]).to(self.ids.device)
-
-    @cached_property
-    def cells(self) -> torch.Tensor:
-        """The place of each token in a padded batch `[sequences, longest]` that is flattened, `[tokens]`."""
-        lengths = torch.tensor(self.lengths)
-        columns = torch.cat([torch.arange(length) for length in self.lengths])
-        rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        return (rows * self.lengths[-1] + columns).to(self.ids.device)
-
-    def pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """Give each sequence a row of its own: `[1, tokens, size]` to `[sequences, longest, size]`, zeros elsewhere."""
-        num_rows, longest = len(self.lengths), self.lengths[-1]
-        padded = packed.new_zeros(num_rows * longest, packed.shape[-1])
-        padded[self.cells.to(packed.device)] = packed[0]
-        return padded.view(num_rows, longest, -1)
-
-
-@dataclass
-class PaddedBatch:
-    """Sequences beside each other, `[sequences, longest]`, padded at the right."""
-
-    ids: torch.Tensor
     type_ids: torch.Tensor | None
-    mask: torch.Tensor
-    """1 for tokens, 0 for padding."""
+    kept: torch.Tensor | None
+    """Indices of the tokens whose outputs are wanted; None: all."""
+
+    def pad(self, states: torch.Tensor) -> torch.Tensor:
+        """Give each sequence a row of its own: `[1, tokens, size]` to `[sequences, longest, size]`, zeros elsewhere."""
+        lengths = self.packed.step.ends
+        cells = np.concatenate([np.arange(length) + row * lengths[-1] for row, length in enumerate(lengths)])
+        padded = states.new_zeros(len(lengths) * lengths[-1], states.shape[-1])
+        padded[array_to_device(cells, states.device)] = states[0]
+        return padded.view(len(lengths), lengths[-1], -1)
 
 
-def pack_row(inputs: list[EncoderInput], position_ids: PositionIds, device: torch.device) -> PackedRow:
+def pack_row(inputs: list[EncoderInput], position_ids: PositionIds | None, device: torch.device) -> EncoderRow:
     """Lay sequences one behind the other.
 
     Args:
         inputs: Sorted by length, ascending.
-        position_ids: The model's own rule.
+        position_ids: The model's own rule; None: from 0.
         device: Where the row goes.
     """
-    ids = [np.asarray(each.ids, np.int64) for each in inputs]
+    ranges = [TokenRange(row, 0, len(each.ids), each.ids, (), len(each.ids)) for row, each in enumerate(inputs)]
+    positions = position_ids and np.concatenate([position_ids(np.array(each.ids, np.int64)) for each in inputs])
+    step = StepTensors(ranges, 1, device, positions=positions)
+    kept = None
+    if any(each.output_positions is not None for each in inputs):
+        starts = zip(step.bounds, inputs, strict=False)
+        kept = [start + position for start, each in starts for position in wanted_positions(each)]
+    ids, places, rows = step.inputs(kept or ())
+    types = None
+    if any(each.type_ids is not None for each in inputs):
+        row = np.fromiter(itertools.chain.from_iterable(map(_type_ids, inputs)), np.int64, step.num_tokens)
+        types = array_to_device(row, device)[None]
+    return EncoderRow(PackedRow(step), ids[None], places[None], types, None if kept is None else rows)
 
-    def row(arrays: list[npt.NDArray[np.int64]]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).unsqueeze(0).to(device)
 
+def pad_batch(
+    inputs: list[EncoderInput], pad_id: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Token ids, types and attention mask of sequences beside each other, `[sequences, longest]`."""
+    ids, mask = pad([each.ids for each in inputs], pad_id, device, at_left=False)
     has_types = any(each.type_ids is not None for each in inputs)
-    return PackedRow(
-        ids=row(ids),
-        type_ids=row([_type_ids(each) for each in inputs]) if has_types else None,
-        position_ids=row([position_ids(each) for each in ids]),
-        lengths=[len(each) for each in ids],
-        kept=_kept(inputs, device),
-    )
+    types = pad([_type_ids(each) for each in inputs], 0, device, at_left=False)[0] if has_types else None
+    return ids, types, mask
 
 
-def pad_batch(inputs: list[EncoderInput], pad_id: int, device: torch.device) -> PaddedBatch:
-    """Lay sequences beside each other."""
-    longest = max(len(each.ids) for each in inputs)
-    ids = np.full((len(inputs), longest), pad_id, np.int64)
-    type_ids, mask = np.zeros_like(ids), np.zeros_like(ids)
-    for row, each in enumerate(inputs):
-        length = len(each.ids)
-        ids[row, :length], type_ids[row, :length], mask[row, :length] = each.ids, _type_ids(each), 1
-    has_types = any(each.type_ids is not None for each in inputs)
-    return PaddedBatch(
-        torch.from_numpy(ids).to(device),
-        torch.from_numpy(type_ids).to(device) if has_types else None,
-        torch.from_numpy(mask).to(device),
-    )
-
-
-def split_by_padding(
-    order: list[int], lengths: list[int], max_padded_tokens: int, max_padding: float = math.inf
+def split(
+    order: list[int],
+    sizes: list[int],
+    *,
+    max_padded: float = math.inf,
+    max_padding: float = math.inf,
+    max_total: float = math.inf,
 ) -> Iterator[list[int]]:
-    """Split sequences into batches of bounded size, padding counted; one sequence may be larger.
+    """Split sequences into batches of bounded size; one sequence may be larger.
 
     Args:
-        order: Indices of the sequences by length, ascending.
-        lengths: Tokens of each sequence.
-        max_padded_tokens: Sequences times the longest one's tokens.
-        max_padding: The same without the sequences' own tokens.
-    """
-    batch: list[int] = []
-    num_tokens = 0
-    for index in order:
-        num_tokens += lengths[index]
-        num_padded = (len(batch) + 1) * lengths[index]
-        if batch and (num_padded > max_padded_tokens or num_padded - num_tokens > max_padding):
-            yield batch
-            batch, num_tokens = [], lengths[index]
-        batch.append(index)
-    if batch:
-        yield batch
-
-
-def split_by_total(order: list[int], sizes: list[int], max_total: int) -> Iterator[list[int]]:
-    """Split sequences into batches whose sizes together are bounded; one sequence may be larger.
-
-    Args:
-        order: Indices of the sequences.
+        order: Indices of the sequences; ascending by size if padding is bounded.
         sizes: Of each sequence.
-        max_total: Of a batch.
+        max_padded: Sequences of a batch times the largest one's size.
+        max_padding: The same without the sequences' own sizes.
+        max_total: Of the sequences' own sizes.
     """
     batch: list[int] = []
     total = 0
     for index in order:
-        if batch and total + sizes[index] > max_total:
-            yield batch
-            batch, total = [], 0
-        batch.append(index)
         total += sizes[index]
+        padded = (len(batch) + 1) * sizes[index]
+        if batch and (padded > max_padded or padded - total > max_padding or total > max_total):
+            yield batch
+            batch, total = [], sizes[index]
+        batch.append(index)
     if batch:
         yield batch
 
 
-def _type_ids(each: EncoderInput) -> npt.NDArray[np.int64]:
-    return np.zeros(len(each.ids), np.int64) if each.type_ids is None else np.asarray(each.type_ids, np.int64)
+def wanted_positions(each: EncoderInput) -> list[int] | range:
+    """The tokens of a sequence whose outputs are wanted."""
+    return range(len(each.ids)) if each.output_positions is None else each.output_positions
 
 
-def _kept(inputs: list[EncoderInput], device: torch.device) -> torch.Tensor | None:
-    """Where the wanted tokens of a row are; None: all are wanted."""
-    if all(each.output_positions is None for each in inputs):
-        return None
-    starts = itertools.accumulate((len(each.ids) for each in inputs), initial=0)
-    kept = [
-        start + position
-        for start, each in zip(starts, inputs, strict=False)
-        for position in (range(len(each.ids)) if each.output_positions is None else each.output_positions)
-    ]
-    return torch.tensor(kept, dtype=torch.long, device=device)
+def _type_ids(each: EncoderInput) -> list[int]:
+    return [0] * len(each.ids) if each.type_ids is None else each.type_ids

@@ -6,12 +6,13 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import torch
 
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.runner.faults import described
+from hf_triton.runner.numerics import HALF_TOLERANCE
 from hf_triton.runner.positions import max_positions
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,6 @@ MEANING: Final = {"packed": "in one row, without padding", "padded": "in batches
 """For the log."""
 TOLERANCE: Final = 1e-4
 """Part of the largest output that rounding may change."""
-HALF_TOLERANCE: Final = 5e-2
-"""Of 16 bits."""
 WINDOWS: Final = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size")
 """Where configs say how far attention reaches."""
 MAX_WINDOW: Final = 1024
@@ -34,17 +33,7 @@ LONG: Final = 21
 """Tokens of the probe's sequences; the long ones have as many more than the model's window."""
 
 
-class Forward(Protocol):
-    """What the probe tries."""
-
-    num_attention_calls: int
-    """How often the last call computed attention in a packed row."""
-
-    def __call__(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
-        """The outputs of each sequence."""
-
-    def release(self) -> None:
-        """Give the model back as it was."""
+Forward = Callable[[list[EncoderInput]], list[torch.Tensor]]
 
 
 def probe_way(
@@ -67,7 +56,7 @@ def probe_way(
             logger.info("sequences run %s (%s): in a probe each has the outputs that it has alone", way, MEANING[way])
             return way
         logger.info("sequences do not run %s (%s): %s", way, MEANING[way], failure)
-    logger.warning("every sequence runs alone, which is slow under load: in company its outputs would differ")
+    logger.warning("every sequence runs alone, which is slow under load: batched outputs would differ")
     return "alone"
 
 
@@ -108,16 +97,10 @@ def _failure(build: Callable[[Way], Forward], way: Way, inputs: list[EncoderInpu
     """Why sequences cannot go a way; None: they can."""
     try:
         expected = build("alone")(inputs)
-        forward = build(way)
-        try:
-            actual = forward(inputs)
-        finally:
-            forward.release()
+        actual = build(way)(inputs)
         scale = max(float(each.abs().max()) for each in expected)
         apart = max(float((one - other).abs().max()) for one, other in zip(expected, actual, strict=True))
     except Exception as error:  # an unusual architecture: what cannot be probed is not relied on
         return described(error)
-    if way == "packed" and not forward.num_attention_calls:
-        return "the model computes attention by itself"
     tolerance = TOLERANCE if dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
     return None if apart <= tolerance * scale else f"outputs differ by {apart:.1e} from those of each alone"

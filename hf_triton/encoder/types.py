@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_triton.engine.group import Group
+from hf_triton.engine.group import Group, Listener
 from hf_triton.errors import HfTritonError
 
+Outputs = list[npt.NDArray[np.float32]]
+"""One array for each input of a group."""
 TURN_TOKENS: Final = 512
 """A group with more waits for the other groups after so many tokens, so that a short text passes by hundreds."""
 
@@ -43,13 +44,19 @@ class Job:
         return self.group.inputs[self.index]
 
 
+class EncoderListener(Listener[Outputs]):
+    """Follows the group of one request, see `Listener`."""
+
+    def on_begin(self) -> None:
+        """The first forward with one of its inputs begins. Must not raise."""
+
+
 @dataclass(eq=False)
-class EncoderGroup(Group[list[npt.NDArray[np.float32]]]):
+class EncoderGroup(Group[Outputs]):
     """The sequences of one request, which are answered together, with one array for each."""
 
     inputs: list[EncoderInput]
-    on_begin: Callable[[], None] = lambda: None
-    """Called in the engine's thread before the first forward with one of its inputs; must not raise."""
+    listener: EncoderListener = field(default_factory=EncoderListener, kw_only=True)
 
     _turns: deque[list[Job]] = field(default_factory=deque, init=False)  # taken, but not begun
     _outputs: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict, init=False)
@@ -83,7 +90,7 @@ class EncoderGroup(Group[list[npt.NDArray[np.float32]]]):
         """Note that a forward with some of its inputs begins."""
         if not self._has_begun:
             self._has_begun = True
-            self.on_begin()
+            self.listener.on_begin()
 
     def give(self, index: int, output: npt.NDArray[np.float32]) -> None:
         """Take an input's output; the last one finishes the group."""
@@ -93,7 +100,7 @@ class EncoderGroup(Group[list[npt.NDArray[np.float32]]]):
         if len(self._outputs) == len(self.inputs):
             self.finish([self._outputs[each] for each in range(len(self.inputs))])
 
-    def finish(self, outcome: list[npt.NDArray[np.float32]] | HfTritonError) -> None:
+    def finish(self, outcome: Outputs | HfTritonError) -> None:
         """Deliver the outcome, once."""
         self._outputs = {}
         super().finish(outcome)

@@ -81,7 +81,11 @@ class BeamSearch:
 
 def _reason(group: SequenceGroup, token_ids: list[int]) -> FinishReason:
     """Why a hypothesis ended that neither has an end-of-sequence token nor all its tokens."""
-    return "stop_string" if group.is_complete is not None and group.is_complete(token_ids) else "deadline"
+    return "stop_string" if _is_complete(group, token_ids) else "deadline"
+
+
+def _is_complete(group: SequenceGroup, token_ids: list[int]) -> bool:
+    return group.listens_to_tokens and group.listener.is_complete(group.row, token_ids)
 
 
 class _Edits(LogitsProcessor):
@@ -119,8 +123,9 @@ class _Ending(StoppingCriteria):
             group = sequence.group
             if is_over or sequence.is_done or group.is_late():
                 ended += [True] * len(candidates)
-            elif group.is_complete is None:
-                ended += [False] * len(candidates)
+            elif group.listens_to_tokens:
+                new = candidates[:, self._num_columns :].tolist()
+                ended += [group.listener.is_complete(group.row, token_ids) for token_ids in new]
             else:
-                ended += map(group.is_complete, candidates[:, self._num_columns :].tolist())
+                ended += [False] * len(candidates)
         return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]

@@ -56,7 +56,7 @@ class GenerationWorker(Worker[SequenceGroup]):
 
         def new_sampler(index: int) -> SequenceSampler:
             constraint = group.constraint() if group.constraint else None
-            return SequenceSampler(params, index, context, eos_ids, constraint, group.logits_processor())
+            return SequenceSampler(params, index, context, eos_ids, constraint, group.listener.logits_processor())
 
         try:
             with panics_as_errors():

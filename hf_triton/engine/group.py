@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -16,14 +15,24 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+class Listener(Generic[Result]):
+    """Follows the groups of one request, in the engine's thread: must be quick. This one ignores everything."""
+
+    def is_cancelled(self) -> bool:
+        """Whether to drop the request's groups. Called at every step."""
+        return False
+
+    def on_finish(self, row: int, outcome: Result | HfTritonError) -> None:
+        """Take the outcome of a group: called exactly once, here or in `submit`; an exception is logged and ignored."""
+
+
 @dataclass(eq=False, kw_only=True)
 class Group(Generic[Result]):
     """Sequences that share an outcome: a result, or the error that they are refused with."""
 
-    on_finish: Callable[[Result | HfTritonError], None]
-    """Called exactly once, in the engine's thread or in that of `submit`; an exception is logged and ignored."""
-    is_cancelled: Callable[[], bool] = lambda: False
-    """Called at every step, so it must be cheap; true drops the group."""
+    listener: Listener[Result] = field(default_factory=Listener)
+    row: int = 0
+    """By which the listener knows the group."""
     deadline_s: float | None = None
     """By `time.monotonic()`: a group that is still queued by then is refused."""
     priority: int = 0
@@ -54,7 +63,7 @@ class Group(Generic[Result]):
         self.is_finished = True
         try:
             with panics_as_errors():
-                self.on_finish(outcome)
+                self.listener.on_finish(self.row, outcome)
         except Exception as error:  # one listener's mistake must not end the loop that serves the others
             logger.error("delivering an outcome failed: %s", where(error))
 
@@ -76,7 +85,7 @@ class Group(Generic[Result]):
         """The error of a group that was cancelled, or whose request cannot be asked; None: it goes on."""
         try:
             with panics_as_errors():
-                return CancelledError() if self.is_cancelled() else None
+                return CancelledError() if self.listener.is_cancelled() else None
         except Exception as error:  # one request's mistake must not end the loop
             logger.error("asking whether a request was cancelled failed: %s", where(error))
             return HfTritonError("internal", "the request could not be followed; the server's log says why")

@@ -53,7 +53,7 @@ class Recovery:
         suspects = suspects or list(scheduler.waiting)[:1]
         if not suspects:
             raise error
-        if self._is_guilty(suspects, step, error):
+        if self._is_cause(suspects, step, error):
             suspects[0].group.finish(error_outcome(error))
         else:
             logger.warning("%d sequences failed together (%s); trying them again", len(suspects), kind(error))
@@ -65,7 +65,7 @@ class Recovery:
             self._halve(running)
             scheduler.preempt(running)
 
-    def _is_guilty(self, suspects: list[Sequence], step: Step, error: Exception) -> bool:
+    def _is_cause(self, suspects: list[Sequence], step: Step, error: Exception) -> bool:
         """Whether nothing but the group of these sequences can have been the cause, or could give memory up."""
         running = self._scheduler.running
         if len({id(sequence.group) for sequence in (*suspects, *running)}) > 1:

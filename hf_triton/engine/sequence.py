@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence group on its way through an engine: its prompt, its listeners and its sequences. Knows no model."""
+"""A sequence group on its way through an engine: its prompt, its listener and its sequences. Knows no model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from hf_triton.engine.group import Group
+from hf_triton.engine.group import Group, Listener
 from hf_triton.errors import DeadlineExceededError, HfTritonError, panics_as_errors, where
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint, LogitsProcessor, TokenLogprobs
@@ -78,11 +78,6 @@ class RequestTimes:
         if self.admitted_s is None:
             self.admitted_s = now_s
 
-    def note_token(self, now_s: float) -> None:
-        """A sequence has a token."""
-        if self.first_token_s is None:
-            self.first_token_s = now_s
-
 
 class SequenceObserver:
     """Observes one sequence group, see `Observer`."""
@@ -92,6 +87,29 @@ class SequenceObserver:
 
     def on_complete(self, completions: list[Completion]) -> None:
         """All sequences have finished. Not called if the group ends with an error."""
+
+
+class SequenceListener(Listener[list[Completion]]):
+    """Follows the sequence groups of one request, see `Listener`."""
+
+    def on_token(self, row: int, index: int, token_id: int, logprobs: TokenLogprobs | None) -> bool:
+        """A sequence of a group that `listens_to_tokens` has one more; true finishes it with `stop_string`.
+
+        Args:
+            row: The group's.
+            index: The sequence's, in the group.
+            token_id: No end-of-sequence token.
+            logprobs: Its log probabilities, if sampling computes them.
+        """
+        return False
+
+    def is_complete(self, row: int, token_ids: list[int]) -> bool:
+        """Whether a hypothesis of beam search ends with the last of its tokens; called in place of `on_token`."""
+        return False
+
+    def logits_processor(self) -> LogitsProcessor | None:
+        """What changes the scores of one sequence, before its constraint. Called once for each sequence."""
+        return None
 
 
 @dataclass(eq=False)
@@ -104,15 +122,11 @@ class SequenceGroup(Group[list[Completion]]):
     prompt_ids: list[int]
     """At least one token."""
     params: SamplingParams
-    on_token: Callable[[int, int, TokenLogprobs | None], bool] | None = None
-    """Called in the engine's thread with a sequence's index and each of its tokens but the end-of-sequence token, and
-    the token's log probabilities if sampling computes them; true finishes that sequence with `stop_string`."""
-    is_complete: Callable[[list[int]], bool] | None = None
-    """Called in place of `on_token` with all tokens of a hypothesis of beam search; true finishes it."""
+    listener: SequenceListener = field(default_factory=SequenceListener, kw_only=True)
+    listens_to_tokens: bool = False
+    """Whether the listener is asked at every token, by `on_token` or `is_complete`."""
     constraint: Callable[[], Constraint] | None = None
     """Called in the engine's thread once for each sequence; None: unconstrained."""
-    logits_processor: Callable[[], LogitsProcessor | None] = lambda: None
-    """Called likewise; the result is applied before the constraint."""
     adapter: Adapter | None = None
     """The LoRA adapter of its sequences."""
     times: RequestTimes = field(default_factory=RequestTimes)
@@ -315,15 +329,15 @@ class Sequence:
         return None if self.num_left > 0 else "length"
 
     def _is_stopped(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
-        listener = self.group.on_token
-        if listener is None:
+        group = self.group
+        if not group.listens_to_tokens:
             return False
         try:
             with panics_as_errors():
-                return listener(self.index, token_id, logprobs)
+                return group.listener.on_token(group.row, self.index, token_id, logprobs)
         except Exception as error:  # one listener's mistake must not end the loop
             logger.error("delivering a token failed: %s", where(error))
-            self.group.finish(HfTritonError("internal", "the text could not be delivered; the server's log says why"))
+            group.finish(HfTritonError("internal", "the text could not be delivered; the server's log says why"))
             return True
 
     def mean_logprob(self) -> float:

@@ -38,7 +38,7 @@ from hf_triton.openai.triton_messages import (
 T = TypeVar("T")
 
 MAX_AGE_S: Final = 2.0
-"""How long the list of models is believed."""
+"""Maximum age of the list of models."""
 CONTROL_TIMEOUT_S: Final = 5.0
 """Limit of a call that lists models or asks for their state."""
 MAX_LOADS: Final = 3

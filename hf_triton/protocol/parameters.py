@@ -2,7 +2,7 @@
 """Generation parameters: each declared once, with its type, range and meaning.
 
 Knows neither tensors nor models. `GenerationParameters` holds what a request or a folder sets; every field is optional.
-The task resolves it with its defaults to `SamplingParams`, for the engine, and `PreparedPrompt`, for itself.
+The task resolves it with its defaults to `SamplingParams`, for the engine, and `TaskParams`, for itself.
 """
 
 from __future__ import annotations

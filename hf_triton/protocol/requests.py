@@ -31,15 +31,10 @@ from hf_triton.protocol.prompts import (
     decode_token_ids,
     prompt_shape,
 )
+from hf_triton.protocol.request_values import given_name, in_row, is_triton_parameter, merge_values
 from hf_triton.protocol.tensors import Array, values_per_prompt
-from hf_triton.protocol.tracing import TRACE_CONTEXT
 from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, reject_duplicates
 
-TRITON_PARAMETERS: Final = frozenset(
-    {"id", "sequence_id", "sequence_start", "sequence_end", "content_type", *TRACE_CONTEXT}
-)
-"""Parameters that a request carries for others; `/generate` forwards Triton's own, as those with `triton_`, and
-MLServer's client library names its codec in `content_type`."""
 PARAMETER_NAMES: Final = frozenset({*PARAMETERS, *ALIASES, BEAM_SEARCH, *GUIDES, *SOURCES})
 """Every name of a parameter or a prompt of text generation."""
 MAX_NUMBER_CHARS: Final = 64
@@ -67,26 +62,23 @@ class GenerationRequest:
 
 
 def with_named_outputs(
-    parameters: Mapping[str, object], inputs: Collection[str], requested: Sequence[str], declared: Sequence[str]
+    parameters: Mapping[str, object], inputs: Collection[str], named: Sequence[str]
 ) -> Mapping[str, object]:
     """A request's parameters, plus `return_NAME` for every output that it lists.
 
     Args:
         parameters: By name.
         inputs: The names of the request's tensors, which may be parameters too.
-        requested: The outputs that the request lists; all of them if it lists none.
-        declared: The folder's outputs.
+        named: The outputs that the client lists; empty if it does not choose.
 
     Raises:
         RequestError: The request lists `prompt_logprobs` without the parameter that fills it.
     """
-    if len(requested) >= len(declared):
-        return parameters
-    if PROMPT_LOGPROBS in requested and PROMPT_LOGPROBS not in (*parameters, *inputs):
+    if PROMPT_LOGPROBS in named and PROMPT_LOGPROBS not in (*parameters, *inputs):
         raise RequestError(
             "invalid_parameter", f"the output {PROMPT_LOGPROBS} is filled by the parameter of that name: add it"
         )
-    names = (f"return_{name}" for name in requested)
+    names = (f"return_{name}" for name in named)
     return {**{name: True for name in names if name in OPTIONS and name not in inputs}, **parameters}
 
 
@@ -136,13 +128,10 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
 
 def _with_prompts(inputs: Mapping[str, Array]) -> tuple[Mapping[str, Array], bool]:
     """A request's tensors with the prompts under their own name, and whether they had another."""
-    aliases = [name for name in PROMPT_ALIASES if name in inputs]
-    if not aliases:
+    name = given_name((PROMPT, *PROMPT_ALIASES), inputs)
+    if name is None or name == PROMPT:
         return inputs, False
-    given = [name for name in (PROMPT, *aliases) if name in inputs]
-    if len(given) > 1:
-        raise RequestError("invalid_input", f"{' and '.join(given)} are the same input: give one of them")
-    return {PROMPT if name in aliases else name: array for name, array in inputs.items()}, True
+    return {PROMPT if other == name else other: array for other, array in inputs.items()}, True
 
 
 def with_default_outputs(
@@ -211,19 +200,13 @@ def _parameters_per_prompt(
     inputs: Mapping[str, Array], parameters: Mapping[str, object], num_rows: int
 ) -> list[dict[str, object]]:
     """Each prompt's parameters, from request parameters and from tensors."""
-    shared = {
-        name: value for name, value in parameters.items() if not is_triton_parameter(name) and name not in SOURCES
-    }
-    rows = [dict(shared) for _ in range(num_rows)]
+    given = merge_values(inputs, parameters)
+    rows = [{name: value for name, value in given.items() if name not in SOURCES} for _ in range(num_rows)]
     for name, array in inputs.items():
-        if name in parameters:
-            raise RequestError(
-                "invalid_parameter", f"{name} is given twice, as an input and as a parameter: leave one out"
-            )
-        if name in SOURCES:
-            continue
-        for row, value in zip(rows, values_per_prompt(name, array, num_rows, is_array=is_array(name)), strict=True):
-            row[name] = value
+        if name not in SOURCES:
+            values = values_per_prompt(name, array, num_rows, is_array=is_array(name))
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
     return rows
 
 
@@ -257,11 +240,6 @@ def _is_known(name: str) -> bool:
     return is_own or is_triton_parameter(name)
 
 
-def is_triton_parameter(name: str) -> bool:
-    """Whether a parameter is Triton's own, or one that a request carries for others."""
-    return name in TRITON_PARAMETERS or name.startswith("triton_")
-
-
 def _parse_rows(parse: Callable[[Mapping[str, object]], Parsed], rows: Sequence[Mapping[str, object]]) -> list[Parsed]:
     """Parse each prompt's parameters, once if they are equal; otherwise an error names the row."""
     if all(row == rows[0] for row in rows[1:]):
@@ -271,7 +249,7 @@ def _parse_rows(parse: Callable[[Mapping[str, object]], Parsed], rows: Sequence[
         try:
             parsed.append(parse(row))
         except RequestError as error:
-            raise RequestError(error.code, f"{error.sentence} (row {number})") from None
+            raise in_row(error, number) from None
     return parsed
 
 

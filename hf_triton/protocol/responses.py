@@ -3,60 +3,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hf_triton.protocol.ports import OUTPUTS, PROMPT_LOGPROBS, TEXT_OUTPUTS
+from hf_triton.protocol.ports import LEGACY_TEXT, OUTPUTS, PROMPT_LOGPROBS, TEXT
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.tensors import Array, encode_strings
 
 
-def encode_outputs(
-    completions: Sequence[Mapping[str, Any]], request: GenerationRequest, output_names: Iterable[str]
-) -> dict[str, Array]:
+def outputs_to_fill(
+    request: GenerationRequest, declared: Iterable[str], *, has_prompt_logprobs: bool = False
+) -> list[str]:
     """The outputs of a response: the text, and what else the request asks for.
 
     Args:
-        completions: A value for each of `OUTPUTS`, in row order, those of one prompt side by side. None for the
-            `prompt_logprobs` of a prompt that does not ask for them.
         request: The request.
-        output_names: The outputs that the folder declares.
+        declared: The outputs that the folder declares.
+        has_prompt_logprobs: Whether any prompt has `prompt_logprobs`.
     """
-    outputs = {}
-    for name in output_names:
-        values = [completion[name] for completion in completions]
-        if name == PROMPT_LOGPROBS:
-            if any(value is not None for value in values):
-                outputs[name] = encode_strings([value or "null" for value in values], request.shape)
-        elif request.fills_text if name in TEXT_OUTPUTS else getattr(request.options, f"return_{name}"):
-            outputs[name] = _encode_values(name, values, request)
-    return outputs
+    implied = {TEXT: request.fills_text, LEGACY_TEXT: request.fills_text, PROMPT_LOGPROBS: has_prompt_logprobs}
+    return [
+        name for name in declared if (implied[name] if name in implied else getattr(request.options, f"return_{name}"))
+    ]
 
 
-def _encode_values(name: str, values: Sequence[Any], request: GenerationRequest) -> Array:
-    if OUTPUTS[name] == "TYPE_STRING":
-        return encode_strings(values, request.shape)
-    dtype = np.float32 if OUTPUTS[name] == "TYPE_FP32" else np.uint32
-    return np.array(values, dtype).reshape(*request.shape[:-1], -1)
-
-
-def encode_deltas(
-    deltas: Sequence[Mapping[str, Any]], request: GenerationRequest, output_names: Iterable[str]
-) -> dict[str, Array]:
-    """The outputs of one response of a stream.
+def encode_output(name: str, values: Sequence[Any], shape: tuple[int, ...]) -> Array:
+    """An output of a response.
 
     Args:
-        deltas: What is new of each completion, by output; all have the same outputs.
-        request: The request.
-        output_names: The outputs that the folder declares.
+        name: One of `OUTPUTS`.
+        values: In row order, those of one prompt side by side.
+        shape: The request's.
     """
-    return {
-        name: _encode_values(name, [delta[name] for delta in deltas], request)
-        for name in output_names
-        if name in deltas[0]
-    }
+    if OUTPUTS[name] == "TYPE_STRING":
+        return encode_strings(values, shape)
+    dtype = np.float32 if OUTPUTS[name] == "TYPE_FP32" else np.uint32
+    return np.array(values, dtype).reshape(*shape[:-1], -1)
 
 
 def encode_timings(

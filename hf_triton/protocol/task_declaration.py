@@ -39,6 +39,9 @@ MLSERVER_TASKS: Final = (
     *("fill-mask", "zero-shot-classification", "feature-extraction"),
 )
 """Tasks of encoders that MLServer has too: what comes in its inputs is answered as it answers."""
+TEXT: Final = "text"
+PAIR: Final = "text_pair"
+TEXTS: Final = TextInput(TEXT, "the texts", TEXT_ALIASES)
 TOKEN_IDS: Final = "token_ids"
 TOKEN_TEXTS: Final = TextInput(
     TOKEN_IDS,

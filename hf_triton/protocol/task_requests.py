@@ -12,7 +12,8 @@ import numpy as np
 
 from hf_triton.errors import HfTritonError, RequestError, clip
 from hf_triton.protocol.prompts import PROMPT_ALIASES, Limits, decode_texts
-from hf_triton.protocol.requests import PARAMETER_NAMES, is_triton_parameter
+from hf_triton.protocol.request_values import given_name, merge_values, one_value
+from hf_triton.protocol.requests import PARAMETER_NAMES
 from hf_triton.protocol.task_declaration import (
     JSON_OUTPUT,
     MLSERVER_TASKS,
@@ -21,9 +22,8 @@ from hf_triton.protocol.task_declaration import (
     TOKEN_IDS,
     TaskDeclaration,
     TaskOptions,
-    TextInput,
 )
-from hf_triton.protocol.tensors import Array, encode_strings, values_per_prompt
+from hf_triton.protocol.tensors import Array, encode_strings
 from hf_triton.protocol.token_rows import TokenRow, pad_rows, read_token_rows
 from hf_triton.protocol.validation import suggest, validated, value_type
 
@@ -74,23 +74,24 @@ def read_task_request(
     Raises:
         RequestError: The message names what is wrong and what is allowed.
     """
-    given = {**{name: value for name, value in parameters.items() if not is_triton_parameter(name)}, **inputs}
-    for name in given:
-        if name in parameters and name in inputs:
-            raise RequestError("invalid_parameter", f"{name} is given twice, as an input and as a parameter")
-        if name not in (*declaration.text_names(), *options.model_fields, *declaration.token_names):
-            raise _unknown(declaration, name)
-    given_options = {name: _option(options, name, given[name]) for name in options.model_fields if name in given}
+    given = merge_values(inputs, parameters)
+    known = {*declaration.text_names(), *options.model_fields, *declaration.token_names}
+    if (unknown := next((name for name in given if name not in known), None)) is not None:
+        raise _unknown(declaration, unknown)
+    names = [name for name in options.model_fields if name in given]
+    asked = validated(
+        options, {name: one_value(name, given[name], is_array=value_type(options, name)[1]) for name in names}
+    )
     tokens = {name: given[name] for name in declaration.token_names if name in given}
     if tokens:
         _check_no_text(declaration, given, next(iter(tokens)))
         token_rows = read_token_rows(tokens, limits)
-        return TaskRequest(token_rows, validated(options, given_options), (len(token_rows),))
+        return TaskRequest(token_rows, asked, (len(token_rows),))
     texts: dict[str, list[str]] = {}
     shape: tuple[int, ...] = (1,)
     is_from_mlserver = False
     for text in declaration.texts:
-        found = _given_name(text, given)
+        found = given_name((text.name, *text.aliases), given)
         if found is not None:
             array = _as_array(found, given[found])
             texts[text.name] = decode_texts(found, array, limits)
@@ -100,7 +101,7 @@ def read_task_request(
     num_rows = max(map(len, texts.values()))
     rows = [{name: values[row if len(values) > 1 else 0] for name, values in texts.items()} for row in range(num_rows)]
     default_outputs = (JSON_OUTPUT,) if is_from_mlserver else None
-    return TaskRequest(rows, validated(options, given_options), shape, default_outputs)
+    return TaskRequest(rows, asked, shape, default_outputs)
 
 
 def _unknown(declaration: TaskDeclaration, name: str) -> RequestError:
@@ -116,14 +117,6 @@ def _unknown(declaration: TaskDeclaration, name: str) -> RequestError:
     )
 
 
-def _given_name(text: TextInput, given: Collection[str]) -> str | None:
-    """The name by which a request gives a text input; None if it does not."""
-    names = [name for name in (text.name, *text.aliases) if name in given]
-    if len(names) > 1:
-        raise RequestError("invalid_input", f"{' and '.join(names)} are the same input: give one of them")
-    return names[0] if names else None
-
-
 def _as_array(name: str, value: object) -> Array:
     """A text that is given as a parameter, as a tensor of one element."""
     if isinstance(value, np.ndarray):
@@ -135,7 +128,7 @@ def _as_array(name: str, value: object) -> Array:
 
 def _check_no_text(declaration: TaskDeclaration, given: Collection[str], tokens: str) -> None:
     """Refuse texts beside token ids."""
-    text = next((name for text in declaration.texts if (name := _given_name(text, given)) is not None), None)
+    text = next((name for name in declaration.text_names() if name in given), None)
     if text is not None:
         raise RequestError("invalid_input", f"{tokens} stands in place of {text}: give one of them")
 
@@ -155,13 +148,6 @@ def _check_texts(declaration: TaskDeclaration, texts: Mapping[str, Sequence[str]
     if len(set(counts.values())) > 1:
         listed = " and ".join(f"{count} of {name}" for name, count in counts.items())
         raise RequestError("invalid_input", f"got {listed}: give as many of each, or one for all")
-
-
-def _option(options: type[TaskOptions], name: str, value: object) -> object:
-    if not isinstance(value, np.ndarray):
-        return value
-    _, is_array = value_type(options, name)
-    return values_per_prompt(name, value, 1, is_array=is_array)[0]
 
 
 def encode_results(
@@ -217,13 +203,13 @@ def _to_json(value: Any) -> str:
 
 def outputs_to_fill(
     declaration: TaskDeclaration,
-    requested: Collection[str],
+    named: Collection[str],
     declared: Collection[str],
     default: Sequence[str] | None = None,
 ) -> list[str]:
-    """The outputs that a client names; those that are filled by default if it names all or none. In order."""
-    if len(requested) < len(declared):
-        return [name for name in declaration.all_outputs if name in requested]
+    """The outputs that a client lists; those that are filled by default if it does not choose. In order."""
+    if named:
+        return [name for name in declaration.all_outputs if name in named]
     if default is None:
         default = [name for name, output in declaration.all_outputs.items() if output.by_default]
     return [name for name in default if name in declared]

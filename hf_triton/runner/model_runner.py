@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from hf_triton.runner.adapters import Adapters
+from hf_triton.runner.attention import TorchAttention, attention_configs, attention_of, register
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.cuda import capture_graphs, forward_context
 from hf_triton.runner.device_step import DeviceStep
 from hf_triton.runner.faults import described
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.numerics import agree
-from hf_triton.runner.paged_attention import NAME, TorchAttention, attention_of, register
 from hf_triton.runner.paged_cache import PagedCache
 from hf_triton.runner.state_slots import decodes_as_it_prefills
 from hf_triton.runner.step import Step, TokenRange
 from hf_triton.runner.step_tensors import InflightTokens, StepTensors
-from hf_triton.runner.transfer import to_device, to_index
+from hf_triton.runner.transfer import to_device
 
 if TYPE_CHECKING:
     from hf_triton.runner.cuda.graphs import StepGraph, StepGraphs
@@ -80,7 +80,7 @@ class ModelRunner:
         self._is_split = len({parameter.device for parameter in model.parameters()}) > 1
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = cache_name(model)
-        self._configs = _attention_configs(model)
+        self._configs = [] if way.calls_torch else attention_configs(model)
         self._torch_attention: AbstractContextManager[Any] = TorchAttention() if way.calls_torch else nullcontext()
         self._device_context = forward_context(self.device)
         self._long_rope = LongRope(model) if has_long_rope(model) else None
@@ -219,12 +219,7 @@ class ModelRunner:
         return self._run_eagerly(step, rows or [0], inflight)[: len(rows)]  # kernels of linear layers need a row
 
     def _run_eagerly(self, step: StepTensors, rows: list[int], inflight: InflightTokens | None) -> torch.Tensor:
-        if self.device.type == "cuda":
-            on_device = step.device_step(self.device, rows)
-            token_ids, positions, index = on_device.token_ids, on_device.positions, on_device.rows
-        else:
-            token_ids, positions = step.token_ids().to(self.device), step.positions().to(self.device)
-            index = to_index(rows, self.device)
+        token_ids, positions, index = step.inputs(rows)
         step.put_inflight(token_ids, inflight)
         # Rows of one token keep that token's logits; other forwards those that are wanted.
         shape = (1, -1) if self.is_packed or len(step.ranges) == 1 else (-1, 1)
@@ -245,26 +240,11 @@ class ModelRunner:
             # A list is an index on whichever device the last layer is; the host waits for it.
             arguments["logits_to_keep"] = rows.tolist() if self._is_split else rows
         self.cache.begin(step)
-        with self._contexts():
+        with self._device_context, attention_of(self.cache, self._configs), self._torch_attention:
             output = self.model(input_ids=token_ids, **arguments)
         self.cache.end()
         logits: torch.Tensor = output.logits.flatten(0, 1)
         return logits if keeps or rows is None else logits[rows.to(logits.device)]
-
-    @contextmanager
-    def _contexts(self) -> Iterator[None]:
-        with self._device_context, attention_of(self.cache), self._torch_attention:
-            if self.way.calls_torch:
-                yield
-                return
-            before = [config._attn_implementation_internal for config in self._configs]
-            try:
-                for config in self._configs:
-                    config._attn_implementation_internal = NAME
-                yield
-            finally:
-                for config, name in zip(self._configs, before, strict=True):
-                    config._attn_implementation_internal = name
 
     def _find_graph(self, step: StepTensors, num_rows: int) -> StepGraph | None:
         """The graph of a step; None: it runs eagerly."""
@@ -319,10 +299,3 @@ def _logit_rows(ranges: Sequence[TokenRange], bounds: list[int]) -> list[int]:
         if part.samples:
             indices.append(end - 1)
     return indices
-
-
-def _attention_configs(model: Any) -> list[Any]:
-    """The configs in which modules look up their attention, each once."""
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    configs.append(model.config.get_text_config(decoder=True))
-    return list({id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}.values())

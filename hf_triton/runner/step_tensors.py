@@ -15,7 +15,7 @@ import torch
 
 from hf_triton.runner.device_step import DeviceStep, StepSize
 from hf_triton.runner.step import TokenRange
-from hf_triton.runner.transfer import array_to_device
+from hf_triton.runner.transfer import array_to_device, to_index
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class StepTensors:
         block_size: Tokens of a block.
         device: Of the model's input embedding; layers elsewhere get copies, see `on`.
         device_step: Its numbers on the device, for a forward that reads no others; None: none are there yet.
+        positions: Of all tokens, as the model counts them; None: from 0.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class StepTensors:
         block_size: int,
         device: torch.device,
         device_step: DeviceStep | None = None,
+        positions: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self.ranges = ranges
         self.block_size = block_size
         self.device = device
+        self._counted = positions
         self.num_decodes = next((at for at, part in enumerate(ranges) if not part.is_decode), len(ranges))
         """Ranges of one token behind cached ones, which come first."""
         self.ends = [part.end for part in ranges]
@@ -132,8 +135,17 @@ class StepTensors:
             sources, targets = array_to_device(places, self.device)
             token_ids[targets] = inflight.token_ids.to(self.device)[sources]
 
+    def inputs(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """On the device, int64: token ids and positions, `[tokens]`, and `rows`."""
+        if self.device.type == "cuda":
+            on_device = self.device_step(self.device, rows)
+            return on_device.token_ids, on_device.positions, on_device.rows
+        return self.token_ids().to(self.device), self.positions().to(self.device), to_index(rows, self.device)
+
     @cached_property
     def _positions(self) -> npt.NDArray[np.int64]:
+        if self._counted is not None:
+            return self._counted
         if self.num_decodes == len(self.ranges):
             return np.array(self.ends, np.int64) - 1
         return np.concatenate([np.arange(part.start, part.end) for part in self.ranges])

@@ -23,6 +23,7 @@ from hf_triton.protocol.embedding_request import (
 )
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import (
+    TEXT,
     TEXT_ALIASES,
     TOKEN_TEXTS,
     TaskDeclaration,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.settings import ModelSettings
 
-TEXT: Final = "text"
 TINY: Final = 1e-12
 """The least length that a vector is divided by, as `torch.nn.functional.normalize` has it."""
 
@@ -69,12 +69,7 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="embeddings",
         texts=(
-            TextInput(
-                TEXT,
-                "the texts",
-                (*TEXT_ALIASES, "input_text"),
-                is_optional=True,
-            ),
+            TextInput(TEXT, "the texts", (*TEXT_ALIASES, "input_text"), is_optional=True),
             TOKEN_TEXTS,
             TextInput(
                 EMBEDDING_REQUEST,
@@ -123,10 +118,10 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
         if flags:
             raise RequestError("unknown_parameter", f"{flags[0]} goes with {EMBEDDING_REQUEST}: leave it out")
         request = super().read(inputs, parameters, limits)
-        self._check_options(request.options)
         return dataclasses.replace(request, default_outputs=outputs)
 
-    def _check_options(self, options: EmbeddingOptions) -> None:
+    def check_options(self, options: EmbeddingOptions) -> None:
+        """See `EncoderTask`."""
         size = self._head.num_outputs
         if options.dimensions is not None and options.dimensions > size:
             raise RequestError(

@@ -109,7 +109,16 @@ class EncoderTask(ABC, Generic[Options]):
             RequestError: The message names what is wrong and what is allowed.
         """
         options: Any = self.declaration.options
-        return read_task_request(self.declaration, options, inputs, parameters, limits)
+        request: TaskRequest[Options] = read_task_request(self.declaration, options, inputs, parameters, limits)
+        self.check_options(request.options)
+        return request
+
+    def check_options(self, options: Options) -> None:
+        """Check what the declaration cannot say of a request's options.
+
+        Raises:
+            RequestError: One does not fit the model.
+        """
 
     def encode_row(self, row: Row | TokenRow, options: Options) -> EncodedRow:
         """Make token sequences of a row, or take those that it is; raises as the two methods do."""

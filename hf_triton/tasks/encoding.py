@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from hf_triton.encoder.types import EncoderGroup
+from hf_triton.encoder.types import EncoderGroup, EncoderListener, Outputs
 from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_own_error, panics_as_errors
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
+from hf_triton.protocol.request_values import in_row
 from hf_triton.protocol.task_declaration import JSON_OUTPUT
-from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, encode_results, outputs_to_fill
+from hf_triton.protocol.task_requests import Row, TaskRequest, encode_results, outputs_to_fill
+from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.tasks.admission import MIN_ENCODER_BYTES, request_limits
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
@@ -73,11 +75,11 @@ class EncoderService(EngineTask["_Response"]):
         checked = self._task.read(request.inputs(), request.parameters, self._limits)
         if config.is_batching:
             checked = dataclasses.replace(checked, shape=(len(checked.rows), 1))
-        requested, declared = request.requested_outputs(), config.output_names
-        names = outputs_to_fill(self._task.declaration, requested, declared, checked.default_outputs)
+        declaration, named = self._task.declaration, config.named_outputs(request)
+        names = outputs_to_fill(declaration, named, config.output_names, checked.default_outputs)
         if (*names,) == checked.default_outputs == (JSON_OUTPUT,) and len(checked.shape) == 1:
             checked = dataclasses.replace(checked, shape=(*checked.shape, 1))  # MLServer's
-        response = _Response(request, self._task, checked, names)
+        response = _Response(request, self._task, checked, names, self._meter, self._pool)
         is_quick = len(checked.rows) == 1 and _num_characters(checked.rows[0]) <= MAX_INLINE_CHARACTERS
         self._begin(response, len(checked.rows), request.deadline_s(), is_quick=is_quick)
 
@@ -86,29 +88,13 @@ class EncoderService(EngineTask["_Response"]):
         try:
             with panics_as_errors():
                 inputs = response.encode()
-            if inputs is None:
-                return
-            self._meter.on_encoded(sum(response.nums_tokens))
-            group = EncoderGroup(
-                inputs,
-                partial(self._meter.on_begin, response.request.times),
-                on_finish=partial(self._finish, response),
-                is_cancelled=response.has_ended,
-                deadline_s=response.request.deadline_s(),
-            )
-            self._engine.submit([group])
+            if inputs is not None:
+                deadline_s = response.request.deadline_s()
+                self._engine.submit([EncoderGroup(inputs, listener=response, deadline_s=deadline_s)])
         except Exception as error:
             response.refuse(as_own_error("preparing the request", error))
         finally:
             self._leave(response)
-
-    def _finish(self, response: _Response, outputs: list[npt.NDArray[Any]] | HfTritonError) -> None:
-        """Answer a request, in a thread of the pool: a long list of labels or spans takes a while."""
-        if isinstance(outputs, HfTritonError):
-            response.refuse(outputs)
-        else:
-            response.outputs = outputs
-            self._run(self._pool, _Response.answer, response)
 
 
 class NoEngine:
@@ -137,7 +123,7 @@ def _num_characters(row: Row | TokenRow) -> int:
     return 0 if isinstance(row, TokenRow) else sum(map(len, row.values()))
 
 
-class _Response:
+class _Response(EncoderListener):
     """One request from its rows to its final response.
 
     Args:
@@ -145,17 +131,25 @@ class _Response:
         task: Encodes and decodes rows.
         checked: The rows and options.
         names: The outputs to fill.
+        meter: Counts tokens and times.
+        pool: Makes the response: a long list of labels or spans takes a while.
     """
 
     def __init__(
-        self, request: InferenceRequest, task: EncoderTask[Any], checked: TaskRequest[Any], names: Sequence[str]
+        self,
+        request: InferenceRequest,
+        task: EncoderTask[Any],
+        checked: TaskRequest[Any],
+        names: Sequence[str],
+        meter: Meter,
+        pool: ThreadPoolExecutor,
     ) -> None:
         self.request = request
-        self.outputs: list[npt.NDArray[Any]] = []
-        """What the model gave for each sequence, those of a row side by side."""
         self._task = task
         self._checked = checked
         self._names = names
+        self._meter = meter
+        self._pool = pool
         self._rows: list[EncodedRow] = []
         self._ended = threading.Event()
 
@@ -164,7 +158,7 @@ class _Response:
         """Tokens of each row."""
         return [sum(len(item.ids) for item in row.inputs) for row in self._rows]
 
-    def has_ended(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Whether the request is cancelled, refused or out of time."""
         return self._ended.is_set() or self.request.ending() is not None
 
@@ -172,7 +166,7 @@ class _Response:
         """The token sequences of all rows; None if the request ends meanwhile."""
         options = self._checked.options
         for number, row in enumerate(self._checked.rows):
-            if self.has_ended():
+            if self.is_cancelled():
                 self.refuse(self.request.ending() or ShuttingDownError())
                 return None
             try:
@@ -180,27 +174,38 @@ class _Response:
             except RequestError as error:
                 if len(self._checked.rows) == 1:
                     raise
-                raise RequestError(error.code, f"{error.sentence} (row {number})") from None
+                raise in_row(error, number) from None
+        self._meter.on_encoded(sum(self.nums_tokens))
         return [item for row in self._rows for item in row.inputs]
 
-    def answer(self) -> None:
+    def on_begin(self) -> None:
+        """Note how long the request has waited."""
+        self._meter.on_begin(self.request.times)
+
+    def on_finish(self, row: int, outcome: Outputs | HfTritonError) -> None:
+        """Answer the request, in a thread of the pool, or refuse it."""
+        if isinstance(outcome, HfTritonError):
+            self.refuse(outcome)
+            return
+        try:
+            self._pool.submit(self._answer, outcome)
+        except RuntimeError as error:  # the pool is shut down, or no thread is available; a later one may run it still
+            self.refuse(as_own_error("preparing the request", error))
+
+    def _answer(self, outputs: Outputs) -> None:
         """Make the results and send the final response."""
         try:
             with panics_as_errors():
-                self.request.answer(self._outputs())
+                self.request.answer(self._encode_results(outputs))
             self.request.on_ending(None)
         except Exception as error:
             self.refuse(as_own_error("answering the request", error))
 
-    def _outputs(self) -> Mapping[str, npt.NDArray[Any]]:
-        results: list[TaskResult] = []
-        start = 0
-        for row in self._rows:
-            stop = start + len(row.inputs)
-            results.append(self._task.decode(row, self._checked.options, self.outputs[start:stop]))
-            start = stop
-        declaration = self._task.declaration
-        return encode_results(results, self.nums_tokens, declaration, self._checked.shape, self._names)
+    def _encode_results(self, outputs: Outputs) -> dict[str, Array]:
+        rest = iter(outputs)  # those of a row side by side
+        parts = [(row, list(islice(rest, len(row.inputs)))) for row in self._rows]
+        results = [self._task.decode(row, self._checked.options, part) for row, part in parts]
+        return encode_results(results, self.nums_tokens, self._task.declaration, self._checked.shape, self._names)
 
     def refuse(self, error: HfTritonError) -> None:
         """End the request with an error, unless it has ended."""

@@ -7,13 +7,7 @@ from typing import Any, ClassVar
 
 import numpy.typing as npt
 
-from hf_triton.protocol.task_declaration import (
-    TEXT_ALIASES,
-    TaskDeclaration,
-    TaskOptions,
-    TaskOutput,
-    TextInput,
-)
+from hf_triton.protocol.task_declaration import TEXT, TEXTS, TaskDeclaration, TaskOptions, TaskOutput
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 
@@ -25,7 +19,7 @@ class FeatureExtraction(EncoderTask[TaskOptions]):
 
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="feature-extraction",
-        texts=(TextInput("text", "the texts", TEXT_ALIASES),),
+        texts=(TEXTS,),
         outputs={
             STATES: TaskOutput(
                 "TYPE_FP32",
@@ -43,7 +37,7 @@ class FeatureExtraction(EncoderTask[TaskOptions]):
 
     def encode(self, row: Row, options: TaskOptions) -> EncodedRow:
         """See `EncoderTask`."""
-        return EncodedRow([self.to_input(self.tokenize(row["text"], truncate=options.truncate))])
+        return EncodedRow([self.to_input(self.tokenize(row[TEXT], truncate=options.truncate))])
 
     def decode(self, encoded: EncodedRow, options: TaskOptions, outputs: list[npt.NDArray[Any]]) -> TaskResult:
         """See `EncoderTask`. JSON is nested as transformers' pipeline nests it: texts, tokens, values."""

@@ -11,18 +11,11 @@ import annotated_types
 from pydantic import BeforeValidator
 
 from hf_triton.errors import CheckpointError, RequestError, clip
-from hf_triton.protocol.task_declaration import (
-    TEXT_ALIASES,
-    TaskDeclaration,
-    TaskOptions,
-    TextInput,
-)
+from hf_triton.protocol.task_declaration import TEXT, TEXT_ALIASES, TaskDeclaration, TaskOptions, TextInput
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.protocol.validation import read_strings
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, best_first, softmax
-
-TEXT = "text"
 
 
 class MaskOptions(TaskOptions):
@@ -46,13 +39,7 @@ class FillMask(EncoderTask[MaskOptions]):
 
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="fill-mask",
-        texts=(
-            TextInput(
-                TEXT,
-                "the texts, each with one or more of the model's mask tokens",
-                TEXT_ALIASES,
-            ),
-        ),
+        texts=(TextInput(TEXT, "the texts, each with one or more of the model's mask tokens", TEXT_ALIASES),),
         outputs={},
         options=MaskOptions,
     )
@@ -69,12 +56,12 @@ class FillMask(EncoderTask[MaskOptions]):
     def encode(self, row: Row, options: MaskOptions) -> EncodedRow:
         """See `EncoderTask`."""
         encoding = self.tokenize(row[TEXT], truncate=options.truncate)
-        mask = self.tokenizer.mask_token
-        places = [place for place, token_id in enumerate(encoding.ids) if token_id == self.tokenizer.mask_token_id]
-        if not places:
+        mask, mask_id = self.tokenizer.mask_token, self.tokenizer.mask_token_id
+        positions = [position for position, token_id in enumerate(encoding.ids) if token_id == mask_id]
+        if not positions:
             raise RequestError("invalid_input", f"the text has no {mask}, the token that is to be filled")
-        wanted = dataclasses.replace(self.to_input(encoding), output_positions=places)
-        return EncodedRow([wanted], (encoding.ids, places, self._targets(options)))
+        wanted = dataclasses.replace(self.to_input(encoding), output_positions=positions)
+        return EncodedRow([wanted], (encoding.ids, positions, self._targets(options)))
 
     def _targets(self, options: MaskOptions) -> list[int] | None:
         """The ids of the tokens to choose from; None: all."""
@@ -93,22 +80,22 @@ class FillMask(EncoderTask[MaskOptions]):
 
     def decode(self, encoded: EncodedRow, options: MaskOptions, outputs: list[Floats]) -> TaskResult:
         """See `EncoderTask`. JSON is an array of tokens; of a text with several masks, one such array for each."""
-        ids, places, targets = encoded.context
+        ids, positions, targets = encoded.context
         filled = []
-        for place, probabilities in zip(places, softmax(outputs[0]), strict=True):
+        for position, probabilities in zip(positions, softmax(outputs[0]), strict=True):
             choices = probabilities if targets is None else probabilities[targets]
             best = best_first(choices)[: options.top_k]
             tokens = [index if targets is None else targets[index] for index in best]
             filled.append(
                 [
-                    self._describe(token, float(choices[index]), ids, place, is_only=len(places) == 1)
+                    self._describe(token, float(choices[index]), ids, position, is_only=len(positions) == 1)
                     for token, index in zip(tokens, best, strict=True)
                 ]
             )
-        return TaskResult(json=filled[0] if len(places) == 1 else filled, tensors={})
+        return TaskResult(json=filled[0] if len(positions) == 1 else filled, tensors={})
 
-    def _describe(self, token: int, score: float, ids: list[int], place: int, *, is_only: bool) -> dict[str, Any]:
-        filled = [*ids[:place], token, *ids[place + 1 :]]
+    def _describe(self, token: int, score: float, ids: list[int], position: int, *, is_only: bool) -> dict[str, Any]:
+        filled = [*ids[:position], token, *ids[position + 1 :]]
         sequence = self.tokenizer.decode(
             [each for each in filled if each != self.tokenizer.pad_token_id], skip_special_tokens=is_only
         )

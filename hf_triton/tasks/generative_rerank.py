@@ -7,7 +7,6 @@ It is asked as the checkpoint's modules.json of sentence-transformers says, else
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -15,10 +14,8 @@ from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.hub.sentence_files import load_general_config
 from hf_triton.hub.sentence_modules import LogitScore, load_logit_score
-from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import TaskDeclaration
-from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.rerank import DOCUMENTS, QUERY, Rerank, RerankOptions, activation_of, score_result
 from hf_triton.tasks.scores import Floats
@@ -83,13 +80,9 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
             )
         return ids[0][0], ids[1][0]
 
-    def read(
-        self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
-    ) -> TaskRequest[GenerativeOptions]:
+    def check_options(self, options: GenerativeOptions) -> None:
         """See `EncoderTask`."""
-        request = super().read(inputs, parameters, limits)
-        self._prompts.check(request.options.prompt_name)
-        return request
+        self._prompts.check(options.prompt_name)
 
     def _plain_ids(self, text: str) -> list[int]:
         ids: list[int] = self._whole.encode(text, add_special_tokens=False).ids

@@ -37,6 +37,11 @@ class ResponseConfig:
         """Whether a response is streamed to a request that asks for it, for the contrary, or does not say."""
         return self.is_decoupled and (self.streams if asked is None else asked)
 
+    def named_outputs(self, request: InferenceRequest) -> list[str]:
+        """The outputs that the client lists; empty if it lists all or none, and so does not choose."""
+        requested = request.requested_outputs()
+        return requested if len(requested) < len(self.output_names) else []
+
 
 class Task(Protocol):
     """What a model does with a request: text generation, embeddings, ..."""

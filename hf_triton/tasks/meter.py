@@ -200,7 +200,7 @@ class MetricsMeter(Meter):
 
 
 class _SequenceTimer(SequenceObserver):
-    """Notes the time of a request's first token."""
+    """Notes the time of a request's first token. Refers to no group, which refers to it: that would be a cycle."""
 
     def __init__(self, group: SequenceGroup) -> None:
         self._times = group.times
@@ -209,45 +209,40 @@ class _SequenceTimer(SequenceObserver):
     def on_token_sampled(self, index: int, *, is_text: bool) -> None:
         """See `SequenceObserver`."""
         if self._times.first_token_s is None:
-            self._times.note_token(time.monotonic())
+            self._times.first_token_s = time.monotonic()
 
     def on_complete(self, completions: list[Completion]) -> None:
         """See `SequenceObserver`."""
         self._times.note_completions(self._num_prompt_tokens, completions)
 
 
-class _SequenceMeter(SequenceObserver):
-    """Times the tokens of one sequence group, which refers to it: a reference to the group would be a cycle."""
+class _SequenceMeter(_SequenceTimer):
+    """Times the tokens of one sequence group."""
 
     def __init__(self, meter: MetricsMeter, group: SequenceGroup) -> None:
+        super().__init__(group)
         self._meter = meter
-        self._times = group.times
-        self._num_prompt_tokens = len(group.prompt_ids)
         self._has_begun = False
-        self._firsts_s = [0.0] * group.params.num_sequences
-        self._lasts_s = [0.0] * group.params.num_sequences
-        self._nums_tokens = [0] * group.params.num_sequences
+        self._spans_s: dict[int, tuple[float, float, int]] = {}  # first and last token, and the number of tokens
 
     def on_token_sampled(self, index: int, *, is_text: bool) -> None:
         """See `SequenceObserver`."""
+        super().on_token_sampled(index, is_text=is_text)
         now_s = time.monotonic()
         if not self._has_begun:
             self._has_begun = True
-            self._times.note_token(now_s)
             self._meter.note(metrics.TIME_TO_FIRST_TOKEN, now_s - self._times.arrival_s)
             self._meter.note(metrics.PROMPT_TOKENS, self._num_prompt_tokens)
-        if not self._nums_tokens[index]:
-            self._firsts_s[index] = now_s
-        self._lasts_s[index] = now_s
-        self._nums_tokens[index] += 1
+        first_s, _, num_tokens = self._spans_s.get(index, (now_s, now_s, 0))
+        self._spans_s[index] = first_s, now_s, num_tokens + 1
         self._meter.num_generated += is_text
 
     def on_complete(self, completions: list[Completion]) -> None:
         """See `SequenceObserver`."""
-        self._times.note_completions(self._num_prompt_tokens, completions)
+        super().on_complete(completions)
         for completion in completions:
             self._meter.note(metrics.COMPLETIONS, 1, completion.finish_reason)
-        for first_s, last_s, num_tokens in zip(self._firsts_s, self._lasts_s, self._nums_tokens, strict=True):
+        for first_s, last_s, num_tokens in self._spans_s.values():
             if num_tokens > 1:
                 self._meter.note(metrics.TIME_PER_TOKEN, (last_s - first_s) / (num_tokens - 1))
 

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from hf_triton.errors import CheckpointError
 from hf_triton.hub.sentence_files import load_cross_encoder, load_general_config
-from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TaskOutput, TextInput
-from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, sigmoid
 from hf_triton.tasks.sentence_prompts import SentencePrompts
@@ -82,13 +79,9 @@ class Rerank(EncoderTask[RerankOptions]):
         if transformer := load_cross_encoder(checkpoint.folder, "sequence-classification"):
             self.follow(transformer)
 
-    def read(
-        self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
-    ) -> TaskRequest[RerankOptions]:
+    def check_options(self, options: RerankOptions) -> None:
         """See `EncoderTask`."""
-        request = super().read(inputs, parameters, limits)
-        self._prompts.check(request.options.prompt_name)
-        return request
+        self._prompts.check(options.prompt_name)
 
     def encode(self, row: Row, options: RerankOptions) -> EncodedRow:
         """See `EncoderTask`."""

@@ -9,17 +9,17 @@ from typing import Annotated, ClassVar, Final, Literal
 import annotated_types
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import (
-    TEXT_ALIASES,
+    PAIR,
+    TEXT,
+    TEXTS,
     TOKEN_TEXTS,
     TaskDeclaration,
     TaskOptions,
     TaskOutput,
     TextInput,
 )
-from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, best_first, sigmoid, softmax
 
@@ -29,8 +29,6 @@ FUNCTIONS: Final[Mapping[ScoreFunction, Callable[[Floats], Floats]]] = {
     "sigmoid": sigmoid,
     "none": lambda logits: logits,
 }
-TEXT: Final = "text"
-PAIR: Final = "text_pair"
 
 
 class ClassificationOptions(TaskOptions):
@@ -50,7 +48,7 @@ class TextClassification(EncoderTask[ClassificationOptions]):
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="text-classification",
         texts=(
-            TextInput(TEXT, "the texts", TEXT_ALIASES),
+            TEXTS,
             TextInput(PAIR, "a second text for each, of models that compare two", is_optional=True),
             TOKEN_TEXTS,
         ),
@@ -67,15 +65,11 @@ class TextClassification(EncoderTask[ClassificationOptions]):
     )
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
 
-    def read(
-        self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
-    ) -> TaskRequest[ClassificationOptions]:
+    def check_options(self, options: ClassificationOptions) -> None:
         """See `EncoderTask`."""
-        request = super().read(inputs, parameters, limits)
-        top_k, num_labels = request.options.top_k, self.config.num_labels
+        top_k, num_labels = options.top_k, self.config.num_labels
         if top_k is not None and top_k > num_labels:
             raise RequestError("invalid_parameter", f"top_k must be an integer >= 1 and <= {num_labels}, got {top_k}")
-        return request
 
     def encode(self, row: Row, options: ClassificationOptions) -> EncodedRow:
         """See `EncoderTask`."""

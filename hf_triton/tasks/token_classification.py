@@ -10,18 +10,11 @@ import annotated_types
 from pydantic import BeforeValidator
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.task_declaration import (
-    TEXT_ALIASES,
-    TaskDeclaration,
-    TaskOptions,
-    TextInput,
-)
+from hf_triton.protocol.task_declaration import TEXT, TEXTS, TaskDeclaration, TaskOptions
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.protocol.validation import read_strings
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats
-
-TEXT = "text"
 
 
 class TokenOptions(TaskOptions):
@@ -45,7 +38,7 @@ class TokenClassification(EncoderTask[TokenOptions]):
 
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="token-classification",
-        texts=(TextInput(TEXT, "the texts", TEXT_ALIASES),),
+        texts=(TEXTS,),
         outputs={},
         options=TokenOptions,
     )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hf_triton.errors import CheckpointError
 from hf_triton.hub.sentence_modules import load_sentence_modules
 from hf_triton.protocol.prompts import Limits
-from hf_triton.protocol.task_declaration import TEXT_ALIASES, TaskDeclaration, TaskOptions, TaskOutput, TextInput
+from hf_triton.protocol.task_declaration import PAIR, TEXT, TEXTS, TaskDeclaration, TaskOptions, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import ATTENTION_MASK, INPUT_IDS, TOKEN_TYPE, TOKEN_TYPE_IDS
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.settings import ModelSettings
 
-TEXT: Final = "text"
-PAIR: Final = "text_pair"
-
 
 class Tokenization(EncoderTask[TaskOptions]):
     """See `EncoderTask`. Texts are tokenized as `embeddings`, `text-classification` or `rerank` would tokenize them."""
@@ -32,7 +29,7 @@ class Tokenization(EncoderTask[TaskOptions]):
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="tokenization",
         texts=(
-            TextInput(TEXT, "the texts", TEXT_ALIASES),
+            TEXTS,
             TextInput(PAIR, "a second text for each, to stand behind it", is_optional=True),
         ),
         outputs={

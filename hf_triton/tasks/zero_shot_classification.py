@@ -6,7 +6,6 @@ Each label is a hypothesis, and a pair with the text: Yin et al., "Benchmarking 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import annotated_types
@@ -14,21 +13,12 @@ import numpy as np
 from pydantic import BeforeValidator
 
 from hf_triton.errors import CheckpointError, RequestError, clip
-from hf_triton.protocol.prompts import Limits
-from hf_triton.protocol.task_declaration import (
-    TEXT_ALIASES,
-    TaskDeclaration,
-    TaskOptions,
-    TaskOutput,
-    TextInput,
-)
-from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.task_declaration import TEXT, TEXT_ALIASES, TaskDeclaration, TaskOptions, TaskOutput, TextInput
+from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.protocol.validation import read_strings
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, best_first, softmax
 
-TEXT = "text"
 MAX_LABELS = 100
 ENTAILMENT = "entail"
 """How the label of models that entail begins."""
@@ -96,12 +86,8 @@ class ZeroShotClassification(EncoderTask[ZeroShotOptions]):
         self._entailment = next(i for i, label in labels.items() if label.lower().startswith(ENTAILMENT))
         self._contradiction = len(labels) - 1 if self._entailment == 0 else 0
 
-    def read(
-        self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
-    ) -> TaskRequest[ZeroShotOptions]:
+    def check_options(self, options: ZeroShotOptions) -> None:
         """See `EncoderTask`."""
-        request = super().read(inputs, parameters, limits)
-        options = request.options
         if options.candidate_labels is None:
             raise RequestError("invalid_parameter", "candidate_labels is missing: give the labels to choose from")
         if len(set(options.candidate_labels)) < len(options.candidate_labels):
@@ -111,7 +97,6 @@ class ZeroShotClassification(EncoderTask[ZeroShotOptions]):
                 "invalid_parameter",
                 f"hypothesis_template must have one {{}} for the label, got {clip(options.hypothesis_template)}",
             )
-        return request
 
     def encode(self, row: Row, options: ZeroShotOptions) -> EncodedRow:
         """See `EncoderTask`."""

@@ -22,13 +22,11 @@ def bert() -> Any:
 
 
 @pytest.fixture
-def forward(bert: Any) -> Iterator[ObservedForward]:
+def forward(bert: Any) -> ObservedForward:
     """A forward of mean-pooled embeddings, packed."""
-    forward = ObservedForward(
+    return ObservedForward(
         bert, ("last_hidden_state",), per_token=True, reduce=lambda states: states.mean(0), way="packed"
     )
-    yield forward
-    forward.release()
 
 
 @pytest.fixture

@@ -161,7 +161,6 @@ def test_outputs_that_are_not_finite_are_an_error(bert: Any, start: StartEncoder
         engine.submit([answer.group])
     assert answers[0].wait().code == "not_finite"
     assert all(np.isfinite(answer.wait()[0]).all() for answer in answers[1:])
-    forward.release()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.encoder import attention
 from hf_triton.encoder.forward import EncoderForward
+from hf_triton.runner import attention
 from hf_triton.runner.cuda.attention import attend_packed
 from tests.support.encoders import build_model, random_inputs
 
@@ -20,6 +20,6 @@ def test_both_ways_say_the_same(family: str, monkeypatch: pytest.MonkeyPatch) ->
     forward = EncoderForward(model, ("last_hidden_state",), **options)
     by_length = forward(inputs)
     monkeypatch.setattr(attention, "packed_attention_for", lambda query: attend_packed)
-    monkeypatch.setattr(attention, "_attend_by_length", None)
+    monkeypatch.setattr(attention, "attend_row", None)
     for one, other in zip(forward(inputs), by_length, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -5,6 +5,7 @@ import gc
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
+from hf_triton.engine.sequence import Completion, Outcome
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapter, Adapters, without_peft_wrapper
 from hf_triton.runner.cpu import accelerate
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.adapters import generate_with, save_adapter, wrap
+from tests.support.listener import group_of
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "attention": {"seed": 1},
@@ -93,9 +95,7 @@ class Started:
 
         for number, (prompt, adapter) in enumerate(requests):
             params = SamplingParams(NUM_TOKENS)
-            group = SequenceGroup(
-                prompt, params, on_finish=lambda outcome, at=number: finish(at, outcome), adapter=adapter
-            )
+            group = group_of(prompt, params, on_finish=partial(finish, number), adapter=adapter)
             self.engine.submit([group])
         for _ in requests:
             assert left.acquire(timeout=60)

@@ -13,7 +13,6 @@ from transformers import DynamicCache
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import Observer
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.device import ChunkSizes
@@ -23,6 +22,7 @@ from hf_triton.runner.way_probe import probe_ways
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import CONTINUOUS, build
 from tests.support.engine import Client, token_ids
+from tests.support.listener import group_of
 from tests.support.reference import solo_ids
 
 SWITCH = 40
@@ -143,6 +143,6 @@ def test_chunked_prefill_beside_running_sequences_equals_generate() -> None:
 def test_long_and_short_prompts_share_a_step() -> None:
     prompts, outcomes = [tokens_of(SWITCH - 3 + number, seed=number) for number in range(8)], queue.SimpleQueue[Any]()
     with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=8)) as engine:
-        engine.submit([SequenceGroup(prompt, SamplingParams(1), on_finish=outcomes.put) for prompt in prompts])
+        engine.submit([group_of(prompt, SamplingParams(1), on_finish=outcomes.put) for prompt in prompts])
         found = sorted(outcomes.get(timeout=60)[0].token_ids for _ in prompts)
     assert found == sorted(solo_ids(phi3(), prompt, 1) for prompt in prompts)

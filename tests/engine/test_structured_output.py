@@ -13,7 +13,7 @@ import pytest
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
+from hf_triton.engine.sequence import Completion, Outcome
 from hf_triton.engine.types import GenerationEngine, eos_ids
 from hf_triton.errors import GenerationError
 from hf_triton.grammar.compiler import GrammarCompiler
@@ -23,6 +23,7 @@ from hf_triton.sampling.types import Constraint
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
+from tests.support.listener import group_of
 from tests.support.reference import Reference, load_reference, solo_ids
 
 WAIT_S = 60.0
@@ -96,9 +97,7 @@ class Writer:
             outcomes.append(outcome)
             is_done.set()
 
-        self.engine.submit(
-            [SequenceGroup(self.prompt_ids, params, on_finish=on_finish, constraint=constraint, **options)]
-        )
+        self.engine.submit([group_of(self.prompt_ids, params, on_finish=on_finish, constraint=constraint, **options)])
 
         def wait() -> list[Completion]:
             assert is_done.wait(WAIT_S)

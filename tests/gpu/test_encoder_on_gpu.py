@@ -8,10 +8,10 @@ import pytest
 import torch
 from accelerate import dispatch_model
 
-from hf_triton.encoder import attention
 from hf_triton.encoder.forward import build_forward
-from hf_triton.encoder.probe import HALF_TOLERANCE
+from hf_triton.runner import attention
 from hf_triton.runner.cuda import attention as cuda_attention
+from hf_triton.runner.numerics import HALF_TOLERANCE
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
 
 pytestmark = pytest.mark.full
@@ -26,7 +26,7 @@ IN_TWO: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _no_attention_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_attend_by_length", None)
+    monkeypatch.setattr(attention, "attend_row", None)
 
 
 @pytest.mark.parametrize("head", ["embeddings", "sequence", "answers"])

@@ -65,6 +65,7 @@ PACKED_ROWS = {
     "all tokens": ALL,
     "a window on both sides": replace(ALL, window=9, sizes=(64, 64)),
     "GQA, causal, a window": replace(ALL, heads=(4, 2), is_causal=True, window=6, dtype=torch.float16),
+    "limited scores, sinks": replace(ALL, has_sinks=True, softcap=2.0),
     "large tiles, padding": replace(ALL, decode_tokens=4, padding=2, dtype=torch.bfloat16, sizes=(24, 40)),
 }
 
@@ -166,7 +167,8 @@ def paged_arguments(row: Row) -> list[Any]:
 
 def packed_arguments(row: Row) -> list[Any]:
     states, sequences, bounds = states_of(row)
-    return [*states, sequences, bounds, row.sizes[0] ** -0.5, row.window, row.is_causal]
+    sinks = torch.randn(row.heads[0], generator=generator(2)) if row.has_sinks else None
+    return [*states, sequences, bounds, sinks, row.sizes[0] ** -0.5, row.window, row.softcap, row.is_causal]
 
 
 def states_of(row: Row) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

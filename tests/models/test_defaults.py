@@ -72,7 +72,7 @@ def test_stop_strings_of_the_checkpoint_are_defaults(engine: Any, given: Any, tm
     file.write_text(json.dumps({**json.loads(file.read_text()), "stop_strings": given}))
     task = start(tmp_path, ModelSettings(huggingface_model=str(tmp_path), engine=engine))
     try:
-        assert task._preparer.prepare_default().stop_strings == (("sge",) if given == "sge" else tuple(given))
+        assert task._preparer.prepare_default().asked.stop_strings == (("sge",) if given == "sge" else tuple(given))
     finally:
         task.close()
 

@@ -12,20 +12,17 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     chunked_overlay,
+    or_masks,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_bidirectional_overlay,
     sliding_window_causal_mask_function,
     sliding_window_overlay,
 )
 
+from hf_triton.runner.attention import NotPackableError, TorchAttention, attend, attention_of
 from hf_triton.runner.cpu import paged_attention as kernel
-from hf_triton.runner.paged_attention import (
-    MaskRule,
-    NotPagedError,
-    TorchAttention,
-    attend,
-    attention_of,
-    mask_of_rule,
-    window_of,
-)
+from hf_triton.runner.mask_rules import MaskRule, Window, mask_of_rule
+from hf_triton.runner.packed_row import PackedRow
 from hf_triton.runner.paged_cache import PagedCache
 from hf_triton.runner.step import TokenRange
 from hf_triton.runner.step_tensors import StepTensors
@@ -46,31 +43,40 @@ def skips_one(batch: Any, head: Any, query: Any, key: Any) -> Any:
 @pytest.mark.parametrize(
     ("rule", "window"),
     [
-        (causal_mask_function, 0),
-        (sliding_window_causal_mask_function(1), 1),
-        (sliding_window_causal_mask_function(5), 5),
-        (sliding_window_causal_mask_function(4096), 4096),
-        (and_masks(sliding_window_overlay(9), sliding_window_overlay(5), causal_mask_function), 5),
+        (causal_mask_function, Window(0, is_causal=True)),
+        (sliding_window_causal_mask_function(1), Window(1, is_causal=True)),
+        (sliding_window_causal_mask_function(5), Window(5, is_causal=True)),
+        (sliding_window_causal_mask_function(4096), Window(4096, is_causal=True)),
+        (
+            and_masks(sliding_window_overlay(9), sliding_window_overlay(5), causal_mask_function),
+            Window(5, is_causal=True),
+        ),
+        (bidirectional_mask_function, Window(0, is_causal=False)),
+        (sliding_window_bidirectional_mask_function(5), Window(6, is_causal=False)),
+        (or_masks(causal_mask_function, bidirectional_mask_function), Window(0, is_causal=False)),
+        (or_masks(causal_mask_function, sliding_window_bidirectional_overlay(5)), None),
         (chunked(16), None),
         (chunked(8192), None),
-        (bidirectional_mask_function, None),
+        (chunked_overlay(16, torch.zeros(1, dtype=torch.int64)), None),
         (skips_one, None),
+        (lambda batch, head, query, key: key < 0, None),
     ],
 )
-def test_a_rule_is_recognized_by_what_it_shows(rule: Rule, window: int | None) -> None:
-    assert window_of(rule) == window
-    assert window_of(rule) == window  # now from the cache
+def test_a_rule_is_recognized_by_what_it_shows(rule: Rule, window: Window | None) -> None:
+    assert mask_of_rule(mask_function=rule).rule.window == window
+    assert mask_of_rule(mask_function=rule).rule.window == window  # now from the cache
 
 
 def test_equal_code_with_another_window_is_another_rule() -> None:
-    assert [window_of(sliding_window_causal_mask_function(size)) for size in (7, 8, 7)] == [7, 8, 7]
+    rules = [mask_of_rule(mask_function=sliding_window_causal_mask_function(size)).rule for size in (7, 8, 7)]
+    assert [rule.window for rule in rules] == [Window(size, is_causal=True) for size in (7, 8, 7)]
 
 
 def test_a_mask_keeps_its_rule_on_its_way_to_a_device_alone() -> None:
     mask = mask_of_rule(mask_function=causal_mask_function, device=CPU)
     assert isinstance(mask, MaskRule)
     for moved in (mask.to("meta"), mask.to(CPU), mask.to(torch.bool)):
-        assert moved.rule is causal_mask_function  # type: ignore[attr-defined]
+        assert moved.rule.function is causal_mask_function  # type: ignore[attr-defined]
     for changed in (mask[:, :, :, :1], mask & mask, ~mask, mask.expand(2, 1, 1, 1), mask.float(), mask.clone()):
         assert not hasattr(changed, "rule")
 
@@ -83,6 +89,11 @@ RULES: dict[str, Rule | None] = {
     "window 5": sliding_window_causal_mask_function(5),
     "window 40": sliding_window_causal_mask_function(40),
     "chunks of 16": chunked(16),
+}
+BOTH_SIDES: dict[str, Rule] = {
+    "all": bidirectional_mask_function,
+    "window of 6 on both sides": sliding_window_bidirectional_mask_function(5),
+    "chunks of 16, all of them": chunked_overlay(16, torch.zeros(1, dtype=torch.int64)),
 }
 PARTS = {
     "decode": [(0, 1), (63, 64), (15, 16), (16, 17), (80, 81)],
@@ -131,9 +142,9 @@ class Layer:
         keys, values = (torch.cat(each, 1).unsqueeze(0) for each in zip(*new, strict=True))
         return self.cache.update(keys, values, 0)
 
-    def attend(self, rule: Rule | None, **options: Any) -> torch.Tensor:
+    def attend(self, rule: Rule | None, row: PackedRow | None = None, **options: Any) -> torch.Tensor:
         mask = None if rule is None else mask_of_rule(mask_function=rule)
-        with attention_of(self.cache), torch.inference_mode():
+        with attention_of(self.cache if row is None else row), torch.inference_mode():
             return attend(MODULE, self.query, self.keys, self.values, mask, scaling=0.3, **options)[0]
 
     def exact(self, rule: Rule | None, softcap: float | None = None, s_aux: torch.Tensor | None = None) -> torch.Tensor:
@@ -199,6 +210,24 @@ def test_sixteen_bits(dtype: torch.dtype) -> None:
     torch.testing.assert_close(layer.attend(None), layer.exact(None))
 
 
+@pytest.mark.parametrize("rule", (RULES | BOTH_SIDES).values(), ids=RULES | BOTH_SIDES)
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.5}, {"s_aux": torch.tensor([-1.0, 0.0, 1.0, 3.0])}], ids=str)
+def test_a_row_of_whole_sequences(options: dict[str, Any], rule: Rule | None) -> None:
+    layer = Layer([(0, 1), (0, 9), (0, 9), (0, 37), (0, 530)])
+    found = layer.attend(rule, PackedRow(layer.cache.step), **options)
+    torch.testing.assert_close(found, layer.exact(rule, **options), rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_mask_a_row_is_causal_if_its_layer_is() -> None:
+    layer, module = Layer([(0, 9), (0, 37)]), torch.nn.Module()
+    module.is_causal = False  # type: ignore[assignment]
+    with attention_of(PackedRow(layer.cache.step)):
+        found, _ = attend(module, layer.query, layer.keys, layer.values, None, scaling=0.3)
+        with pytest.raises(NotPackableError, match="keys of its own"):
+            attend(module, layer.query[:, :, 1:], layer.keys, layer.values, None)
+    torch.testing.assert_close(found, layer.exact(bidirectional_mask_function), rtol=1e-4, atol=1e-5)
+
+
 def test_softmax_with_sinks_has_the_scores_type() -> None:
     """As gpt-oss computes it; the others' softmax is in float32."""
     layer, sinks = Layer([(0, 40)], dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)
@@ -246,7 +275,7 @@ def test_torchs_attention_is_replaced_for_the_caches_keys_alone() -> None:
 def test_what_a_model_changes_on_the_way_is_refused(change: Callable[..., Any], words: str) -> None:
     layer = Layer(ALL)
     call = {"query": layer.query, "key": layer.keys, "value": layer.values, "attention_mask": None}
-    with attention_of(layer.cache), pytest.raises(NotPagedError, match=words):
+    with attention_of(layer.cache), pytest.raises(NotPackableError, match=words):
         attend(MODULE, **change(call))
-    with pytest.raises(NotPagedError, match="no step runs in this thread"):
+    with pytest.raises(NotPackableError, match="no step runs in this thread"):
         attend(MODULE, **call)

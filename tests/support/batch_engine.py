@@ -17,6 +17,7 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.testing.checkpoints import VOCAB_SIZE
 from tests.support.engine import WAIT_S, token_ids
+from tests.support.listener import group_of
 from tests.support.reference import solo_ids
 
 FIRST_PLAIN_ID = 3  # below are special tokens
@@ -74,10 +75,10 @@ class Submission:
     is_done: threading.Event = field(default_factory=threading.Event)
 
     def group(self, is_cancelled: Callable[[], bool] = lambda: False, **arguments: Any) -> SequenceGroup:
-        return SequenceGroup(
+        return group_of(
             self.prompt_ids,
             self.params,
-            self._hear,
+            on_token=self._hear,
             on_finish=self._finish,
             is_cancelled=is_cancelled,
             **arguments,

@@ -12,6 +12,7 @@ import transformers
 from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import EncoderForward
 from hf_triton.encoder.types import EncoderGroup, EncoderInput
+from tests.support.listener import Functions
 
 BASE: dict[str, Any] = {
     "vocab_size": 200,
@@ -43,6 +44,12 @@ DISTIL: dict[str, Any] = {
     "num_labels": 3,
     "seq_classif_dropout": 0.0,
 }
+GPT_OSS: dict[str, Any] = {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA3: dict[str, Any] = {
+    "use_bidirectional_attention": True,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 DECODER: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8, "use_sliding_window": False}
 
 PACKED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,6 +62,9 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert": ("ModernBertConfig", BASE | WINDOW),
     "mistral": ("MistralConfig", BASE | {"num_key_value_heads": 2, "sliding_window": 16}),
     "qwen3": ("Qwen3Config", BASE | DECODER),
+    "gemma2": ("Gemma2Config", BASE | DECODER | {"sliding_window": 16}),
+    "gemma3-bidirectional": ("Gemma3TextConfig", BASE | DECODER | GEMMA3),
+    "gpt-oss": ("GptOssConfig", BASE | DECODER | GPT_OSS),
     "qwen3-no-padding": ("Qwen3Config", BASE | DECODER | {"pad_token_id": None}),
 }
 RELATIVE: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
@@ -154,7 +164,9 @@ class Answer:
         self.is_cancelled = False
         self._came = threading.Event()
         self.group = EncoderGroup(
-            inputs, on_finish=self._take, is_cancelled=lambda: self.is_cancelled, deadline_s=deadline_s
+            inputs,
+            listener=Functions(on_finish=self._take, is_cancelled=lambda: self.is_cancelled),
+            deadline_s=deadline_s,
         )
 
     def _take(self, answer: Any) -> None:

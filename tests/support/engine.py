@@ -12,11 +12,12 @@ import torch
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.scheduler import StepOutput
-from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
+from hf_triton.engine.sequence import Completion, Outcome
 from hf_triton.engine.types import Observer
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams
+from tests.support.listener import group_of
 from tests.support.reference import solo_ids
 
 NOT_CONTINUOUS = ("t5", "bart", "rwkv", "bloom", "mpt", "falcon-rw")
@@ -51,7 +52,7 @@ class Client:
                 self._outcomes[number] = outcome
                 self._lock.notify_all()
 
-        self._engine.submit([SequenceGroup(prompt, plan, on_finish=finish, is_cancelled=is_cancelled, **options)])
+        self._engine.submit([group_of(prompt, plan, on_finish=finish, is_cancelled=is_cancelled, **options)])
         return number
 
     def outcomes(self) -> list[Outcome]:

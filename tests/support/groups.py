@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_triton.engine.group import Group
 from hf_triton.errors import HfTritonError
+from tests.support.listener import CALLBACKS, Functions
 
 
 class Work(Group[str]):
@@ -19,7 +20,8 @@ class Work(Group[str]):
     """
 
     def __init__(self, name: str = "", num_turns: int = 1, cost: int = 1, **options: Any) -> None:
-        super().__init__(**({"on_finish": self._keep} | options))
+        functions = {"on_finish": self._keep} | {name: options.pop(name) for name in CALLBACKS if name in options}
+        super().__init__(listener=Functions(**functions), **options)
         self.name, self.cost, self.num_waiting = name, cost, num_turns
         self.outcomes: list[str | HfTritonError] = []
         self.is_answered = threading.Event()

@@ -21,6 +21,7 @@ from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.step import Step, TokenRange
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledToken
+from tests.support.listener import Functions
 
 CHUNK_SIZES = ChunkSizes(16, 8)
 VOCABULARY = 5
@@ -253,10 +254,8 @@ class Simulation:
         groups = []
         for prompt in prompts:
             token_ids = [next(UNLIKE), *[3] * (prompt - 1)] if isinstance(prompt, int) else prompt
-            groups.append(
-                SequenceGroup(token_ids, sampling, on_finish=lambda _: None, priority=priority, adapter=adapter)
-            )
-            groups[-1].on_finish = partial(self.outcomes.__setitem__, groups[-1])
+            groups.append(SequenceGroup(token_ids, sampling, priority=priority, adapter=adapter))
+            groups[-1].listener = Functions(on_finish=partial(self.outcomes.__setitem__, groups[-1]))
         self.queue.add(groups)
         return groups
 

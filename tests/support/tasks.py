@@ -125,7 +125,7 @@ class Served:
         results = [self.task.decode(row, request.options, [next(outputs).numpy() for _ in row.inputs]) for row in rows]
         nums_tokens = [sum(len(each.ids) for each in row.inputs) for row in rows]
         declared = self.task.declaration
-        names = outputs_to_fill(declared, declared.all_outputs, declared.all_outputs, request.default_outputs)
+        names = outputs_to_fill(declared, [], declared.all_outputs, request.default_outputs)
         return encode_results(results, nums_tokens, declared, request.shape, names)
 
     def json(self, texts: Sequence[str], name: str = "args", **parameters: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks with tiny checkpoints, each made and loaded once for a module."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.support.tasks import Served, save_task_checkpoint
 
 
 @pytest.fixture(scope="module")
-def serve_task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Served, Path]]]:
+def serve_task(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Served, Path]]:
     """`serve_task(kind, family, head, **config)`: the task and its checkpoint."""
     started: dict[str, tuple[Served, Path]] = {}
 
@@ -22,6 +22,4 @@ def serve_task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
             started[name] = Served(folder, kind), folder
         return started[name]
 
-    yield serve
-    for served, _ in started.values():
-        served.forward.release()
+    return serve

@@ -4,7 +4,7 @@
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -66,16 +66,8 @@ class Served:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Served]]:
-    served: list[Served] = []
-
-    def serve(folder: Path, kind: type[Any] = Embeddings, **settings: Any) -> Served:
-        served.append(Served(folder, kind, **settings))
-        return served[-1]
-
-    yield serve
-    for each in served:
-        each.forward.release()
+def serve() -> Callable[..., Served]:
+    return lambda folder, kind=Embeddings, **settings: Served(folder, kind, **settings)
 
 
 # --- modules.json ----------------------------------------------------------------------------------------------------
@@ -248,10 +240,8 @@ def test_missing_files_of_modules_are_named(
 
 
 @pytest.fixture(scope="module")
-def served(sound: Path) -> Iterator[Served]:
-    served = Served(sound)
-    yield served
-    served.forward.release()
+def served(sound: Path) -> Served:
+    return Served(sound)
 
 
 @pytest.mark.parametrize("name", ["args", "text_input", "text_inputs", "input", "inputs", "input_text"])

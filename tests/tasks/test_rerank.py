@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of documents equal those of sentence-transformers' CrossEncoder."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def test_models_that_score_otherwise_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def generative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
+def generative(tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, Path]:
     folder = build_tiny_checkpoint(
         tmp_path_factory.mktemp("model"), "qwen3", max_position_embeddings=1024, vocab_size=400
     )
@@ -141,9 +141,7 @@ def generative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serve
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["yes", "no"])
     tokenizer.save_pretrained(folder)
-    served = Served(folder, GenerativeRerank)
-    yield served, folder
-    served.forward.release()
+    return Served(folder, GenerativeRerank), folder
 
 
 def probability_of_yes(folder: Path, query: str, document: str, instruction: str) -> float:

@@ -248,7 +248,6 @@ def test_rerankers_score_as_their_own_files_say(case: str, tmp_path: Path) -> No
             np.testing.assert_allclose(served.ask(inputs, prompt_name=name)["score"], expected, atol=1e-5)
     with pytest.raises(RequestError, match="prompt_name must be a prompt of the model, got 'nothing'"):
         served.ask(inputs, prompt_name="nothing")
-    served.forward.release()
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "nothing", '{"prompts": 5}', '{"truncate_dim": 1e999}', "[]"])

@@ -53,14 +53,11 @@ MODULES: dict[str, dict[str, Any]] = {
 def test_tokens_give_the_vectors_of_the_texts(case: str, tmp_path: Path) -> None:
     folder = save_sentence_model(tmp_path / "model", **MODULES[case])
     served = Served(folder, Embeddings)
-    try:
-        texts = strings(*TEXTS, LONG)
-        tokens = tokenize(folder, {"text": texts}, truncate=True, dimensions=8)  # dimensions is for the model
-        assert {tensor.dtype for tensor in tokens.values()} == {np.dtype(np.int64)}
-        wanted = served.ask({"text": texts}, truncate=True)["embedding"]
-        np.testing.assert_allclose(served.ask(tokens)["embedding"], wanted, atol=TOLERANCE)
-    finally:
-        served.forward.release()
+    texts = strings(*TEXTS, LONG)
+    tokens = tokenize(folder, {"text": texts}, truncate=True, dimensions=8)  # dimensions is for the model
+    assert {tensor.dtype for tensor in tokens.values()} == {np.dtype(np.int64)}
+    wanted = served.ask({"text": texts}, truncate=True)["embedding"]
+    np.testing.assert_allclose(served.ask(tokens)["embedding"], wanted, atol=TOLERANCE)
 
 
 def test_prompt_that_is_not_pooled_is_refused(tmp_path: Path) -> None:

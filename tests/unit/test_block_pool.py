@@ -246,7 +246,7 @@ class RandomSchedule:
         )
 
     def _cancel(self, group: SequenceGroup) -> None:
-        group.is_cancelled = lambda: True
+        group.listener.is_cancelled = lambda: True  # type: ignore[method-assign]
         self.cancelled.add(group)
 
     def _check(self, group: SequenceGroup) -> None:

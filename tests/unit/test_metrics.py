@@ -149,7 +149,7 @@ def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("hf_triton.tasks.meter.time.monotonic", lambda: clock[0])
     meter = MetricsMeter(board)
     plan = SamplingParams(8, num_return_sequences=2)
-    sequence = SequenceGroup([1, 2, 3], plan, on_finish=lambda outcome: None, times=RequestTimes(99.0))
+    sequence = SequenceGroup([1, 2, 3], plan, times=RequestTimes(99.0))
     clock[0] = 100.5
     observer = meter.on_admit(sequence)
     for now_s, copy, is_text in [(101.0, 0, True), (101.0, 1, True), (102.0, 0, True), (105.0, 0, False)]:
@@ -172,7 +172,7 @@ def test_a_request_s_times_are_those_of_its_first_sequence(counts: bool, monkeyp
     clock = [100.0]
     monkeypatch.setattr("hf_triton.tasks.meter.time.monotonic", lambda: clock[0])
     meter, times = MetricsMeter(Board()) if counts else Meter(), RequestTimes(99.0)
-    sequences = [SequenceGroup([1], SamplingParams(8), on_finish=lambda outcome: None, times=times) for _ in range(2)]
+    sequences = [SequenceGroup([1], SamplingParams(8), times=times) for _ in range(2)]
     observers = []
     for sequence in sequences:
         observers.append(meter.on_admit(sequence))

@@ -21,10 +21,10 @@ from hf_triton.protocol.structured_output import GRAMMARS, Grammar
 from hf_triton.protocol.validation import MAX_JSON
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.text_generation.resolve import (
-    PreparedPrompt,
+    TaskParams,
     check_token_ids,
-    resolve_request_params,
     resolve_sampling_params,
+    resolve_task_params,
 )
 
 BORDERS: dict[str, tuple[list[object], list[object]]] = {
@@ -467,10 +467,10 @@ def test_biases_become_pairs() -> None:
 def test_request_params_hold_the_rest() -> None:
     request = parse_parameters({"stop": "\n", "bad_words": [], "max_time": 2})
     folder = parse_parameters({"stop": "x", "bad_words": ["y"], "queue_priority": -3})
-    assert resolve_request_params(request, folder, TOKENS) == PreparedPrompt(
+    assert resolve_task_params(request, folder, TOKENS) == TaskParams(
         stop_strings=("\n",), max_time_s=2.0, queue_priority=-3
     )
-    assert resolve_request_params(TOKENS) == PreparedPrompt()
+    assert resolve_task_params(TOKENS) == TaskParams()
 
 
 def test_a_folder_may_want_log_probabilities_of_every_prompt() -> None:
@@ -491,14 +491,12 @@ def test_tokens_beyond_the_vocabulary_are_rejected() -> None:
 
 
 def test_every_parameter_is_resolved() -> None:
-    places = {field.name for plan in (SamplingParams, PreparedPrompt) for field in dataclasses.fields(plan)}
+    places = {field.name for plan in (SamplingParams, TaskParams) for field in dataclasses.fields(plan)}
     renamed = {"eos_token_id": "eos_ids", "ignore_eos": "eos_ids", "max_time": "max_time_s"}
     renamed["include_stop_str_in_output"] = "includes_stop"
     renamed |= dict.fromkeys(GRAMMARS, "grammar")
     wanted = {renamed.get(name, name) for name in GenerationParameters.model_fields}
-    prepared = {"params", "ids", "preceding_ids", "text", "constraint", "streams", "forced_call", "message_plan"}
-    prepared.add("adapter")
-    assert places - wanted == {"bad_words_ids", "first_id", *prepared}
+    assert places - wanted == {"bad_words_ids", "first_id"}
     assert wanted <= places
 
 
@@ -512,9 +510,9 @@ def test_every_parameter_reaches_its_plan(name: str) -> None:
         values[name] = SAME_AS_UNSAID[name]
     plain = parse_parameters({"max_new_tokens": 8, **others})
     given = parse_parameters(values)
-    assert (resolve_sampling_params(given), resolve_request_params(given)) != (
+    assert (resolve_sampling_params(given), resolve_task_params(given)) != (
         resolve_sampling_params(plain),
-        resolve_request_params(plain),
+        resolve_task_params(plain),
     )
 
 
@@ -550,7 +548,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     ],
 )
 def test_every_grammar_parameter_gives_a_grammar(values: dict[str, object], grammar: tuple[str, str] | None) -> None:
-    settled = resolve_request_params(parse_parameters(values)).grammar
+    settled = resolve_task_params(parse_parameters(values)).grammar
     assert (settled and (settled.kind, settled.text)) == grammar
     assert settled is None or settled.parameter == next(iter(values))
 
@@ -566,18 +564,18 @@ def test_a_grammar_excludes_other_grammars_and_ends(also: dict[str, object]) -> 
 def test_stop_strings_may_cut_what_a_grammar_allows() -> None:
     own = parse_parameters({"guided_json": SCHEMA, "stop_strings": ["b"]})
     stopping, folder = parse_parameters({"stop_strings": ["x"]}), parse_parameters({"guided_regex": "a+"})
-    assert resolve_request_params(own, stopping).stop_strings == ("b",)
-    assert resolve_request_params(stopping, folder).stop_strings == ("x",)
-    assert resolve_request_params(folder, stopping).stop_strings == ()
+    assert resolve_task_params(own, stopping).stop_strings == ("b",)
+    assert resolve_task_params(stopping, folder).stop_strings == ("x",)
+    assert resolve_task_params(folder, stopping).stop_strings == ()
 
 
 def test_the_first_layer_with_a_grammar_decides() -> None:
     folder = parse_parameters({"guided_regex": "a+"})
     endless = parse_parameters({"ignore_eos": True})
-    assert resolve_request_params(parse_parameters({"response_format": {"type": "text"}}), folder).grammar is None
-    assert resolve_request_params(TOKENS, folder).grammar == Grammar("regex", "a+", "guided_regex")
+    assert resolve_task_params(parse_parameters({"response_format": {"type": "text"}}), folder).grammar is None
+    assert resolve_task_params(TOKENS, folder).grammar == Grammar("regex", "a+", "guided_regex")
     with pytest.raises(RequestError, match="the folder's guided_regex"):
-        resolve_request_params(endless, folder)
+        resolve_task_params(endless, folder)
 
 
 @pytest.mark.parametrize("write", [json.dumps, dict], ids=["text", "object"])

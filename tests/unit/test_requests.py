@@ -24,7 +24,7 @@ from hf_triton.protocol.ports import (
 )
 from hf_triton.protocol.prompts import PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS, SOURCES, Limits, decode_texts
 from hf_triton.protocol.requests import GenerationRequest, is_cancel_request, parse_request, with_default_outputs
-from hf_triton.protocol.responses import encode_deltas, encode_outputs, encode_timings
+from hf_triton.protocol.responses import encode_output, encode_timings, outputs_to_fill
 from hf_triton.protocol.tensors import encode_strings
 
 MAX_BYTES = 100
@@ -108,8 +108,7 @@ def test_who_gets_the_text_as_json(
 ) -> None:
     request = parse_request({name: texts(b"x")}, {} if asked is None else {"return_output": asked}, LIMITS)
     chosen = with_default_outputs(request, names_outputs=names_outputs, has_json=True, fills_json=fills_json)
-    values = {TEXT: "a", JSON_OUTPUT: "{}"}
-    assert encode_outputs([values], chosen, [TEXT, JSON_OUTPUT]).keys() == expected
+    assert set(outputs_to_fill(chosen, [TEXT, JSON_OUTPUT])) == expected
 
 
 def test_a_stream_has_no_text_as_json() -> None:
@@ -770,42 +769,32 @@ def test_a_response_is_always_utf8() -> None:
     assert encode_strings(["a\ud800b", "☕"], (2,)).tolist() == [b"a?b", "☕".encode()]
 
 
-def generated(number: int, prompt_logprobs: str | None = None) -> dict[str, Any]:
-    text, strings = f"text {number}", dict.fromkeys(OUTPUTS, f"[{number}]")
-    numbers = {"num_input_tokens": number, "num_output_tokens": 2 * number, "cumulative_logprob": -0.5 * number}
-    return strings | numbers | {TEXT: text, LEGACY_TEXT: text, PROMPT_LOGPROBS: prompt_logprobs}
-
-
 def asking(shape: tuple[int, ...], **options: bool) -> GenerationRequest:
     return GenerationRequest([], [], RequestOptions(**options), shape)
 
 
 def test_a_response_holds_the_text_and_requested_outputs() -> None:
-    told = [generated(number) for number in range(4)]
-    assert encode_outputs(told, asking((2, 1)), OUTPUTS).keys() == {TEXT, LEGACY_TEXT}
-    assert encode_outputs(told, asking((2, 1)), [TEXT]).keys() == {TEXT}
-    outputs = encode_outputs(told, asking((2, 1), **{f"return_{name}": True for name in TOLD}), OUTPUTS)
-    others = {"num_input_tokens": np.uint32, "num_output_tokens": np.uint32, "cumulative_logprob": np.float32}
-    assert {name: (array.dtype, array.shape) for name, array in outputs.items()} == {
-        name: (others.get(name, np.object_), (2, 2)) for name in (TEXT, LEGACY_TEXT, *TOLD)
-    }
-    assert outputs["num_output_tokens"].tolist() == [[0, 2], [4, 6]]
-    assert outputs["cumulative_logprob"].tolist() == [[0.0, -0.5], [-1.0, -1.5]]
-    assert outputs["logprobs"].tolist() == [[b"[0]", b"[1]"], [b"[2]", b"[3]"]]
+    assert outputs_to_fill(asking((2, 1)), OUTPUTS) == [TEXT, LEGACY_TEXT]
+    assert outputs_to_fill(asking((2, 1)), [TEXT]) == [TEXT]
+    everything = asking((2, 1), **{f"return_{name}": True for name in TOLD})
+    assert set(outputs_to_fill(everything, OUTPUTS)) == {TEXT, LEGACY_TEXT, *TOLD}
+    assert outputs_to_fill(asking((2, 1)), OUTPUTS, has_prompt_logprobs=True) == [TEXT, LEGACY_TEXT, PROMPT_LOGPROBS]
+    assert outputs_to_fill(asking((2, 1)), [TEXT], has_prompt_logprobs=True) == [TEXT]
 
 
 @pytest.mark.parametrize("name", TOLD)
 def test_each_output_is_asked_for_alone(name: str) -> None:
-    outputs = encode_outputs([generated(1)], asking((1,), **{f"return_{name}": True}), OUTPUTS)
-    assert outputs.keys() == {TEXT, LEGACY_TEXT, name}
+    assert set(outputs_to_fill(asking((1,), **{f"return_{name}": True}), OUTPUTS)) == {TEXT, LEGACY_TEXT, name}
 
 
-def test_log_probabilities_of_prompts_come_where_one_of_them_asks() -> None:
-    asked = [generated(0, "[null]"), generated(1)]
-    outputs = encode_outputs(asked, asking((2, 1)), OUTPUTS)
-    assert outputs.keys() == {TEXT, LEGACY_TEXT, PROMPT_LOGPROBS}
-    assert outputs[PROMPT_LOGPROBS].tolist() == [[b"[null]"], [b"null"]]
-    assert encode_outputs(asked, asking((2, 1)), [TEXT]).keys() == {TEXT}
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("num_output_tokens", np.uint32), ("cumulative_logprob", np.float32), ("logprobs", np.object_)]
+)
+def test_an_output_has_its_type_and_the_request_s_shape(name: str, dtype: type) -> None:
+    values = [f"[{number}]" for number in range(4)] if name == "logprobs" else [0, 2, 4, 6]
+    array = encode_output(name, values, (2, 1))
+    assert (array.dtype, array.shape) == (dtype, (2, 2))
+    assert array.ravel().tolist() == [value.encode() if isinstance(value, str) else value for value in values]
 
 
 def test_times_are_whole_microseconds_since_the_arrival() -> None:
@@ -814,15 +803,6 @@ def test_times_are_whole_microseconds_since_the_arrival() -> None:
     assert all(type(value) is int for value in told.values())
     assert not told.keys() & OUTPUTS.keys(), "in the JSON of /generate, a parameter hides the output of its name"
     assert encode_timings(0.0, admitted_s=None, first_token_s=None, answered_s=1.0).keys() == {"e2e_request_latency_us"}
-
-
-def test_a_delta_holds_what_it_is_given_and_the_folder_declares() -> None:
-    told = [{TEXT: text, LEGACY_TEXT: text, "num_input_tokens": 3} for text in ("a", "", "☕")]
-    outputs = encode_deltas(told, asking((3,)), [TEXT, "finish_reason", "num_input_tokens"])
-    assert {name: array.tolist() for name, array in outputs.items()} == {
-        TEXT: [b"a", b"", "☕".encode()],
-        "num_input_tokens": [3, 3, 3],
-    }
 
 
 def test_every_parameter_is_declared_once_and_reaches_its_model() -> None:

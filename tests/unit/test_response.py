@@ -22,8 +22,10 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.hooks import Hooks
-from hf_triton.tasks.text_generation.resolve import PreparedPrompt
-from hf_triton.tasks.text_generation.response import FINISH_REASONS, LEAST_LOGPROB, GenerationResponse
+from hf_triton.tasks.text_generation.outputs import FINISH_REASONS, LEAST_LOGPROB
+from hf_triton.tasks.text_generation.prepare import PreparedPrompt
+from hf_triton.tasks.text_generation.resolve import TaskParams
+from hf_triton.tasks.text_generation.response import GenerationResponse
 from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import codec_of, raw_ids
 
@@ -31,9 +33,9 @@ KIND = "byte_level"
 PLAN = SamplingParams(max_new_tokens=20)
 
 
-def prompt_of(text: str, plan: SamplingParams = PLAN, **asked: Any) -> PreparedPrompt:
+def prompt_of(text: str, plan: SamplingParams = PLAN, before: str = "", **asked: Any) -> PreparedPrompt:
     ids = raw_ids(KIND, text)
-    return PreparedPrompt(ids=ids, preceding_ids=ids, params=plan, **asked)
+    return PreparedPrompt(TaskParams(**asked), ids, plan, ids, before)
 
 
 class Pool:
@@ -76,10 +78,6 @@ def answering(
 GROUPS: dict[GenerationResponse, list[SequenceGroup]] = {}
 
 
-def listener(made: GenerationResponse, row: int) -> Callable[[int, int, TokenLogprobs | None], bool] | None:
-    return GROUPS[made][row].on_token
-
-
 def completion(text: str, reason: FinishReason = "length", logprobs: Any = None) -> Completion:
     return Completion(raw_ids(KIND, text), reason, logprobs)
 
@@ -96,7 +94,7 @@ def texts_of(reply: Collector) -> list[Any]:
 @pytest.mark.parametrize("reason", get_args(FinishReason))
 def test_every_finish_reason_has_a_name_for_clients(reason: FinishReason) -> None:
     made, reply = answering(prompt_of("x"))
-    made.finish(0, [completion("text", reason)])
+    made.on_finish(0, [completion("text", reason)])
     assert [each.finish_reason for each in texts_of(reply)] == [FINISH_REASONS[reason]]
 
 
@@ -107,7 +105,7 @@ def test_log_probabilities_are_listed_by_position_and_token() -> None:
         TokenLogprobs(second, -3.5, ((other, -0.5), (first, -math.inf))),
     ]
     made, reply = answering(prompt_of("x"))
-    made.finish(0, [Completion([first, second], "length", logprobs)])
+    made.on_finish(0, [Completion([first, second], "length", logprobs)])
     [text] = texts_of(reply)
     assert text.cumulative_logprob == pytest.approx(-3.75)
     assert json.loads(text.logprobs) == [
@@ -126,9 +124,10 @@ def test_log_probabilities_are_listed_by_position_and_token() -> None:
 def test_prompt_log_probabilities_come_with_each_completion() -> None:
     first, second = (raw_ids(KIND, letter)[0] for letter in "ab")
     logprobs = [TokenLogprobs(second, -math.inf, ((first, -0.5),))]
-    made, reply = answering(prompt_of("ab", replace(PLAN, num_return_sequences=2)), prompt_of("x"))
-    made.finish(0, [Completion([second], "length", prompt_logprobs=logprobs)] * 2)
-    made.finish(1, [Completion([second], "length", prompt_logprobs=[])])
+    made, reply = answering(prompt_of("ab", replace(PLAN, num_return_sequences=2)), prompt_of("x"), prompt_of("y"))
+    made.on_finish(0, [Completion([second], "length", prompt_logprobs=logprobs)] * 2)
+    made.on_finish(1, [Completion([second], "length", prompt_logprobs=[])])
+    made.on_finish(2, [Completion([second], "length")])
     told = [json.loads(each.prompt_logprobs or "") for each in texts_of(reply)]
     of_the_first = [
         None,
@@ -137,14 +136,14 @@ def test_prompt_log_probabilities_come_with_each_completion() -> None:
             str(first): {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
         },
     ]
-    assert told == [of_the_first, of_the_first, [None]]
+    assert told == [of_the_first, of_the_first, [None], None]
 
 
 @pytest.mark.parametrize("text", ['"', "\\", "\n", "\x7f", "é", "🙂"])
 def test_any_token_is_valid_json(text: str) -> None:
     ids = raw_ids(KIND, text)
     made, reply = answering(prompt_of("x"))
-    made.finish(0, [Completion(ids, "length", [TokenLogprobs(token_id, -1.0) for token_id in ids])])
+    made.on_finish(0, [Completion(ids, "length", [TokenLogprobs(token_id, -1.0) for token_id in ids])])
     [told] = texts_of(reply)
     decoded = [codec_of(KIND).decode([token_id]) for token_id in ids]
     assert json.loads(told.logprobs) == [
@@ -155,7 +154,7 @@ def test_any_token_is_valid_json(text: str) -> None:
 
 def test_outputs_without_log_probabilities_are_empty() -> None:
     made, reply = answering(prompt_of("x"))
-    made.finish(0, [completion("ab")])
+    made.on_finish(0, [completion("ab")])
     assert [(each.cumulative_logprob, each.logprobs) for each in texts_of(reply)] == [(0.0, "")]
     assert "prompt_logprobs" not in reply.outputs
 
@@ -163,7 +162,7 @@ def test_outputs_without_log_probabilities_are_empty() -> None:
 def test_every_output_is_filled_on_request() -> None:
     asked = RequestOptions(**{name: True for name in RequestOptions.model_fields if name.startswith("return_")})
     made, reply = answering(prompt_of("x"), options=asked)
-    made.finish(0, [Completion(raw_ids(KIND, "ab"), "length", [], prompt_logprobs=[])])
+    made.on_finish(0, [Completion(raw_ids(KIND, "ab"), "length", [], prompt_logprobs=[])])
     assert reply.outputs.keys() == OUTPUTS.keys() - {"text"}
 
 
@@ -174,17 +173,17 @@ def test_outputs_are_in_prompt_order_whatever_finishes_first() -> None:
     made, reply = answering(*[prompt_of(str(row)) for row in range(4)])
     for row in (2, 0, 3, 1):
         assert not reply.results
-        made.finish(row, [completion(f"text {row}")])
+        made.on_finish(row, [completion(f"text {row}")])
     assert [each.text_output for each in texts_of(reply)] == ["text 0", "text 1", "text 2", "text 3"]
 
 
 def test_the_first_error_is_the_response_and_drops_the_rest() -> None:
     made, reply = answering(*[prompt_of(str(row)) for row in range(3)])
-    made.finish(0, [completion("good")])
+    made.on_finish(0, [completion("good")])
     assert not made.is_cancelled()
-    made.finish(1, GenerationError("generation_failed", "x"))
+    made.on_finish(1, GenerationError("generation_failed", "x"))
     assert made.is_cancelled()
-    made.finish(2, CancelledError())
+    made.on_finish(2, CancelledError())
     assert [getattr(each, "code", None) for each in reply.results] == ["generation_failed"]
 
 
@@ -196,7 +195,7 @@ def test_outcomes_from_many_threads_are_one_response() -> None:
     for _ in range(20):
         made, reply = answering(*[prompt_of(str(row)) for row in range(8)])
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda row, made=made: made.finish(row, [completion(f"{row}")]), range(8)))
+            list(pool.map(lambda row, made=made: made.on_finish(row, [completion(f"{row}")]), range(8)))
         assert [each.text_output for each in texts_of(reply)] == [str(row) for row in range(8)]
 
 
@@ -209,7 +208,7 @@ def test_a_request_cancelled_while_queued_is_not_postprocessed() -> None:
             return text
 
     made, reply = answering(prompt_of("x"), hooks=Noting(), was_cancelled=True)
-    made.finish(0, [completion("ab")])
+    made.on_finish(0, [completion("ab")])
     assert [getattr(each, "code", None) for each in reply.results] == ["cancelled"]
     assert not written
 
@@ -228,7 +227,7 @@ def test_a_request_cancelled_while_queued_is_not_postprocessed() -> None:
 def test_long_responses_are_recognised_by_their_tokens(completions: list[Completion], takes_long: bool) -> None:
     pool = Pool()
     made, _ = answering(prompt_of("x"), pool=pool)
-    made.finish(0, completions)
+    made.on_finish(0, completions)
     assert pool.num_submitted == int(takes_long)
 
 
@@ -239,7 +238,7 @@ def test_postprocess_runs_in_the_pool() -> None:
 
     aside: list[Callable[[], None]] = []
     made, reply = answering(prompt_of("x"), hooks=Calling(), pool=Pool(aside.append))
-    made.finish(0, [completion("a")])
+    made.on_finish(0, [completion("a")])
     assert not reply.results
     [work] = aside
     work()
@@ -259,7 +258,7 @@ def test_postprocess_runs_in_the_sender_if_the_pool_cannot(comes_later: bool) ->
         raise RuntimeError("can't start new thread")
 
     made, reply = answering(prompt_of("x"), hooks=Calling(), pool=Pool(queue))
-    made.finish(0, [completion("one")])
+    made.on_finish(0, [completion("one")])
     if comes_later:
         queued[0]()
     assert [each.text_output for each in texts_of(reply)] == ["one"]
@@ -269,9 +268,8 @@ def test_postprocess_runs_in_the_sender_if_the_pool_cannot(comes_later: bool) ->
 
 
 def write(made: GenerationResponse, row: int, copy: int, text: str) -> list[bool]:
-    on_token = listener(made, row)
-    assert on_token is not None
-    return [on_token(copy, token_id, TokenLogprobs(token_id, -0.5)) for token_id in raw_ids(KIND, text)]
+    assert GROUPS[made][row].listens_to_tokens
+    return [made.on_token(row, copy, token_id, TokenLogprobs(token_id, -0.5)) for token_id in raw_ids(KIND, text)]
 
 
 def test_deltas_are_numbered_through_all_prompts() -> None:
@@ -280,7 +278,7 @@ def test_deltas_are_numbered_through_all_prompts() -> None:
     for row, copy in ((1, 1), (0, 0), (1, 0), (0, 1)):
         write(made, row, copy, f"{row}{copy}")
     for row in (1, 0):
-        made.finish(row, [completion(f"{row}{copy}") for copy in (0, 1)])
+        made.on_finish(row, [completion(f"{row}{copy}") for copy in (0, 1)])
     pieces = ["".join(piece for text, piece in reply.pieces if text == number) for number in range(4)]
     assert [piece + rest.text_output for piece, rest in zip(pieces, texts_of(reply), strict=True)] == [
         "00",
@@ -301,7 +299,7 @@ def test_a_possible_stop_string_is_held_back() -> None:
     made, reply = answering(prompt_of("x", stop_strings=("stop",)), streams=True)
     assert not any(write(made, 0, 0, "a st"))
     assert "".join(piece for _, piece in reply.pieces) == "a "
-    made.finish(0, [completion("a st")])
+    made.on_finish(0, [completion("a st")])
     assert [each.text_output for each in texts_of(reply)] == ["st"]
 
 
@@ -309,7 +307,7 @@ def test_a_stream_ends_before_its_stop_string() -> None:
     made, reply = answering(prompt_of("x", stop_strings=("stop",)), streams=True)
     ends = write(made, 0, 0, "a stop b")
     assert any(ends)
-    made.finish(0, [completion("a stop b", "stop_string")])
+    made.on_finish(0, [completion("a stop b", "stop_string")])
     assert "".join(piece for _, piece in reply.pieces) + texts_of(reply)[0].text_output == "a "
     assert texts_of(reply)[0].finish_reason == "stop"
 
@@ -330,7 +328,7 @@ def test_tokens_and_log_probabilities_come_with_their_text_and_once_each(text: s
     ids = raw_ids(KIND, text)
     if True in (ends := write(made, 0, 0, text)):
         ids = ids[: ends.index(True) + 1]
-    made.finish(0, [Completion(ids, "length", [TokenLogprobs(token_id, -0.5) for token_id in ids])])
+    made.on_finish(0, [Completion(ids, "length", [TokenLogprobs(token_id, -0.5) for token_id in ids])])
     [last] = texts_of(reply)
     pieces = [json.loads(each["token_ids"]) for each in told] + [json.loads(last.token_ids)]
     assert [token_id for piece in pieces for token_id in piece] == ids
@@ -346,7 +344,7 @@ def test_tokens_and_log_probabilities_come_with_their_text_and_once_each(text: s
 def test_an_error_ends_a_stream() -> None:
     made, reply = answering(prompt_of("x"), prompt_of("y"), streams=True)
     write(made, 0, 0, "one")
-    made.finish(1, GenerationError("generation_failed", "x"))
+    made.on_finish(1, GenerationError("generation_failed", "x"))
     assert [getattr(each, "code", None) for each in reply.results] == ["generation_failed"]
     assert made.is_cancelled()
 
@@ -357,8 +355,8 @@ def test_with_postprocess_a_stream_has_one_delta() -> None:
             return text.upper()
 
     made, reply = answering(prompt_of("x"), streams=True, hooks=Shouting())
-    assert listener(made, 0) is None
-    made.finish(0, [completion("one")])
+    assert not GROUPS[made][0].listens_to_tokens
+    made.on_finish(0, [completion("one")])
     assert reply.pieces == []
     assert [each.text_output for each in texts_of(reply)] == ["ONE"]
 
@@ -495,7 +493,7 @@ def test_structured_output_has_no_stopping_rule() -> None:
             raise AssertionError("it is not to be asked")
 
     made, reply = answering(replace(prompt_of("x"), constraint=cast(Any, object)), hooks=Short())
-    assert listener(made, 0) is None
+    assert not GROUPS[made][0].listens_to_tokens
     assert not reply.results
 
 

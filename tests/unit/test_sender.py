@@ -20,7 +20,8 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.sender import ResponseSender
-from hf_triton.tasks.text_generation.resolve import PreparedPrompt
+from hf_triton.tasks.text_generation.prepare import PreparedPrompt
+from hf_triton.tasks.text_generation.resolve import TaskParams
 from hf_triton.tasks.text_generation.response import MAX_QUICK_TOKENS, GenerationResponse
 from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import codec_of, raw_ids
@@ -86,19 +87,19 @@ class Writer:
         checked = GenerationRequest([], [], RequestOptions(**options), (num_prompts,))
         config = config_of(streams=streams, sender=sender)
         self.response = GenerationResponse(request, checked, config, cast(Any, preparer), pool)
-        self.response.prompts += [PreparedPrompt(params=SamplingParams(1)) for _ in range(num_prompts)]
+        self.response.prompts += [PreparedPrompt(TaskParams(), [], SamplingParams(1)) for _ in range(num_prompts)]
         self.groups: list[SequenceGroup] = self.response.begin()
         self.ids: list[list[int]] = [[] for _ in range(num_prompts)]
 
     def write(self, row: int, text: str) -> None:
         for token_id in raw_ids(KIND, text):
             self.ids[row].append(token_id)
-            if (on_token := self.groups[row].on_token) is not None:
-                on_token(0, token_id, None)
+            if self.groups[row].listens_to_tokens:
+                self.response.on_token(row, 0, token_id, None)
 
     def finish(self, *, is_long: bool = False) -> None:
-        for group, ids in zip(self.groups, self.ids, strict=True):
-            group.on_finish([Completion(ids * (MAX_QUICK_TOKENS + 1 if is_long else 1), "length")])
+        for row, ids in enumerate(self.ids):
+            self.response.on_finish(row, [Completion(ids * (MAX_QUICK_TOKENS + 1 if is_long else 1), "length")])
 
 
 def joined(request: Collector) -> list[str]:

@@ -30,6 +30,7 @@ from hf_triton.tasks.text_generation.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.detokenizer import TextStream
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
+from hf_triton.tasks.text_generation.resolve import PromptDefaults
 from hf_triton.tasks.text_generation.response_template import MessageFormat
 from hf_triton.tasks.text_generation.task import NUM_HOOK_THREADS, TextGeneration
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
@@ -49,7 +50,7 @@ class Engine:
 
     def submit(self, sequences: list[SequenceGroup]) -> None:
         for sequence in sequences:
-            sequence.on_finish(self._outcome(sequence))
+            sequence.listener.on_finish(sequence.row, self._outcome(sequence))
 
     def is_healthy(self) -> bool:
         return True
@@ -110,7 +111,7 @@ def written(sequence: SequenceGroup, copy: int, text: str) -> Completion:
     token_ids: list[int] = []
     for token_id in raw_ids(KIND, text):
         token_ids.append(token_id)
-        if sequence.on_token is not None and sequence.on_token(copy, token_id, None):
+        if sequence.listens_to_tokens and sequence.listener.on_token(sequence.row, copy, token_id, None):
             return Completion(token_ids, "stop_string")
     return Completion(token_ids, "length")
 
@@ -158,13 +159,15 @@ def build_task(
         CheckedHooks(hooks or Hooks()),
         MessageFormat(None, {}),
         NO_ADAPTERS,
-        eos_ids=frozenset([EOS_ID]),
-        context_length=context_length,
-        is_encoder_decoder=is_encoder_decoder,
-        defaults=(defaults or GenerationParameters(),),
-        max_output_length=15,
-        max_num_seqs=4,
-        excludes_prompt=excludes_prompt,
+        PromptDefaults(
+            (defaults or GenerationParameters(),),
+            eos_ids=frozenset([EOS_ID]),
+            context_length=context_length,
+            max_output_length=15,
+            max_num_seqs=4,
+            is_encoder_decoder=is_encoder_decoder,
+            excludes_prompt=excludes_prompt,
+        ),
     )
     return TextGeneration(Engine(outcome), preparer, Limits(1000, 1000), max_waiting=max_waiting, returns_timings=True)
 
@@ -582,10 +585,10 @@ def test_after_a_failed_prompt_the_others_are_dropped() -> None:
     given_up: list[bool] = []
 
     def outcome(sequence: SequenceGroup) -> Outcome:
-        given_up.append(sequence.is_cancelled())
+        given_up.append(sequence.listener.is_cancelled())
         if len(given_up) == 2:
             return GenerationError("generation_failed", "x")
-        return CancelledError() if sequence.is_cancelled() else echo(sequence)
+        return CancelledError() if sequence.listener.is_cancelled() else echo(sequence)
 
     [answer] = ask("a", "b", "c", "d", outcome=outcome)
     assert answer.code == "generation_failed"
@@ -711,7 +714,7 @@ def test_an_unknown_stop_token_is_refused() -> None:
 
 
 def test_a_plain_request_has_no_token_callback() -> None:
-    assert [each.on_token for each in sequences_of("x", "y")] == [None, None]
+    assert [each.listens_to_tokens for each in sequences_of("x", "y")] == [False, False]
 
 
 @pytest.mark.parametrize(
@@ -779,9 +782,8 @@ def test_a_panic_while_decoding_a_token_ends_the_request() -> None:
     ends: list[bool] = []
 
     def outcome(sequence: SequenceGroup) -> Outcome:
-        assert sequence.on_token is not None
-        ends.append(sequence.on_token(0, raw_ids(KIND, "#")[0], None))
-        ends.append(sequence.is_cancelled())
+        ends.append(sequence.listener.on_token(sequence.row, 0, raw_ids(KIND, "#")[0], None))
+        ends.append(sequence.listener.is_cancelled())
         return echo(sequence)
 
     [answer] = ask("x", outcome=outcome, stop_strings=("stop",))

@@ -34,8 +34,8 @@ LIBRARY.define(
     "float scale, int window, float softcap) -> Tensor"
 )
 LIBRARY.define(
-    "attend_packed(Tensor query, Tensor keys, Tensor values, Tensor sequences, Tensor bounds, float scale, int window, "
-    "bool is_causal) -> Tensor"
+    "attend_packed(Tensor query, Tensor keys, Tensor values, Tensor sequences, Tensor bounds, Tensor? sinks, "
+    "float scale, int window, float softcap, bool is_causal) -> Tensor"
 )
 
 
@@ -92,8 +92,10 @@ def attend_packed(
     values: torch.Tensor,
     sequences: torch.Tensor,
     bounds: torch.Tensor,
+    sinks: torch.Tensor | None,
     scale: float,
     window: int,
+    softcap: float,
     is_causal: bool,
 ) -> torch.Tensor:
     """Attend to the tokens of each sequence, which are all in the row.
@@ -104,15 +106,17 @@ def attend_packed(
         values: `[tokens, key_heads, value_size]`.
         sequences: As in `attend`.
         bounds: As in `attend`.
+        sinks: As in `attend`.
         scale: Factor of the products.
         window: A token attends to those that are less than this many tokens away; 0: to all.
+        softcap: As in `attend`.
         is_causal: Whether it attends to none after itself.
 
     Returns:
         As `attend`.
     """
     output: torch.Tensor = torch.ops.hf_triton.attend_packed(
-        query, keys, values, sequences, bounds, scale, window, is_causal
+        query, keys, values, sequences, bounds, sinks, scale, window, softcap, is_causal
     )
     return output
 
@@ -189,7 +193,7 @@ def _packed_trial(device: torch.device, dtype: torch.dtype, size: int, num_token
     rows = (num_tokens, 4, size), (num_tokens, 2, size), (num_tokens, 2, size)
     states = _random_states(rows, device, dtype)
     numbers = [0] * 3 + [1] * (num_tokens - 3), [0, 3, num_tokens]
-    return *states, *(torch.tensor(each).to(device) for each in numbers), 0.125, 9, False
+    return *states, *(torch.tensor(each).to(device) for each in numbers), None, 0.125, 9, 0.0, False
 
 
 def _random_states(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:

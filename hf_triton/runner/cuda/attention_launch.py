@@ -83,13 +83,17 @@ def attend_packed(
     values: torch.Tensor,
     sequences: torch.Tensor,
     bounds: torch.Tensor,
+    sinks: torch.Tensor | None,
     scale: float,
     window: int,
+    softcap: float,
     is_causal: bool,
 ) -> torch.Tensor:
     """`hf_triton.runner.cuda.attention.attend_packed` on a device."""
     blocks = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
-    return _attend(query, *blocks, sequences, bounds, None, None, None, None, scale, window, 0.0, is_causal=is_causal)
+    return _attend(
+        query, *blocks, sequences, bounds, None, None, None, sinks, scale, window, softcap, is_causal=is_causal
+    )
 
 
 def _attend(

@@ -48,8 +48,10 @@ def attend_packed(
     values: torch.Tensor,
     sequences: torch.Tensor,
     bounds: torch.Tensor,
+    sinks: torch.Tensor | None,
     scale: float,
     window: int,
+    softcap: float,
     is_causal: bool,
 ) -> torch.Tensor:
     """Attend to the row."""
@@ -61,7 +63,7 @@ def attend_packed(
         seen = distance.abs() < (window or len(positions))
         if is_causal:
             seen &= distance >= 0
-        output[own] = _attend(query[own], keys[own], values[own], seen, None, scale, 0.0)
+        output[own] = _attend(query[own], keys[own], values[own], seen, sinks, scale, softcap)
     return output
 
 

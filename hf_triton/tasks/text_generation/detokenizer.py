@@ -97,13 +97,13 @@ class MarkedTextStream(TextStream):
         super().__init__(decoder, prompt_ids, stop_strings, includes_stop=includes_stop)
         self._markers = markers
         self._waiting = deque[tuple[int, str]]()  # markers behind text that is held back, by where they stand in it
-        self._num_told = 0
+        self._num_emitted = 0
         self._marked = ""
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, without markers."""
         if (marker := self._markers.get(token_id)) is not None and not self.is_stopped:
-            self._waiting.append((self._num_told + self._stops.num_held, marker))
+            self._waiting.append((self._num_emitted + self._stops.num_held, marker))
         return self._mark(super().push(token_id))
 
     def finish(self) -> str:
@@ -117,13 +117,13 @@ class MarkedTextStream(TextStream):
 
     def _mark(self, text: str) -> str:
         start = 0
-        while self._waiting and self._waiting[0][0] <= self._num_told + len(text):
+        while self._waiting and self._waiting[0][0] <= self._num_emitted + len(text):
             end, marker = self._waiting.popleft()
-            end -= self._num_told
+            end -= self._num_emitted
             self._marked += text[start:end] + marker
             start = end
         self._marked += text[start:]
-        self._num_told += len(text)
+        self._num_emitted += len(text)
         return text
 
 

@@ -123,7 +123,7 @@ class NamedCallReader(MessageReader):
 
 
 class CallArrayReader(MessageReader):
-    """Reads a JSON array of calls, `[{"name": ..., "arguments": {...}}]`; each is told when it is complete."""
+    """Reads a JSON array of calls, `[{"name": ..., "arguments": {...}}]`; each is read when it is complete."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

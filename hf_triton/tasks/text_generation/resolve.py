@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
 from hf_triton.errors import RequestError
+from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import (
     GREEDY_BELOW,
     GenerationParameters,
+    beam_conflict,
     check_beams,
     check_best_of,
     check_min_new_tokens,
@@ -18,17 +20,11 @@ from hf_triton.protocol.parameters import (
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.protocol.tool_choice import ForcedCall
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.types import Constraint
-from hf_triton.tasks.text_generation.detokenizer import TextStream
-from hf_triton.tasks.text_generation.message import MessagePlan
-
-if TYPE_CHECKING:
-    from hf_triton.runner.adapters import Adapter
 
 
-@dataclass
-class PreparedPrompt:
-    """One prompt of a request: what it asks of the task, and what is added on the way."""
+@dataclass(frozen=True)
+class TaskParams:
+    """What a prompt asks of the task itself, beside sampling."""
 
     stop_strings: tuple[str, ...] = ()
     includes_stop: bool = False
@@ -48,24 +44,40 @@ class PreparedPrompt:
     """Languages of the task `translation`."""
     lora_name: str = ""
     """Of the adapter; empty: none."""
-    adapter: Adapter | None = None
     grammar: Grammar | None = None
     """What the completions must follow."""
-    forced_call: ForcedCall | None = None
-    """The tool call that the grammar stands for."""
-    params: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=1))
-    ids: list[int] = field(default_factory=list)
-    """The prompt's tokens."""
-    preceding_ids: list[int] = field(default_factory=list)
-    """The tokens that its completions continue: its own, or none for an encoder-decoder model."""
-    text: str = ""
-    """What its outputs begin with: the prompt, or nothing."""
-    message_plan: MessagePlan | None = None
-    """How its completions become messages; None: the request does not ask for them."""
-    constraint: Callable[[], Constraint] | None = None
-    """Makes the constraint of one completion; None: no grammar."""
-    streams: list[TextStream] = field(default_factory=list)
-    """The detokenizer of each sequence; empty if no token has to be decoded before the end."""
+
+
+@dataclass(frozen=True)
+class PromptDefaults:
+    """What a folder and its checkpoint say of every prompt."""
+
+    layers: tuple[GenerationParameters, ...]
+    """The folder's and the checkpoint's parameters; the first that sets one wins."""
+    eos_ids: frozenset[int]
+    """The model's own end-of-sequence tokens."""
+    context_length: int
+    """Tokens that a prompt and its completion may have together."""
+    max_output_length: int
+    """New tokens if neither request nor layers set a number."""
+    max_num_seqs: int
+    """Sequences that one prompt may ask for."""
+    is_encoder_decoder: bool = False
+    """Whether prompt and completion are bounded each, and outputs never contain the prompt (T5)."""
+    excludes_prompt: bool = False
+    """Whether outputs leave the prompt out if the request does not say."""
+
+    def first(self, name: str) -> Any:
+        """A parameter's value in the first layer that sets it; None: none does."""
+        return next((value for layer in self.layers if (value := getattr(layer, name)) is not None), None)
+
+
+SAMPLING_FIELDS: Final = frozenset(field.name for field in fields(SamplingParams))
+GREEDY_FIELDS: Final = SAMPLING_FIELDS - {"temperature", "top_p", "top_k", "min_p", "typical_p", "seed"}
+"""Those that have a meaning if nothing is sampled."""
+RENAMED: Final = {"includes_stop": "include_stop_str_in_output", "max_time_s": "max_time"}
+TASK_FIELDS: Final = {RENAMED.get(field.name, field.name): field.name for field in fields(TaskParams)}
+"""The fields of `TaskParams` by parameter."""
 
 
 def resolve_sampling_params(*layers: GenerationParameters, max_new_tokens: int = 1) -> SamplingParams:
@@ -83,60 +95,62 @@ def resolve_sampling_params(*layers: GenerationParameters, max_new_tokens: int =
         RequestError: The layers contradict each other.
     """
     merged = _merge(layers)
-    num_beams = _num_beams(layers)
+    num_beams = merged["num_beams"] = _num_beams(layers)
     do_sample = next((asked for layer in layers if (asked := layer.wants_sampling) is not None), False)
-    do_sample = do_sample and num_beams == 1
-    temperature = float(merged.get("temperature", 1.0))
-    if do_sample and temperature < GREEDY_BELOW:
-        temperature = 1.0  # a lower layer is greedy, the layer above it asks to sample and names no temperature
-    params = SamplingParams(
-        max_new_tokens=int(merged.get("max_new_tokens", max_new_tokens)),
-        min_new_tokens=int(merged.get("min_new_tokens", 0)),
-        do_sample=do_sample,
-        temperature=temperature if do_sample else 1.0,
-        top_p=float(merged.get("top_p", 1.0)) if do_sample else 1.0,
-        top_k=max(int(merged.get("top_k", 0)), 0) if do_sample else 0,
-        min_p=float(merged.get("min_p", 0.0)) if do_sample else 0.0,
-        typical_p=float(merged.get("typical_p", 1.0)) if do_sample else 1.0,
-        seed=merged.get("seed") if do_sample else None,
-        repetition_penalty=float(merged.get("repetition_penalty", 1.0)),
-        presence_penalty=float(merged.get("presence_penalty", 0.0)),
-        frequency_penalty=float(merged.get("frequency_penalty", 0.0)),
-        no_repeat_ngram_size=int(merged.get("no_repeat_ngram_size", 0)),
-        logit_bias=tuple((token_id, float(bias)) for token_id, bias in merged.get("logit_bias", {}).items()),
-        eos_ids=_eos_ids(layers),
-        num_return_sequences=int(merged.get("num_return_sequences", 1)),
-        best_of=merged.get("best_of") if num_beams == 1 else None,
-        logprobs=merged.get("logprobs"),
-        prompt_logprobs=merged.get("prompt_logprobs"),
-        num_beams=num_beams,
-        length_penalty=merged.get("length_penalty"),
-        early_stopping=merged.get("early_stopping"),
-    )
+    do_sample = merged["do_sample"] = do_sample and num_beams == 1
+    if num_beams > 1:
+        merged.pop("best_of", None)
+    if do_sample and merged.get("temperature", 1.0) < GREEDY_BELOW:
+        merged["temperature"] = 1.0  # of a lower layer, which is greedy; the layer above asks to sample
+    if "logit_bias" in merged:
+        merged["logit_bias"] = tuple((token_id, float(bias)) for token_id, bias in merged["logit_bias"].items())
+    merged["top_k"] = max(merged.get("top_k", 0), 0)  # transformers' -1 keeps all tokens, too
+    merged["eos_ids"] = _eos_ids(layers)
+    merged.setdefault("max_new_tokens", max_new_tokens)
+    names = SAMPLING_FIELDS if do_sample else GREEDY_FIELDS
+    params = SamplingParams(**{name: value for name, value in merged.items() if name in names})
     _check_params(params, layers[0])
     return params
 
 
-def resolve_request_params(*layers: GenerationParameters) -> PreparedPrompt:
-    """Resolve what the task does itself, from the same layers; the prompt's tokens are still to come.
+def resolve_task_params(*layers: GenerationParameters) -> TaskParams:
+    """Resolve what the task does itself, from the same layers.
 
     Raises:
         RequestError: A layer's end-of-sequence tokens contradict the grammar of a layer below.
     """
     grammar, merged = _grammar(layers), _merge(layers)
-    return PreparedPrompt(
-        stop_strings=merged.get("stop_strings", ()) if grammar is None else _stop_strings_beside(layers),
-        includes_stop=merged.get("include_stop_str_in_output", False),
-        stop_token_ids=merged.get("stop_token_ids", ()) if grammar is None else (),
-        truncate_prompt_tokens=merged.get("truncate_prompt_tokens"),
-        bad_words=merged.get("bad_words", ()),
-        max_time_s=merged.get("max_time"),
-        queue_priority=merged.get("queue_priority", 0),
-        src_lang=merged.get("src_lang"),
-        tgt_lang=merged.get("tgt_lang"),
-        lora_name=merged.get("lora_name", ""),
-        grammar=grammar,
-    )
+    if grammar is not None:
+        merged |= {"stop_strings": _stop_strings_beside(layers), "stop_token_ids": ()}
+    own = {field: merged[name] for name, field in TASK_FIELDS.items() if name in merged}
+    return TaskParams(**own, grammar=grammar)
+
+
+def beam_obstacle(
+    asked: TaskParams, forced_call: ForcedCall | None, options: RequestOptions, *, streams: bool
+) -> str | None:
+    """What a request asks for, beside a prompt's own parameters, that beam search does not give."""
+    if streams:
+        return "stream"
+    if forced_call is not None:
+        return "tool_choice"
+    if asked.grammar is not None:
+        return asked.grammar.parameter
+    names = ("return_logprobs", "return_cumulative_logprob")
+    return next((name for name in names if getattr(options, name)), None)
+
+
+def without_beams(parameters: GenerationParameters, obstacle: str | None) -> GenerationParameters:
+    """A prompt's parameters; with an obstacle without the beams that are a default.
+
+    Raises:
+        RequestError: The request itself asks for beams.
+    """
+    if obstacle is None:
+        return parameters
+    if parameters.num_beams is not None and parameters.num_beams > 1:
+        raise RequestError("invalid_parameter", beam_conflict(obstacle, parameters.num_beams))
+    return parameters.model_copy(update={"num_beams": 1})
 
 
 def check_token_ids(params: SamplingParams, vocabulary_size: int) -> None:
@@ -159,7 +173,9 @@ def _merge(layers: Sequence[GenerationParameters]) -> dict[str, Any]:
     """The parameters that any layer sets, by name; the first layer that sets one wins."""
     merged: dict[str, Any] = {}
     for layer in reversed(layers):
-        merged |= {name: value for name, value in vars(layer).items() if value is not None}
+        for name, value in vars(layer).items():
+            if value is not None:
+                merged[name] = value
     return merged
 
 

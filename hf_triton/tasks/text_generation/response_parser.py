@@ -54,7 +54,7 @@ def _parser_class() -> Any:
             self._process(events, eos=is_last)
 
         def unread(self) -> str:
-            """The text of a completion that no event has told."""
+            """The text of a completion that no event has."""
             is_raw = self._current is not None and not self._is_text(self._current)
             return self._buffer[max(self._opened_at if is_raw else self._pos, self._num_prefix) :]
 
@@ -73,7 +73,7 @@ def _parser_class() -> Any:
         def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
             super()._accumulate(events, text)
             if self._current is not None and self._is_text(self._current):
-                self._body = ""  # its events have been told
+                self._body = ""  # its events have it
 
         def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
             self._opened_at = m.start()
@@ -205,20 +205,20 @@ class TemplateReader(MessageReader):
         text = self._content_space + text
         if self._has_regions and not self._has_content:
             text = text.lstrip()
-        told = text.rstrip()
-        self._content_space = text[len(told) :]
-        if told:
-            self._content += told
+        new = text.rstrip()
+        self._content_space = text[len(new) :]
+        if new:
+            self._content += new
             self._has_content, self._is_behind_region = True, False
 
     def _add_reasoning(self, text: str) -> None:
         text = self._reasoning_space + text
         if not self._has_reasoning:
             text = text.lstrip()
-        told = text.rstrip()
-        self._reasoning_space = text[len(told) :]
-        if told:
-            self._reasoning += told
+        new = text.rstrip()
+        self._reasoning_space = text[len(new) :]
+        if new:
+            self._reasoning += new
             self._has_reasoning = True
 
     def _add_calls(self, value: object, raw: str) -> None:

@@ -36,9 +36,10 @@ from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.text_generation.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
+from hf_triton.tasks.text_generation.resolve import PromptDefaults
 from hf_triton.tasks.text_generation.response import GenerationResponse
 from hf_triton.tasks.text_generation.response_template import Spec, build_message_format
-from hf_triton.tasks.text_generation.text_to_text import TextToText, build_text_to_text, max_new_tokens
+from hf_triton.tasks.text_generation.text_to_text import build_text_to_text, max_new_tokens
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
 if TYPE_CHECKING:
@@ -86,11 +87,11 @@ class TextGeneration(EngineTask[GenerationResponse]):
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Check a request and start it, see `Task`."""
         inputs = request.inputs()
-        parameters = with_named_outputs(request.parameters, inputs, request.requested_outputs(), config.output_names)
-        checked = parse_request(inputs, parameters, self._limits)
+        named = config.named_outputs(request)
+        checked = parse_request(inputs, with_named_outputs(request.parameters, inputs, named), self._limits)
         checked = with_default_outputs(
             checked,
-            names_outputs=len(request.requested_outputs()) < len(config.output_names),
+            names_outputs=bool(named),
             has_json=JSON_OUTPUT in config.output_names and not config.streams_if(checked.options.stream),
             fills_json=self._preparer.fills_json,
         )
@@ -115,8 +116,7 @@ class TextGeneration(EngineTask[GenerationResponse]):
         """
         try:
             prompt = self._preparer.prepare_default()
-            group = SequenceGroup(prompt.ids, prompt.params, on_finish=lambda _: None)
-            error = self._engine.admission_error(group)
+            error = self._engine.admission_error(SequenceGroup(prompt.ids, prompt.params))
         except HfTritonError as raised:
             error = raised
         if error is not None:
@@ -148,7 +148,7 @@ class TextGeneration(EngineTask[GenerationResponse]):
             return
         if checked.options.tokenize_only:
             for row in range(len(response.prompts)):
-                response.finish(row, [Completion([], "length")])
+                response.on_finish(row, [Completion([], "length")])
             self._leave(response)
         elif any(map(self._preparer.has_cold_grammar, response.prompts)):
             self._run(self._grammar_pool, self._start, response)
@@ -158,11 +158,11 @@ class TextGeneration(EngineTask[GenerationResponse]):
     def _start(self, response: GenerationResponse) -> None:
         """Compile a request's grammars and hand it to the engine."""
         try:
-            for prompt in response.prompts:
+            for row, prompt in enumerate(response.prompts):
                 if response.has_ended():
                     return
                 with panics_as_errors():
-                    self._preparer.compile_grammar(prompt)
+                    response.prompts[row] = self._preparer.compile_grammar(prompt)
             response.request.on_ending(None)
             self._engine.submit(response.begin())
         except Exception as error:
@@ -232,16 +232,16 @@ def build_text_generation(
             observer=observer,
             adapters=adapters,
         )
-    preparer = _build_preparer(
-        checkpoint,
-        settings,
-        hooks,
+    codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
+    preparer = PromptPreparer(
+        codec,
+        ChatTemplate(checkpoint.tokenizer, chat_template, limits.max_prompt_bytes),
+        GrammarCompiler(checkpoint.tokenizer, checkpoint.vocabulary_size, eos_ids(checkpoint.model)),
+        CheckedHooks(hooks, limits.max_prompt_bytes),
+        build_message_format(response_template, checkpoint.tokenizer, chat_template, codec.special_tokens()),
         store,
-        chat_template,
-        response_template,
+        _prompt_defaults(checkpoint, settings, max_num_seqs, is_text_to_text=text_to_text is not None),
         text_to_text,
-        max_prompt_bytes=limits.max_prompt_bytes,
-        max_num_seqs=max_num_seqs,
     )
     task = TextGeneration(
         engine,
@@ -265,38 +265,18 @@ def build_text_generation(
     return task
 
 
-def _build_preparer(
-    checkpoint: Checkpoint,
-    settings: ModelSettings,
-    hooks: Hooks,
-    adapters: AdapterStore,
-    chat_template: str | None,
-    response_template: Spec | str | None,
-    text_to_text: TextToText | None,
-    *,
-    max_prompt_bytes: int,
-    max_num_seqs: int,
-) -> PromptPreparer:
-    codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
+def _prompt_defaults(
+    checkpoint: Checkpoint, settings: ModelSettings, max_num_seqs: int, *, is_text_to_text: bool
+) -> PromptDefaults:
     max_output_length = settings.max_output_length
-    if text_to_text is not None and "max_output_length" not in settings.model_fields_set:
+    if is_text_to_text and "max_output_length" not in settings.model_fields_set:
         max_output_length = max_new_tokens(checkpoint) or max_output_length
-    return PromptPreparer(
-        codec,
-        ChatTemplate(checkpoint.tokenizer, chat_template, max_prompt_bytes),
-        GrammarCompiler(checkpoint.tokenizer, checkpoint.vocabulary_size, eos_ids(checkpoint.model)),
-        CheckedHooks(hooks, max_prompt_bytes),
-        build_message_format(response_template, checkpoint.tokenizer, chat_template, codec.special_tokens()),
-        adapters,
-        eos_ids=eos_ids(checkpoint.model),
-        context_length=checkpoint.context_length,
+    return PromptDefaults(
+        (parse_parameters(settings.generation_defaults), checkpoint.generation_defaults(with_beams=is_text_to_text)),
+        eos_ids(checkpoint.model),
+        checkpoint.context_length,
+        max_output_length,
+        max_num_seqs,
         is_encoder_decoder=checkpoint.is_encoder_decoder,
-        defaults=(
-            parse_parameters(settings.generation_defaults),
-            checkpoint.generation_defaults(with_beams=text_to_text is not None),
-        ),
-        max_output_length=max_output_length,
-        max_num_seqs=max_num_seqs,
         excludes_prompt=settings.exclude_input_in_output,
-        text_to_text=text_to_text,
     )
