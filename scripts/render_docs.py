@@ -139,6 +139,17 @@ def task_parameters_tables() -> dict[str, str]:
     return {f"{name} parameters": table(own) for name, own in options.items() if own is not TaskOptions}
 
 
+def servers_table() -> str:
+    """The figures of hf_triton beside other servers."""
+    figures = json.loads((ROOT / "benchmarks" / "results" / "servers.json").read_text(encoding="utf-8"))
+
+    def cell(values: list[float] | None) -> str:
+        return "refused" if values is None else f"{values[1]:.2f} ({values[0]:.2f} to {values[2]:.2f})"
+
+    rows = (f"| {load} | {' | '.join(map(cell, row))} |" for load, row in figures["rows"].items())
+    return "\n".join([f"| load | {' | '.join(figures['ways'])} |", f"|---{'|---' * len(figures['ways'])}|", *rows])
+
+
 def codes_table() -> str:
     """Every error code."""
     return "\n".join(["| code | meaning |", "|---|---|", *(f"| `{code}` | {text} |" for code, text in CODES.items())])
@@ -233,6 +244,7 @@ def parts() -> Mapping[str, str]:
         "cache variables": variables(CACHE_VARIABLES),
         "token variables": variables(TOKEN_VARIABLES),
         "figures of a GPU": document(),
+        "servers": servers_table(),
     }
 
 
