@@ -40,13 +40,13 @@ CANCELLED = "cancelled: the client cancelled the request, or another request wit
 
 
 @pytest.fixture(scope="module")
-def checkpoint(standard: Callable[[str], StandardServer]) -> Path:
-    return standard("continuous").checkpoint
+def checkpoint(standard: StandardServer) -> Path:
+    return standard.checkpoint
 
 
 @pytest.fixture(scope="module")
-def server(standard: Callable[[str], StandardServer]) -> TritonServer:
-    return standard("continuous").serve(*MODELS)
+def server(standard: StandardServer) -> TritonServer:
+    return standard.serve(*MODELS)
 
 
 def write(server: TritonServer, **parameters: object) -> str:

@@ -2,7 +2,6 @@
 """JSON as people write it, in folders that declare nothing and through a stream door: arrays, token ids, tokenizing."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,13 @@ NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def server(standard: Callable[[str], StandardServer]) -> TritonServer:
-    return standard("continuous").serve(*MODELS, SLOW, "no_template")
+def server(standard: StandardServer) -> TritonServer:
+    return standard.serve(*MODELS, SLOW, "no_template")
 
 
 @pytest.fixture(scope="module")
-def reference(standard: Callable[[str], StandardServer]) -> Reference:
-    checkpoint: Path = standard("continuous").checkpoint
+def reference(standard: StandardServer) -> Reference:
+    checkpoint: Path = standard.checkpoint
     return load_reference(checkpoint)
 
 

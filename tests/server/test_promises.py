@@ -15,7 +15,6 @@ from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, generate, get, infer, post
-from tests.support.engines import ENGINES
 
 pytestmark = pytest.mark.full
 
@@ -44,12 +43,9 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
 
             return do
 
-        if self.settings.engine == "batch":
-            engine._generate = noted(engine._generate, lambda part: part)
-        else:
-            running = engine.scheduler.running
-            of_step = lambda step, _: [sequence for sequence in running if sequence.id in step.sequence_ids]
-            engine.runner.run = noted(engine.runner.run, of_step)
+        running = engine.scheduler.running
+        of_step = lambda step, _: [sequence for sequence in running if sequence.id in step.sequence_ids]
+        engine.runner.run = noted(engine.runner.run, of_step)
 
         def forward(module, inputs):
             if type(module).__name__ != "LlamaForCausalLM":
@@ -75,13 +71,11 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
 """
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def repository(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
-) -> Path:
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Path:
     root = tmp_path_factory.mktemp("repository")
     checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
-    folder = make_folder(root, "faulty", huggingface_model=checkpoint, engine=request.param)
+    folder = make_folder(root, "faulty", huggingface_model=checkpoint)
     (folder / "1" / "model.py").write_text(FAULTY_MODEL)
     return root
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences end early at stop strings, deadlines and cancellation, on both engines."""
+"""Sequences end early at stop strings, deadlines and cancellation."""
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,6 @@ from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer
 from tests.support.client import Reply, generate, infer
-from tests.support.engines import ENGINES
 from tests.support.slow_model import STEP_S
 from tests.support.standard import StandardServer
 
@@ -22,9 +21,9 @@ PROMPT, OTHER_PROMPT = "The canary sings", "Where does the river go"
 NUM_TOKENS = 60
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def server(request: pytest.FixtureRequest, standard: Callable[[str], StandardServer]) -> TritonServer:
-    return standard(request.param).serve("plain", "typed", "slow")
+@pytest.fixture(scope="module")
+def server(standard: StandardServer) -> TritonServer:
+    return standard.serve("plain", "typed", "slow")
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, generate_stream, infer
-from tests.support.engines import ENGINES
 
 pytestmark = pytest.mark.full
 
@@ -28,13 +27,11 @@ PROMPT = "The old harbour has"
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
-) -> Iterator[TritonServer]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[TritonServer]:
     root = tmp_path_factory.mktemp("repository")
     checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
-    shared = {"huggingface_model": checkpoint, "engine": request.param, "max_output_length": 200}
+    shared = {"huggingface_model": checkpoint, "max_output_length": 200}
     make_folder(root, "flat", exclude_input_in_output=True, **shared)
     make_folder(root, "stream", config=DECOUPLED, **shared)
     make_folder(root, "strict", generation_defaults=json.dumps({"guided_choice": ["yes", "no"]}), **shared)

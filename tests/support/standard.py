@@ -39,13 +39,13 @@ folder. `plain_stream` is a stream door to `plain`.
 class StandardServer:
     """A server of the standard repository."""
 
-    def __init__(self, root: Path, make_folder: Callable[..., Path], engine: str) -> None:
+    def __init__(self, root: Path, make_folder: Callable[..., Path]) -> None:
         self.checkpoint = build_chat_checkpoint(root / "chat")
         bare = build_tiny_checkpoint(root / "bare", "llama", eos_token_id=None)
         repository = root / "repository"
         for name, settings in FOLDERS.items():
             checkpoint = bare if name.endswith("_template") else self.checkpoint
-            shared = {"huggingface_model": checkpoint, "engine": engine, "max_output_length": NUM_TOKENS}
+            shared = {"huggingface_model": checkpoint, "max_output_length": NUM_TOKENS}
             make_folder(repository, name, exclude_input_in_output=True, **shared, **settings)
         (repository / "slow" / "1" / "model.py").write_text(SLOW_MODEL)
         (repository / "own_template" / "chat.jinja").write_text(TEMPLATE)
