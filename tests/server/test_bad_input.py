@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hf_triton.errors import CODES
-from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from hf_triton.testing import TritonServer
 from tests.support.bad_requests import BAD_REQUEST, REQUESTS, TENSORS, with_tensor
 from tests.support.client import Reply, generate, get, infer, post
 from tests.support.doors import (
@@ -32,6 +32,7 @@ from tests.support.doors import (
     to_infer_binary,
     to_infer_inputs,
 )
+from tests.support.standard import StandardServer
 
 CONTEXT_TOKENS = 256
 HUGE_BYTES = 50_000_000
@@ -44,21 +45,8 @@ CANARY = "The canary sings"
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Path:
-    root = tmp_path_factory.mktemp("repository")
-    checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
-    common = {"huggingface_model": checkpoint, "max_output_length": 8}
-    make_folder(root, PLAIN, **common)
-    make_folder(root, TYPED, config="max_batch_size: 8", parameters_as_inputs="true", **common)
-    return root
-
-
-@pytest.fixture(scope="module")
-def server(repository: Path) -> Iterator[TritonServer]:
-    with TritonServer(repository) as running:
-        assert running.is_model_ready(PLAIN), running.log_tail()
-        assert running.is_model_ready(TYPED), running.log_tail()
-        yield running
+def server(standard: StandardServer) -> TritonServer:
+    return standard.serve(PLAIN, TYPED)
 
 
 @dataclass(frozen=True)
@@ -102,7 +90,6 @@ def healthy(server: TritonServer) -> Health:
     assert health.is_live
     assert health.is_ready
     assert health.are_models_ready == (True, True)
-    assert len(health.stubs) == 2
     return health
 
 
@@ -288,7 +275,7 @@ def test_prompt_and_new_tokens_must_fit_the_context(server: TritonServer) -> Non
 
 def test_a_prompt_may_fill_the_context_but_for_one_token(server: TritonServer) -> None:
     longest = "x" * (CONTEXT_TOKENS - 2)  # and the token that begins every prompt
-    reply = generate(server, PLAIN, longest)
+    reply = generate(server, PLAIN, longest, exclude_input_in_output=False)
     assert reply.status == 200
     assert len(reply.json()["text_output"]) > len(longest)
     sentence = (
@@ -353,7 +340,7 @@ TEXTS = ["", " ", "a\0b", "\x1b[0m", "\u202eabc", "\u2028", "🙂 🏳️\u200d�
 
 
 def test_any_utf8_prompt_is_returned_unchanged(server: TritonServer) -> None:
-    reply = infer(server, PLAIN, TEXTS)
+    reply = infer(server, PLAIN, TEXTS, parameters={"exclude_input_in_output": False})
     assert reply.status == 200
     outputs = reply.json()["outputs"][0]["data"]
     assert [output[: len(text)] for output, text in zip(outputs, TEXTS, strict=True)] == TEXTS
