@@ -19,7 +19,7 @@ from hf_triton.runner.cpu import paged_attention as kernel
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import ARCHITECTURES
-from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build, load, requests
+from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build, load, requests, some_in_make_test
 from tests.support.engine import NOT_CONTINUOUS, Client, Items, check, greedy_ids, only, start_engine, token_ids
 
 NUM_BATCH_REQUESTS = 24
@@ -55,7 +55,7 @@ def load_with_references(name: str, num_requests: int) -> tuple[Any, Items, list
     return model, items, greedy_ids(model, items)
 
 
-@pytest.mark.parametrize("name", [*CONTINUOUS, *WHOLE, *SHIPPED])
+@pytest.mark.parametrize("name", some_in_make_test([*CONTINUOUS, *WHOLE, *SHIPPED]))
 def test_continuous_engine_equals_generate(name: str) -> None:
     model, items, expected = load_with_references(name, NUM_REQUESTS)
     source, pauses_s = random.Random(name), [0, 0, 0, 0.01]  # requests join and leave at odd times

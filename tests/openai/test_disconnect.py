@@ -43,7 +43,7 @@ def test_request_of_a_client_that_left_is_cancelled(
             request.extensions["timeout"]["read"] = 0.7
             with pytest.raises(httpx.ReadTimeout):
                 client.send(request)
-    wait_until(lambda: num_running(triton) == 0, 5)
+    wait_until(lambda: num_running(triton) == 0)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from tritonclient.utils import triton_to_np_dtype
 from hf_triton.testing import TritonServer
 from tests.support.client import Reply, generate, generate_stream, infer, post
 from tests.support.clients import CLIENTS, has, run
+from tests.support.gateway import num_running, wait_until
 from tests.support.slow_model import SLOW_MODEL, STEP_S
 from tests.support.standard import StandardServer
 
@@ -540,7 +541,7 @@ def cancel(server: TritonServer, model: str, **fields: object) -> Reply:
 def test_cancel_ends_the_requests_of_the_same_id(server: TritonServer) -> None:
     with ThreadPoolExecutor(3) as pool:
         running = pool.submit(generate, server, SLOW, PROMPT, id="r1", max_new_tokens=LONG_TOKENS)
-        time.sleep(1)  # it has the only row
+        wait_until(lambda: num_running(server) > 0)  # it has the only row
         waiting = pool.submit(generate, server, SLOW, PROMPT, id="r2", max_new_tokens=LONG_TOKENS)
         kept = pool.submit(generate, server, SLOW, PROMPT, id="r3", max_new_tokens=2)
         time.sleep(0.5)
@@ -569,7 +570,7 @@ def test_cancel_reaches_every_instance(
     with standard.beside(tmp_path) as server, ThreadPoolExecutor(5) as pool:
         running = [pool.submit(generate, server, name, PROMPT, id="all", max_new_tokens=LONG_TOKENS) for _ in range(4)]
         kept = pool.submit(generate, server, name, PROMPT, id="other", max_new_tokens=30)
-        time.sleep(1)
+        wait_until(lambda: num_running(server) == 2 * 5)  # requests, and their sequences
         assert cancel(server, name, id="all").status == 200
         assert {each.result().error for each in running} == {CANCELLED}
         assert kept.result().status == 200

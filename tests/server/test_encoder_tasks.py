@@ -20,6 +20,8 @@ from tests.support.paths import ROOT
 from tests.support.published_tensors import publish
 from tests.support.tasks import TEXTS, reference, save_task_checkpoint
 
+pytestmark = pytest.mark.full
+
 READY: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sentiment": ("distilbert/distilbert-base-uncased-finetuned-sst-2-english", "sequence", {"num_labels": 2}),
     "ner": ("dslim/bert-base-NER", "tokens", {"num_labels": 3}),

@@ -106,7 +106,7 @@ def exported(server: TritonServer) -> str:
 
 
 def wait_for(server: TritonServer, model: str, condition: Callable[[Figures], bool], what: str) -> Figures:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         found = figures(exported(server), model)
         if condition(found):
@@ -334,7 +334,7 @@ def query(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def until(ask: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         if ask():
             return True

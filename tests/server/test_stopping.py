@@ -14,6 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer
 from tests.support.client import Reply, generate, infer
+from tests.support.gateway import num_running, wait_until
 from tests.support.slow_model import STEP_S
 from tests.support.standard import StandardServer
 
@@ -118,7 +119,7 @@ def test_client_timeout_ends_a_sequence(server: TritonServer, client: Any, slow_
 def test_request_queued_past_its_deadline_is_refused(server: TritonServer, slow_text: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(write, server, PROMPT, model="slow")
-        time.sleep(1)  # it has the only row now
+        wait_until(lambda: num_running(server) > 0)  # it has the only row now
         reply = infer(server, "slow", [PROMPT], parameters={"max_time": 0.5})
         assert (reply.status, reply.error.split(":")[0]) == (503, "deadline_exceeded")
         assert running.result() == [slow_text]
@@ -136,7 +137,7 @@ def test_cancelled_request_frees_its_slot(server: TritonServer, client: Any) -> 
         lambda result, error: ends.append(error),
         parameters={"max_new_tokens": num_tokens},
     )
-    time.sleep(1)
+    wait_until(lambda: num_running(server) > 0)
     handle.cancel()
     started = time.monotonic()
     assert infer(server, "slow", [PROMPT], parameters={"max_new_tokens": 4}).status == 200

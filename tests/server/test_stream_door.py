@@ -35,7 +35,7 @@ DECOUPLED = "model_transaction_policy { decoupled: true }"
 PROMPT = "The canary sings"
 NUM_TOKENS = 40
 SECRET = "a prompt that must not be logged"
-SOON_S = 30.0
+SOON_S = 60.0
 
 
 def add_door(repository: Path, name: str, config: str = "", **settings: str) -> Path:
