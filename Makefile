@@ -13,10 +13,10 @@ OPENAI_PORT ?= 9000
 MODELS ?=
 TESTS ?= tests
 
-# Test modules run in parallel, then the tests that measure time run alone. Exit status 5: TESTS has no such test.
+# Groups of tests (tests/conftest.py) run in parallel, then the tests that measure time run alone. Exit status 5: TESTS has no such test.
 WORKERS ?= 2
 define pytest
-	$(BIN)/pytest --durations=40 -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not serial and $(1)" $(TESTS) \
+	$(BIN)/pytest --durations=40 -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not serial and $(1)" $(TESTS) \
 	  || test $$? -eq 5
 	$(BIN)/pytest -m "serial and $(1)" $(TESTS) || test $$? -eq 5
 endef

@@ -14,6 +14,16 @@ from tests.support.paths import ROOT
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FOREIGN = ("HF_", "TRANSFORMERS_", "HUGGING_FACE_", "HUGGINGFACE", "PRIVATE_REPO_TOKEN", "XDG_CACHE_HOME")
+SERVERS = ("standard", "triton", "agents")
+"""Fixtures of servers that several modules share."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have one worker run the tests of a module, and those of a shared server."""
+    for item in items:
+        names = getattr(item, "fixturenames", ())
+        group = next((name for name in SERVERS if name in names), item.location[0])
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tritonserver and one gateway in front of it for all modules of a worker, and the real `openai` client."""
+"""One tritonserver and one gateway in front of it for all modules, and the real `openai` client."""
 
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The standard server, one for each worker."""
+"""The standard server."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
