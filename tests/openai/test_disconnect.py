@@ -25,8 +25,13 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(
+    ("name", "is_stream"),
+    [
+        *(("chat", False), ("chat", True), ("completion", True), ("response", False)),
+        *(("message", True), ("several completions", False)),
+    ],
+)
 def test_request_of_a_client_that_left_is_cancelled(
     gateway: GatewayThread, triton: TritonServer, name: str, is_stream: bool
 ) -> None:

@@ -337,12 +337,6 @@ def test_no_prompt_reaches_the_log(server: TritonServer) -> None:
     assert SECRET not in server.read_log()
 
 
-def test_time_that_is_up_ends_a_stream(server: TritonServer) -> None:
-    events = stream(server, "slow_stream", max_new_tokens=NUM_LONG, max_time=20 * STEP_S, return_finish_reason=True)
-    assert events[-1]["finish_reason"] == "deadline"
-    assert 1 < len(events) < 100
-
-
 def test_client_timeout_passes_the_stream_door(server: TritonServer) -> None:
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     parameters = {"max_new_tokens": NUM_LONG, "return_finish_reason": True}

@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException, deserialize_bytes_tenso
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.chain import build_chain
-from tests.support.client import generate, generate_stream, get, infer, open_stream, post, read_events
+from tests.support.client import generate, generate_stream, get, infer, open_stream, post
 from tests.support.doors import pack
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL, STEP_S
 from tests.support.standard import StandardServer
@@ -410,46 +410,12 @@ def wait_for_a_row(server: TritonServer) -> float:
     return time.monotonic() - started
 
 
-def test_a_client_of_http_that_goes_frees_its_row(server: TritonServer) -> None:
-    with ThreadPoolExecutor(2) as pool:
-
-        def leave() -> None:
-            with open_stream(server, "two_rows", PROMPT, stream=True, max_new_tokens=LONG_TOKENS) as response:
-                next(read_events(response))
-
-        for future in [pool.submit(leave) for _ in range(2)]:
-            future.result()
-    assert wait_for_a_row(server) < LONG_TOKENS * STEP_S / 2
-
-
 def test_a_client_of_grpc_that_goes_frees_its_row(server: TritonServer) -> None:
     with GrpcStream(server) as stream:
         for _ in range(2):
             stream.ask("two_rows", PROMPT, max_new_tokens=LONG_TOKENS)
         stream.take()
     assert wait_for_a_row(server) < LONG_TOKENS * STEP_S / 2
-
-
-def test_a_stream_is_given_up_by_its_id(server: TritonServer) -> None:
-    with GrpcStream(server, wants_empty_final=True) as stream:
-        for name in ("given up", "kept"):
-            stream.ask(
-                "two_rows", PROMPT, request_id=name, max_new_tokens=LONG_TOKENS if name == "given up" else NUM_TOKENS
-            )
-        stream.take()
-        assert generate(server, "two_rows", "", id="given up", stream=False, cancel=True).status == 200
-        texts, errors = "", []
-        while True:
-            try:
-                response = stream.take()
-            except InferenceServerException as error:
-                errors.append(str(error))
-                continue
-            texts += "".join(response.texts) if response.request_id == "kept" else ""
-            if response.is_final and response.request_id == "kept":
-                break
-        assert ["cancelled: the client cancelled the request" in error for error in errors] == [True]
-    assert write(server, "deltas", PROMPT).endswith(texts[-8:])
 
 
 def test_clients_that_do_not_read_delay_no_other_client(server: TritonServer) -> None:
