@@ -37,7 +37,7 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
             raise RuntimeError("in the middle")
         return False
 """
-FOLDERS = ("deltas", "always", "deltas_batched", "whole", "two_rows", "failing", "bytes")
+FOLDERS = ("deltas", "always", "two_rows", "failing", "bytes")
 ROUND = "🙂你é x"
 """What `bytes` writes behind `x`, round and round, a token for each byte."""
 ROUND_TOKENS = 10
@@ -55,11 +55,10 @@ def server(
     plain = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
     known = build_chain(tmp_path_factory.mktemp("bytes"), ROUND)
     for name in FOLDERS:
-        batching = "max_batch_size: 4" if name == "deltas_batched" else ""
         folder = make_folder(
             root,
             name,
-            config=f"{'' if name == 'whole' else DECOUPLED} {batching}",
+            config=DECOUPLED,
             huggingface_model=known if name in ("bytes", "failing") else plain,
             stream=name == "always",
             max_num_seqs=2 if name == "two_rows" else 32,
@@ -69,6 +68,7 @@ def server(
             (folder / "1" / "model.py").write_text(SLOW_MODEL)
         if name == "failing":
             (folder / "1" / "model.py").write_text(FAILING_MODEL)
+    standard.serve("plain", "typed_stream")
     with standard.beside(root) as running:
         for name in FOLDERS:
             assert running.is_model_ready(name), running.log_tail()
@@ -187,7 +187,7 @@ def test_deltas_arrive_during_generation_over_grpc(server: TritonServer) -> None
 def test_deltas_join_to_the_whole_output(server: TritonServer, prompt: str, parameters: dict[str, Any]) -> None:
     whole = write(server, "deltas", prompt, **parameters)
     assert streamed(server, "deltas", prompt, **parameters) == whole
-    assert streamed(server, "deltas_batched", prompt, **parameters) == whole
+    assert streamed(server, "typed_stream", prompt, **({"max_new_tokens": NUM_TOKENS} | parameters)) == whole
     with GrpcStream(server) as stream:
         stream.ask("deltas", prompt, **parameters)
         assert joined(stream.take_all()) == [whole]
@@ -270,12 +270,12 @@ def test_the_folder_may_stream_by_default(server: TritonServer) -> None:
 def test_a_folder_that_is_not_decoupled_answers_with_one_event(server: TritonServer) -> None:
     whole = write(server, "deltas", PROMPT)
     for fields in ({}, {"stream": True}):
-        found = generate_stream(server, "whole", PROMPT, **fields)
-        assert [data["text_output"] for data in found.data] == [PROMPT + whole]
-    assert infer(server, "whole", [PROMPT], parameters={"stream": True}).status == 200
+        found = generate_stream(server, "plain", PROMPT, max_new_tokens=NUM_TOKENS, **fields)
+        assert [data["text_output"] for data in found.data] == [whole]
+    assert infer(server, "plain", [PROMPT], parameters={"stream": True}).status == 200
     with GrpcStream(server) as stream:
-        stream.ask("whole", PROMPT)
-        assert joined(stream.take_all()) == [PROMPT + whole]
+        stream.ask("plain", PROMPT, max_new_tokens=NUM_TOKENS)
+        assert joined(stream.take_all()) == [whole]
 
 
 def test_generate_takes_no_stream(server: TritonServer) -> None:

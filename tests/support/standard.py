@@ -75,7 +75,7 @@ class StandardServer:
 
     def _load(self, *names: str) -> list[Reply]:
         def load(name: str) -> Reply:
-            return post(self.server, f"/v2/repository/models/{name}/load", {}, timeout_s=200)
+            return post(self.server, f"/v2/repository/models/{name}/load", {}, timeout_s=280)
 
         with ThreadPoolExecutor() as pool:
             return list(pool.map(load, names))
