@@ -38,7 +38,7 @@ def triton(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., 
     shutil.copytree(ROOT / "stream_door", repository / "slow_stream")
     bare = build_tiny_checkpoint(root / "bare", "llama", eos_token_id=None)
     make_folder(repository, "bare", huggingface_model=bare, max_output_length=NUM_TOKENS, config=DECOUPLED)
-    with TritonServer(repository) as server:
+    with TritonServer(repository, ready_timeout_s=280) as server:
         for name in ("demo", "demo_stream", "slow_stream", "bare", *TINY):
             assert server.is_model_ready(name), server.log_tail()
         yield server

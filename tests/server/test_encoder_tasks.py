@@ -60,7 +60,7 @@ def server(
         for name, (model, _, _) in READY.items():
             hub.add(model, checkpoints[name])
         home = {"HF_HOME": str(tmp_path_factory.mktemp("home"))}
-        with TritonServer(repository, environment=hub.environment() | home) as running:
+        with TritonServer(repository, environment=hub.environment() | home, ready_timeout_s=280) as running:
             yield running
 
 

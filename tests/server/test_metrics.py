@@ -92,7 +92,7 @@ def server(
     for folder in folders[:3]:
         (folder / "1" / "model.py").write_text(SLOW_MODEL)
     arguments = ["--model-control-mode=explicit", *(f"--load-model={folder.name}" for folder in folders)]
-    with TritonServer(root, arguments=arguments) as running:
+    with TritonServer(root, arguments=arguments, ready_timeout_s=280) as running:
         for folder in folders:
             assert running.is_model_ready(folder.name), running.log_tail()
         yield running

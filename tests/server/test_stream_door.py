@@ -82,7 +82,7 @@ def server(
     add_door(root, "typed_stream", config="max_batch_size: 8", parameters_as_inputs="true")
     add_door(root, "a_door", stream_of="plain")
     add_door(root, "orphan_stream")
-    with TritonServer(root) as running:
+    with TritonServer(root, ready_timeout_s=280) as running:
         yield running
 
 

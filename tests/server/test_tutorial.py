@@ -123,7 +123,7 @@ def server(
     model_repository: Path, hub: LoopbackHub, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
     home = {"HF_HOME": str(tmp_path_factory.mktemp("home")), "PRIVATE_REPO_TOKEN": hub.access_token}
-    with TritonServer(model_repository, environment=hub.environment() | home) as server:
+    with TritonServer(model_repository, environment=hub.environment() | home, ready_timeout_s=280) as server:
         yield server
 
 
