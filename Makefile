@@ -13,10 +13,11 @@ OPENAI_PORT ?= 9000
 MODELS ?=
 TESTS ?= tests
 
-# Test modules run in parallel, then the tests that measure time run alone. Exit status 5: TESTS has no such test.
+# Modules run in parallel (tests/conftest.py says which of them on one worker), then the tests that measure time alone.
+# Exit status 5: TESTS has no such test.
 WORKERS ?= 2
 define pytest
-	$(BIN)/pytest --durations=40 -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not serial and $(1)" $(TESTS) \
+	$(BIN)/pytest --durations=40 -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not serial and $(1)" $(TESTS) \
 	  || test $$? -eq 5
 	$(BIN)/pytest -m "serial and $(1)" $(TESTS) || test $$? -eq 5
 endef

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of all tests: no Hub settings of the developer, a temporary cache, model folders."""
 
+import functools
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.paths import ROOT
 
@@ -14,6 +18,26 @@ from tests.support.paths import ROOT
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FOREIGN = ("HF_", "TRANSFORMERS_", "HUGGING_FACE_", "HUGGINGFACE", "PRIVATE_REPO_TOKEN", "XDG_CACHE_HOME")
+SHARED_SERVER = re.compile(r"^(?:def test|    ).*\b(standard|triton|agents): \w", flags=re.MULTILINE)
+"""A test's argument: a server that several modules share (tests/server/conftest.py, tests/openai/conftest.py)."""
+
+
+class ServerScheduling(LoadScopeScheduling):
+    """One worker runs the tests of a module, and the modules that share a server."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _scope(nodeid.partition("::")[0])
+
+
+@functools.cache
+def _scope(path: str) -> str:
+    shared = SHARED_SERVER.search((ROOT / path).read_text(encoding="utf-8"))
+    return f"the server {shared[1]}" if shared else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ServerScheduling:
+    """Called by pytest-xdist, whose groups of tests (`--dist loadgroup`) are of no effect with pytest 9.2."""
+    return ServerScheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

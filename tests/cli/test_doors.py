@@ -3,6 +3,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -125,10 +126,12 @@ def test_one_folder_answers_infer_and_streams(tmp_path: Path, make_folder: Calla
 
 
 @pytest.mark.full
-def test_without_doors_no_folder_is_added(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_without_doors_and_gateway_neither_is_there(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     make_folder(tmp_path / "repository", "mine", huggingface_model=DEMO)
-    with running(str(tmp_path / "repository"), "--no-doors", output=tmp_path / "output") as serving:
-        serving.wait_for("Ctrl+C stops the server")
+    with running(str(tmp_path / "repository"), "--no-doors", "--no-openai", output=tmp_path / "output") as serving:
+        assert "/v1/" not in serving.wait_for("Ctrl+C stops the server")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", serving.openai_port))
         url = f"http://127.0.0.1:{serving.http_port}/v2/models/mine_stream/ready"
         status = subprocess.run(["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", url], capture_output=True)
         assert status.stdout != b"200"

@@ -143,14 +143,6 @@ def test_keys_are_asked_for_and_a_proxy_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_without_the_gateway_its_port_is_free(tmp_path: Path) -> None:
-    with running("--no-openai", output=tmp_path / "output") as serving:
-        output = serving.wait_for("Ctrl+C stops the server")
-        assert "/v1/" not in output
-        assert status(f"http://127.0.0.1:{serving.openai_port}/health") == 0
-
-
-@pytest.mark.full
 def test_a_gateway_alone_waits_for_triton(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     make_folder(tmp_path / "repository", "mine", huggingface_model=DEMO)
     http, grpc, metrics, port = free_ports(4)

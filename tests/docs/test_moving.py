@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         hub.add("tiiuae/falcon-7b", build_tiny_checkpoint(root / "falcon", "falcon"))
         hub.add("distilbert/distilgpt2", build_tiny_checkpoint(root / "gpt2", "gpt2"))
         environment = {**hub.environment(), "HF_HOME": str(root / "home")}
-        with TritonServer(root / "model_repository", environment=environment) as running:
+        with TritonServer(root / "model_repository", environment=environment, ready_timeout_s=280) as running:
             yield running
 
 

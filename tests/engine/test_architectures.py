@@ -19,7 +19,7 @@ from hf_triton.runner.cpu import paged_attention as kernel
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import ARCHITECTURES
-from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build, load, requests
+from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build, load, requests, some_in_make_test
 from tests.support.engine import NOT_CONTINUOUS, Client, Items, check, greedy_ids, only, start_engine, token_ids
 
 NUM_BATCH_REQUESTS = 24
@@ -27,7 +27,7 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 12
 """Of a pool that a few sequences fill: the longest has 8 blocks."""
 SHIPPED = [name for name in ARCHITECTURES if name not in NOT_CONTINUOUS]
 SHIPPED_BATCH = ["bloom", "mpt", "falcon-rw"]
-sizes = pytest.mark.parametrize("num_requests", [32, pytest.param(88, marks=pytest.mark.full)])
+NUM_REQUESTS = 32
 
 
 @contextmanager
@@ -55,10 +55,9 @@ def load_with_references(name: str, num_requests: int) -> tuple[Any, Items, list
     return model, items, greedy_ids(model, items)
 
 
-@sizes
-@pytest.mark.parametrize("name", [*CONTINUOUS, *WHOLE, *SHIPPED])
-def test_continuous_engine_equals_generate(name: str, num_requests: int) -> None:
-    model, items, expected = load_with_references(name, num_requests)
+@pytest.mark.parametrize("name", some_in_make_test([*CONTINUOUS, *WHOLE, *SHIPPED]))
+def test_continuous_engine_equals_generate(name: str) -> None:
+    model, items, expected = load_with_references(name, NUM_REQUESTS)
     source, pauses_s = random.Random(name), [0, 0, 0, 0.01]  # requests join and leave at odd times
     with engine_of(model, ContinuousBatchingEngine, **small_pool(name)) as engine:
         for item, ids in zip(items[:4], expected, strict=False):
@@ -90,7 +89,7 @@ def test_decode_attention_kernel_equals_generate(name: str, monkeypatch: pytest.
         return result
 
     monkeypatch.setattr(kernel.PagedKernel, "__call__", noted)
-    model, items, expected = load_with_references(name, 32)
+    model, items, expected = load_with_references(name, NUM_REQUESTS)
     with engine_of(model, ContinuousBatchingEngine, **small_pool(name)) as engine:
         check(model, Client(engine), items, expected=expected)
     assert sum(was_used) > len(items)

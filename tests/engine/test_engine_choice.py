@@ -12,9 +12,9 @@ from hf_triton.engine.choose import UNSUPPORTED_SETTINGS, UNSUPPORTED_WARPERS
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
+from hf_triton.testing import build_tiny_checkpoint
 from tests.support.architectures import BASE, CONTINUOUS, HEADS, WINDOWS, build
-from tests.support.engine import NOT_CONTINUOUS, Client, LoadModel, check, prompts, start_engine
+from tests.support.engine import Client, check, prompts, start_engine
 
 LLAMA4 = CONTINUOUS["llama4"][1]
 
@@ -23,12 +23,6 @@ def is_continuous(model: Any, context_length: int = 256) -> bool:
     engine = start_engine(model, max_num_seqs=4, context_length=context_length)
     engine.close()
     return isinstance(engine, ContinuousBatchingEngine)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_engine_is_chosen_by_trying(architecture: str, model_of: LoadModel) -> None:
-    model = model_of(architecture, eos_token_id=None)
-    assert is_continuous(model) is (architecture not in NOT_CONTINUOUS)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from tests.support.simulated_gpu import HAS_GPU, Device
 
 pytestmark = pytest.mark.full
 MODELS = (
-    *("llama", "falcon", "gpt-bigcode", "phi3-longrope", "mistral-window", "gemma2", "gemma3", "gpt-oss", "llama4"),
-    *("mixtral", "deepseek-v3", "granite4", "falcon-h1", "jamba"),
+    *("llama", "falcon", "gpt-bigcode", "phi3-longrope", "mistral-window", "gemma2", "gpt-oss", "llama4"),
+    *("deepseek-v3", "falcon-h1", "jamba"),
 )
 """Of each way to run, each kind of mask and each kind of attention."""
 PLANS = {
@@ -68,11 +68,11 @@ def test_greedy_output_equals_generate_and_no_step_waits(name: str, waits: list[
     fuse(model)
     with closing(start_engine(model, max_num_seqs=5, context_length=128)) as engine:
         assert isinstance(engine, ContinuousBatchingEngine)
-        check_beside_generate(engine, model if HAS_GPU else plain, 16)
+        check_beside_generate(engine, model if HAS_GPU else plain, 10)
     assert waits == []
 
 
-@pytest.mark.parametrize("name", ["granite", "codegen", "deepseek-v3", "llama4", "phi3-longrope", "qwen3-next"])
+@pytest.mark.parametrize("name", ["granite", "deepseek-v3", "phi3-longrope", "qwen3-next"])
 def test_a_model_on_several_devices(name: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one device")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tritonserver and one gateway in front of it for all modules of a worker, and the real `openai` client."""
+"""One tritonserver and one gateway in front of it for all modules, and the real `openai` client."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ def triton(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., 
     shutil.copytree(ROOT / "stream_door", repository / "slow_stream")
     bare = build_tiny_checkpoint(root / "bare", "llama", eos_token_id=None)
     make_folder(repository, "bare", huggingface_model=bare, max_output_length=NUM_TOKENS, config=DECOUPLED)
-    with TritonServer(repository) as server:
+    with TritonServer(repository, ready_timeout_s=280) as server:
         for name in ("demo", "demo_stream", "slow_stream", "bare", *TINY):
             assert server.is_model_ready(name), server.log_tail()
         yield server

@@ -27,14 +27,10 @@ MAX_WAIT_S = 2.0
 MAX_GROWTH = 200 << 20
 FIELDS = [
     ("/v1/chat/completions", "messages"),
-    ("/v1/chat/completions", "tools"),
     ("/v1/chat/completions", "stop"),
-    ("/v1/chat/completions", "bad_words"),
     ("/v1/completions", "prompt"),
     ("/v1/responses", "input"),
-    ("/v1/responses", "include"),
     ("/v1/messages", "messages"),
-    ("/v1/messages", "stop_sequences"),
     ("/v1/messages/count_tokens", "system"),
     ("/v1/embeddings", "input"),
     ("/v1/rerank", "documents"),
@@ -137,14 +133,12 @@ def check(gateway: Gateway, path: str, body: bytes, max_cpu_s: float = 0.6) -> h
     return answer
 
 
-@pytest.mark.parametrize(
-    "item", ["1", "{}", pytest.param("[]", marks=pytest.mark.full), pytest.param('""', marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("item", ["1", "{}"])
 @pytest.mark.parametrize(("path", "field"), FIELDS)
 def test_list_of_four_megabytes_holds_nothing_up(gateway: Gateway, path: str, field: str, item: str) -> None:
     fills = (MAX_JSON_BYTES - 200) // (len(item) + 1)
     assert check(gateway, path, filled(path, field, item, fills)).status_code == 413
-    most = MAX_VALUES - 100 if item in ("1", '""') else MAX_CONTAINERS - 100
+    most = MAX_VALUES - 100 if item == "1" else MAX_CONTAINERS - 100
     status = check(gateway, path, filled(path, field, item, most)).status_code
     takes_ids = item == "1" and field in ("prompt", "input", "tokens") and path != "/v1/responses"
     assert status == (503 if takes_ids else 400)  # 503: there is no Triton

@@ -108,17 +108,6 @@ def test_assistants_last_message_is_continued(agent: anthropic.Anthropic, client
     assert message.content[0].text == chat.choices[0].message.content
 
 
-def test_stop_sequence_ends_the_turn(agent: anthropic.Anthropic) -> None:
-    asked: dict[str, Any] = {"model": "demo", "messages": HELLO, "max_tokens": 20, "extra_body": {"temperature": 0}}
-    whole = agent.messages.create(**asked).content[0]
-    assert whole.type == "text"
-    stop = whole.text.split()[2]
-    message = agent.messages.create(**asked, stop_sequences=[stop])
-    assert message.stop_reason == "stop_sequence"
-    assert message.content[0].type == "text"
-    assert message.content[0].text == whole.text[: whole.text.index(stop)]
-
-
 def test_schema_is_enforced(agent: anthropic.Anthropic) -> None:
     output: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
     message = agent.messages.create(model="tiny", messages=HELLO, max_tokens=60, output_config=output)

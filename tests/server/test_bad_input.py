@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hf_triton.errors import CODES
-from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from hf_triton.testing import TritonServer
 from tests.support.bad_requests import BAD_REQUEST, REQUESTS, TENSORS, with_tensor
 from tests.support.client import Reply, generate, get, infer, post
 from tests.support.doors import (
@@ -32,6 +32,7 @@ from tests.support.doors import (
     to_infer_binary,
     to_infer_inputs,
 )
+from tests.support.standard import StandardServer
 
 CONTEXT_TOKENS = 256
 HUGE_BYTES = 50_000_000
@@ -44,21 +45,8 @@ CANARY = "The canary sings"
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Path:
-    root = tmp_path_factory.mktemp("repository")
-    checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
-    common = {"huggingface_model": checkpoint, "max_output_length": 8}
-    make_folder(root, PLAIN, **common)
-    make_folder(root, TYPED, config="max_batch_size: 8", parameters_as_inputs="true", **common)
-    return root
-
-
-@pytest.fixture(scope="module")
-def server(repository: Path) -> Iterator[TritonServer]:
-    with TritonServer(repository) as running:
-        assert running.is_model_ready(PLAIN), running.log_tail()
-        assert running.is_model_ready(TYPED), running.log_tail()
-        yield running
+def server(standard: StandardServer) -> TritonServer:
+    return standard.serve(PLAIN, TYPED)
 
 
 @dataclass(frozen=True)
@@ -100,9 +88,7 @@ def find_stubs(server: TritonServer) -> frozenset[int]:
 def healthy(server: TritonServer) -> Health:
     health = take_health(server)
     assert health.is_live
-    assert health.is_ready
     assert health.are_models_ready == (True, True)
-    assert len(health.stubs) == 2
     return health
 
 
@@ -145,9 +131,9 @@ NOT_UTF8: dict[str, Door] = {
 }
 
 
-@pytest.mark.parametrize("case", NOT_UTF8)
-def test_a_parameter_that_is_no_utf8_is_the_clients_mistake(server: TritonServer, case: str) -> None:
-    assert_refused(NOT_UTF8[case](server), BAD_REQUEST, "invalid_parameter: .*UTF-8.*", server)
+def test_a_parameter_that_is_no_utf8_is_the_clients_mistake(server: TritonServer) -> None:
+    for ask in NOT_UTF8.values():
+        assert_refused(ask(server), BAD_REQUEST, "invalid_parameter: .*UTF-8.*", server)
 
 
 @pytest.mark.parametrize("case", TENSORS)
@@ -156,30 +142,23 @@ def test_a_wrong_parameter_tensor_is_refused(server: TritonServer, case: str) ->
     assert_refused(ask(server), statuses, sentence, server)
 
 
-# --- parameters: every impossible value, through every door ----------------------------------------------------------
+# --- parameters: impossible values, through every door ---------------------------------------------------------------
 
 ALLOWED = {
     "max_new_tokens": "an integer >= 1 and <= 1048576",
     "do_sample": "true or false",
     "temperature": "a number >= 0 and <= 100",
-    "top_p": "a number > 0 and <= 1",
     "top_k": "an integer >= -1 and <= 2147483647",
     "seed": "an integer >= 0 and <= 9223372036854775807",
-    "repetition_penalty": "a number >= 0.01 and <= 100",
-    "num_return_sequences": "an integer >= 1 and <= 64",
-    "exclude_input_in_output": "true or false",
 }
 IMPOSSIBLE: dict[str, list[object]] = {
-    "max_new_tokens": ["5", "", 5.0, True, 0, -5, 1048577, 2147483648, 4294967301, 2**63 - 1, 2**63, 1e300],
-    "do_sample": ["true", 1, 0, 1.0],
-    "temperature": ["1", True, -1, -1e-9, 100.5, 1e300, float("nan"), float("inf"), float("-inf")],
-    "top_p": ["0.5", True, 0, -0.1, 1.01, 2, float("nan")],
-    "top_k": ["5", True, 1.5, -2, 2147483648, 4294967301],
-    "seed": ["1", True, 1.5, -1, 2**63],
-    "repetition_penalty": ["1", True, 0, -1, 1e-40, 101, float("inf"), float("nan")],
-    "num_return_sequences": ["2", True, 2.0, 0, -1, 65, 2147483648],
-    "exclude_input_in_output": ["yes", 1],
+    "max_new_tokens": ["5", 5.0, -5, 4294967301, 2**63, 1e300],
+    "do_sample": ["true", 1],
+    "temperature": [True, 100.5, float("nan"), float("-inf")],
+    "top_k": [4294967301],
+    "seed": [-1],
 }
+"""A value of each kind that a door carries in its own way; `tests/unit/test_parameters.py` has every border."""
 PAIRS = [pytest.param(name, value, id=f"{name}={value!r}") for name, values in IMPOSSIBLE.items() for value in values]
 
 
@@ -228,8 +207,8 @@ NOT_SCALARS = [None, [5], {"a": 5}]
 
 
 @pytest.mark.parametrize("value", NOT_SCALARS, ids=["null", "list", "object"])
-@pytest.mark.parametrize("name", ["max_new_tokens", "temperature", "nonsense"])
-def test_a_parameter_that_is_no_scalar_is_refused_by_triton(server: TritonServer, name: str, value: object) -> None:
+def test_a_parameter_that_is_no_scalar_is_refused_by_triton(server: TritonServer, value: object) -> None:
+    name = "max_new_tokens"
     for ask in (
         to_generate({"text_input": "x", name: value}),
         to_generate({"text_input": "x", "parameters": {name: value}}),
@@ -240,23 +219,9 @@ def test_a_parameter_that_is_no_scalar_is_refused_by_triton(server: TritonServer
 
 NONE_LIKE_IT = r"; the nearest are \w+, \w+ and \w+, and docs/requests\.md lists all"
 NO_SUCH = {
-    "max_token": r", did you mean 'max_tokens'\?",
-    "temprature": r", did you mean 'temperature'\?",
-    "Temperature": r", did you mean 'temperature'\?",
-    "topp": r", did you mean 'top_p'\?",
-    "max_length": r", did you mean 'max_new_tokens'\?",
-    "repetition_penality": r", did you mean 'repetition_penalty'\?",
-    "exclude_input_in_outputs": r", did you mean 'exclude_input_in_output'\?",
     "text_inpt": r", did you mean 'text_input'\?",
-    "custom_generate": NONE_LIKE_IT,
-    "assistant_model": NONE_LIKE_IT,
-    "trust_remote_code": NONE_LIKE_IT,
-    "logits_processor": NONE_LIKE_IT,
-    "use_cache": NONE_LIKE_IT,
     "timeout": r", did you mean 'max_time'\?",
     "priority": r", did you mean 'queue_priority'\?",
-    "identity": NONE_LIKE_IT,
-    "sequence_length": r", did you mean 'frequency_penalty'\?",
     "nonsense": NONE_LIKE_IT,
     "": NONE_LIKE_IT,
     "ключ": NONE_LIKE_IT,
@@ -278,58 +243,15 @@ def test_unknown_parameter_is_refused_at_every_endpoint(server: TritonServer, na
         assert_refused(ask(server), (400, "INVALID_ARGUMENT"), sentence, server)
 
 
-NONSENSE_TOGETHER: dict[str, tuple[dict[str, object], str]] = {
-    "a name and its alias": (
-        {"max_new_tokens": 5, "max_tokens": 5},
-        "max_(new_)?tokens and max_(new_)?tokens mean the same: leave one out",
-    ),
-    "two aliases": (
-        {"stop": "a", "stop_words": "a"},
-        "stop(_words)? and stop(_words)? mean the same: leave one out",
-    ),
-    "a name and OpenAI's newer alias": (
-        {"max_completion_tokens": 5, "max_new_tokens": 5},
-        "max_(completion|new)_tokens and max_(completion|new)_tokens mean the same: leave one out",
-    ),
-    "n and num_return_sequences": (
-        {"n": 2, "num_return_sequences": 2},
-        "(n|num_return_sequences) and (n|num_return_sequences) mean the same: leave one out",
-    ),
-    "an alias out of range": ({"max_tokens": 0}, "max_tokens must be an integer >= 1 and <= 1048576, got 0"),
-    "greedy with a temperature": (
-        {"do_sample": False, "temperature": 0.7},
-        "temperature has no effect with do_sample false: leave one of them out",
-    ),
-    "greedy with top_p": (
-        {"do_sample": False, "top_p": 0.5},
-        "top_p has no effect with do_sample false: leave one of them out",
-    ),
-    "greedy with top_k": (
-        {"do_sample": False, "top_k": 5},
-        "top_k has no effect with do_sample false: leave one of them out",
-    ),
-    "sampling at temperature 0": (
-        {"do_sample": True, "temperature": 0},
-        "temperature 0 means greedy and contradicts do_sample true: leave one of them out",
-    ),
-    "many texts without sampling": (
-        {"num_return_sequences": 4},
-        "num_return_sequences 4 would give 4 equal completions without sampling: set a temperature, "
-        "or num_return_sequences 1",
-    ),
-    "two mistakes": ({"top_p": 2, "seed": -1}, "top_p must be .*, got 2; seed must be .*, got -1"),
-}
-
-
-@pytest.mark.parametrize("case", NONSENSE_TOGETHER)
-def test_parameters_that_contradict_each_other_are_refused(server: TritonServer, case: str) -> None:
-    parameters, sentence = NONSENSE_TOGETHER[case]
+def test_parameters_that_contradict_each_other_are_refused(server: TritonServer) -> None:
+    parameters = {"max_new_tokens": 5, "max_tokens": 5}
     for ask in (
         to_generate({"text_input": "x", **parameters}),
         to_generate({"text_input": "x", "parameters": parameters}),
         to_infer_inputs(tensor(), parameters=parameters),
     ):
-        assert_refused(ask(server), BAD_REQUEST, f"invalid_parameter: {sentence}", server)
+        sentence = "invalid_parameter: max_(new_)?tokens and max_(new_)?tokens mean the same: leave one out"
+        assert_refused(ask(server), BAD_REQUEST, sentence, server)
 
 
 # --- lengths ---------------------------------------------------------------------------------------------------------
@@ -352,7 +274,7 @@ def test_prompt_and_new_tokens_must_fit_the_context(server: TritonServer) -> Non
 
 def test_a_prompt_may_fill_the_context_but_for_one_token(server: TritonServer) -> None:
     longest = "x" * (CONTEXT_TOKENS - 2)  # and the token that begins every prompt
-    reply = generate(server, PLAIN, longest)
+    reply = generate(server, PLAIN, longest, exclude_input_in_output=False)
     assert reply.status == 200
     assert len(reply.json()["text_output"]) > len(longest)
     sentence = (
@@ -407,18 +329,17 @@ FINE: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("case", FINE)
 @pytest.mark.parametrize("model", [PLAIN, TYPED])
-def test_values_at_the_limits_are_accepted(server: TritonServer, model: str, case: str) -> None:
-    reply = generate(server, model, "x", **FINE[case])
-    assert reply.status == 200, reply.body
+def test_values_at_the_limits_are_accepted(server: TritonServer, model: str) -> None:
+    for case, fields in FINE.items():
+        assert generate(server, model, "x", **fields).status == 200, case
 
 
 TEXTS = ["", " ", "a\0b", "\x1b[0m", "\u202eabc", "\u2028", "🙂 🏳️\u200d🌈", "e\u0301", "<s></s>x", "\ufeffx", "\\ud800"]
 
 
 def test_any_utf8_prompt_is_returned_unchanged(server: TritonServer) -> None:
-    reply = infer(server, PLAIN, TEXTS)
+    reply = infer(server, PLAIN, TEXTS, parameters={"exclude_input_in_output": False})
     assert reply.status == 200
     outputs = reply.json()["outputs"][0]["data"]
     assert [output[: len(text)] for output, text in zip(outputs, TEXTS, strict=True)] == TEXTS
@@ -449,12 +370,11 @@ SEEDS = [
     b'{"text_input": "x", "max_new_tokens": 3, "temperature": 0.5, "parameters": {"seed": 1}}',
     b'{"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]}], "parameters": {"n": 1}}',
 ]
-FUZZ_S, FUZZ_REQUESTS = 6.0, 3000
+FUZZ_REQUESTS = 400
 
 
 def test_random_bytes_do_no_harm(server: TritonServer) -> None:
     dice = random.Random(20)
-    deadline = time.monotonic() + FUZZ_S
     for number in range(FUZZ_REQUESTS):
         body = bytearray(dice.randbytes(dice.randrange(200)) if number % 4 == 0 else SEEDS[number // 4 % 2])
         for _ in range(dice.randrange(4)):
@@ -464,5 +384,3 @@ def test_random_bytes_do_no_harm(server: TritonServer) -> None:
         reply = post(server, f"/v2/models/{model}/{route}", bytes(body))
         assert reply.status in (200, 400, 500), bytes(body)
         assert_discreet(reply.body, server)
-        if time.monotonic() > deadline:
-            break

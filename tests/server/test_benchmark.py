@@ -64,6 +64,6 @@ def test_lost_answer_gives_no_figure(benchmark: ModuleType, tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_short_soak() -> None:
-    options = ["--requests", "2000", "--samples", "4", "--allowed-kib", str(64 << 10)]
+    options = ["--requests", "1000", "--samples", "4", "--allowed-kib", str(64 << 10)]
     run = subprocess.run([sys.executable, FOLDER / "soak.py", *options], capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -13,6 +13,7 @@ import pytest
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, generate, infer, post
 from tests.support.reference import Reference, load_reference, solo_ids
+from tests.support.standard import StandardServer
 
 pytestmark = pytest.mark.full
 
@@ -53,7 +54,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def server(
-    checkpoints: dict[str, Path], make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    checkpoints: dict[str, Path],
+    make_folder: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    standard: StandardServer,
 ) -> Iterator[TritonServer]:
     root = tmp_path_factory.mktemp("repository")
     falcon, llama = checkpoints["falcon"], checkpoints["llama"]
@@ -69,7 +73,7 @@ def server(
         config=VALUE_FOR_EACH,
     )
     make_folder(root, "no_beginning", huggingface_model=checkpoints["no_beginning"], max_output_length=8)
-    with TritonServer(root) as server:
+    with standard.beside(root) as server:
         yield server
 
 

@@ -2,7 +2,6 @@
 """Chats on a real server: `messages` go through the chat template of the model, over every endpoint."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,13 @@ NUM_TOKENS = 10
 
 
 @pytest.fixture(scope="module")
-def reference(standard: Callable[[str], StandardServer]) -> Reference:
-    return load_reference(standard("continuous").checkpoint)
+def reference(standard: StandardServer) -> Reference:
+    return load_reference(standard.checkpoint)
 
 
 @pytest.fixture(scope="module")
-def server(standard: Callable[[str], StandardServer]) -> TritonServer:
-    return standard("continuous").serve("plain", "flat_typed", "no_template", "own_template")
+def server(standard: StandardServer) -> TritonServer:
+    return standard.serve("plain", "flat_typed", "no_template", "own_template")
 
 
 def ask(server: TritonServer, name: str = "plain", **fields: object) -> Reply:

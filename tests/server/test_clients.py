@@ -7,7 +7,7 @@ Every client is closed before the server stops: an open HTTP connection holds it
 import asyncio
 import json
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,31 +20,25 @@ import tritonclient.http as httpclient
 import tritonclient.http.aio as httpaio
 from tritonclient.utils import InferenceServerException
 
-from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from hf_triton.testing import TritonServer
 from tests.support.reference import Reference, load_reference
+from tests.support.standard import StandardServer
 
 TIMEOUT_S = 60.0
 TEXTS = ["I am going", "你好 🙂", "nul\0byte", "", " the sea "]
 NUM_TOKENS = 6
 PARAMETERS = {"max_new_tokens": NUM_TOKENS, "repetition_penalty": 1.5, "exclude_input_in_output": False}
 BAD = {"max_new_tokens": 0}
-BATCHED = "max_batch_size: 8 dynamic_batching { }"
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+def checkpoint(standard: StandardServer) -> Path:
+    return standard.checkpoint
 
 
 @pytest.fixture(scope="module")
-def server(
-    checkpoint: Path, make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
-    root = tmp_path_factory.mktemp("repository")
-    make_folder(root, "flat", huggingface_model=checkpoint)
-    make_folder(root, "batched", huggingface_model=checkpoint, config=BATCHED)
-    with TritonServer(root) as server:
-        yield server
+def server(standard: StandardServer) -> TritonServer:
+    return standard.serve("plain", "batched")
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +47,8 @@ def wanted(checkpoint: Path) -> list[str]:
     return [reference.text(text, NUM_TOKENS, repetition_penalty=1.5) for text in TEXTS]
 
 
-def inputs_of(module: Any, texts: list[str], model: str = "flat") -> list[Any]:
-    shape = [len(texts)] if model == "flat" else [len(texts), 1]
+def inputs_of(module: Any, texts: list[str], model: str = "plain") -> list[Any]:
+    shape = [len(texts)] if model == "plain" else [len(texts), 1]
     tensor = module.InferInput("text_input", shape, "BYTES")
     tensor.set_data_from_numpy(np.array([text.encode() for text in texts], dtype=object).reshape(shape))
     return [tensor]
@@ -83,7 +77,7 @@ def test_requested_outputs_are_filled(server: TritonServer, checkpoint: Path, mo
         def ask(*names: str, **parameters: Any) -> Any:
             outputs = [module.InferRequestedOutput(name) for name in names] or None
             inputs = inputs_of(module, TEXTS[:1])
-            return client.infer("flat", inputs, outputs=outputs, parameters={"max_new_tokens": 3, **parameters})
+            return client.infer("plain", inputs, outputs=outputs, parameters={"max_new_tokens": 3, **parameters})
 
         found = ask(*COUNTS)
         counts = [found.as_numpy(name).ravel().tolist() for name in COUNTS]
@@ -189,7 +183,7 @@ CLIENTS: dict[str, Callable[..., list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("model", ["flat", "batched"])
+@pytest.mark.parametrize("model", ["plain", "batched"])
 @pytest.mark.parametrize("client", CLIENTS)
 def test_every_client_gets_the_output_of_transformers(
     client: str, model: str, server: TritonServer, wanted: list[str]
@@ -200,13 +194,13 @@ def test_every_client_gets_the_output_of_transformers(
 @pytest.mark.parametrize("client", CLIENTS)
 def test_every_client_gets_a_refusal_in_words(client: str, server: TritonServer) -> None:
     with pytest.raises(InferenceServerException, match="max_new_tokens must be an integer >= 1"):
-        CLIENTS[client](server, TEXTS, BAD, "flat")
+        CLIENTS[client](server, TEXTS, BAD, "plain")
 
 
 # --- many at once ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["flat", "batched"])
+@pytest.mark.parametrize("model", ["plain", "batched"])
 def test_one_grpc_client_from_many_threads(model: str, server: TritonServer, wanted: list[str]) -> None:
     with grpcclient.InferenceServerClient(server.grpc_url) as client, ThreadPoolExecutor(8) as pool:
 
@@ -221,7 +215,7 @@ def test_many_at_once_in_one_event_loop(module: Any, server: TritonServer, wante
     async def ask_all() -> list[list[str]]:
         url = http_url(server) if module is httpaio else server.grpc_url
         async with module.InferenceServerClient(url) as client:
-            calls = [client.infer("flat", inputs_of(module, [text]), parameters=PARAMETERS) for text in TEXTS * 6]
+            calls = [client.infer("plain", inputs_of(module, [text]), parameters=PARAMETERS) for text in TEXTS * 6]
             return [texts_of(result) for result in await asyncio.gather(*calls)]
 
     assert asyncio.run(ask_all()) == [[text] for text in wanted * 6]
@@ -233,7 +227,7 @@ def test_one_stream_carries_many_requests_each_answered_by_its_id(server: Triton
         client.start_stream(lambda result, error: answers.put((result, error)))
         for number, text in enumerate(TEXTS * 4):
             client.async_stream_infer(
-                "flat", inputs_of(grpcclient, [text]), request_id=str(number), parameters=PARAMETERS
+                "plain", inputs_of(grpcclient, [text]), request_id=str(number), parameters=PARAMETERS
             )
         client.stop_stream()
     by_id = {}
@@ -247,7 +241,7 @@ def test_one_stream_carries_many_requests_each_answered_by_its_id(server: Triton
 def test_http_async_infer_keeps_each_answer_with_its_question(server: TritonServer, wanted: list[str]) -> None:
     with httpclient.InferenceServerClient(http_url(server), concurrency=8, network_timeout=TIMEOUT_S) as client:
         pending = [
-            client.async_infer("flat", inputs_of(httpclient, [text]), parameters=PARAMETERS) for text in TEXTS * 4
+            client.async_infer("plain", inputs_of(httpclient, [text]), parameters=PARAMETERS) for text in TEXTS * 4
         ]
         assert [texts_of(each.get_result()) for each in pending] == [[text] for text in wanted * 4]
 
@@ -258,6 +252,6 @@ def test_http_tensors_in_both_forms(is_binary: bool, server: TritonServer, wante
     tensor.set_data_from_numpy(np.array([text.encode() for text in TEXTS], dtype=object), binary_data=is_binary)
     output = httpclient.InferRequestedOutput("text_output", binary_data=is_binary)
     with httpclient.InferenceServerClient(http_url(server), network_timeout=TIMEOUT_S) as client:
-        result = client.infer("flat", [tensor], outputs=[output], parameters=PARAMETERS)
+        result = client.infer("plain", [tensor], outputs=[output], parameters=PARAMETERS)
     found = [each if isinstance(each, str) else each.decode() for each in result.as_numpy("text_output").ravel()]
     assert found == wanted

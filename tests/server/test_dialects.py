@@ -23,6 +23,7 @@ from tritonclient.utils import triton_to_np_dtype
 from hf_triton.testing import TritonServer
 from tests.support.client import Reply, generate, generate_stream, infer, post
 from tests.support.clients import CLIENTS, has, run
+from tests.support.gateway import num_running, wait_until
 from tests.support.slow_model import SLOW_MODEL, STEP_S
 from tests.support.standard import StandardServer
 
@@ -40,13 +41,13 @@ CANCELLED = "cancelled: the client cancelled the request, or another request wit
 
 
 @pytest.fixture(scope="module")
-def checkpoint(standard: Callable[[str], StandardServer]) -> Path:
-    return standard("continuous").checkpoint
+def checkpoint(standard: StandardServer) -> Path:
+    return standard.checkpoint
 
 
 @pytest.fixture(scope="module")
-def server(standard: Callable[[str], StandardServer]) -> TritonServer:
-    return standard("continuous").serve(*MODELS)
+def server(standard: StandardServer) -> TritonServer:
+    return standard.serve(*MODELS)
 
 
 def write(server: TritonServer, **parameters: object) -> str:
@@ -400,7 +401,7 @@ def test_every_row_of_a_batch_has_its_own_words(server: TritonServer, whole: str
     ]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [BATCHED, STREAM, PLAIN])
 def test_tensorrt_llms_curl(server: TritonServer, model: str, whole: str) -> None:
     fields = {"max_tokens": NUM_TOKENS, "bad_words": "", "stop_words": "", "pad_id": 2, "end_id": 1}
     assert generate(server, model, PROMPT, **fields).json()["text_output"] == whole
@@ -411,20 +412,10 @@ def test_tensorrt_llms_stop_false_stops_nothing(server: TritonServer, whole: str
     assert reply.json()["outputs"][0]["data"] == [whole]
 
 
-@pytest.mark.parametrize("model", [FLAT, BATCHED, STREAM, BATCHED_STREAM])
-@pytest.mark.parametrize("name", ["stop", "stop_words", "stop_strings"])
-def test_lists_are_json_arrays_for_declared_inputs(server: TritonServer, model: str, name: str, whole: str) -> None:
-    stops = ["never", whole[5:7]]
-    for value in (stops, json.dumps(stops), whole[5:7]):
-        for fields in ({name: value}, {"parameters": {name: value}}):
-            reply = generate(server, model, PROMPT, max_tokens=NUM_TOKENS, **fields)
-            assert reply.json()["text_output"] == before(whole, whole[5:7])
-
-
 # --- the generate extension ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [BATCHED, PLAIN])
 def test_the_generate_extensions_parameters(server: TritonServer, model: str, whole: str) -> None:
     drawn = {"temperature": 1.5, "seed": 4, "top_k": 30}
     for fields in ({"max_new_tokens": 4, **drawn}, {"parameters": {"max_new_tokens": 4, **drawn}}):
@@ -550,7 +541,7 @@ def cancel(server: TritonServer, model: str, **fields: object) -> Reply:
 def test_cancel_ends_the_requests_of_the_same_id(server: TritonServer) -> None:
     with ThreadPoolExecutor(3) as pool:
         running = pool.submit(generate, server, SLOW, PROMPT, id="r1", max_new_tokens=LONG_TOKENS)
-        time.sleep(1)  # it has the only row
+        wait_until(lambda: num_running(server) > 0)  # it has the only row
         waiting = pool.submit(generate, server, SLOW, PROMPT, id="r2", max_new_tokens=LONG_TOKENS)
         kept = pool.submit(generate, server, SLOW, PROMPT, id="r3", max_new_tokens=2)
         time.sleep(0.5)
@@ -564,20 +555,23 @@ def test_cancel_ends_the_requests_of_the_same_id(server: TritonServer) -> None:
 
 
 @pytest.mark.full
-def test_cancel_reaches_every_instance(checkpoint: Path, make_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_cancel_reaches_every_instance(
+    standard: StandardServer, make_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    name = "twins"
     folder = make_folder(
         tmp_path,
-        SLOW,
+        name,
         config="instance_group [{ kind: KIND_CPU, count: 2 }]",
-        huggingface_model=checkpoint,
+        huggingface_model=standard.checkpoint,
         max_num_seqs=4,
     )
     (folder / "1" / "model.py").write_text(SLOW_MODEL)
-    with TritonServer(tmp_path) as server, ThreadPoolExecutor(5) as pool:
-        running = [pool.submit(generate, server, SLOW, PROMPT, id="all", max_new_tokens=LONG_TOKENS) for _ in range(4)]
-        kept = pool.submit(generate, server, SLOW, PROMPT, id="other", max_new_tokens=30)
-        time.sleep(1)
-        assert cancel(server, SLOW, id="all").status == 200
+    with standard.beside(tmp_path) as server, ThreadPoolExecutor(5) as pool:
+        running = [pool.submit(generate, server, name, PROMPT, id="all", max_new_tokens=LONG_TOKENS) for _ in range(4)]
+        kept = pool.submit(generate, server, name, PROMPT, id="other", max_new_tokens=30)
+        wait_until(lambda: num_running(server) == 2 * 5)  # requests, and their sequences
+        assert cancel(server, name, id="all").status == 200
         assert {each.result().error for each in running} == {CANCELLED}
         assert kept.result().status == 200
 
@@ -595,8 +589,7 @@ def test_cancel_with_a_misspelt_parameter_is_refused(server: TritonServer) -> No
     assert reply.error.startswith("unknown_parameter: there is no parameter 'max_newtokens'")
 
 
-@pytest.mark.parametrize("model", [PLAIN, FLAT, BATCHED])
-@pytest.mark.parametrize("name", ["cancel", "stop"])
+@pytest.mark.parametrize(("model", "name"), [(PLAIN, "cancel"), (FLAT, "stop"), (BATCHED, "stop")])
 def test_cancel_of_an_unknown_id_is_no_error(server: TritonServer, model: str, name: str) -> None:
     shape = [1, 1] if model == BATCHED else [1]
     text = grpcclient.InferInput("text_input", shape, "BYTES")

@@ -20,6 +20,8 @@ from tests.support.paths import ROOT
 from tests.support.published_tensors import publish
 from tests.support.tasks import TEXTS, reference, save_task_checkpoint
 
+pytestmark = pytest.mark.full
+
 READY: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sentiment": ("distilbert/distilbert-base-uncased-finetuned-sst-2-english", "sequence", {"num_labels": 2}),
     "ner": ("dslim/bert-base-NER", "tokens", {"num_labels": 3}),
@@ -61,7 +63,7 @@ def server(
         for name, (model, _, _) in READY.items():
             hub.add(model, checkpoints[name])
         home = {"HF_HOME": str(tmp_path_factory.mktemp("home"))}
-        with TritonServer(repository, environment=hub.environment() | home) as running:
+        with TritonServer(repository, environment=hub.environment() | home, ready_timeout_s=280) as running:
             yield running
 
 

@@ -64,7 +64,7 @@ def server(
     with LoopbackHub() as hub:
         hub.add(BGE, bge_checkpoint)
         home = {"HF_HOME": str(tmp_path_factory.mktemp("home"))}
-        with TritonServer(repository, environment=hub.environment() | home) as server:
+        with TritonServer(repository, environment=hub.environment() | home, ready_timeout_s=280) as server:
             yield server
 
 

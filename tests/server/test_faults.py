@@ -22,6 +22,7 @@ from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, generate, generate_stream, get, infer, open_stream, post
+from tests.support.gateway import num_running, wait_until
 from tests.support.slow_model import slow_model
 
 STEP_S = 0.02
@@ -172,13 +173,6 @@ def figures(server: TritonServer) -> dict[tuple[str, str], float]:
     }
 
 
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
-
-
 def test_disconnected_clients_leave_no_running_sequences(server: TritonServer, canary: str) -> None:
     def vanish() -> None:
         with open_stream(server, "streamed", "never read", max_new_tokens=LONG) as response:
@@ -193,6 +187,7 @@ def test_disconnected_clients_leave_no_running_sequences(server: TritonServer, c
     assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
 
 
+@pytest.mark.full
 def test_process_that_stands_still_while_it_loads_is_not_waited_for(
     server: TritonServer, canary: str, repository: Path
 ) -> None:
@@ -259,7 +254,7 @@ def test_server_death_is_not_reported_as_a_model_error(repository: Path) -> None
         processes = stubs(server)
         os.kill(server.process.pid, signal.SIGSEGV)
         for process in processes:  # the server stays a zombie until it is waited for
-            process.wait(timeout=30)
+            process.wait(timeout=60)
         time.sleep(2)
         assert "has died" not in server.read_log()
 
@@ -275,10 +270,10 @@ def test_killed_stub_ends_the_server_and_every_request(repository: Path) -> None
             lambda: read_stream(server, LONG),
             lambda: infer_over_grpc(server, LONG),
         )
-        time.sleep(1)
+        wait_until(lambda: num_running(server) == 2 * len(calls))  # requests, and their sequences
         os.kill(stubs(server)[0].pid, signal.SIGKILL)
-        assert server.process.wait(timeout=30) is not None
+        assert server.process.wait(timeout=60) is not None
         for call in calls:
-            failure = call.exception(timeout=30)
+            failure = call.exception(timeout=60)
             assert failure is None or isinstance(failure, CLOSED)
         assert "has died; stopping the server" in server.read_log()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that forward headers as request parameters, by several patterns, over HTTP, gRPC, streams and the gateway."""
+"""Servers that forward headers as request parameters, over HTTP, gRPC, streams and the gateway."""
 
 import json
 import queue
@@ -15,17 +15,18 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from hf_triton.testing import TritonServer
+from tests.support.chat import build_chat_checkpoint
 from tests.support.client import Reply, generate, generate_stream, infer
-from tests.support.gateway import GatewayThread, add_demo
+from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT
+from tests.support.standard import StandardServer
 
 pytestmark = pytest.mark.full
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 HEADERS = {"Traceparent": TRACEPARENT, "X-Tenant": "blue", "priority": "u=1, i", "Seed": "7", "stop": "a"}
 """Three of them have a parameter's name."""
-PATTERNS = (".*", "^(traceparent|x-)", "TENANT", "(?-i)[A-Z]")
 TEXT = "The canary sings"
 INPUT = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [TEXT]}
 
@@ -36,24 +37,19 @@ def flags(pattern: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def repository(make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`demo` with a door, `tiny`, and `named`, which knows one header by its setting."""
+    """`tiny` with a door, and `wrong`, whose setting is no pattern."""
     root = tmp_path_factory.mktemp("headers")
-    checkpoint = build_tiny_checkpoint(root / "checkpoint", "llama", eos_token_id=None)
-    add_demo(root / "repository")
+    checkpoint = build_chat_checkpoint(root / "checkpoint")
     make_folder(root / "repository", "tiny", huggingface_model=checkpoint, max_output_length=8)
-    make_folder(
-        root / "repository", "named", huggingface_model=checkpoint, max_output_length=8, forwarded_headers="^x-tenant$"
-    )
+    make_folder(root / "repository", "wrong", huggingface_model=checkpoint, forwarded_headers="(")
     shutil.copytree(ROOT / "stream_door", root / "repository" / "tiny_stream")
     return root / "repository"
 
 
-@pytest.fixture(
-    scope="module", params=[PATTERNS[0], *(pytest.param(each, marks=pytest.mark.full) for each in PATTERNS[1:])]
-)
-def server(repository: Path, request: pytest.FixtureRequest) -> Iterator[TritonServer]:
-    with TritonServer(repository, arguments=flags(request.param)) as running:
-        for name in ("demo", "demo_stream", "tiny", "tiny_stream", "named"):
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[TritonServer]:
+    with TritonServer(repository, arguments=flags(".*")) as running:
+        for name in ("tiny", "tiny_stream"):
             assert running.is_model_ready(name), running.log_tail()
         yield running
 
@@ -128,7 +124,7 @@ def test_an_unknown_parameter_is_still_refused(server: TritonServer, wrong: dict
 
 
 def test_the_gateway_beside_it(server: TritonServer) -> None:
-    body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
     with (
         GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as gateway,
         httpx.Client(trust_env=False, timeout=60) as client,
@@ -142,24 +138,26 @@ def test_the_gateway_beside_it(server: TritonServer) -> None:
 @pytest.mark.full
 def test_a_pattern_that_finds_a_parameter_alone_sets_it(repository: Path) -> None:
     """Triton does not say which are headers; the documents advise against such patterns."""
-    with TritonServer(repository, arguments=flags("^(seed|stop_strings)$")) as server:
+    arguments = ["--model-control-mode=explicit", "--load-model=tiny", *flags("^(seed|stop_strings)$")]
+    with TritonServer(repository, arguments=arguments) as server:
         refused = infer_with(server, {"seed": "7"})
         assert (refused.status, "seed must be an integer" in refused.error) == (400, True), refused.body
         assert "given twice" in infer_with(server, {"seed": "7"}, seed=7).error
         assert infer_with(server, {"stop_strings": "T"}).body == infer_with(server, {}, stop_strings="T").body
 
 
-@pytest.mark.full
-def test_without_a_pattern_no_name_is_passed_over(repository: Path) -> None:
-    with TritonServer(repository) as server:
-        refused = infer_with(server, {}, **{"X-Tenant": "blue"})
+def test_without_a_pattern_no_name_is_passed_over(
+    standard: StandardServer, make_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    make_folder(tmp_path, "named", huggingface_model=standard.checkpoint, forwarded_headers="^x-tenant$")
+    with standard.beside(tmp_path):
+        server = standard.serve("plain")
+        refused = infer_with(server, {}, model="plain", **{"X-Tenant": "blue"})
         assert "unknown_parameter: there is no parameter 'X-Tenant'" in refused.error
         assert infer_with(server, {}, model="named", **{"X-Tenant": "blue"}).status == 200
-        assert infer_with(server, {}, traceparent=TRACEPARENT).status == 200
+        assert infer_with(server, {}, model="plain", traceparent=TRACEPARENT).status == 200
 
 
-def test_a_wrong_pattern_fails_the_load(make_folder: Callable[..., Path], tmp_path: Path) -> None:
-    make_folder(tmp_path / "repository", "wrong", huggingface_model=ROOT / "hf_triton" / "demo", forwarded_headers="(")
-    with TritonServer(tmp_path / "repository") as server:
-        (model,) = server.models()
-        assert "forwarded_headers must be a regular expression, got '('" in model.reason
+def test_a_wrong_pattern_fails_the_load(server: TritonServer) -> None:
+    (model,) = (model for model in server.models() if model.name == "wrong")
+    assert "forwarded_headers must be a regular expression, got '('" in model.reason

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from hf_triton.testing import build_tiny_checkpoint
 from tests.support.client import Reply, generate, post
-from tests.support.engines import ENGINES
+from tests.support.standard import StandardServer
 
 MODEL = """import gc, json
 from collections import Counter
@@ -50,14 +50,13 @@ NUM_EACH = 4
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ENGINES)
-def test_answered_request_is_freed(engine: str, tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+def test_answered_request_is_freed(tmp_path: Path, make_folder: Callable[..., Path], standard: StandardServer) -> None:
     checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")
     config = "model_transaction_policy { decoupled: true }"
-    settings = {"huggingface_model": checkpoint, "engine": engine, "exclude_input_in_output": "true"}
+    settings = {"huggingface_model": checkpoint, "exclude_input_in_output": "true"}
     folder = make_folder(tmp_path / "repository", "mine", config=config, **settings)
     (folder / "1" / "model.py").write_text(MODEL)
-    with TritonServer(tmp_path / "repository", exit_on_error=True) as server:
+    with standard.beside(tmp_path / "repository") as server:
 
         def ask(**fields: object) -> Reply:
             path = f"/v2/models/mine/generate{'_stream' if fields.get('stream') else ''}"

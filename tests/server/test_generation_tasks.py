@@ -11,6 +11,7 @@ import pytest
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, generate_stream, post
 from tests.support.reference import Reference, beam_ids, load_reference
+from tests.support.standard import StandardServer
 from tests.support.translation import build_nllb, build_opus, build_t5, pipeline_text, translation
 
 pytestmark = pytest.mark.full
@@ -31,7 +32,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def server(
-    checkpoints: dict[str, Path], make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    checkpoints: dict[str, Path],
+    make_folder: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    standard: StandardServer,
 ) -> Iterator[TritonServer]:
     repository = tmp_path_factory.mktemp("repository")
     make_folder(repository, "summaries", huggingface_model=checkpoints["t5"], task="summarization")
@@ -52,7 +56,7 @@ def server(
     )
     make_folder(repository, "opus", huggingface_model=checkpoints["opus"], task="translation")
     make_folder(repository, "transformer", huggingface_model=checkpoints["llama"], engine="batch", max_output_length=10)
-    with TritonServer(repository) as running:
+    with standard.beside(repository) as running:
         yield running
 
 

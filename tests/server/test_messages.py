@@ -14,6 +14,7 @@ from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, post, read_events
 from tests.support.paths import ROOT
 from tests.support.slow_model import DECOUPLED
+from tests.support.standard import StandardServer
 from tests.support.writing_model import CHATML, WRITING_MODEL
 
 pytestmark = pytest.mark.full
@@ -39,7 +40,9 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[TritonServer]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path], standard: StandardServer
+) -> Iterator[TritonServer]:
     """`writes` writes what the prompt says, `free` whatever its random weights give; each has a stream door."""
     root = tmp_path_factory.mktemp("messages")
     checkpoint = build_tiny_checkpoint(root / "checkpoint", chat_template=CHATML, max_position_embeddings=1024)
@@ -58,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., 
             (folder / "1" / "model.py").write_text(WRITING_MODEL + own)
     for name in ("writes", "free"):
         shutil.copytree(ROOT / "stream_door", repository / f"{name}_stream", symlinks=False)
-    with TritonServer(repository) as running:
+    with standard.beside(repository) as running:
         for name in (*folders, "writes_stream", "free_stream"):
             assert running.is_model_ready(name), running.log_tail()
         yield running

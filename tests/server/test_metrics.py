@@ -92,7 +92,7 @@ def server(
     for folder in folders[:3]:
         (folder / "1" / "model.py").write_text(SLOW_MODEL)
     arguments = ["--model-control-mode=explicit", *(f"--load-model={folder.name}" for folder in folders)]
-    with TritonServer(root, arguments=arguments) as running:
+    with TritonServer(root, arguments=arguments, ready_timeout_s=280) as running:
         for folder in folders:
             assert running.is_model_ready(folder.name), running.log_tail()
         yield running
@@ -106,7 +106,7 @@ def exported(server: TritonServer) -> str:
 
 
 def wait_for(server: TritonServer, model: str, condition: Callable[[Figures], bool], what: str) -> Figures:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         found = figures(exported(server), model)
         if condition(found):
@@ -184,8 +184,8 @@ def test_metrics_count_what_was_sent(server: TritonServer, engine: str, num_toke
     assert found["time_per_output_token_seconds_bucket", "+Inf"] == num_texts - 1
 
 
-@pytest.mark.parametrize("engine", ["continuous", "batch"])
-def test_cancelled_request_is_running_and_then_counted(server: TritonServer, engine: str) -> None:
+def test_cancelled_request_is_running_and_then_counted(server: TritonServer) -> None:
+    engine = "continuous"
     before = figures(exported(server), engine)
     tensor = grpcclient.InferInput("text_input", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([b"a long one"], dtype=object))
@@ -197,8 +197,7 @@ def test_cancelled_request_is_running_and_then_counted(server: TritonServer, eng
             lambda found: found["requests_in_flight", ""] == 1 == found["rows_running", ""],
             "a request in flight, with its row",
         )
-        if engine == "continuous":
-            assert 0 < working["kv_cache_tokens", ""] <= working["kv_cache_max_tokens", ""]
+        assert 0 < working["kv_cache_tokens", ""] <= working["kv_cache_max_tokens", ""]
         call.cancel()
         found = settled(server, engine, int(outcomes(before).total()) + 1)
     assert by_label(found, "requests_total")["cancelled"] == 1
@@ -208,8 +207,8 @@ def test_cancelled_request_is_running_and_then_counted(server: TritonServer, eng
         assert by_label(found, name) == by_label(before, name)
 
 
-@pytest.mark.parametrize("engine", ["continuous", "batch"])
-def test_timed_out_request_is_counted_by_finish_reason(server: TritonServer, engine: str) -> None:
+def test_timed_out_request_is_counted_by_finish_reason(server: TritonServer) -> None:
+    engine = "continuous"
     before = figures(exported(server), engine)
     late = {"max_new_tokens": 240, "max_time": 0.5}
     assert infer(server, engine, ["late"], parameters=late).status == 200
@@ -276,14 +275,6 @@ def test_every_model_but_one_without_metrics_has_all_from_the_start(server: Trit
         assert not any("instance" in label for sample in family.samples for label in sample.labels)
 
 
-def test_a_server_without_metrics_serves_all_the_same(
-    checkpoint: Path, tmp_path: Path, make_folder: Callable[..., Path]
-) -> None:
-    make_folder(tmp_path, "plain", huggingface_model=checkpoint)
-    with TritonServer(tmp_path, arguments=["--allow-metrics=false"]) as running:
-        assert generate(running, "plain", "hello", max_new_tokens=3).status == 200
-
-
 # --- the real Prometheus ---------------------------------------------------------------------------------------------
 
 
@@ -343,7 +334,7 @@ def query(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def until(ask: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         if ask():
             return True

@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, generate, get, infer, post
-from tests.support.engines import ENGINES
+from tests.support.gateway import num_running, wait_until
 
 pytestmark = pytest.mark.full
 
@@ -44,12 +44,9 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
 
             return do
 
-        if self.settings.engine == "batch":
-            engine._generate = noted(engine._generate, lambda part: part)
-        else:
-            running = engine.scheduler.running
-            of_step = lambda step, _: [sequence for sequence in running if sequence.id in step.sequence_ids]
-            engine.runner.run = noted(engine.runner.run, of_step)
+        running = engine.scheduler.running
+        of_step = lambda step, _: [sequence for sequence in running if sequence.id in step.sequence_ids]
+        engine.runner.run = noted(engine.runner.run, of_step)
 
         def forward(module, inputs):
             if type(module).__name__ != "LlamaForCausalLM":
@@ -75,13 +72,11 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
 """
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def repository(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
-) -> Path:
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Path:
     root = tmp_path_factory.mktemp("repository")
     checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
-    folder = make_folder(root, "faulty", huggingface_model=checkpoint, engine=request.param)
+    folder = make_folder(root, "faulty", huggingface_model=checkpoint)
     (folder / "1" / "model.py").write_text(FAULTY_MODEL)
     return root
 
@@ -171,7 +166,7 @@ def test_cancelled_requests_leave_the_server_and_the_others_alone(server: Triton
 @pytest.mark.full
 def test_unload_answers_requests_in_flight(server: TritonServer) -> None:
     running = in_background(lambda: generate(server, "faulty", "slow", max_new_tokens=IS_SLOW), 3)
-    time.sleep(0.7)
+    wait_until(lambda: num_running(server) == 2 * 3)  # requests, and their sequences
     assert post(server, "/v2/repository/models/faulty/unload", {}).status == 200
     assert [future.result(timeout=60).status for future in running] == [200, 200, 200]
     assert generate(server, "faulty", "gone", max_new_tokens=4).status in (400, 404, 503)
@@ -183,7 +178,7 @@ def test_unload_answers_requests_in_flight(server: TritonServer) -> None:
 def test_sigterm_answers_requests_in_flight(repository: Path) -> None:
     with TritonServer(repository, arguments=["--model-control-mode=explicit", "--load-model=faulty"]) as server:
         running = in_background(lambda: generate(server, "faulty", "slow", max_new_tokens=IS_SLOW), 3)
-        time.sleep(0.7)
+        wait_until(lambda: num_running(server) == 2 * 3)  # requests, and their sequences
         assert server.process is not None
         server.process.send_signal(signal.SIGTERM)
         assert [future.result(timeout=60).status for future in running] == [200, 200, 200]
@@ -211,10 +206,7 @@ def test_a_killed_server_takes_its_stub_along(repository: Path) -> None:
         assert stubs
         server.process.kill()
         server.process.wait()
-        deadline = time.monotonic() + 15
-        while any(_is_running(stub) for stub in stubs):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: not any(_is_running(stub) for stub in stubs))
 
 
 def _status(pid: int) -> list[str]:

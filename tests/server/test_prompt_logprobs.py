@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`prompt_logprobs` over every endpoint, on both engines: equal to transformers' forward of the prompt."""
+"""`prompt_logprobs` over every endpoint: equal to transformers' forward of the prompt."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from hf_triton.testing import TritonServer
 from tests.support.chat import CHAT
 from tests.support.client import generate, generate_stream, infer, post
-from tests.support.engines import ENGINES
 from tests.support.reference import Reference, load_reference
 from tests.support.standard import NUM_TOKENS, StandardServer
 
@@ -20,13 +18,13 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def reference(standard: Callable[[str], StandardServer]) -> Reference:
-    return load_reference(standard("continuous").checkpoint)
+def reference(standard: StandardServer) -> Reference:
+    return load_reference(standard.checkpoint)
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def server(request: pytest.FixtureRequest, standard: Callable[[str], StandardServer]) -> TritonServer:
-    return standard(request.param).serve("plain", "stream", "typed", "plain_stream")
+@pytest.fixture(scope="module")
+def server(standard: StandardServer) -> TritonServer:
+    return standard.serve("plain", "stream", "typed", "plain_stream")
 
 
 def check(told: str, prompt_ids: list[int], reference: Reference, count: int) -> None:

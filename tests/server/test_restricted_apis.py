@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restricted APIs, explicit mode and Triton's tracing together: folders, stream door and gateway."""
+"""Restricted APIs, explicit mode, Triton's tracing and no metrics together: folders, stream door and gateway."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +23,7 @@ FLAGS = [
     f"--grpc-restricted-protocol=inference,model-repository,model-config,health:x-api-key={KEY}",
     *("--trace-config", "mode=opentelemetry", "--trace-config", "rate=1", "--trace-config", "level=TIMESTAMPS"),
     *("--trace-config", "opentelemetry,url=http://127.0.0.1:9/v1/traces"),
+    "--allow-metrics=false",
 ]
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
 

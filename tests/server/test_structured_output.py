@@ -10,7 +10,7 @@ import pytest
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, generate_stream, infer
-from tests.support.engines import ENGINES
+from tests.support.standard import StandardServer
 
 pytestmark = pytest.mark.full
 
@@ -28,25 +28,24 @@ PROMPT = "The old harbour has"
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module")
 def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
+    tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path], standard: StandardServer
 ) -> Iterator[TritonServer]:
     root = tmp_path_factory.mktemp("repository")
     checkpoint = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
-    shared = {"huggingface_model": checkpoint, "engine": request.param, "max_output_length": 200}
-    make_folder(root, "flat", exclude_input_in_output=True, **shared)
-    make_folder(root, "stream", config=DECOUPLED, **shared)
+    shared = {"huggingface_model": checkpoint, "max_output_length": 200}
+    make_folder(root, "guided", parameters_as_inputs=True, exclude_input_in_output=True, **shared)
+    make_folder(root, "guided_stream", config=DECOUPLED, **shared)
     make_folder(root, "strict", generation_defaults=json.dumps({"guided_choice": ["yes", "no"]}), **shared)
-    make_folder(root, "typed", parameters_as_inputs=True, exclude_input_in_output=True, **shared)
-    with TritonServer(root) as running:
+    with standard.beside(root) as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
 def _unharmed(server: TritonServer) -> Iterator[None]:
     yield
-    assert generate(server, "flat", PROMPT).status == 200
+    assert generate(server, "guided", PROMPT).status == 200
 
 
 def check(text: str) -> None:
@@ -57,8 +56,8 @@ def check(text: str) -> None:
 @pytest.mark.parametrize("max_tokens", [3, 24, 200])
 def test_json_schema_over_generate(server: TritonServer, sampling: dict[str, object], max_tokens: int) -> None:
     fields = {"max_tokens": max_tokens, "return_finish_reason": True, **sampling}
-    flat = generate(server, "flat", PROMPT, response_format=RESPONSE_FORMAT, **fields)
-    nested = generate(server, "flat", PROMPT, parameters={"response_format": RESPONSE_FORMAT, **fields})
+    flat = generate(server, "guided", PROMPT, response_format=RESPONSE_FORMAT, **fields)
+    nested = generate(server, "guided", PROMPT, parameters={"response_format": RESPONSE_FORMAT, **fields})
     assert flat.status == nested.status == 200, (flat.body, nested.body)
     assert nested.json()["text_output"] == flat.json()["text_output"]
     if flat.json()["finish_reason"] == "stop":
@@ -70,7 +69,7 @@ def test_json_schema_over_generate(server: TritonServer, sampling: dict[str, obj
 
 def test_json_schema_over_infer_for_every_sequence_of_every_prompt(server: TritonServer) -> None:
     parameters = {"guided_json": json.dumps(SCHEMA), "n": 2, "temperature": 1.0}
-    reply = infer(server, "flat", [PROMPT, "Where does"], parameters=parameters)
+    reply = infer(server, "guided", [PROMPT, "Where does"], parameters=parameters)
     assert reply.status == 200, reply.body
     texts = reply.json()["outputs"][0]["data"]
     assert len(texts) == 4
@@ -80,7 +79,7 @@ def test_json_schema_over_infer_for_every_sequence_of_every_prompt(server: Trito
 
 def test_forms_by_other_names(server: TritonServer) -> None:
     def written(**fields: object) -> str:
-        reply = generate(server, "flat", PROMPT, **fields)
+        reply = generate(server, "guided", PROMPT, **fields)
         assert reply.status == 200, reply.body
         return str(reply.json()["text_output"])
 
@@ -92,14 +91,14 @@ def test_forms_by_other_names(server: TritonServer) -> None:
 
 
 def test_a_declared_input_is_as_good_as_a_parameter(server: TritonServer) -> None:
-    reply = generate(server, "typed", PROMPT, guided_choice=["north", "south"])
+    reply = generate(server, "guided", PROMPT, guided_choice=["north", "south"])
     assert reply.status == 200, reply.body
     assert reply.json()["text_output"] in ("north", "south")
 
 
 def test_stream_equals_the_whole_output(server: TritonServer) -> None:
-    reply = generate(server, "flat", PROMPT, response_format=RESPONSE_FORMAT)
-    streamed = generate_stream(server, "stream", PROMPT, stream=True, response_format=RESPONSE_FORMAT)
+    reply = generate(server, "guided", PROMPT, response_format=RESPONSE_FORMAT)
+    streamed = generate_stream(server, "guided_stream", PROMPT, stream=True, response_format=RESPONSE_FORMAT)
     assert streamed.text() == reply.json()["text_output"]
     check(streamed.text())
 
@@ -128,7 +127,7 @@ def test_a_folder_can_have_a_form_and_a_request_another(server: TritonServer) ->
     ids=str,
 )
 def test_impossible_grammar_is_refused_at_once(server: TritonServer, parameters: dict[str, object], words: str) -> None:
-    reply = infer(server, "flat", [PROMPT], parameters=parameters)
+    reply = infer(server, "guided", [PROMPT], parameters=parameters)
     assert reply.status == 400
     assert reply.error.startswith("invalid_parameter: ")
     assert words in reply.error
@@ -137,7 +136,7 @@ def test_impossible_grammar_is_refused_at_once(server: TritonServer, parameters:
 
 def test_schema_that_takes_minutes_to_compile_is_refused(server: TritonServer) -> None:
     hostile = json.dumps({"allOf": [{"pattern": f".*{number:x}"} for number in range(50)]})
-    answer = generate(server, "flat", PROMPT, guided_json=hostile, max_tokens=200)
+    answer = generate(server, "guided", PROMPT, guided_json=hostile, max_tokens=200)
     assert answer.status == 400
     assert "guided_json takes more than 3 s of a processor" in answer.json()["error"]
-    check(generate(server, "flat", PROMPT, guided_json=json.dumps(SCHEMA), max_tokens=200).json()["text_output"])
+    check(generate(server, "guided", PROMPT, guided_json=json.dumps(SCHEMA), max_tokens=200).json()["text_output"])

@@ -2,6 +2,7 @@
 """Spans of a real server in a real collector's protocol: parents, times, errors, a collector that is down."""
 
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from tests.support.slow_model import DECOUPLED, slow_model
 
 PROMPT = "Wolverine prompt that no span may hold"
 PHASES = ["queue", "prefill", "decode"]
-NUM_REQUESTS = 100
+NUM_REQUESTS = 30
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,20 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def server(repository: Path, collector: Collector) -> Iterator[TritonServer]:
-    with TritonServer(repository, environment=collector.environment) as running:
+    arguments = ["--http-header-forward-pattern=.*"]
+    with TritonServer(repository, arguments=arguments, environment=collector.environment) as running:
         for name in ("demo", "demo_stream", "slow"):
             assert running.is_model_ready(name), running.log_tail()
         yield running
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of `demo` alone."""
+    root = tmp_path_factory.mktemp("demo")
+    add_demo(root)
+    shutil.rmtree(root / "demo_stream")
+    return root
 
 
 def new_trace() -> tuple[str, str, str]:
@@ -84,6 +95,14 @@ def test_a_request_has_three_phases_below_its_caller(server: TritonServer, colle
     assert request.attributes["gen_ai.response.finish_reasons"] == ["length"]
     assert request.attributes["gen_ai.request.model"] == "demo"
     assert not any(span.status for span in (request, *phases))
+
+
+def test_a_forwarded_header_is_the_parent(server: TritonServer, collector: Collector) -> None:
+    trace_id, span_id, traceparent = new_trace()
+    body = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [PROMPT]}]}
+    assert post(server, "/v2/models/demo/infer", body, headers={"Traceparent": traceparent}).status == 200
+    request, *_ = in_order(collector.wait_for(4, trace_id))
+    assert request.parent_id == span_id
 
 
 def test_refused_and_cancelled_requests_end_in_errors(server: TritonServer, collector: Collector) -> None:
@@ -126,13 +145,13 @@ def test_a_wrong_caller_gives_a_trace_of_its_own(server: TritonServer, collector
 
 
 @pytest.mark.full
-def test_below_tritons_own_trace_and_a_forwarded_header(repository: Path) -> None:
+def test_below_tritons_own_trace_and_a_forwarded_header(demo: Path) -> None:
     with Collector() as collector:
         arguments = ["--http-header-forward-pattern=^traceparent$", "--trace-config", "mode=opentelemetry"]
         for config in ("rate=1", "level=TIMESTAMPS", f"opentelemetry,url={collector.url}/v1/traces"):
             arguments += ["--trace-config", config]
         trace_id, span_id, traceparent = new_trace()
-        with TritonServer(repository, arguments=arguments, environment=collector.environment) as server:
+        with TritonServer(demo, arguments=arguments, environment=collector.environment) as server:
             body = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [PROMPT]}]}
             assert post(server, "/v2/models/demo/infer", body, headers={"Traceparent": traceparent}).status == 200
             request, *_ = in_order(collector.wait_for(4, trace_id))
@@ -181,22 +200,9 @@ def test_a_gateway_without_spans_passes_the_caller_on(server: TritonServer, coll
 
 
 @pytest.mark.full
-def test_a_forwarded_header_is_the_parent(repository: Path) -> None:
-    with Collector() as collector:
-        trace_id, span_id, traceparent = new_trace()
-        with TritonServer(
-            repository, arguments=["--http-header-forward-pattern=.*"], environment=collector.environment
-        ) as server:
-            body = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [PROMPT]}]}
-            assert post(server, "/v2/models/demo/infer", body, headers={"Traceparent": traceparent}).status == 200
-            request, *_ = in_order(collector.wait_for(4, trace_id))
-    assert request.parent_id == span_id
-
-
-@pytest.mark.full
-def test_without_a_collector_every_request_is_answered(repository: Path) -> None:
+def test_without_a_collector_every_request_is_answered(demo: Path) -> None:
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "100"}
-    with TritonServer(repository, environment=environment) as server, ThreadPoolExecutor(8) as pool:
+    with TritonServer(demo, environment=environment) as server, ThreadPoolExecutor(8) as pool:
         statuses = list(pool.map(lambda _: infer_in(server, ""), range(NUM_REQUESTS)))
         assert statuses == [200] * NUM_REQUESTS
         assert server.stop() == 0

@@ -109,7 +109,7 @@ def server(
     (root / "caller" / "1").mkdir(parents=True)
     (root / "caller" / "config.pbtxt").write_text(CALLER_CONFIG)
     (root / "caller" / "1" / "model.py").write_text(CALLER)
-    with TritonServer(root) as running:
+    with TritonServer(root, ready_timeout_s=280) as running:
         for folder in root.iterdir():
             assert running.is_model_ready(folder.name), running.log_tail()
         yield running

@@ -26,15 +26,10 @@ from tests.support.tasks import save_task_checkpoint
 
 pytestmark = pytest.mark.full
 
-FALCON, PERSIMMON, LLAMA, OPT = (
-    "tiiuae/falcon-7b",
-    "adept/persimmon-8b-base",
-    "meta-llama/Llama-2-7b-hf",
-    "facebook/opt-125m",
-)
+FALCON, PERSIMMON, LLAMA = "tiiuae/falcon-7b", "adept/persimmon-8b-base", "meta-llama/Llama-2-7b-hf"
 SENTIMENT = "philschmid/MiniLM-L6-H384-uncased-sst2"
-ARCHITECTURES = {FALCON: "falcon", PERSIMMON: "persimmon", LLAMA: "llama", OPT: "opt"}
-FOLDERS = {"falcon7b": FALCON, "persimmon8b": PERSIMMON, "llama7b": LLAMA, "opt125m": OPT}
+ARCHITECTURES = {FALCON: "falcon", PERSIMMON: "persimmon", LLAMA: "llama"}
+FOLDERS = {"falcon7b": FALCON, "persimmon8b": PERSIMMON, "llama7b": LLAMA}
 """Copied folders, and what each serves."""
 MAX_OUTPUT_LENGTH = 128  # in the three folders
 PROMPTS = ["I am going", "How can you be", "Where is the nearest", "x", "Der Zug fährt " * 4, "🙂", "3, 14, 159", "you"]
@@ -106,8 +101,6 @@ def model_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shell("mkdir -p model_repository", work)
     for name in ("falcon7b", "persimmon8b", "llama7b"):
         shell(f"cp -r {name}/ model_repository/", work)
-    shell("cp -r falcon7b model_repository/opt125m", work)
-    shell(f"sed -i 's|{FALCON}|{OPT}|' model_repository/opt125m/config.pbtxt", work)
     shell("cp -r falcon7b model_repository/one_input", work)
     shell("sed -i 's/^# input /input /' model_repository/one_input/config.pbtxt", work)
     shell("cp -r falcon7b model_repository/sts_tensorrt_inference", work)
@@ -130,7 +123,7 @@ def server(
     model_repository: Path, hub: LoopbackHub, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
     home = {"HF_HOME": str(tmp_path_factory.mktemp("home")), "PRIVATE_REPO_TOKEN": hub.access_token}
-    with TritonServer(model_repository, environment=hub.environment() | home) as server:
+    with TritonServer(model_repository, environment=hub.environment() | home, ready_timeout_s=280) as server:
         yield server
 
 
@@ -206,18 +199,6 @@ def test_gated_model_is_downloaded_with_the_access_token_of_the_tutorial(
     assert hub.access_token not in get(server, "/v2/models/llama7b/config").body
 
 
-def test_a_model_of_ones_own_is_a_copied_folder_with_one_line_edited(
-    server: TritonServer, reference: Callable[[str], Reference]
-) -> None:
-    before, after = (
-        (folder / "config.pbtxt").read_text().splitlines()
-        for folder in (ROOT / "falcon7b", server.model_repository / "opt125m")
-    )
-    assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
-    wanted = reference(OPT).text("I am going", MAX_OUTPUT_LENGTH)
-    assert infer(server, "opt125m", ["I am going"]).json()["outputs"][0]["data"] == [wanted]
-
-
 # --- the tutorial's own style of config.pbtxt ------------------------------------------------------------------------
 
 
@@ -266,8 +247,7 @@ def test_eight_at_once_get_their_own_answers(
         return str(output["data"][0])
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        for _ in range(3):
-            assert list(pool.map(ask, PROMPTS)) == wanted
+        assert list(pool.map(ask, PROMPTS)) == wanted
 
 
 # --- perf_analyzer ---------------------------------------------------------------------------------------------------
@@ -298,16 +278,14 @@ TRANSFORMER_DEPLOY = (
     '--percentile=95 --string-data "This live event is great. I will sign-up for Infinity." --shape TEXT:1 -i grpc -a'
 )
 """Of its two printed commands; the second one adds a range and a file."""
-RANGE = "--concurrency-range 1:4 -f perf.csv"
+RANGE = "--concurrency-range 1:2 -f perf.csv"
 DATA = {"data": [{"text_input": {"content": [PROMPTS[0]], "shape": [1]}}]}
 RUNS = {
     "falcon7b": ("-m falcon7b --collect-metrics --input-data data.json", [1]),
     "the folder's comment": ("-m one_input --collect-metrics", [1]),
-    "the folder's comment, transformer-deploy": (f"-m one_input {TRANSFORMER_DEPLOY}", [1]),
-    "transformer-deploy": (f"-m sts_tensorrt_inference {TRANSFORMER_DEPLOY} {RANGE}", [1, 2, 3, 4]),
+    "transformer-deploy": (f"-m sts_tensorrt_inference {TRANSFORMER_DEPLOY} {RANGE}", [1, 2]),
     "as the tutorial states its tensors": ("-m stated --collect-metrics", [1]),
     "batched": ("-m batched --collect-metrics --concurrency-range=2:4:2 --input-data data.json", [2, 4]),
-    "grpc": ("-m stated -i grpc", [1]),
 }
 
 

@@ -115,16 +115,6 @@ TENSORS: dict[str, Case] = {
         BAD_REQUEST,
         "invalid_parameter: max_tokens and max_new_tokens mean the same: leave one out",
     ),
-    "beams as a wrong type": (
-        with_tensor("beam_width", "INT64", [4]),
-        BAD_REQUEST,
-        "'beam_width' data-type is 'INT64', but model 'typed' expects 'INT32'",
-    ),
-    "no beam in one row": (
-        with_tensor("beam_width", "INT32", [1, 0], rows=2),
-        BAD_REQUEST,
-        r"invalid_parameter: beam_width must be an integer >= 1 and <= 32, got 0 \(row 1\)",
-    ),
     "the same key twice": (
         to_generate(b'{"text_input": "x", "seed": 1, "seed": 2}', TYPED),
         BAD_REQUEST,
@@ -206,46 +196,6 @@ REQUESTS: dict[str, Case] = {
         BAD_REQUEST,
         "invalid_parameter: num_beams 4 needs the batch engine, and this model runs in the continuous one: leave it "
         "out, or set the folder's setting engine to batch",
-    ),
-    "33 beams": (
-        to_generate({"text_input": "x", "beam_width": 33}),
-        BAD_REQUEST,
-        "invalid_parameter: beam_width must be an integer >= 1 and <= 32, got 33",
-    ),
-    "beams and a temperature": (
-        to_generate({"text_input": "x", "num_beams": 4, "temperature": 0.5}),
-        BAD_REQUEST,
-        "invalid_parameter: temperature cannot be combined with num_beams 4: leave one of them out",
-    ),
-    "beams and top log probabilities": (
-        to_generate({"text_input": "x", "num_beams": 4, "logprobs": 2, "return_logprobs": True}),
-        BAD_REQUEST,
-        "invalid_parameter: logprobs cannot be combined with num_beams 4: leave one of them out",
-    ),
-    "more completions than beams": (
-        to_generate({"text_input": "x", "num_beams": 2, "n": 3}),
-        BAD_REQUEST,
-        "invalid_parameter: n 3 is more than num_beams 2: lower one or raise the other",
-    ),
-    "a length penalty without beams": (
-        to_infer_inputs(tensor(), parameters={"length_penalty": 0.5}),
-        BAD_REQUEST,
-        "invalid_parameter: length_penalty has no effect without num_beams above 1: leave it out",
-    ),
-    "vLLM's beam search, in its parameters": (
-        to_generate({"text_input": "x", "sampling_parameters": '{"use_beam_search": true}'}),
-        BAD_REQUEST,
-        "invalid_parameter: use_beam_search needs num_beams, or n, the number of beams and of completions",
-    ),
-    "vLLM's beam search as a string": (
-        to_infer_inputs(tensor(), parameters={"use_beam_search": "on"}),
-        BAD_REQUEST,
-        "invalid_parameter: use_beam_search must be true or false, got 'on'",
-    ),
-    "a language": (
-        to_generate({"text_input": "x", "tgt_lang": "de"}),
-        BAD_REQUEST,
-        "invalid_parameter: tgt_lang is for the task translation: leave it out, or set the folder's task to it",
     ),
     # MLServer's names of the prompt
     "args and a prompt": (

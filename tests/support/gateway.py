@@ -75,7 +75,7 @@ def num_running(server: TritonServer) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(RUNNING))
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -87,10 +87,10 @@ def port_options(ports: list[int]) -> list[str]:
 
 def serve_until_exit(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [COMMAND, "serve", *port_options(free_ports(len(PORTS))), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
 
 
-def wait_until_gone(pids: list[int], limit_s: float = 30.0) -> None:
+def wait_until_gone(pids: list[int], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, alive

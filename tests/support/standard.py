@@ -2,14 +2,15 @@
 """The standard model repository: the folders of the server tests that need nothing special, loaded on demand."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.chat import TEMPLATE, build_chat_checkpoint
-from tests.support.client import post
+from tests.support.client import Reply, post
 from tests.support.paths import ROOT
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL
 
@@ -39,13 +40,13 @@ folder. `plain_stream` is a stream door to `plain`.
 class StandardServer:
     """A server of the standard repository."""
 
-    def __init__(self, root: Path, make_folder: Callable[..., Path], engine: str) -> None:
+    def __init__(self, root: Path, make_folder: Callable[..., Path]) -> None:
         self.checkpoint = build_chat_checkpoint(root / "chat")
         bare = build_tiny_checkpoint(root / "bare", "llama", eos_token_id=None)
         repository = root / "repository"
         for name, settings in FOLDERS.items():
             checkpoint = bare if name.endswith("_template") else self.checkpoint
-            shared = {"huggingface_model": checkpoint, "engine": engine, "max_output_length": NUM_TOKENS}
+            shared = {"huggingface_model": checkpoint, "max_output_length": NUM_TOKENS}
             make_folder(repository, name, exclude_input_in_output=True, **shared, **settings)
         (repository / "slow" / "1" / "model.py").write_text(SLOW_MODEL)
         (repository / "own_template" / "chat.jinja").write_text(TEMPLATE)
@@ -54,11 +55,27 @@ class StandardServer:
 
     def serve(self, *names: str) -> TritonServer:
         """Load the folders that are not loaded yet."""
-        missing = [name for name in names if not self.server.is_model_ready(name)]
-        with ThreadPoolExecutor() as pool:
-            replies = pool.map(
-                lambda name: post(self.server, f"/v2/repository/models/{name}/load", {}, timeout_s=200), missing
-            )
-        for reply in replies:
+        for reply in self._load(*(name for name in names if not self.server.is_model_ready(name))):
             assert reply.status == 200, reply.body
         return self.server
+
+    @contextmanager
+    def beside(self, repository: Path) -> Iterator[TritonServer]:
+        """Serve a module's own folders beside the standard ones; one that cannot be loaded says so in the index."""
+        folders = [self.server.model_repository / folder.name for folder in repository.iterdir()]
+        for folder in folders:
+            shutil.copytree(repository / folder.name, folder)
+        try:
+            self._load(*(folder.name for folder in folders))
+            yield self.server
+        finally:
+            for folder in folders:
+                post(self.server, f"/v2/repository/models/{folder.name}/unload", {}, timeout_s=200)
+                shutil.rmtree(folder)
+
+    def _load(self, *names: str) -> list[Reply]:
+        def load(name: str) -> Reply:
+            return post(self.server, f"/v2/repository/models/{name}/load", {}, timeout_s=280)
+
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(load, names))

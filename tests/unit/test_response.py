@@ -295,23 +295,6 @@ def test_a_delta_is_sent_as_soon_as_its_text_is_complete() -> None:
     assert not reply.results
 
 
-def test_a_possible_stop_string_is_held_back() -> None:
-    made, reply = answering(prompt_of("x", stop_strings=("stop",)), streams=True)
-    assert not any(write(made, 0, 0, "a st"))
-    assert "".join(piece for _, piece in reply.pieces) == "a "
-    made.on_finish(0, [completion("a st")])
-    assert [each.text_output for each in texts_of(reply)] == ["st"]
-
-
-def test_a_stream_ends_before_its_stop_string() -> None:
-    made, reply = answering(prompt_of("x", stop_strings=("stop",)), streams=True)
-    ends = write(made, 0, 0, "a stop b")
-    assert any(ends)
-    made.on_finish(0, [completion("a stop b", "stop_string")])
-    assert "".join(piece for _, piece in reply.pieces) + texts_of(reply)[0].text_output == "a "
-    assert texts_of(reply)[0].finish_reason == "stop"
-
-
 @pytest.mark.parametrize("text", ["one two", "é🙂 é", "a stop b", "a st"])
 def test_tokens_and_log_probabilities_come_with_their_text_and_once_each(text: str) -> None:
     names = ("return_token_ids", "return_logprobs", "return_num_input_tokens", "return_prompt_token_ids")

@@ -717,22 +717,6 @@ def test_a_plain_request_has_no_token_callback() -> None:
     assert [each.listens_to_tokens for each in sequences_of("x", "y")] == [False, False]
 
 
-@pytest.mark.parametrize(
-    ("text", "stops", "expected"),
-    [
-        ("one two three", ("tw",), "one "),
-        ("one two three", ("o t", "three"), "one tw"),  # over tokens' borders
-        ("one two three", ("four",), "one two three"),
-        ("one two thre", ("three",), "one two thre"),
-        ("one two", ("one",), ""),
-    ],
-)
-def test_a_completion_ends_before_its_stop_string(text: str, stops: tuple[str, ...], expected: str) -> None:
-    assert ask("go: ", outcome=write(text), stop_strings=stops) == [["go: " + expected]]
-    assert ask("go: ", outcome=write(text), stop_strings=stops, excludes_prompt=True) == [[expected]]
-    assert ask("go: ", outcome=write(text), stop_strings=stops, is_encoder_decoder=True) == [[expected]]
-
-
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_completion_may_end_with_its_stop_string(streams: bool) -> None:
     options = RequestOptions(return_finish_reason=True, exclude_input_in_output=True)
