@@ -166,17 +166,21 @@ def free_ports(count: int) -> list[int]:
 
     They lie below those that the kernel gives to outgoing connections, which could take a port before the server does:
     Triton opens its ports once its models are loaded.
+
+    Raises:
+        ServerError: There are not so many.
     """
     first_outgoing = int(OUTGOING_PORTS.read_text().split()[0])
-    candidates = range(min(10_000, first_outgoing // 2), first_outgoing)
+    ports: list[int] = []
     with contextlib.ExitStack() as stack:
-        ports: list[int] = []
-        while len(ports) < count:
-            port = random.choice(candidates)
+        for port in random.sample(range(10_000, first_outgoing if first_outgoing > 20_000 else 60_000), 1000):
+            listener = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                listener.bind(("127.0.0.1", port))
                 ports.append(port)
-        return ports
+            if len(ports) == count:
+                return ports
+    raise ServerError("server_failed", f"there are no {count} free ports below {first_outgoing}")
 
 
 def busy_ports(ports: Sequence[int]) -> list[int]:

@@ -68,8 +68,8 @@ class Group(Generic[Result]):
             logger.error("delivering an outcome failed: %s", where(error))
 
     def queue_error(self) -> HfTritonError | None:
-        """The error to refuse a queued group with: it was cancelled or has passed its deadline; None: neither."""
-        return self.cancellation() or (DeadlineExceededError() if self.is_late() else None)
+        """The error to refuse a queued group with: it has passed its deadline or was cancelled; None: neither."""
+        return DeadlineExceededError() if self.is_late() else self.cancellation()
 
     def refuse_if_ended(self) -> bool:
         """Refuse a group that was cancelled or has passed its deadline; whether it is finished."""

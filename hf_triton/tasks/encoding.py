@@ -159,15 +159,16 @@ class _Response(EncoderListener):
         return [sum(len(item.ids) for item in row.inputs) for row in self._rows]
 
     def is_cancelled(self) -> bool:
-        """Whether the request is cancelled, refused or out of time."""
-        return self._ended.is_set() or self.request.ending() is not None
+        """Whether the request is cancelled or refused."""
+        return self._ended.is_set() or self.request.is_cancelled()
 
     def encode(self) -> list[Any] | None:
         """The token sequences of all rows; None if the request ends meanwhile."""
         options = self._checked.options
         for number, row in enumerate(self._checked.rows):
-            if self.is_cancelled():
-                self.refuse(self.request.ending() or ShuttingDownError())
+            error = self.request.ending()
+            if error or self._ended.is_set():
+                self.refuse(error or ShuttingDownError())
                 return None
             try:
                 self._rows.append(self._task.encode_row(row, options))

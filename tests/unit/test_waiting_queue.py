@@ -86,8 +86,19 @@ def fail_to_answer(group: Work) -> None:
     group.listener.is_cancelled = fail  # type: ignore[method-assign]
 
 
+def expire_and_cancel(group: Work) -> None:
+    expire(group)
+    cancel(group)
+
+
 ENDINGS = pytest.mark.parametrize(
-    ("end", "code"), [(cancel, "cancelled"), (expire, "deadline_exceeded"), (fail_to_answer, "internal")]
+    ("end", "code"),
+    [
+        (cancel, "cancelled"),
+        (expire, "deadline_exceeded"),
+        (expire_and_cancel, "deadline_exceeded"),
+        (fail_to_answer, "internal"),
+    ],
 )
 
 
