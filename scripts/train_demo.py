@@ -31,7 +31,7 @@ CHAT_TEMPLATE = """\
 {{ bos_token }}{% for message in messages -%}
 {{ message['role'] | capitalize }}: {{ message['content'] | trim }}\
 {{ eos_token if message['role'] == 'assistant' }}{{ '\\n' }}
-{%- endfor %}{{ 'Assistant:' if add_generation_prompt }}"""
+{%- endfor %}{{ 'Assistant: ' if add_generation_prompt }}"""
 
 # One rule per line, `name: choice | choice`; an indented line continues it; `{name}` is one of that rule's choices.
 GRAMMAR = """
@@ -420,7 +420,7 @@ def example_from_chat(rng: random.Random) -> Example:
     *past, (question, answer) = [chat_turn(rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
     prompt = f"System: {build_noise(rng)}\n" if rng.random() < 0.2 else ""
     prompt += "".join(f"User: {asked}\nAssistant: {said}{EOS}\n" for asked, said in past)
-    return Example(f"{prompt}User: {question}\nAssistant:", f" {answer}")
+    return Example(f"{prompt}User: {question}\nAssistant: ", answer)
 
 
 def build_examples(seed: int) -> Iterator[Example]:
