@@ -96,6 +96,8 @@ def _compiler_stand_ins() -> dict[str, ModuleType]:
         return function or unmarked
 
     def load(name: str, attribute: str) -> Any:
+        if attribute == "__file__":  # which `inspect` asks of every module
+            raise AttributeError(attribute)
         for module in (compiler, masks):
             sys.modules.pop(module.__name__, None)
         return getattr(importlib.import_module(name), attribute)
