@@ -26,6 +26,7 @@ from hf_triton.protocol.validation import parse_boolean, problems, suggest
 ENVIRONMENT_PREFIX: Final = "HF_TRITON_"
 TRITON_SETTINGS: Final = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 """config.pbtxt parameters that Triton's Python backend reads itself."""
+CONFIG: Final = "config.pbtxt"
 SERVER_VARIABLE: Final = "HF_TRITON_SERVER"
 """Of the command line: the address of a running server. No setting."""
 SECRET_WORDS: Final = ("token", "secret", "password", "api_key")
@@ -385,7 +386,7 @@ def load_settings(
     parameters: Mapping[str, str],
     environment: Mapping[str, str],
     settings_class: type[AnySettings] = ModelSettings,  # type: ignore[assignment]
-    origin: str = "config.pbtxt",
+    origin: str = CONFIG,
 ) -> LoadedSettings[AnySettings]:
     """Read and check a folder's settings.
 
@@ -466,9 +467,11 @@ def _reject_unknown(
         if key in names or key in TRITON_SETTINGS:
             continue
         if key in GenerationParameters.model_fields or key in ALIASES:
+            by_file = f'parameters {{ key: "generation_defaults" value {{ string_value: "{{\\"{key}\\": ...}}" }} }}'
+            by_option = f"--set 'generation_defaults={{\"{key}\": ...}}'"
             raise SettingsError(
                 f"'{key}' (from {origin}) is a request parameter, not a setting: set its default with "
-                f'parameters {{ key: "generation_defaults" value {{ string_value: "{{\\"{key}\\": ...}}" }} }}'
+                f"{by_file if origin == CONFIG else by_option}"
             )
         if any(word in key.lower() for word in SECRET_WORDS):
             raise SettingsError(

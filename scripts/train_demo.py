@@ -24,6 +24,8 @@ SEED = 20
 VOCAB_SIZE = 1280
 CONTEXT_TOKENS = 512
 BATCH_ROWS = 8
+REPLY = "Assistant: "
+"""What a reply begins with. Its first word has a space before it in the history, and none where it is generated."""
 PEAK_LEARNING_RATE = 4e-3
 WARMUP_STEPS = 50
 
@@ -31,7 +33,7 @@ CHAT_TEMPLATE = """\
 {{ bos_token }}{% for message in messages -%}
 {{ message['role'] | capitalize }}: {{ message['content'] | trim }}\
 {{ eos_token if message['role'] == 'assistant' }}{{ '\\n' }}
-{%- endfor %}{{ 'Assistant:' if add_generation_prompt }}"""
+{%- endfor %}{{ 'Assistant: ' if add_generation_prompt }}"""
 
 # One rule per line, `name: choice | choice`; an indented line continues it; `{name}` is one of that rule's choices.
 GRAMMAR = """
@@ -420,7 +422,7 @@ def example_from_chat(rng: random.Random) -> Example:
     *past, (question, answer) = [chat_turn(rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
     prompt = f"System: {build_noise(rng)}\n" if rng.random() < 0.2 else ""
     prompt += "".join(f"User: {asked}\nAssistant: {said}{EOS}\n" for asked, said in past)
-    return Example(f"{prompt}User: {question}\nAssistant:", f" {answer}")
+    return Example(f"{prompt}User: {question}\n{REPLY}", answer)
 
 
 def build_examples(seed: int) -> Iterator[Example]:
@@ -439,7 +441,8 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE, special_tokens=[PAD, BOS, EOS], initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator((example.completion for example in islice(build_examples(seed), 30_000)), trainer)
+    examples = islice(build_examples(seed), 30_000)
+    bpe.train_from_iterator((" " * each.prompt.endswith(REPLY) + each.completion for each in examples), trainer)
     bpe.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bpe.token_to_id(BOS))]
     )

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, clip
+from hf_triton.hub.imports import replaced
 from hf_triton.hub.kind import find_tasks
 from hf_triton.hub.load_failures import explain_load
 from hf_triton.hub.weights import check_weights
@@ -142,7 +141,8 @@ def load_model(
     Raises:
         CheckpointError: The model does not do the task, or its weights cannot be loaded or do not match its config.
     """
-    with _no_gpu_packages() if device_map == {"": "cpu"} else contextlib.nullcontext():
+    # transformers takes any kernels that it can import; a folder's own code can import them before and after
+    with replaced(dict.fromkeys(GPU_PACKAGES) if device_map == {"": "cpu"} else {}):
         return _load_model(folder, config, settings, device_map, auto_class_name)
 
 
@@ -176,23 +176,6 @@ def _load_model(
         )
     check_weights(settings, info, model, is_headless=auto_class_name == "AutoModel")
     return model
-
-
-@contextlib.contextmanager
-def _no_gpu_packages() -> Iterator[None]:
-    """Hide them while transformers imports a model's module, which takes any kernels that it can import.
-
-    A folder's own code can import them before and after.
-    """
-    imported: dict[str, ModuleType] = {name: sys.modules[name] for name in GPU_PACKAGES if name in sys.modules}
-    for name in GPU_PACKAGES:
-        sys.modules[name] = None  # type: ignore[assignment]  # which an import refuses
-    try:
-        yield
-    finally:
-        for name in GPU_PACKAGES:
-            sys.modules.pop(name, None)
-        sys.modules.update(imported)
 
 
 def is_quantized(config: Any) -> bool:

@@ -21,17 +21,24 @@ torch and transformers are imported when a checkpoint is built.
 """
 
 from hf_triton.server import TritonServer
-from hf_triton.testing.checkpoints import ARCHITECTURES, build_tiny_checkpoint
+from hf_triton.testing.checkpoints import (
+    ARCHITECTURES,
+    ENCODER_TASKS,
+    build_tiny_checkpoint,
+    build_tiny_encoder,
+)
 from hf_triton.testing.damage import add_tensor, drop_tensor, flip_bit, reshape_tensor, truncate
 from hf_triton.testing.hub import HubRequest, LoopbackHub
 
 __all__ = [
     "ARCHITECTURES",
+    "ENCODER_TASKS",
     "HubRequest",
     "LoopbackHub",
     "TritonServer",
     "add_tensor",
     "build_tiny_checkpoint",
+    "build_tiny_encoder",
     "drop_tensor",
     "flip_bit",
     "reshape_tensor",

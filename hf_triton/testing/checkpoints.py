@@ -10,11 +10,12 @@ This module knows nothing about Triton or the Hub.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +182,38 @@ ARCHITECTURES: tuple[str, ...] = tuple(_ARCHITECTURES)
 """Names that `build_tiny_checkpoint` accepts."""
 
 
+_BERT = _Architecture(
+    "BertConfig",
+    {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+    },
+    has_pad=True,
+)
+_HEADS = {
+    "embeddings": "AutoModel",
+    "feature-extraction": "AutoModel",
+    "rerank": "AutoModelForSequenceClassification",
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "fill-mask": "AutoModelForMaskedLM",
+}
+_MEAN_POOLING: dict[str, Any] = {
+    "modules.json": [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ],
+    "1_Pooling/config.json": {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True},
+}
+
+ENCODER_TASKS: tuple[str, ...] = tuple(_HEADS)
+"""Names that `build_tiny_encoder` accepts."""
+
+
 def build_tiny_checkpoint(
     folder: str | os.PathLike[str],
     architecture: str = "llama",
@@ -222,14 +255,57 @@ def build_tiny_checkpoint(
     if not safe_serialization and max_shard_size is not None:
         raise ValueError("max_shard_size needs safe_serialization=True: pickled weights are written as one file")
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    model = _build_model(declared, seed, dtype, overrides)
-    with _progress_bars_off():
-        _save_model(model, folder, max_shard_size, safe_serialization)
     prepends_bos = declared.adds_bos if add_bos is None else add_bos
     tokenizer = _build_tokenizer(prepends_bos, declared.adds_eos, declared.has_pad)
     tokenizer.chat_template = chat_template
+    model = _build_model(declared, seed, dtype, overrides)
+    return _save(Path(folder), model, tokenizer, max_shard_size, safe_serialization)
+
+
+def build_tiny_encoder(
+    folder: str | os.PathLike[str], task: str = "embeddings", *, seed: int = 0, **overrides: Any
+) -> Path:
+    """Write a tiny BERT with random weights for a task of an encoder.
+
+    Its tokenizer is that of `build_tiny_checkpoint`, with `<mask>`; its embeddings are means of tokens.
+
+    Args:
+        folder: The destination, created if missing.
+        task: One of `ENCODER_TASKS`, as the setting `task` has it.
+        seed: Of the random weights.
+        **overrides: Keyword arguments of `BertConfig`, for example `id2label={0: "no", 1: "yes"}`.
+
+    Returns:
+        `folder`. Its files have mode 0644.
+
+    Raises:
+        ValueError: The task is unknown.
+    """
+    if task not in _HEADS:
+        raise ValueError(f"task must be one of {', '.join(ENCODER_TASKS)}, got {task!r}")
+    tokenizer = _build_tokenizer(adds_bos=True, adds_eos=True, has_pad=True)
+    tokenizer.add_special_tokens({"mask_token": "<mask>", "cls_token": BOS, "sep_token": EOS})
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    labels = {"num_labels": 1} if task == "rerank" else {}
+    model = _build_model(replace(_BERT, auto_class=_HEADS[task]), seed, "float32", labels | overrides)
+    saved = _save(Path(folder), model, tokenizer)
+    if task == "embeddings":
+        for name, content in _MEAN_POOLING.items():
+            (saved / name).parent.mkdir(exist_ok=True)
+            (saved / name).write_text(json.dumps(content), encoding="utf-8")
+    return saved
+
+
+def _save(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    max_shard_size: int | str | None = None,
+    safe_serialization: bool = True,
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    with _progress_bars_off():
+        _save_model(model, folder, max_shard_size, safe_serialization)
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
         file.chmod(stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IROTH)
@@ -306,7 +382,10 @@ def _build_tokenizer(adds_bos: bool, adds_eos: bool, has_pad: bool) -> PreTraine
     )
     tokenizer.train_from_iterator(_TRAINING_TEXT, trainer)
     template = " ".join([BOS] * adds_bos + ["$A"] + [EOS] * adds_eos)
-    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[(BOS, 0), (EOS, 1)])
+    pair = f"{template} $B:1" + f" {EOS}:1" * adds_eos
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, pair=pair, special_tokens=[(BOS, 0), (EOS, 1)]
+    )
     # unk_token: AutoTokenizer loads Qwen2's own class, which adds a token if there is none.
     special_tokens = {"bos_token": BOS, "eos_token": EOS} | ({"pad_token": PAD, "unk_token": PAD} if has_pad else {})
     build: Any = PreTrainedTokenizerFast

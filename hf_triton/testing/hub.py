@@ -93,7 +93,12 @@ class LoopbackHub:
         }
 
     def add(
-        self, repo_id: str, folder: Path, *, gated: bool = False, revisions: Mapping[str, Path] | None = None
+        self,
+        repo_id: str,
+        folder: str | os.PathLike[str],
+        *,
+        gated: bool = False,
+        revisions: Mapping[str, str | os.PathLike[str]] | None = None,
     ) -> str:
         """Serve a folder as a repository's `main`; earlier commits stay available by hash.
 
@@ -115,7 +120,7 @@ class LoopbackHub:
         if not _REPO_ID.fullmatch(repo_id):
             raise ValueError(f"repo_id must look like 'namespace/name', got {repo_id!r}")
         folders = dict(revisions or {}) | {"main": folder}
-        commits = {name: load_commit(path) for name, path in folders.items()}
+        commits = {name: load_commit(Path(path)) for name, path in folders.items()}
         with self._lock:
             earlier = self._protocol.repositories.get(repo_id)
             history = dict(earlier.history if earlier else {}) | {commit.sha: commit for commit in commits.values()}

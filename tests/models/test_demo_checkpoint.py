@@ -113,7 +113,9 @@ def test_continuation_is_english_and_ends(model: Any, tokenizer: Any, script: Mo
 def test_chat_answer_is_english_and_ends(model: Any, tokenizer: Any, script: ModuleType, question: str) -> None:
     messages = [{"role": "user", "content": question}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert_is_english(continue_greedily(model, tokenizer, ids), script)
+    answer = continue_greedily(model, tokenizer, ids)
+    assert answer == answer.strip()
+    assert_is_english(answer, script)
 
 
 def test_chat_template_renders_every_role(tokenizer: Any) -> None:
@@ -124,7 +126,7 @@ def test_chat_template_renders_every_role(tokenizer: Any) -> None:
         {"role": "user", "content": "Tea?"},
     ]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert prompt == "<s>System: Be brief.\nUser: Hello\nAssistant: Hi!</s>\nUser: Tea?\nAssistant:"
+    assert prompt == "<s>System: Be brief.\nUser: Hello\nAssistant: Hi!</s>\nUser: Tea?\nAssistant: "
 
 
 def test_script_still_builds_this_tokenizer_and_shape(model: Any, tokenizer: Any, script: ModuleType) -> None:

@@ -16,11 +16,20 @@ import transformers
 from safetensors import SafetensorError, safe_open
 
 import hf_triton.testing
+from hf_triton.hub.checkpoint import Placement, load_checkpoint
+from hf_triton.hub.kind import find_task
+from hf_triton.hub.resolve import Hub
+from hf_triton.settings import ModelSettings
+from hf_triton.tasks.encoding import build_encoder_service
+from hf_triton.tasks.meter import Meter
+from hf_triton.tasks.registry import folder_task
 from hf_triton.testing import (
     ARCHITECTURES,
+    ENCODER_TASKS,
     LoopbackHub,
     add_tensor,
     build_tiny_checkpoint,
+    build_tiny_encoder,
     drop_tensor,
     flip_bit,
     reshape_tensor,
@@ -56,6 +65,19 @@ def generate(model: Any, tokenizer: Any, prompts: list[str], architecture: str =
         **batch, max_new_tokens=NUM_NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=None
     )
     return ids[:, -NUM_NEW_TOKENS:].tolist()
+
+
+@pytest.mark.parametrize("task", ENCODER_TASKS)
+def test_an_encoder_does_its_task(task: str, tmp_path: Path) -> None:
+    folder = build_tiny_encoder(tmp_path / "model", task)
+    settings = ModelSettings(huggingface_model=str(folder), task=task)
+    kind = folder_task(None, settings, tmp_path)
+    assert kind is not None
+    assert kind.declaration.name == task
+    checkpoint = load_checkpoint(Hub(tmp_path, settings, {}), settings, Placement("CPU", 0), kind.auto_class)
+    service = build_encoder_service(kind, checkpoint, settings, on_fatal=lambda: None, meter=Meter())
+    service.close()
+    assert find_task(folder) == ("embeddings" if task == "feature-extraction" else task)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -44,7 +44,7 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "messages are text": (chat(messages="Hello"), "messages", "messages must be a JSON array"),
     "message is text": (chat(messages=["Hello"]), "messages", "messages[0] must be a JSON object, got 'Hello'"),
     "message without a role": (message(content="a"), "messages[0]", "role"),
-    "role that the template refuses": (message(role="robot", content="a"), None, "no such role"),
+    "role that nobody knows": (message(role="usr", content="a"), "messages[0].role", "function or one"),
     "message with an unknown field": (message(role="user", content="a", colour=1), "messages[0]", "colour"),
     "content is a number": (message(role="user", content=1), "messages[0]", "content"),
     "image": (

@@ -303,6 +303,14 @@ def test_a_system_message_in_the_middle_is_the_users_where_the_template_takes_it
     )
 
 
+def test_a_role_that_neither_openai_nor_the_template_knows_is_refused_by_name() -> None:
+    refused = rejection(CHATML, HI, HI | {"role": "usr"})
+    assert "messages[1].role must be system, developer, user, assistant, tool, function or" in refused
+    assert "got 'usr'" in refused
+    known = CHATML + "{# beside OpenAI's, this model knows the role 'ipython' #}"
+    assert "<|im_start|>ipython\nhi" in render(known, HI | {"role": "ipython"})
+
+
 def test_the_templates_own_refusal_is_handed_on() -> None:
     expected = (
         "invalid_input: the model's chat template rejects this: The roles must alternate: user, assistant, user, ..."

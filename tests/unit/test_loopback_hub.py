@@ -46,9 +46,9 @@ def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     with LoopbackHub() as hub:
-        hub.add(REPO, folder, revisions={"v1": older})
+        hub.add(REPO, folder, revisions={"v1": str(older)})
         hub.add(GATED, folder, gated=True)
-        hub.add("gpt2", older)
+        hub.add("gpt2", str(older))
         yield hub
 
 

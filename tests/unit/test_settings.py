@@ -259,6 +259,8 @@ def test_a_request_parameter_is_referred_to_generation_defaults(name: str) -> No
     [line] = re.findall(r"parameters \{.*\}", sentence)
     config = text_format.Parse(line.replace("...", "1"), model_config_pb2.ModelConfig())
     assert load(**{key: value.string_value for key, value in config.parameters.items()})
+    with pytest.raises(SettingsError, match=rf"""--set 'generation_defaults={{"{name}": ...}}'$"""):
+        load_settings({name: "256"}, {}, ModelSettings, "the command line")
 
 
 def test_an_error_for_a_long_value_is_short() -> None:

@@ -14,17 +14,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.errors import RequestError, SettingsError
+from hf_triton.errors import RequestError, SettingsError, clip
 from hf_triton.protocol.chat import MESSAGES, RESERVED, Chat
 
 MAX_TEMPLATE_ERROR: Final = 300  # characters of a template's own error message
 MAX_LOGGED: Final = 100  # names of variables
 PROBE: Final = "probe"
+ROLES: Final = "system", "developer", "user", "assistant", "tool", "function"
+"""Those of OpenAI's API."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class ChatTemplate:
                 much.
         """
         template = self._choose(chat)
+        _check_roles(chat.messages, template)
         messages = list(chat.messages)
         if self._needs_parts(template):
             messages = [_with_parts(message) for message in messages]
@@ -159,6 +162,17 @@ class ChatTemplate:
             return PROBE in self._apply(template, [message])
         except Exception:  # as above
             return False
+
+
+def _check_roles(messages: Sequence[Mapping[str, Any]], template: str) -> None:
+    """Refuse a role that neither OpenAI's API nor the template knows: many templates would write any word."""
+    for index, role in enumerate(message["role"] for message in messages):
+        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise RequestError(
+                "invalid_input",
+                f"{MESSAGES}[{index}].role must be {', '.join(ROLES)} or one that the model's chat template names, got "
+                f"{clip(role)}",
+            )
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:

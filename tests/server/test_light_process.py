@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the process of a model imports: nothing that its folder does not ask for."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_triton.testing import TritonServer, build_tiny_encoder
+from tests.support.client import generate
+from tests.support.paths import ROOT
+
+HEAVY = {
+    "PIL", "bitsandbytes", "numba", "onnx", "onnxruntime", "pandas", "peft", "scipy", "sentence_transformers",
+    "sklearn", "soundfile", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torchao", "torchvision",
+}  # fmt: skip
+LISTS_MODULES = """
+import sys
+from pathlib import Path
+import hf_triton
+
+class TritonPythonModel(hf_triton.TritonPythonModel):
+    def finalize(self):
+        Path(__file__).with_name("modules").write_text("\\n".join(sys.modules))
+        super().finalize()
+"""
+ASKED = """
+import sys
+from pathlib import Path
+from hf_triton.hub.imports import light_imports
+from hf_triton.settings import ModelSettings
+
+settings = ModelSettings(huggingface_model="x", quantization_config={"quant_method": "torchao"})
+with light_imports([Path(sys.argv[1])], settings):
+    from transformers.utils import is_scipy_available, is_torchao_available
+    assert is_torchao_available() and not is_scipy_available()
+import scipy, torch
+assert torch.compile(torch.sin, backend="eager")(torch.zeros(1)) == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def modules(make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """By folder, the modules of its process after a request."""
+    repository = tmp_path_factory.mktemp("repository")
+    encoder = build_tiny_encoder(tmp_path_factory.mktemp("encoder"), "text-classification")
+    folders = [
+        make_folder(repository, "demo", huggingface_model=ROOT / "hf_triton" / "demo"),
+        make_folder(repository, "labels", huggingface_model=encoder),
+    ]
+    for folder in folders:
+        (folder / "1" / "model.py").write_text(LISTS_MODULES)
+    with TritonServer(repository) as server:
+        for folder in folders:
+            assert generate(server, folder.name, "Hello").status == 200
+    return {folder.name: set((folder / "1" / "modules").read_text().split()) for folder in folders}
+
+
+@pytest.mark.parametrize("folder", ["demo", "labels"])
+def test_a_process_imports_nothing_heavy_that_its_folder_does_not_ask_for(
+    folder: str, modules: dict[str, set[str]]
+) -> None:
+    assert "transformers.modeling_utils" in modules[folder]
+    assert HEAVY & modules[folder] == set()
+
+
+def test_what_a_folder_asks_for_is_seen_and_own_code_imports_the_rest(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ASKED, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
