@@ -12,13 +12,14 @@ import torch
 
 from hf_triton.encoder.packed_base import PackedBase
 from hf_triton.encoder.packing import pack_row, pad_batch, split, wanted_positions
-from hf_triton.encoder.probe import Way, probe_inputs, probe_way
+from hf_triton.encoder.probe import MAX_CONTEXT, Way, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import HfTritonError, RequestError
+from hf_triton.runner.calling import begin_anew
 from hf_triton.runner.cpu import accelerate_encoder
 from hf_triton.runner.cuda import fuse
 from hf_triton.runner.graph import GraphModel
-from hf_triton.runner.positions import max_positions
+from hf_triton.runner.positions import max_positions, shares_positions
 
 Reduce = Callable[..., torch.Tensor]
 
@@ -102,6 +103,7 @@ class EncoderForward:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
         _make_no_cache(model)
+        self._begins_anew = way == "alone" and shares_positions(model, MAX_CONTEXT)
         self._base = PackedBase(model, per_token=per_token) if way == "packed" else None
         pad_id = getattr(model.config.get_text_config(), "pad_token_id", None)
         self._pad_id = max(pad_id, 0) if isinstance(pad_id, int) else 0
@@ -168,6 +170,8 @@ class EncoderForward:
         return [self._unstack(part) for part in parts]
 
     def _padded(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
+        if self._begins_anew:
+            begin_anew(self._model, 1, self.device)
         rows = self._run(*pad_batch(inputs, self._pad_id, self.device)).unbind(1)
         if self._per_token:
             rows = tuple(_wanted(row, each) for row, each in zip(rows, inputs, strict=True))

@@ -13,7 +13,7 @@ import torch
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.runner.faults import described
 from hf_triton.runner.numerics import HALF_TOLERANCE
-from hf_triton.runner.positions import max_positions
+from hf_triton.runner.positions import max_positions, shares_positions
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ WINDOWS: Final = ("sliding_window", "local_attention", "attention_window", "atte
 """Where configs say how far attention reaches."""
 MAX_WINDOW: Final = 1024
 """The probe's sequences are longer than windows up to this; for larger ones they would take too long on a CPU."""
+MAX_CONTEXT: Final = 1 << 30
+"""Longer than any text: what changes at some length counts as a change."""
 SHORT: Final = 7
 LONG: Final = 21
 """Tokens of the probe's sequences; the long ones have as many more than the model's window."""
@@ -47,6 +49,9 @@ def probe_way(
         build_base: The same of the model without its head, which may hide what the layers get wrong.
         per_token: Whether an output has a row for each token.
     """
+    if shares_positions(model, MAX_CONTEXT):
+        logger.info("every sequence runs alone: its positions would change with the longest one in its company")
+        return "alone"
     inputs = probe_inputs(model, per_token=per_token)
     tries: dict[Way, tuple[Callable[[Way], Forward], ...]] = {"packed": (build_base, build), "padded": (build,)}
     for way, builds in tries.items():
@@ -61,7 +66,7 @@ def probe_way(
 
 
 def probe_inputs(model: Any, *, per_token: bool) -> list[EncoderInput]:
-    """Sequences of four lengths: two longer than the model's window, one that has a padding token, two equally long."""
+    """Sequences of four lengths: two longer than the window, two equally long; one has a padding token, one a mask."""
     config = model.config.get_text_config()
     windows = [size for name in WINDOWS if isinstance(size := getattr(config, name, None), int)]
     window = max((size for size in windows if size <= MAX_WINDOW), default=0)
@@ -77,6 +82,9 @@ def probe_inputs(model: Any, *, per_token: bool) -> list[EncoderInput]:
     pad_id = getattr(config, "pad_token_id", None)
     if isinstance(pad_id, int) and 0 <= pad_id < vocabulary and pad_id not in end:
         sequences[0][2] = pad_id
+    mask_id = getattr(config, "mask_token_id", None)  # ESM scales a sequence by its masks
+    if isinstance(mask_id, int) and 0 <= mask_id < vocabulary:
+        sequences[1][3] = mask_id
     has_types = (getattr(config, "type_vocab_size", None) or 0) > 1
     return [
         EncoderInput(

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.hub.graph import check_graph, load_graph
-from hf_triton.hub.imports import light_imports
+from hf_triton.hub.imports import import_transformers
 from hf_triton.hub.pretrained import load_config, load_model, load_tokenizer, loading, silence_transformers
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.snapshot import purge_damaged
@@ -132,8 +132,8 @@ def load_checkpoint(
     folders = _resolve(hub)
     times_before = [folder.stat().st_mtime_ns for folder in folders]
     try:
-        with light_imports([hub.model_folder, *folders], settings):
-            return _load(*folders, settings, placement, auto_class)
+        import_transformers([hub.model_folder, *folders], settings)
+        return _load(*folders, settings, placement, auto_class)
     except LoadError as error:
         repairable = filter(hub.can_download_again, set(folders))
         damaged = [name for folder in repairable for name in purge_damaged(folder)]

@@ -8,19 +8,15 @@ process, so what is hidden at its import stays so for it; a folder's own code ca
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import importlib
 import json
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 from hf_triton.settings import ModelSettings
 
-COMPILER: Final = "torch._dynamo"
 IMAGES: Final = "image", "vision", "pil"
 SOUND: Final = "audio", "sound", "speech"
 ASKED_BY: Final[dict[str, Collection[str]]] = {
@@ -36,9 +32,8 @@ ASKED_BY: Final[dict[str, Collection[str]]] = {
 """Packages, each with the words of a checkpoint's config or of own code that ask for it."""
 
 
-@contextlib.contextmanager
-def light_imports(sources: Iterable[Path], settings: ModelSettings) -> Iterator[None]:
-    """Import transformers without garbage collection, and it and the model inside without what nothing asks for.
+def import_transformers(sources: Iterable[Path], settings: ModelSettings) -> None:
+    """Import transformers without garbage collection and without what nothing asks for.
 
     Does nothing if transformers is imported: the folder's own code may have done so.
 
@@ -47,21 +42,16 @@ def light_imports(sources: Iterable[Path], settings: ModelSettings) -> Iterator[
         settings: The folder's.
     """
     if "transformers" in sys.modules:
-        yield
         return
     text = _own_text(sources, settings)
-    unasked = [name for name, words in ASKED_BY.items() if name not in sys.modules and not any(map(text.count, words))]
-    may_compile = COMPILER in sys.modules or settings.quantization_config or "compile" in text or "quant" in text
-    with replaced({} if may_compile else _compiler_stand_ins()):
-        gc.disable()
-        try:
-            with replaced(dict.fromkeys(unasked)):
-                _forget_distribution()
-                from transformers import AutoModel, AutoTokenizer, GenerationMixin, PreTrainedModel  # noqa: F401
-        finally:
-            gc.enable()
-        gc.freeze()  # a quarter of a million objects that live as long as the process
-        yield
+    asked = {name for name, words in ASKED_BY.items() if name in sys.modules or any(word in text for word in words)}
+    gc.disable()
+    try:
+        with hidden(ASKED_BY.keys() - asked):
+            from transformers import AutoModel, AutoTokenizer, GenerationMixin, PreTrainedModel  # noqa: F401
+    finally:
+        gc.enable()
+    gc.freeze()  # a quarter of a million objects that live as long as the process
 
 
 def _own_text(sources: Iterable[Path], settings: ModelSettings) -> str:
@@ -74,50 +64,16 @@ def _own_text(sources: Iterable[Path], settings: ModelSettings) -> str:
     return "\n".join(texts).lower()
 
 
-def _forget_distribution() -> None:
-    """Let transformers remember that PyTorch has no `distributed`: no model here is sharded over processes."""
-    from torch import distributed
-    from transformers.utils.import_utils import is_torch_distributed_available
-
-    is_available, distributed.is_available = distributed.is_available, lambda: False
-    try:
-        is_torch_distributed_available()
-    finally:
-        distributed.is_available = is_available
-
-
-def _compiler_stand_ins() -> dict[str, ModuleType]:
-    """What transformers and the device `meta` import of torch's compiler: marks that matter to compiled code alone.
-
-    The compiler itself is imported, in their place, as soon as something uses more of it.
-    """
-
-    def unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
-        return function or unmarked
-
-    def load(name: str, attribute: str) -> Any:
-        if attribute == "__file__":  # which `inspect` asks of every module
-            raise AttributeError(attribute)
-        for module in (compiler, masks):
-            sys.modules.pop(module.__name__, None)
-        return getattr(importlib.import_module(name), attribute)
-
-    compiler, masks = ModuleType(COMPILER), ModuleType(f"{COMPILER}._trace_wrapped_higher_order_op")
-    vars(compiler).update(dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), unmarked))
-    vars(compiler)["__getattr__"] = functools.partial(load, COMPILER)
-    vars(masks)["TransformGetItemToIndex"] = lambda: load(masks.__name__, "TransformGetItemToIndex")()
-    return {module.__name__: module for module in (compiler, masks)}
-
-
 @contextlib.contextmanager
-def replaced(modules: Mapping[str, ModuleType | None]) -> Iterator[None]:
-    """Let imports find these modules, and nothing in place of None, whether they are imported or not."""
-    imported = {name: sys.modules[name] for name in modules if name in sys.modules}
-    sys.modules.update(modules)  # type: ignore[arg-type]  # None, which an import refuses
+def hidden(packages: Iterable[str]) -> Iterator[None]:
+    """Let imports not find these packages, whether they are imported or not."""
+    names = list(packages)
+    imported = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None, which an import refuses
     try:
         yield
     finally:
-        for name, module in modules.items():
-            if sys.modules.get(name) is module:
-                sys.modules.pop(name, None)
+        for name in names:
+            if sys.modules.get(name, ...) is None:
+                del sys.modules[name]
         sys.modules.update(imported)

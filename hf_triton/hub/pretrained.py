@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, clip
-from hf_triton.hub.imports import replaced
+from hf_triton.hub.imports import hidden
 from hf_triton.hub.kind import find_tasks
 from hf_triton.hub.load_failures import explain_load
 from hf_triton.hub.weights import check_weights
@@ -142,7 +142,7 @@ def load_model(
         CheckpointError: The model does not do the task, or its weights cannot be loaded or do not match its config.
     """
     # transformers takes any kernels that it can import; a folder's own code can import them before and after
-    with replaced(dict.fromkeys(GPU_PACKAGES) if device_map == {"": "cpu"} else {}):
+    with hidden(GPU_PACKAGES if device_map == {"": "cpu"} else ()):
         return _load_model(folder, config, settings, device_map, auto_class_name)
 
 

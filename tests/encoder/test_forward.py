@@ -12,7 +12,17 @@ from transformers import BertConfig, BertModel, LongformerConfig, LongformerForQ
 from hf_triton.encoder.forward import build_forward
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.runner.cpu.linear import PackedLinear
-from tests.support.encoders import ALONE, BASE, HEADS, PACKED, PADDED, build_model, expected_outputs, random_inputs
+from tests.support.encoders import (
+    ALONE,
+    BASE,
+    HEADS,
+    LENGTH_DEPENDENT,
+    PACKED,
+    PADDED,
+    build_model,
+    expected_outputs,
+    random_inputs,
+)
 
 LENGTHS = [5, 60, 3, 60, 12, 12, 41]
 HAVE_HEAD = [
@@ -49,6 +59,19 @@ def test_families_that_padding_changes_run_alone(family: str) -> None:
     assert forward.way == "alone"
     for one, reference in zip(forward(inputs), expected, strict=True):
         torch.testing.assert_close(one, reference, **ROUNDING)
+
+
+@pytest.mark.parametrize("family", LENGTH_DEPENDENT)
+def test_a_text_s_positions_do_not_depend_on_others_or_on_earlier_ones(family: str) -> None:
+    inputs = random_inputs([5, 60, 41, 12])
+    expected = [
+        expected_outputs(build_model(family, "embeddings"), each, ("last_hidden_state",), per_token=True)
+        for each in inputs
+    ]
+    forward = build_forward(build_model(family, "embeddings"), ("last_hidden_state",), per_token=True)
+    for _ in range(2):
+        for one, reference in zip(forward(inputs), expected, strict=True):
+            torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_that_refuses_the_probe_is_served() -> None:

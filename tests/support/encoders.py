@@ -50,6 +50,14 @@ GEMMA3: dict[str, Any] = {
     "sliding_window": 16,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 32,
+}
 DECODER: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8, "use_sliding_window": False}
 
 PACKED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,11 +79,17 @@ RELATIVE: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["p2c", 
 PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "deberta-v2": ("DebertaV2Config", BASE | RELATIVE),
     "mpnet": ("MPNetConfig", BASE),
+    "esm": ("EsmConfig", BASE | {"token_dropout": True, "mask_token_id": 4, "position_embedding_type": "rotary"}),
 }
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "fnet": ("FNetConfig", BASE),
     "convbert": ("ConvBertConfig", BASE | {"embedding_size": 32}),
 }
+LENGTH_DEPENDENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("Qwen3Config", BASE | DECODER | {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
+    "longrope": ("Phi3Config", BASE | DECODER | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+}
+"""Their rotary embeddings change with the longest sequence of a batch."""
 HEADS: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "embeddings": ("AutoModel", ("last_hidden_state",), True),
     "sequence": ("AutoModelForSequenceClassification", ("logits",), False),
@@ -90,11 +104,11 @@ def build_model(family: str, head: str, **overrides: Any) -> Any:
     """A model in eval mode; its weights are large enough that every token matters to the others.
 
     Args:
-        family: Of `PACKED`, `PADDED` or `ALONE`.
+        family: Of `PACKED`, `PADDED`, `ALONE` or `LENGTH_DEPENDENT`.
         head: Of `HEADS`.
         **overrides: Further settings of its config.
     """
-    name, settings = (PACKED | PADDED | ALONE)[family]
+    name, settings = (PACKED | PADDED | ALONE | LENGTH_DEPENDENT)[family]
     config = getattr(transformers, name)(**settings | ({"num_labels": 2} if head == "answers" else {}) | overrides)
     torch.manual_seed(0)
     model = getattr(transformers, HEADS[head][0]).from_config(config).eval()
