@@ -60,9 +60,9 @@ def test_small_rows_replay_graphs_with_the_outputs_of_each_alone(
     for company in ([0], [2, 5], [3, 0, 4], [1, 3], [6]):
         check(forward, model, head, [inputs[index] for index in company])
     assert [size.num_tokens for size in replays.sizes] == [8, 24, 160, 160, 48]
-    assert replays.num_eager == 1, "the large row of the warm-up"
+    assert replays.num_eager == 0
     check(forward, model, head, inputs)
-    assert replays.num_eager == 2, "the largest graph has 160 tokens"
+    assert replays.num_eager == 1, "the largest graph has 160 tokens"
 
 
 def test_types_of_the_last_row_are_not_those_of_the_next() -> None:
@@ -144,7 +144,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(caplog: pytest.LogCaptur
     check(build(model, "sequence", "auto"), plain, "sequence", random_inputs([5, 12]))
     assert "no CUDA graphs, so steps run eagerly, which is slower: " in caplog.text
     assert "called a synchronizing CUDA operation" in caplog.text
-    with pytest.raises(CheckpointError, match="decoding cuda_graphs cannot run this model .*synchronizing"):
+    with pytest.raises(CheckpointError, match=r"decoding cuda_graphs cannot run this model .*synchronizing"):
         build(model, "sequence")
 
 

@@ -66,11 +66,10 @@ def test_a_large_row_is_computed_at_load(monkeypatch: pytest.MonkeyPatch) -> Non
 
     _, outputs, per_token = HEADS["embeddings"]
     model = build_model("bert", "embeddings").to("cuda")
-    build_forward(
-        copy.deepcopy(model), outputs, per_token=per_token, decoding="eager"
-    )  # tries the operation, with large rows too
+    eager: dict[str, Any] = {"per_token": per_token, "decoding": "eager"}
+    build_forward(copy.deepcopy(model), outputs, **eager)  # tries the operation, with large rows too
     monkeypatch.setattr(cuda_attention, "attend_packed", note)
-    build_forward(copy.deepcopy(model), outputs, per_token=per_token, decoding="eager")
+    build_forward(copy.deepcopy(model), outputs, **eager)
     assert max(num_tokens) > 512
 
 
