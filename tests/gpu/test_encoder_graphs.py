@@ -74,6 +74,15 @@ def test_types_of_the_last_row_are_not_those_of_the_next() -> None:
         check(forward, model, "embeddings", inputs)
 
 
+def test_outputs_outlive_the_next_replay() -> None:
+    forward = build(build_model("bert", "embeddings"), "embeddings")
+    first, second = random_inputs([7, 7])
+    [output] = forward([first])
+    before = output.cpu()
+    forward([second])
+    assert torch.equal(output.cpu(), before)
+
+
 def test_types_that_a_model_gives_a_meaning_of_its_own_run_eagerly(replays: Replays) -> None:
     model = build_model("bert", "embeddings")
     forward = build(model, "embeddings")
