@@ -31,7 +31,7 @@ from models import CONFIGS, build_decoder, weight_bytes
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.runner.cuda import fuse
-from hf_triton.runner.cuda.graphs import step_sizes
+from hf_triton.runner.device_step import step_sizes
 from hf_triton.runner.model_runner import ModelRunner
 from hf_triton.runner.way_probe import probe_ways
 from hf_triton.sampling.params import SamplingParams

@@ -24,6 +24,7 @@ from hf_triton.cli.model_folder import TASKS
 from hf_triton.cli.own_code import own_class
 from hf_triton.cli.sizes import cache_bytes_per_token, loaded_bytes
 from hf_triton.cli.tensors import check_tensors
+from hf_triton.engine.decoding import decoding_error
 from hf_triton.errors import HfTritonError, HubError, SettingsError
 from hf_triton.hub.failures import explain_download
 from hf_triton.hub.kind import find_task
@@ -197,6 +198,8 @@ class FolderCheck:
             return
         if task is None:
             self._add("engine", *_engine(settings, model_config, device_of(config)))
+        elif settings.runtime == "torch" and (error := decoding_error(settings.decoding, device_of(config))):
+            self._add("engine", "error", error)
         is_undone = False
         with self._errors("quantisation"):
             if quantization := check_quantization(model_config, settings):
@@ -329,8 +332,6 @@ def _check_devices(config: Mapping[str, Any]) -> None:
 
 
 def _engine(settings: ModelSettings, config: Any, device: Any) -> tuple[State, str]:
-    from hf_triton.engine.choose import decoding_error
-
     if config.is_encoder_decoder or settings.engine == "batch":
         why = "the setting says so" if settings.engine == "batch" else "it is an encoder-decoder"
         return "ok", f"batch: {why}"

@@ -19,6 +19,7 @@ import torch
 from hf_triton.encoder.forward import EncoderForward, Reduce, build_forward
 from hf_triton.encoder.probe import Way
 from hf_triton.encoder.types import EncoderGroup, EncoderInput, EncoderListener, Job, Outputs
+from hf_triton.engine.decoding import DecodingMode
 from hf_triton.engine.types import EngineLoad
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import GenerationError, HfTritonError
@@ -46,6 +47,7 @@ def build_encoder(
     pack_weights: Literal["auto"] | bool = "auto",
     keeps_dtype: bool = False,
     way: Way | None = None,
+    decoding: DecodingMode = "auto",
     on_fatal: Callable[[], None] = lambda: None,
 ) -> EncoderEngine:
     """Probe a model and start its engine.
@@ -61,13 +63,16 @@ def build_encoder(
         keeps_dtype: Whether a model of 16 bits keeps them on a CPU without instructions for them; if not, it becomes
             float32, which is several times faster there.
         way: How sequences share a forward, see `build_forward`.
+        decoding: Whether a GPU's small rows are captured, see `build_forward`.
         on_fatal: Called once, in the engine's thread, after the device was lost and every group answered.
     """
     dtype = serving_dtype(model.dtype, model.device)
     if dtype != model.dtype and not keeps_dtype and getattr(model, "hf_quantizer", None) is None:
         logger.info("this processor has no instructions for %s: the model becomes %s", model.dtype, dtype)
         model.to(dtype)
-    forward = build_forward(model, outputs, per_token=per_token, reduce=reduce, pack_weights=pack_weights, way=way)
+    forward = build_forward(
+        model, outputs, per_token=per_token, reduce=reduce, pack_weights=pack_weights, way=way, decoding=decoding
+    )
     return EncoderEngine(forward, max_batch_tokens=max_batch_tokens, on_fatal=on_fatal)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 import torch
@@ -14,11 +15,14 @@ from hf_triton.encoder.packed_base import PackedBase
 from hf_triton.encoder.packing import pack_row, pad_batch, split, wanted_positions
 from hf_triton.encoder.probe import MAX_CONTEXT, Way, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
+from hf_triton.engine.decoding import DecodingMode, capture_forwards
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.calling import begin_anew
 from hf_triton.runner.cpu import accelerate_encoder
 from hf_triton.runner.cuda import fuse
+from hf_triton.runner.faults import described
 from hf_triton.runner.graph import GraphModel
+from hf_triton.runner.numerics import agree
 from hf_triton.runner.positions import max_positions, shares_positions
 
 Reduce = Callable[..., torch.Tensor]
@@ -44,6 +48,7 @@ def build_forward(
     reduce: Reduce | None = None,
     pack_weights: Literal["auto"] | bool = False,
     way: Way | None = None,
+    decoding: DecodingMode = "auto",
 ) -> EncoderForward:
     """Choose how the model's sequences share a forward.
 
@@ -54,15 +59,21 @@ def build_forward(
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
         pack_weights: On a CPU, which linear layers get oneDNN's layout, see `accelerate`; the model is changed.
         way: None: what a probe finds, and `padded` for a graph, which was measured so when it was made.
+        decoding: Whether a GPU's small rows are captured as graphs; `cuda_graphs` requires it.
+
+    Raises:
+        CheckpointError: Graphs are required and cannot be had.
     """
     if isinstance(model, GraphModel):
         return EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way="padded")
+
+    inputs = probe_inputs(model, per_token=per_token)
 
     def build(way: Way) -> EncoderForward:
         return EncoderForward(model, outputs, per_token=per_token, reduce=None, way=way)
 
     def compute() -> torch.Tensor:
-        return torch.cat([output.flatten() for output in build("alone")(probe_inputs(model, per_token=per_token))])
+        return torch.cat([output.flatten() for output in build("alone")(inputs)])
 
     accelerate_encoder(model, compute, pack_weights=pack_weights)
     fuse(model)
@@ -73,8 +84,8 @@ def build_forward(
     way = way or probe_way(model, build, build_base, per_token=per_token)
     forward = EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way=way)
     if way == "packed" and forward.device.type == "cuda":
-        inputs = probe_inputs(model, per_token=per_token)
         forward(inputs * (1 + WARM_UP_TOKENS // sum(len(each.ids) for each in inputs)))
+    capture_forwards(decoding, forward.device, lambda: forward.capture(inputs))
     return forward
 
 
@@ -131,6 +142,37 @@ class EncoderForward:
             for index, output in zip(batch, outputs, strict=True):
                 results[index] = self._finish(output)
         return [result for result in results if result is not None]
+
+    @torch.inference_mode()
+    def capture(self, inputs: list[EncoderInput]) -> str | None:
+        """Capture the model's forwards of small rows, which then take a GPU's time and not Python's; see `StepGraphs`.
+
+        Args:
+            inputs: Of a trial.
+
+        Returns:
+            Why all rows run eagerly; None: small ones are captured.
+        """
+        if self._base is None:
+            return "sequences do not share one row"
+        if len({parameter.device for parameter in self._model.parameters()}) > 1:
+            return "the model is on several devices"
+        trial = inputs, [replace(inputs[0], type_ids=None)]
+        expected = [self._flat(each) for each in trial]
+        try:
+            self._base.capture(self.device)
+            found = [self._flat(each) for each in trial]
+        except Exception as error:  # a model may do anything in its forward
+            self._base.drop_graphs()
+            return described(error)
+        if all(agree(*pair, self._model.dtype) for pair in zip(expected, found, strict=True)):
+            return None
+        self._base.drop_graphs()
+        return "captured outputs differ from eager ones"
+
+    def _flat(self, inputs: list[EncoderInput]) -> torch.Tensor:
+        """All numbers of the outputs, on the host."""
+        return torch.cat([output.flatten() for output in self(inputs)]).cpu()
 
     def input_error(self, each: EncoderInput) -> HfTritonError | None:
         """The error of a sequence that the model has no embeddings for, which would end a GPU's process."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,13 @@ import torch
 from hf_triton.encoder.packing import EncoderRow, PositionIds
 from hf_triton.runner.attention import NotPackableError, attention_configs, attention_of, register
 from hf_triton.runner.calling import CACHE_NAMES
+from hf_triton.runner.cuda import capture_graphs
+from hf_triton.runner.device_step import NUM_TOKENS, DeviceStep, StepSize
+from hf_triton.runner.packed_row import PackedRow
+from hf_triton.runner.step_tensors import StepTensors
+
+if TYPE_CHECKING:
+    from hf_triton.runner.cuda.graphs import StepGraphs
 
 OWN: Final = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", *CACHE_NAMES})
 """Arguments of the base that the row has its own values for."""
@@ -43,12 +50,17 @@ class PackedBase:
         if "position_ids" not in names:
             raise NotPackableError("the model takes no position ids")
         self._takes_types = "token_type_ids" in names
+        self._graphs: StepGraphs | None = None
+        self._output_class: Any = None
+        """Of the base, for states that a graph has computed."""
         self._cache_names = [name for name in CACHE_NAMES if name in names][:1]
         self.position_ids = position_rule(self._base)
         self._configs = attention_configs(model)
         # A decoder's head finds a sequence's last token by the padding id, and without one takes a single sequence. -1
         # is no token's, and does for padding that no embedding sees.
         self._config = model.config.get_text_config()
+        self._has_types = self._takes_types and bool(getattr(self._config, "type_vocab_size", None))
+        """Whether tokens without a type have type 0."""
         pad_id = getattr(self._config, "pad_token_id", None)
         self._lacks_pad_id = not per_token and pad_id is None
         self.pad_id: int = -1 if pad_id is None else pad_id
@@ -84,18 +96,29 @@ class PackedBase:
         if input_ids is None or args:
             raise NotPackableError("the head calls the base without ids, or with positional arguments")
         given = {name: value for name, value in kwargs.items() if value is not None and name not in OWN}
-        given |= dict.fromkeys(self._cache_names, row.packed)
-        if row.type_ids is not None and self._takes_types:
-            given["token_type_ids"] = row.type_ids
-        output = self._forward(input_ids=row.ids, position_ids=row.position_ids, **given)
+        output = self._replay(row) or self._run(row.packed, row.ids, row.position_ids, row.type_ids, **given)
         states = output.last_hidden_state
         if self._per_token:
             output.last_hidden_state = states if row.kept is None else states[:, row.kept.to(states.device)]
             return output
         output.last_hidden_state = row.pad(states)
-        if getattr(output, "pooler_output", None) is not None:
+        if getattr(self._base, "pooler", None) is not None:
             output.pooler_output = self._pool(output.last_hidden_state)
         return output
+
+    def _run(
+        self,
+        packed: PackedRow,
+        ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        type_ids: torch.Tensor | None,
+        **given: Any,
+    ) -> Any:
+        """The base's own outputs for a row, `last_hidden_state` `[1, tokens, size]`."""
+        given |= dict.fromkeys(self._cache_names, packed)
+        if type_ids is not None and self._takes_types:
+            given["token_type_ids"] = type_ids
+        return self._forward(input_ids=ids, position_ids=position_ids, **given)
 
     def _pool(self, states: torch.Tensor) -> torch.Tensor:
         """The base's pooler on padded states `[sequences, longest, size]`."""
@@ -106,6 +129,44 @@ class PackedBase:
         activation = getattr(self._base, "pooler_activation", torch.nn.Identity())  # ALBERT
         activated: torch.Tensor = activation(pooler(states[:, 0]))
         return activated
+
+    # --- graphs ------------------------------------------------------------------------------------------------------
+
+    def capture(self, device: torch.device) -> None:
+        """Capture the forwards of small rows on a GPU, see `StepGraphs`; raises whatever the model does."""
+        sizes = [StepSize(count, count, count) for count in NUM_TOKENS]
+        self._graphs = capture_graphs(self._forward_on_device, device, sizes=sizes, num_tables=0)
+
+    def drop_graphs(self) -> None:
+        """Compute all rows eagerly."""
+        self._graphs = None
+
+    @torch.inference_mode()
+    def _forward_on_device(self, numbers: DeviceStep) -> torch.Tensor:
+        """The states `[tokens, size]` of a row of which the host knows the size alone."""
+        packed = PackedRow(StepTensors((), 1, numbers.token_ids.device, numbers))
+        type_ids = numbers.rows[None] if self._has_types else None
+        with attention_of(packed, self._configs):
+            output = self._run(packed, numbers.token_ids[None], numbers.positions[None], type_ids)
+        self._output_class = type(output)
+        states: torch.Tensor = output.last_hidden_state[0]
+        return states
+
+    def _replay(self, row: EncoderRow) -> Any:
+        """The same outputs by a graph; None: it has none for the row."""
+        type_ids = row.type_ids if self._takes_types else None
+        if self._graphs is None or (type_ids is not None and not self._has_types):
+            return None
+        step = row.packed.step
+        graph = self._graphs.find(step.num_tokens, len(step.ranges), 0, 0)
+        if graph is None:
+            return None
+        self._graphs.load(step.numbers(graph.size))
+        if type_ids is not None:
+            graph.step.rows[: step.num_tokens].copy_(type_ids[0])
+        graph.graph.replay()
+        row.packed.num_attention_calls += 1
+        return self._output_class(last_hidden_state=self._graphs.outputs[None, : step.num_tokens].clone())
 
 
 def position_rule(base: Any) -> PositionIds | None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.config import EngineConfig
-from hf_triton.engine.continuous import ContinuousBatchingEngine, DecodingMode
+from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.decoding import DecodingMode
 from hf_triton.engine.types import GenerationEngine, Observer
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapters
@@ -21,9 +22,6 @@ from hf_triton.runner.model_runner import Way
 from hf_triton.runner.positions import counts_padding, shares_positions
 from hf_triton.runner.probe import Sharing, asks_for, probe_batching
 from hf_triton.runner.way_probe import probe_ways
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +121,6 @@ def build_engine(
         for name in filter(ignored.get, ignored):
             logger.warning("engine batch ignores the setting %s", name)
         return BatchEngine(model, context_length=context_length, sharing=sharing, **shared)
-    error = decoding_error(decoding, model.get_input_embeddings().weight.device)
-    if error:
-        raise CheckpointError("device_unavailable", error)
     details = ", each prompt prefilled whole, no prefix caching" if way.prefills_whole else ""
     logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, details)
     with _memory_errors_named():
@@ -149,13 +144,6 @@ def _memory_errors_named() -> Iterator[None]:
         if is_memory(error):
             raise CheckpointError("out_of_memory", NO_ROOM) from error
         raise
-
-
-def decoding_error(mode: DecodingMode, device: torch.device) -> str | None:
-    """The error of a mode that cannot run on a device; None: it can."""
-    if mode == "cuda_graphs" and device.type != "cuda":
-        return f"decoding cuda_graphs needs a GPU, and the model is on {device}: set decoding to auto"
-    return None
 
 
 def _continuous_way(model: Any, wanted: EngineName, context_length: int) -> Way | None:

@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from hf_triton.engine.allocate import allocate_cache
 from hf_triton.engine.config import EngineConfig, ModelTraits
+from hf_triton.engine.decoding import DecodingMode, capture_forwards
 from hf_triton.engine.executor import Executor
 from hf_triton.engine.generation import GenerationWorker
 from hf_triton.engine.recovery import Recovery
 from hf_triton.engine.scheduler import Scheduler
 from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import EngineLoad, Observer
-from hf_triton.errors import CheckpointError, HfTritonError, RequestError
+from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.gpu_memory import SEQUENCE_TOKENS, WHOLE_GPU, GpuPart
 from hf_triton.runner.model_runner import PACKED, ModelRunner, Way
 from hf_triton.runner.step import Step
 from hf_triton.sampling.draw import prepare_draws
-
-DecodingMode = Literal["auto", "eager", "cuda_graphs"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +79,7 @@ class ContinuousBatchingEngine(GenerationWorker):
             context_length=context_length,
         )
         self.runner.warm_up()
-        if self.runner.device.type == "cuda" and decoding != "eager":
-            self._capture(max_num_seqs, is_required=decoding == "cuda_graphs")
+        capture_forwards(decoding, self.runner.device, lambda: self.runner.capture(max_num_seqs))
         if self.runner.device.type == "cuda":
             prepare_draws(self.runner.run_token())
         traits = ModelTraits(
@@ -107,18 +104,6 @@ class ContinuousBatchingEngine(GenerationWorker):
         self.executor = Executor(self.runner)
         self.recovery = Recovery(self.scheduler, self.memory)
         self.thread.start()
-
-    def _capture(self, max_num_seqs: int, *, is_required: bool) -> None:
-        started_s = time.monotonic()
-        reason = self.runner.capture(max_num_seqs)
-        if reason is None:
-            logger.info("CUDA graphs captured for small steps in %.1f s", time.monotonic() - started_s)
-        elif is_required:
-            raise CheckpointError(
-                "unsupported_model", f"decoding cuda_graphs cannot run this model ({reason}): set decoding to auto"
-            )
-        else:
-            logger.warning("no CUDA graphs, so steps run eagerly, which is slower: %s", reason)
 
     def _start(self, group: SequenceGroup, number: int) -> None:
         self.start(group, arrival_number=number)

@@ -30,6 +30,7 @@ from hf_triton.runner.paged_cache import PagedCache, PagedLayer
 from hf_triton.runner.torch_attention import Scoring, attend_gathered, attend_ranges, attend_row
 
 NAME: Final = "hf_triton"
+UNKNOWN_STEP: Final = "its attention reads more of a step than the device has"
 
 
 class NotPackableError(RuntimeError):
@@ -120,6 +121,8 @@ def _attend_row(
     row.num_attention_calls += 1
     operation = packed_attention_for(query)
     if operation is None or rule.window is None:
+        if not row.step.ranges:
+            raise NotPackableError(UNKNOWN_STEP)
         return attend_row(row, query, key, value, rule, scoring)
     states = (each[0].transpose(0, 1) for each in (query, key, value))
     at, (scale, softcap, sinks), (size, is_causal) = row.step.device_step(query.device), scoring, rule.window
@@ -151,7 +154,7 @@ def _attend_blocks(
             outputs.append(decoded)
     if not outputs or num < len(step.ranges):
         if not step.ranges:
-            raise NotPackableError("its attention reads more of a step than the device has")
+            raise NotPackableError(UNKNOWN_STEP)
         layer.write()
         assert layer.blocks is not None
         assert layer.new_keys is not None

@@ -19,6 +19,10 @@ from hf_triton.runner.step import TokenRange
 
 NO_SEQUENCE: Final = -1
 """The sequence of a token that is padding."""
+NUM_TOKENS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32), *range(320, 513, 64))
+"""Of CUDA graphs; larger steps keep the device busy for longer than Python needs."""
+FEW_ROWS: Final = 64
+"""Steps of more tokens than these have graphs with so many rows of logits and with more."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,23 @@ class DeviceStep:
     lengths: torch.Tensor
     starts: torch.Tensor
     rows: torch.Tensor
-    """The tokens whose logits are wanted."""
+    """The tokens whose logits are wanted; for an encoder, the type of each token."""
     tables: torch.Tensor
 
     def places(self) -> Iterator[torch.Tensor]:
         """What `attend` needs to find every token's place."""
         yield from (self.sequences, self.bounds, self.lengths, self.starts, self.tables)
+
+
+def step_sizes(max_sequences: int) -> list[StepSize]:
+    """The sizes of the graphs of a model that generates, ascending.
+
+    Args:
+        max_sequences: The most that a step has.
+    """
+    sizes = []
+    for num_tokens in NUM_TOKENS:
+        num_sequences = min(num_tokens, max_sequences)
+        for num_rows in sorted({min(num_sequences, FEW_ROWS), num_sequences}):
+            sizes.append(StepSize(num_tokens, num_sequences, num_rows))
+    return sizes

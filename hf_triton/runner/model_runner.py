@@ -18,7 +18,7 @@ from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.attention import TorchAttention, attention_configs, attention_of, register
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.cuda import capture_graphs, forward_context
-from hf_triton.runner.device_step import DeviceStep
+from hf_triton.runner.device_step import DeviceStep, step_sizes
 from hf_triton.runner.faults import described
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.numerics import agree
@@ -147,7 +147,7 @@ class ModelRunner:
             self._graphs = capture_graphs(
                 self._forward_on_device,
                 self.device,
-                max_sequences=max_sequences,
+                sizes=step_sizes(max_sequences),
                 num_tables=MAX_SHARING * self.cache.num_blocks,
             )
             found = [self.run(step).float().cpu() for step in trial]
@@ -215,7 +215,7 @@ class ModelRunner:
             self._graphs.load(step.numbers(graph.size, rows))
             step.put_inflight(graph.step.token_ids, inflight)
             graph.graph.replay()
-            return self._graphs.logits[: len(rows)]
+            return self._graphs.outputs[: len(rows)]
         return self._run_eagerly(step, rows or [0], inflight)[: len(rows)]  # kernels of linear layers need a row
 
     def _run_eagerly(self, step: StepTensors, rows: list[int], inflight: InflightTokens | None) -> torch.Tensor:

@@ -267,5 +267,6 @@ def build_task_engine(
         pack_weights=settings.pack_weights,
         keeps_dtype=settings.dtype != "auto",
         way=way,
+        decoding=settings.decoding,
         on_fatal=on_fatal,
     )

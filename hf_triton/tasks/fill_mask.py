@@ -21,7 +21,7 @@ from hf_triton.tasks.scores import Floats, best_first, softmax
 class MaskOptions(TaskOptions):
     """Request parameters of fill-mask."""
 
-    top_k: Annotated[int, annotated_types.Ge(1)] = 5
+    top_k: Annotated[int, annotated_types.Ge(1), annotated_types.Le(1000)] = 5
     """How many tokens to return for each mask, the likeliest first; at most as many as the model has, or as `targets`
     has."""
 

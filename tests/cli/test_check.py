@@ -524,6 +524,12 @@ def test_graphs_without_a_gpu_are_found(folder: Path) -> None:
     assert findings(folder)["engine"][0] == "error"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_graphs_of_an_encoder_without_a_gpu_are_found(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    encoder = make_folder(tmp_path, "mine", huggingface_model=real_checkpoint(), decoding="cuda_graphs")
+    assert findings(encoder)["engine"][0] == "error"
+
+
 def test_own_code_may_print(folder: Path) -> None:
     own_code(folder, "    print('hello')")
     assert findings(folder)["model"][0] == "ok"

@@ -11,6 +11,7 @@ from transformers import BertConfig, BertModel, LongformerConfig, LongformerForQ
 
 from hf_triton.encoder.forward import build_forward
 from hf_triton.encoder.types import EncoderInput
+from hf_triton.errors import CheckpointError
 from hf_triton.runner.cpu.linear import PackedLinear
 from tests.support.encoders import (
     ALONE,
@@ -136,3 +137,8 @@ def test_a_padded_batch_on_a_cpu_has_little_padding() -> None:
     model.register_forward_pre_hook(lambda _, __, given: masks.append(given["attention_mask"]), with_kwargs=True)
     build_forward(model, ("logits",), per_token=False, way="padded")(random_inputs([5, 60, 3, 60, 12, 12, 41]))
     assert [mask.sum(1).tolist() for mask in masks] == [[3, 5, 12, 12], [41], [60, 60]]
+
+
+def test_cuda_graphs_without_a_gpu_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="decoding cuda_graphs needs a GPU"):
+        build_forward(build_model("bert", "embeddings"), ("last_hidden_state",), per_token=True, decoding="cuda_graphs")

@@ -5,7 +5,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from hf_triton.runner.cuda.graphs import StepGraph, StepGraphs
+from hf_triton.runner.device_step import StepSize
 from tests.support.simulated_gpu import HAS_GPU, Device, simulated_gpus
+
+
+class Replays:
+    """The graphs that steps have replayed, and how many steps had none."""
+
+    def __init__(self) -> None:
+        self.sizes: list[StepSize] = []
+        self.num_eager = 0
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +26,20 @@ def simulated() -> Iterator[Device | None]:
         return
     with simulated_gpus(2) as device:
         yield device
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
+    noted = Replays()
+    find = StepGraphs.find
+
+    def note(captured: StepGraphs, *sizes: int) -> StepGraph | None:
+        graph = find(captured, *sizes)
+        if graph is None:
+            noted.num_eager += 1
+        else:
+            noted.sizes.append(graph.size)
+        return graph
+
+    monkeypatch.setattr(StepGraphs, "find", note)
+    return noted

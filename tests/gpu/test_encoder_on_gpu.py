@@ -36,7 +36,7 @@ def test_packed_rows_equal_each_alone(family: str, head: str) -> None:
     model = build_model(family, head)
     inputs = random_inputs([5, 60, 3, 60, 12], with_types=family == "bert")
     expected = [expected_outputs(model, each, outputs, per_token=per_token) for each in inputs]
-    forward = build_forward(copy.deepcopy(model).to("cuda"), outputs, per_token=per_token)
+    forward = build_forward(copy.deepcopy(model).to("cuda"), outputs, per_token=per_token, decoding="eager")
     assert forward.way == "packed"
     for one, reference in zip(forward(inputs), expected, strict=True):
         assert one.device.type == "cuda"
@@ -50,7 +50,7 @@ def test_packed_rows_of_16_bits_equal_those_of_32(family: str, dtype: torch.dtyp
     model = build_model(family, "embeddings")
     inputs = random_inputs([5, 60, 3, 60, 12], with_types=family == "bert")
     expected = [expected_outputs(model, each, outputs, per_token=per_token) for each in inputs]
-    forward = build_forward(copy.deepcopy(model).to("cuda", dtype), outputs, per_token=per_token)
+    forward = build_forward(copy.deepcopy(model).to("cuda", dtype), outputs, per_token=per_token, decoding="eager")
     assert forward.way == "packed"
     for one, reference in zip(forward(inputs), expected, strict=True):
         largest = float(reference.abs().max())
@@ -66,9 +66,10 @@ def test_a_large_row_is_computed_at_load(monkeypatch: pytest.MonkeyPatch) -> Non
 
     _, outputs, per_token = HEADS["embeddings"]
     model = build_model("bert", "embeddings").to("cuda")
-    build_forward(copy.deepcopy(model), outputs, per_token=per_token)  # tries the operation, with large rows too
+    eager: dict[str, Any] = {"per_token": per_token, "decoding": "eager"}
+    build_forward(copy.deepcopy(model), outputs, **eager)  # tries the operation, with large rows too
     monkeypatch.setattr(cuda_attention, "attend_packed", note)
-    build_forward(copy.deepcopy(model), outputs, per_token=per_token)
+    build_forward(copy.deepcopy(model), outputs, **eager)
     assert max(num_tokens) > 512
 
 

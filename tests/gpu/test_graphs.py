@@ -14,41 +14,17 @@ import torch
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
-from hf_triton.runner.cuda.graphs import StepGraph, StepGraphs, step_sizes
-from hf_triton.runner.device_step import StepSize
+from hf_triton.runner.cuda.graphs import StepGraphs
+from hf_triton.runner.device_step import step_sizes
 from hf_triton.runner.model_runner import PACKED, ModelRunner
 from hf_triton.sampling.params import SamplingParams
+from tests.gpu.conftest import Replays
 from tests.support.architectures import load, requests
 from tests.support.engine import Client, check, greedy_ids, start_engine, token_ids
 from tests.support.simulated_gpu import HAS_GPU
 
 pytestmark = pytest.mark.full
 PROMPT = [5, 6, 7, 8]
-
-
-class Replays:
-    """The graphs that steps have replayed, and how many steps had none."""
-
-    def __init__(self) -> None:
-        self.sizes: list[StepSize] = []
-        self.num_eager = 0
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
-    noted = Replays()
-    find = StepGraphs.find
-
-    def note(captured: StepGraphs, *sizes: int) -> StepGraph | None:
-        graph = find(captured, *sizes)
-        if graph is None:
-            noted.num_eager += 1
-        else:
-            noted.sizes.append(graph.size)
-        return graph
-
-    monkeypatch.setattr(StepGraphs, "find", note)
-    return noted
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_targets_are_the_choice(serve: Callable[..., tuple[Served, Path]]) -> No
     ("text", "parameters", "sentence"),
     [
         ("no mask", {}, "the text has no <mask>, the token that is to be filled"),
-        ("<mask>", {"top_k": 0}, "top_k must be an integer >= 1, got 0"),
+        ("<mask>", {"top_k": 0}, "top_k must be an integer >= 1 and <= 1000, got 0"),
         ("<mask>", {"targets": ["good", "nowhere"]}, "targets holds 'nowhere', which is no token of the model"),
         ("<mask>", {"targets": []}, "targets must be"),
         ("<mask> " * 200, {}, "tokens, more than the 130 of the model"),

@@ -7,7 +7,7 @@ Importing it loads no torch.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from hf_triton.runner.cuda.graphs import StepGraphs
-    from hf_triton.runner.device_step import DeviceStep
+    from hf_triton.runner.device_step import DeviceStep, StepSize
 
 __all__ = [
     "attention_for",
@@ -63,12 +63,12 @@ def why_no_kernel(is_right: Callable[[], bool]) -> str | None:
 
 
 def capture_graphs(
-    forward: Callable[[DeviceStep], torch.Tensor], device: torch.device, *, max_sequences: int, num_tables: int
+    forward: Callable[[DeviceStep], torch.Tensor], device: torch.device, *, sizes: Sequence[StepSize], num_tables: int
 ) -> StepGraphs:
     """Captured forwards, see `StepGraphs`."""
     from hf_triton.runner.cuda.graphs import StepGraphs
 
-    return StepGraphs(forward, device, max_sequences=max_sequences, num_tables=num_tables)
+    return StepGraphs(forward, device, sizes=sizes, num_tables=num_tables)
 
 
 def draw(scores: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:

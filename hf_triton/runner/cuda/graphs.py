@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captured forwards: a step of few tokens takes the GPU less time than Python needs to launch its kernels.
 
-A graph depends on the numbers of tokens and of rows of logits alone. What else a step is (lengths, blocks, which tokens
-are whose) its kernels read from the device, so a step of decodes and one with chunks replay the same graphs. A step
-that has fewer tokens than its graph is padded. All graphs share their memory, as one runs at a time.
+A graph depends on the numbers of tokens and of rows of outputs alone. What else a step is (lengths, blocks, which
+tokens are whose) its kernels read from the device, so a step of decodes and one with chunks replay the same graphs. A
+step that has fewer tokens than its graph is padded. All graphs share their memory, as one runs at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +18,6 @@ import torch
 
 from hf_triton.runner.device_step import DeviceStep, StepSize
 from hf_triton.runner.transfer import copy_to_device
-
-NUM_TOKENS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32), *range(320, 513, 64))
-"""Of the graphs; larger steps keep the device busy for longer than Python needs."""
-FEW_ROWS: Final = 64
-"""Steps of more tokens than these have graphs with so many rows of logits and with more."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +34,9 @@ class StepGraphs:
     """The captured forwards of a model.
 
     Args:
-        forward: Computes logits `[rows, vocabulary]` of a step from numbers on the device.
+        forward: Computes outputs `[rows, width]` of a step from numbers on the device.
         device: Of all tensors.
-        max_sequences: The most that a step has.
+        sizes: Of the graphs, ascending.
         num_tables: Blocks of all tables of a step, for which there is room; steps with more have no graph.
     """
 
@@ -51,11 +45,10 @@ class StepGraphs:
         forward: Callable[[DeviceStep], torch.Tensor],
         device: torch.device,
         *,
-        max_sequences: int,
+        sizes: Sequence[StepSize],
         num_tables: int,
     ) -> None:
         self._num_tables = num_tables
-        sizes = list(step_sizes(max_sequences))
         self._numbers = torch.zeros(sizes[-1].num_fixed + num_tables, dtype=torch.int64, device=device)
         self._graphs: list[StepGraph] = []
         pool = torch.cuda.graph_pool_handle()
@@ -64,16 +57,16 @@ class StepGraphs:
             step = size.split(self._numbers)
             self.load(size.fill((), np.empty(0, np.int64), ()))
             with _waiting_refused():
-                logits = forward(step)  # compiles what is not compiled yet
+                outputs = forward(step)  # compiles what is not compiled yet
             if not self._graphs:
-                self.logits = logits.new_empty(max(each.num_rows for each in sizes), logits.shape[1])
-                """`[rows, vocabulary]`, those of the last replay, until the next one."""
+                self.outputs = outputs.new_empty(max(each.num_rows for each in sizes), outputs.shape[1])
+                """`[rows, width]`, those of the last replay, until the next one."""
             graph = torch.cuda.CUDAGraph()
             with (
                 torch.cuda.stream(torch.cuda.current_stream(device)),  # a capture that fails leaves its own behind
                 torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             ):
-                self.logits[: size.num_rows].copy_(forward(step))
+                self.outputs[: size.num_rows].copy_(forward(step))
             self._graphs.append(StepGraph(size, step, graph))
         self._graphs.reverse()
 
@@ -104,17 +97,3 @@ def _waiting_refused() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)
-
-
-def step_sizes(max_sequences: int) -> list[StepSize]:
-    """The sizes of the graphs, ascending.
-
-    Args:
-        max_sequences: The most that a step has.
-    """
-    sizes = []
-    for num_tokens in NUM_TOKENS:
-        num_sequences = min(num_tokens, max_sequences)
-        for num_rows in sorted({min(num_sequences, FEW_ROWS), num_sequences}):
-            sizes.append(StepSize(num_tokens, num_sequences, num_rows))
-    return sizes
