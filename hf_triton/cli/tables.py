@@ -16,6 +16,8 @@ COLOURS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("UNAVAILABLE", "error"), "red"),
 }
 """Of states."""
+DIRECTIONS: Final = frozenset(("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"))
+"""Unicode's marks that change the direction of what follows."""
 
 
 def show_table(rows: Sequence[Mapping[str, object]], below: str = "") -> None:
@@ -72,5 +74,9 @@ def rounded(figure: float | None, digits: int = 2) -> float | None:
 
 
 def printable(text: str) -> str:
-    """A text without control characters, which could steer the terminal; line ends and tabs stay."""
-    return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) != "Cc")
+    """A text without control characters and marks of direction, which could steer the terminal; lines and tabs stay."""
+    return "".join(
+        char
+        for char in text
+        if char in "\n\t" or (unicodedata.category(char) != "Cc" and unicodedata.bidirectional(char) not in DIRECTIONS)
+    )
