@@ -24,12 +24,13 @@ from hf_triton.cli.model_folder import SET, TASK, with_task
 from hf_triton.cli.model_states import ModelStates
 from hf_triton.cli.ports import PORT, check_host, check_ports
 from hf_triton.cli.repositories import served_repository
+from hf_triton.cli.say import say
 from hf_triton.cli.server_log import ServerLog
 from hf_triton.cli.sources import fetch_models, is_repository, model_repository, split_flags
 from hf_triton.cli.typed import as_typed
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.server import TritonServer, restricted_protocol_headers
+from hf_triton.server import STOP_SIGNALS, TritonServer, restricted_protocol_headers
 from hf_triton.stream_door.model import SUFFIX
 
 DEFAULT_OPENAI_PORT: Final = GatewayConfig.model_fields["port"].default
@@ -126,8 +127,9 @@ def serve(
         triton = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{grpc_port}"
         metrics = {"triton_metrics": triton.replace(f":{grpc_port}", f":{metrics_port}")} if on_demand else {}
         config = read_config(BESIDE_TRITON, gateway_values, triton=triton, host=host, port=openai_port, **metrics)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's `&` ignores SIGINT
-        signal.signal(number, signal.default_int_handler)
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # `&` ignores SIGINT, nohup SIGHUP
+            signal.signal(number, signal.default_int_handler)
     with contextlib.ExitStack() as stack:
         given = Path(what[0]) if len(what) == 1 and is_repository(what[0]) and not (settings or stream) else None
         if given is None and what:
@@ -147,7 +149,7 @@ def serve(
             log=file,
         )
         gateway = None if config is None else GatewayProcess(config, file, restricted_protocol_headers(flags))
-        click.echo(f"Starting tritonserver{f'; its log: {log.path}' if log else ''}")
+        say(f"Starting tritonserver{f'; its log: {log.path}' if log else ''}")
         board = stack.enter_context(Board(may_be_live=log is not None))
         _show_failed(board, excluded)
         states = ModelStates(board, log, os.listdir(door_folders) if door_folders else ())
@@ -158,11 +160,11 @@ def serve(
             else:
                 ready = _describe_ready(server, config, states, exit_on_error, is_explicit=EXPLICIT in flags)
             board.close()
-            click.echo(ready)
+            say(ready)
             was_ready = True
             _wait(server, gateway, states)
     was_killed = was_ready and server.process is not None and server.process.returncode != 0
-    click.echo(
+    say(
         "Stopped after Triton's time to exit: a connection was still open, or a model was not unloaded."
         if was_killed
         else "Stopped."
@@ -305,10 +307,10 @@ def _wait(server: TritonServer, gateway: GatewayProcess | None, states: ModelSta
                 gateway.check()
             time.sleep(0.2)
     except KeyboardInterrupt:
-        click.echo("Stopping: waiting for requests in flight and open connections; Ctrl+C again stops at once.")
+        say("Stopping: waiting for requests in flight and open connections; Ctrl+C again stops at once.")
         raise
     except ServerError:
-        click.echo("Stopping, because the OpenAI gateway has ended.", err=True)
+        say("Stopping, because the OpenAI gateway has ended.", err=True)
         raise
     states.update()
     raise ServerError("server_failed", f"tritonserver exited {server.describe_exit()}{server.describe_log()}")
