@@ -259,18 +259,20 @@ def describe_status(status: int) -> str:
     return f"with status {status}" if status >= 0 else f"by signal {-status} ({signal.strsignal(-status)})"
 
 
-def _check_flags(binary: Path, flags: Sequence[str]) -> None:
+def check_flags(flags: Sequence[str]) -> None:
     """Check that tritonserver knows its flags; its own answer to a wrong one is one line above 400 lines of help.
 
     Raises:
-        ServerError: It does not.
+        ServerError: It does not, or there is no tritonserver.
     """
     if not flags:
         return
+    with tempfile.TemporaryDirectory() as scratch:
+        binary = find_tritonserver(Path(scratch)).binary
     tried = subprocess.run([binary, *flags, "--help"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     name, colon, sentence = tried.stderr.partition("\n")[0].partition(": ")
     if colon and name == str(binary):  # getopt's sentence
-        raise ServerError("server_failed", f"tritonserver: {sentence}")
+        raise ServerError("wrong_usage", f"tritonserver: {sentence}; `{binary} --help` lists its flags")
 
 
 def _prepare_process() -> None:
@@ -348,12 +350,11 @@ class TritonServer:
         """Start the process and return at once.
 
         Raises:
-            ServerError: There is no tritonserver to start, or it does not know a flag.
+            ServerError: There is no tritonserver to start.
         """
         self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_server_")
         scratch = Path(self._scratch.name)
         installation = find_tritonserver(scratch)
-        _check_flags(installation.binary, self._arguments)
         repositories = [
             self._safe_path(path, scratch / f"models{number}") for number, path in enumerate(self.model_repositories)
         ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from hf_triton.cli.board import Board
 from hf_triton.cli.doors import door_repository, encoder_declaration, has_chat_template, streamed_folder
@@ -30,7 +31,7 @@ from hf_triton.cli.sources import fetch_models, is_repository, model_repository,
 from hf_triton.cli.typed import as_typed
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.server import STOP_SIGNALS, TritonServer, restricted_protocol_headers
+from hf_triton.server import STOP_SIGNALS, TritonServer, check_flags, restricted_protocol_headers
 from hf_triton.stream_door.model import SUFFIX
 
 DEFAULT_OPENAI_PORT: Final = GatewayConfig.model_fields["port"].default
@@ -111,15 +112,16 @@ def serve(
     """
     what, flags = split_flags(what)
     settings = with_task(settings, task)
-    _check_flags(flags)
+    _check_own_flags(flags)
     if not what and (settings or stream):
         raise click.UsageError("--set, --task and --stream are for models: name one")
     check_host(host)
     ports = {"--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port}
     check_ports(ports | ({"--openai-port": openai_port} if openai else {}))
+    if not openai:
+        _check_no_gateway_options()
+    check_flags(flags)
     on_demand = bool(gateway_values["on_demand"])
-    if on_demand and not openai:
-        raise click.UsageError("--on-demand needs the gateway, which loads the models: leave --no-openai out")
     if on_demand and EXPLICIT not in flags:
         flags = [*flags, EXPLICIT]
     config = None
@@ -223,7 +225,19 @@ def _find_defects(repository: Path, exit_on_error: bool, *, may_fetch: bool) -> 
     return excluded
 
 
-def _check_flags(flags: Sequence[str]) -> None:
+def _check_no_gateway_options() -> None:
+    """Refuse options of a gateway that does not run; without it, no API key is asked for.
+
+    Raises:
+        click.UsageError: There is one.
+    """
+    source = click.get_current_context().get_parameter_source
+    for name, option in BESIDE_TRITON.items():
+        if source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"{option} needs the gateway: leave --no-openai out")
+
+
+def _check_own_flags(flags: Sequence[str]) -> None:
     """Refuse flags that the command sets itself.
 
     Raises:
