@@ -235,7 +235,7 @@ def named_field(sentence: str, fields: Collection[str]) -> str | None:
 
 
 def unknown_field(name: str, fields: Collection[str]) -> ApiError:
-    message = f"there is no field {clip(name)}{suggest(name, fields, 'docs/openai.md')}"
+    message = f"there is no field {clip(name)}{suggest(name, fields, 'docs/openai-fields.md')}"
     is_short = clip(name) == f"'{name}'"
     return ApiError(400, message, param=name if is_short else None, code="unknown_parameter")
 
